@@ -1,0 +1,96 @@
+"""Chat turns from a model's own template, cut so that turns joined give what the template renders.
+
+Owns the cutting; knows tokenizers, not messages. A turn that opens a conversation carries what the template
+puts in front of it (the beginning-of-sequence token, a default system prompt); later turns never do.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .errors import BadTokens, ConfigError
+
+ROLES = ("system", "user", "assistant", "tool")
+_MARK = "\u2063mark\u2063"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a chat: who speaks, and the text."""
+
+    role: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise BadTokens(f"text={self.text!r}: a turn holds a string")
+
+
+class ChatFormat:
+    """Turns into tokens, for one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, turn: Turn, *, opening: bool) -> list[int]:
+        """The whole turn: header, text, footer."""
+        return self._ids(self._whole(turn, opening))
+
+    def open(self, turn: Turn, *, opening: bool) -> tuple[list[int], list[int]]:
+        """(header with the text so far, footer): what a decode starts with, and what ends its turn."""
+        whole = self._whole(Turn(turn.role, _MARK), opening)
+        header, _, footer = whole.partition(_MARK)
+        return self._ids(header + turn.text), self._ids(footer)
+
+    def plain(self, text: str, *, opening: bool) -> list[int]:
+        """Text without roles; the beginning-of-sequence token in front only where it opens a conversation."""
+        ids = self._ids(text)
+        return [*self._beginning, *ids] if opening else ids
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    @cached_property
+    def _beginning(self) -> list[int]:
+        """What the tokenizer puts in front of any text."""
+        with_it, without = self._tokenizer("a")["input_ids"], self._ids("a")
+        extra = len(with_it) - len(without)
+        return with_it[:extra] if extra > 0 and with_it[extra:] == without else []
+
+    def _whole(self, turn: Turn, opening: bool) -> str:
+        if turn.role not in ROLES:
+            raise ConfigError(f"role={turn.role!r}: use one of {ROLES}")
+        if not getattr(self._tokenizer, "chat_template", None):
+            return self._without_template(turn, opening)
+        if opening:
+            rendered = self._render([turn])
+            return rendered if rendered is not None else self._front + self._after(turn)
+        return self._after(turn)
+
+    def _after(self, turn: Turn) -> str:
+        """What the template adds for a turn behind a conversation in which it may stand."""
+        talk = [Turn("user", "x"), Turn("assistant", "x")]
+        for before in ([talk[0]], talk) if turn.role == "assistant" else (talk, [talk[0]]):
+            start, both = self._render(before), self._render([*before, turn])
+            if start is not None and both is not None and both.startswith(start):
+                return both[len(start) :]
+        raise ConfigError(f"the chat template has no place for a turn of role {turn.role!r}")
+
+    @cached_property
+    def _front(self) -> str:
+        """What the template puts in front of the first turn, whoever speaks."""
+        user = Turn("user", "x")
+        rendered, later = self._render([user]), self._after(user)
+        return rendered[: -len(later)] if rendered and rendered.endswith(later) else ""
+
+    def _render(self, turns: list[Turn]) -> str | None:
+        """The template's text, or None where it refuses such a conversation."""
+        messages = [{"role": t.role, "content": t.text} for t in turns]
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # templates raise whatever their authors chose
+            return None
+
+    def _without_template(self, turn: Turn, opening: bool) -> str:
+        front = getattr(self._tokenizer, "bos_token", None) or "" if opening and self._beginning else ""
+        return f"{front}{turn.role.capitalize()}: {turn.text}\n"

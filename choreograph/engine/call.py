@@ -1,0 +1,101 @@
+"""One `prefill` or `decode` on its way from submission to a finished message. Owns its own state only."""
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..errors import ChoreographError
+from ..kv.encoding import Encoding, Sight
+from ..types import FinishReason, Mode, Timing, Usage
+from .generation import Generation
+
+
+class State(Enum):
+    """WAITING for parents or room; RUNNING; KNOWN: every token is chosen, the last ones not encoded yet."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    KNOWN = "known"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(eq=False)
+class Call:
+    """prompt: the tokens of a prefill, or the header of a decode. generation is None for a prefill.
+
+    offsets[i] is None where the default rule places parent i; likewise new_offset. `start` and `placed` are
+    known once every parent's length is.
+    """
+
+    id: int
+    session: int
+    mode: Mode
+    salt: str
+    prompt: list[int]
+    parents: tuple["Call", ...]
+    offsets: tuple[int | None, ...]
+    new_offset: int | None
+    generation: Generation | None = None
+    footer: list[int] = field(default_factory=list)
+    state: State = State.WAITING
+    start: int | None = None
+    placed: tuple[int, ...] = ()
+    encoding: Encoding | None = None
+    sights: tuple[Sight, ...] = ()
+    error: ChoreographError | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage = field(default_factory=Usage)
+    children_waiting: int = 0
+    released: bool = False
+    abandoned: bool = False
+    submitted_at: float = field(default_factory=time.perf_counter)
+    started_at: float | None = None
+    first_token_at: float | None = None
+    known_at: float | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        return self.generation is not None
+
+    @property
+    def tokens_known(self) -> bool:
+        """Whether every token of the message is chosen (encoded or not)."""
+        if not self.is_decode:
+            return self.state not in (State.FAILED, State.CANCELLED)
+        return self.state in (State.KNOWN, State.DONE)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (State.DONE, State.FAILED, State.CANCELLED)
+
+    @property
+    def tokens(self) -> list[int]:
+        """header + generated + footer of a decode so far; the tokens of a prefill."""
+        if self.generation is None:
+            return self.prompt
+        return self.prompt + self.generation.tokens + (self.footer if self.tokens_known else [])
+
+    @property
+    def message_holder(self) -> tuple[str, int]:
+        return ("message", self.id)
+
+    @property
+    def call_holder(self) -> tuple[str, int]:
+        return ("call", self.id)
+
+    @property
+    def ready_at(self) -> float:
+        """When it was submitted and every decoded ancestor was known; prefills in between count as work."""
+        waits = [p.known_at if p.is_decode else p.ready_at for p in self.parents]
+        return max([self.submitted_at, *(w for w in waits if w is not None)])
+
+    @property
+    def timing(self) -> Timing:
+        start = self.ready_at
+        return Timing(
+            queued=None if self.started_at is None else max(0.0, self.started_at - start),
+            ttft=None if self.first_token_at is None else self.first_token_at - start,
+            e2e=None if self.known_at is None else max(0.0, self.known_at - start),
+        )

@@ -1,0 +1,72 @@
+"""What a decode has generated so far and when it must stop. Owns its random generator; knows no cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ..types import FinishReason, SamplingParams, TokenLogprob
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text one by one; a piece may be empty until a character is whole."""
+
+    def step(self, token: int) -> str: ...
+
+
+@dataclass
+class Generation:
+    """tokens: generated so far, the stop token included. forced: tokens to take instead of choosing."""
+
+    sampling: SamplingParams
+    prompt: list[int]
+    stop_tokens: frozenset[int]
+    random: torch.Generator
+    forced: list[int] | None = None
+    limit: int = 0
+    detokenizer: Detokenizer | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+    stopped_text: bool = False
+    on_token: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.limit = len(self.forced) if self.forced is not None else self.sampling.max_tokens
+
+    @property
+    def next_forced(self) -> int | None:
+        return None if self.forced is None else self.forced[len(self.tokens)]
+
+    @property
+    def stop_allowed(self) -> bool:
+        """Whether the next token may end the message."""
+        return len(self.tokens) >= self.sampling.min_tokens
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Takes the next token; says why the message ends with it, or None."""
+        allowed = self.stop_allowed
+        self.tokens.append(token)
+        stop = token in self.stop_tokens
+        if self.detokenizer is not None and not stop:
+            self.text += self.detokenizer.step(token)
+        if self.forced is not None:
+            if len(self.tokens) < self.limit:
+                return None
+            return "stop" if stop else "forced"
+        if allowed and (stop or self._cut_at_stop_string()):
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def _cut_at_stop_string(self) -> bool:
+        places = [at for s in self.sampling.stop if (at := self.text.find(s)) >= 0]
+        if places:
+            self.text, self.stopped_text = self.text[: min(places)], True
+        return bool(places)
+
+    @property
+    def settled_text(self) -> str:
+        """The part of the text that no stop string can still take back."""
+        longest = max((len(s) for s in self.sampling.stop), default=1)
+        return self.text[: len(self.text) - longest + 1] if longest > 1 else self.text

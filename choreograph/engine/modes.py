@@ -1,0 +1,93 @@
+"""The three execution modes as three ways to place a call: what it encodes, where, and what it sees.
+
+choreographed: Prompt Choreography, section 2.3. prefix: its baseline method, section 3.1, with the longest
+cached prefix token by token. naive: section 3.1 without any cache.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import BadPosition
+from ..kv.encoding import Encoding, Sight, content_key
+from ..kv.store import Store
+from .call import Call
+
+
+class Placement(NamedTuple):
+    """tokens to encode from `start` on, seeing `sights`. ready: an encoding that already is this very work."""
+
+    tokens: list[int]
+    start: int
+    sights: tuple[Sight, ...]
+    key: bytes | None = None
+    ready: Encoding | None = None
+
+
+def resolve_offsets(
+    lengths: list[int], offsets: tuple[int | None, ...], new_offset: int | None
+) -> tuple[tuple[int, ...], int]:
+    """Contract, point 3: the first parent starts at 0, each next one and the message right after the one before."""
+    placed, end = [], 0
+    for length, offset in zip(lengths, offsets, strict=True):
+        at = end if offset is None else offset
+        placed.append(at)
+        end = at + length
+    return tuple(placed), end if new_offset is None else new_offset
+
+
+def check_positions(call: Call, lengths: list[int], most: int) -> None:
+    """Every parent, the prompt, and what must be generated stand below the model's limit of positions."""
+    placed, start = resolve_offsets(lengths, call.offsets, call.new_offset)
+    for index, (offset, length) in enumerate(zip(placed, lengths, strict=True)):
+        _check_position(f"parent {index} from offset {offset}", offset + length, most)
+    _check_position(f"the message from offset {start}", start + len(call.prompt) + _least_generated(call), most)
+
+
+def _least_generated(call: Call) -> int:
+    if call.generation is None:
+        return 0
+    return len(call.generation.forced or [0])
+
+
+def _check_position(what: str, end: int, most: int) -> None:
+    if end > most:
+        raise BadPosition(f"{what} would reach position {end - 1}, past the model's last one, {most - 1}")
+
+
+def choreographed(call: Call, store: Store, most: int) -> Placement:
+    lengths = [len(p.tokens) for p in call.parents]
+    check_positions(call, lengths, most)
+    call.placed, call.start = resolve_offsets(lengths, call.offsets, call.new_offset)
+    sights = tuple(
+        Sight(p.encoding, 0, n, offset)  # type: ignore[arg-type]
+        for p, n, offset in zip(call.parents, lengths, call.placed, strict=True)
+    )
+    if call.is_decode:
+        return Placement(list(call.prompt), call.start, sights)
+    key = content_key(call.salt, call.prompt, call.start, sights)
+    return Placement(list(call.prompt), call.start, sights, key, store.find(key))
+
+
+def _concatenated(call: Call, most: int) -> list[int]:
+    tokens = [token for p in call.parents for token in p.tokens]
+    call.placed, call.start = resolve_offsets([len(p.tokens) for p in call.parents], (None,) * len(call.parents), None)
+    _check_position("the concatenated prompt", len(tokens) + len(call.prompt) + _least_generated(call), most)
+    return tokens + call.prompt
+
+
+def prefix(call: Call, store: Store, most: int) -> Placement:
+    tokens = _concatenated(call, most)
+    sights = tuple(store.tree(call.salt).match(tokens, limit=len(tokens) - 1))
+    known = sum(sight.count for sight in sights)
+    return Placement(tokens[known:], known, sights)
+
+
+def naive(call: Call, store: Store, most: int) -> Placement:
+    return Placement(_concatenated(call, most), 0, ())
+
+
+PLACE: dict[str, Callable[[Call, Store, int], Placement]] = {
+    "choreographed": choreographed,
+    "prefix": prefix,
+    "naive": naive,
+}

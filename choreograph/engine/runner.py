@@ -1,0 +1,341 @@
+"""The runner: submits calls, runs steps, publishes what they computed. Knows no sessions and no chat.
+
+    batch = scheduler.next(); logits = model(batch, plan); publish(sample(logits))
+
+It is synchronous and driven: nothing runs until somebody reads a value (or calls `step`). One lock guards all
+state, so several threads may drive one engine.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ..config import EngineConfig
+from ..errors import CacheFull, CallFailed, ChoreographError, ReleasedMessage, SessionClosed
+from ..events import EventLog
+from ..kv.arena import Arena
+from ..kv.encoding import Sight, content_key
+from ..kv.store import Store
+from ..models.adapter import Adapter
+from ..ops.attend import Step, make_backend
+from ..ops.native import NativeUnavailable
+from ..ops.plan import make_plan
+from ..types import FinishReason, Usage
+from .call import Call, State
+from .modes import PLACE
+from .sampling import choose
+from .scheduler import Batch, Scheduler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Runner:
+    """Everything between submission and publication; `choreograph.Engine` adds sessions and chat."""
+
+    def __init__(self, adapter: Adapter, config: EngineConfig) -> None:
+        self.adapter = adapter
+        self.config = config
+        self.events = EventLog()
+        facts = adapter.facts
+        try:
+            self.backend, self.backend_note = make_backend(
+                config.backend, facts.head_dim, facts.dtype, facts.device
+            )
+        except NativeUnavailable as reason:
+            raise ChoreographError(f"backend='native': {reason}; use backend='auto'") from None
+        arena = Arena(
+            pages=adapter.arena_tokens(config.cache.tokens) // config.cache.page_size,
+            page_size=config.cache.page_size,
+            layers=[(facts.kv_heads, facts.head_dim)] * facts.layers,
+            dtype=facts.dtype,
+            device=facts.device,
+            poison=config.cache.poison,
+        )
+        self.store = Store(arena, eviction=config.cache.eviction, events=self.events)
+        self.scheduler = Scheduler(
+            self.store,
+            max_step_tokens=config.scheduler.max_step_tokens,
+            max_calls=config.scheduler.max_calls,
+            admit=self._admit,
+            fail=self._fail,
+        )
+        self.lock = threading.RLock()
+        self.steps = 0
+        self.rows = 0
+        self.closed = False
+        self._next_id = 0
+
+    # -- submission ---------------------------------------------------------------------------------------
+
+    def new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def submit(self, call: Call) -> None:
+        """Queues a validated call; costs no computing. A call that no empty cache could hold is refused."""
+        with self.lock:
+            if self.closed:
+                raise SessionClosed("the engine is closed: make a new one")
+            self._refuse_what_never_fits(call)
+            for parent in call.parents:
+                parent.children_waiting += 1
+            if call.mode != "choreographed" and not call.is_decode:
+                self._end(call, State.DONE, "encoded")  # a text: nothing to compute
+            else:
+                self.scheduler.waiting.append(call)
+            self.events.write("submitted", call=call)
+
+    def _refuse_what_never_fits(self, call: Call) -> None:
+        if call.mode != "choreographed" and not call.is_decode:
+            return
+        pages, least = self.store.arena.pages, self._capacity(call, len(call.prompt))
+        if self.store.arena.pages_for(least) > pages:
+            size = self.store.arena.page_size
+            raise CacheFull(
+                f"needs room for {least} tokens; the whole cache holds {pages * size}: "
+                "shorten the call (max_tokens counts) or raise CacheConfig.tokens"
+            )
+
+    def _capacity(self, call: Call, prompt: int) -> int:
+        """The most tokens that the call's encoding can come to have."""
+        if call.generation is None:
+            return prompt
+        return prompt + call.generation.limit + len(call.footer)
+
+    def _admit(self, call: Call) -> None:
+        """Places a call and gives it room, or raises. Called by the scheduler, in order of submission."""
+        facts = self.adapter.facts
+        work = PLACE[call.mode](call, self.store, facts.max_positions)
+        seen = sum(s.count for s in work.sights)
+        if work.ready is not None:
+            call.encoding = work.ready
+            self.store.hold(work.ready, call.message_holder)
+            call.usage = Usage(cached_tokens=seen + len(work.tokens))
+            self.events.write("hit", call=call, tokens=len(work.tokens))
+            self._end(call, State.DONE, "cached")
+            return
+        if call.generation is not None:
+            room = facts.max_positions - work.start - len(work.tokens) - len(call.footer)
+            if call.generation.forced is None:
+                call.generation.limit = max(1, min(call.generation.limit, room))
+        for sight in work.sights:
+            self.store.hold(sight.encoding, call.call_holder)
+        try:
+            call.encoding = self.store.create(
+                work.tokens,
+                work.start,
+                work.sights,
+                capacity=self._capacity(call, len(work.tokens)),
+                holder=call.call_holder,
+            )
+        except CacheFull:
+            self._let_go_of(call, work.sights)
+            raise
+        self._start(call, work.key, seen)
+
+    def _start(self, call: Call, key: bytes | None, seen: int) -> None:
+        encoding = call.encoding
+        assert encoding is not None
+        call.sights = encoding.context
+        call.usage = Usage(cached_tokens=seen, encoded_tokens=len(encoding.tokens))
+        if call.mode == "choreographed":
+            self.store.hold(encoding, call.message_holder)
+        if key is not None:
+            self.store.publish(encoding, key)
+        if call.mode == "prefix":
+            self._hang(call)
+        call.state = State.RUNNING
+        self.scheduler.waiting.remove(call)
+        self.scheduler.running.append(call)
+        self._parents_served(call)
+        self.events.write("admitted", call=call, cached=seen, encode=len(encoding.tokens))
+
+    def _hang(self, call: Call) -> None:
+        """Makes a prefix-mode encoding known to later prompts."""
+        encoding = call.encoding
+        assert encoding is not None
+        before = [t for s in encoding.context for t in s.encoding.tokens[s.first : s.first + s.count]]
+        if self.store.tree(call.salt).insert(encoding, before):
+            encoding.reusable = True
+
+    # -- the step -----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Computes one step; False if there was nothing that could run."""
+        with self.lock:
+            batch = self.scheduler.next()
+            if batch is None:
+                return False
+            try:
+                logits = self._compute(batch)
+            except BaseException:
+                self.scheduler.rollback(batch)
+                raise
+            self.scheduler.commit(batch)
+            self._publish(batch, logits)
+            return True
+
+    def _compute(self, batch: Batch) -> "Tensor":
+        plan = make_plan(batch.slots, batch.reads, self.adapter.facts.rotary)
+        arena = self.store.arena
+        step = Step(plan, arena.keys, arena.values, self.backend)
+        now = time.perf_counter()
+        for take in batch.takes:
+            take.call.started_at = take.call.started_at or now
+        self.steps += 1
+        self.rows += len(batch.tokens)
+        self.events.write("step", rows=len(batch.tokens), calls=len(batch.takes))
+        rows = [row for _, row in batch.samples]
+        return self.adapter.forward(batch.tokens, batch.positions, step, rows)
+
+    def _publish(self, batch: Batch, logits: "Tensor") -> None:
+        """Gives every sampled call its next token and ends the calls that are complete."""
+        samples = batch.samples
+        calls = [call for call, _ in samples]
+        tokens = choose(logits, [c.generation for c in calls]) if calls else []  # type: ignore[misc]
+        now = time.perf_counter()
+        for call, token in zip(calls, tokens, strict=True):
+            self._accept(call, token, now)
+        for take in batch.takes:
+            call = take.call
+            if call.ended or call.encoding is None or not call.encoding.whole:
+                continue
+            if call.state is State.KNOWN or call.abandoned or not call.is_decode:
+                self._end(call, State.DONE, call.finish_reason or "encoded")
+
+    def _accept(self, call: Call, token: int, now: float) -> None:
+        generation, encoding = call.generation, call.encoding
+        assert generation is not None and encoding is not None
+        call.first_token_at = call.first_token_at or now
+        reason = generation.accept(token)
+        encoding.tokens.append(token)
+        self.events.write("token", call=call, token=token)
+        if reason is not None:
+            self._know(call, reason, now)
+
+    def _know(self, call: Call, reason: FinishReason, now: float) -> None:
+        """Every token of a decode is chosen. Its last ones are encoded by whichever step comes next."""
+        generation, encoding = call.generation, call.encoding
+        assert generation is not None and encoding is not None
+        call.known_at, call.finish_reason = now, reason
+        call.footer = footer_after(call.footer, generation.tokens, generation.stop_tokens)
+        extra = len(call.footer) if call.mode == "choreographed" else 0
+        call.usage = Usage(
+            cached_tokens=call.usage.cached_tokens,
+            encoded_tokens=call.usage.encoded_tokens + extra,
+            generated_tokens=len(generation.tokens),
+        )
+        call.state = State.KNOWN
+        if call.mode == "choreographed":
+            encoding.tokens += call.footer
+            encoding.promised = len(encoding.tokens)
+            key = content_key(call.salt, encoding.tokens, encoding.start, encoding.context)
+            self.store.publish(encoding, key)
+            return
+        encoding.tokens.pop()  # nobody has computed the last token; a later prompt will if it needs it
+        if call.mode == "prefix":
+            self._hang(call)
+        self._end(call, State.DONE, reason)
+
+    # -- endings ------------------------------------------------------------------------------------------
+
+    def _end(self, call: Call, state: State, reason: FinishReason | None) -> None:
+        """The one way out of the queues: trims the encoding and lets go of everything but the message."""
+        was = call.state
+        call.state, call.finish_reason = state, reason
+        call.known_at = call.known_at or time.perf_counter()
+        for queue in (self.scheduler.waiting, self.scheduler.running):
+            if call in queue:
+                queue.remove(call)
+        if was is State.WAITING:
+            self._parents_served(call)
+        self._let_go_of(call, call.sights)
+        if call.encoding is not None and was is not State.WAITING:
+            if state is State.DONE:
+                self.store.trim(call.encoding)
+            self.store.let_go(call.encoding, call.call_holder)
+        if state in (State.FAILED, State.CANCELLED) and call.encoding is not None:
+            self.store.let_go(call.encoding, call.message_holder)
+        if call.released and call.encoding is not None and not call.children_waiting:
+            self.store.let_go(call.encoding, call.message_holder)
+        self.events.write({State.DONE: "finished"}.get(state, state.value), call=call)
+
+    def _fail(self, call: Call, problem: ChoreographError) -> None:
+        call.error = problem
+        self._end(call, State.FAILED, None)
+
+    def _let_go_of(self, call: Call, sights: Iterable[Sight]) -> None:
+        for sight in sights:
+            self.store.let_go(sight.encoding, call.call_holder)
+
+    def _parents_served(self, call: Call) -> None:
+        """The call has its own hold on what it sees: parents whose release waited for it can go."""
+        for parent in call.parents:
+            parent.children_waiting -= 1
+            if parent.released and not parent.children_waiting:
+                self._release_now(parent)
+
+    def release(self, call: Call) -> None:
+        """The message is no longer wanted. What calls in flight see of it stays until they end."""
+        with self.lock:
+            if call.released:
+                return
+            call.released = True
+            self.events.write("released", call=call)
+            if not call.children_waiting:
+                self._release_now(call)
+
+    def _release_now(self, call: Call) -> None:
+        if call.state is State.WAITING:
+            self._end(call, State.CANCELLED, "cancelled")
+        elif call.state in (State.RUNNING, State.KNOWN):
+            self._abandon(call)
+        elif call.encoding is not None:
+            self.store.let_go(call.encoding, call.message_holder)
+
+    def _abandon(self, call: Call) -> None:
+        """Ends a call in flight, but first encodes the tokens that it has where other calls see them."""
+        encoding = call.encoding
+        assert encoding is not None
+        seen = encoding.holders - {call.call_holder, call.message_holder} or encoding.children
+        if seen and not encoding.whole:
+            call.abandoned = True
+            call.finish_reason = call.finish_reason or "cancelled"
+        elif call.state is State.KNOWN or seen:
+            self._end(call, State.DONE, call.finish_reason or "cancelled")
+        else:
+            self._end(call, State.CANCELLED, "cancelled")
+
+    # -- driving ------------------------------------------------------------------------------------------
+
+    def run_until(self, call: Call, done: Callable[[], bool]) -> None:
+        """Steps until `done()`; raises the call's error, or says why it can never be done."""
+        while not done():
+            if call.error is not None:
+                raise call.error
+            if call.state is State.CANCELLED:
+                raise ReleasedMessage(f"message {call.id} was released before it was known")
+            if not self.step() and not done() and not call.ended:
+                raise CallFailed(f"message {call.id} cannot run: nothing can be computed any more")
+        if call.error is not None:
+            raise call.error
+
+    def drain(self) -> None:
+        """Runs until nothing is left to compute."""
+        while self.step():
+            pass
+
+    def check(self) -> None:
+        """The invariants of the arena, the store and the queues."""
+        with self.lock:
+            self.store.check()
+            self.scheduler.check()
+
+
+def footer_after(footer: list[int], generated: list[int], stops: frozenset[int]) -> list[int]:
+    """The footer without what the model already wrote: a stop token that the footer starts with."""
+    if footer and generated and generated[-1] == footer[0] and footer[0] in stops:
+        return footer[1:]
+    return footer

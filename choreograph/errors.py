@@ -1,0 +1,73 @@
+"""The exception tree. Every message says what was got and how to mend it; knows nothing else.
+
+ChoreographError
+├── ConfigError (ValueError)         an option that does not exist or is out of range
+│   └── SamplingError                the same for a sampling option
+├── ModelError (OSError)             a model that cannot be found, read or served
+├── CallError (ValueError)           a `prefill` or `decode` that cannot mean anything
+│   ├── UnknownMessage               a parent that is not a message
+│   ├── ForeignMessage               a parent that belongs to another engine or session
+│   ├── ReleasedMessage              a parent (or a read) of a message that was released
+│   ├── RepeatedParent               one parent twice in the same call
+│   ├── BadTokens                    empty, or ids outside the vocabulary
+│   └── BadPosition                  a negative offset, or a position past the model's limit
+├── CacheFull (MemoryError)          a call that can never fit, with the numbers
+├── CallFailed (RuntimeError)        a message whose parent failed
+└── SessionClosed (RuntimeError)     a call on a session or engine that was closed
+"""
+
+
+class ChoreographError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(ChoreographError, ValueError):
+    """An option that does not exist or is out of range."""
+
+
+class SamplingError(ConfigError):
+    """A sampling option that does not exist or is out of range."""
+
+
+class ModelError(ChoreographError, OSError):
+    """A model that cannot be found, read or served."""
+
+
+class CallError(ChoreographError, ValueError):
+    """A `prefill` or `decode` that cannot mean anything. Nothing was changed."""
+
+
+class UnknownMessage(CallError):
+    """A parent that is not a message."""
+
+
+class ForeignMessage(CallError):
+    """A parent that belongs to another engine or session."""
+
+
+class ReleasedMessage(CallError):
+    """A released message used as a parent, or read before it was known."""
+
+
+class RepeatedParent(CallError):
+    """One parent twice in the same call."""
+
+
+class BadTokens(CallError):
+    """No tokens, or ids outside the vocabulary."""
+
+
+class BadPosition(CallError):
+    """A negative offset, or a position past the model's limit."""
+
+
+class CacheFull(ChoreographError, MemoryError):
+    """A call that can never fit into the cache as it stands."""
+
+
+class CallFailed(ChoreographError, RuntimeError):
+    """A message that cannot be known because one of its parents failed."""
+
+
+class SessionClosed(ChoreographError, RuntimeError):
+    """A call on a session or engine that was closed."""

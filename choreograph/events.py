@@ -1,0 +1,36 @@
+"""What happened, as values, in order. Observation is passive: nobody asks before writing an event."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Event:
+    """kind: submitted admitted step token finished failed cancelled released hit evicted; then its facts."""
+
+    kind: str
+    at: float
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+class EventLog:
+    """The last events and the count of every kind. Listeners are called with each event as it is written."""
+
+    def __init__(self, keep: int = 4096) -> None:
+        self.recent: deque[Event] = deque(maxlen=keep)
+        self.counts: Counter[str] = Counter()
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def write(self, kind: str, **facts: object) -> None:
+        event = Event(kind, time.perf_counter(), facts)
+        self.counts[kind] += 1
+        self.recent.append(event)
+        for listener in self._listeners:
+            listener(event)
+
+    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Adds a listener; returns a function that takes it off again."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)

@@ -1,0 +1,98 @@
+"""Finds the longest encoded prefix of a prompt, token by token. Owns where encodings hang; knows no pages.
+
+The baseline of Prompt Choreography (section 3.1): text is concatenated and the longest cached prefix is used
+again. An encoding hangs on another one at the token where the two part ways, so no encoding is ever split.
+"""
+
+from typing import NamedTuple
+
+from .encoding import Encoding, Sight
+
+
+class _Place(NamedTuple):
+    """Right behind token `offset` - 1 of an encoding; the root is (None, 0)."""
+
+    parent: Encoding | None
+    offset: int
+
+
+class PrefixTree:
+    """All prefixes of one client. Encodings may still be growing: only promised tokens are matched."""
+
+    def __init__(self) -> None:
+        self._children: dict[tuple[int | None, int], dict[int, tuple[Encoding, int]]] = {}
+        self._hangs: dict[int, tuple[_Place, int]] = {}
+
+    def match(self, tokens: list[int], limit: int | None = None) -> list[Sight]:
+        """What is known of the longest prefix of `tokens`, at most `limit` tokens of it."""
+        return self._walk(tokens, len(tokens) if limit is None else limit)[0]
+
+    def _walk(self, tokens: list[int], limit: int) -> tuple[list[Sight], _Place]:
+        sights: list[Sight] = []
+        place, at = _Place(None, 0), 0
+        while at < limit:
+            found = self._children.get(self._name(place), {}).get(tokens[at])
+            if found is None:
+                break
+            encoding, first = found
+            count = _common(encoding.tokens, first, max(encoding.promised, encoding.encoded), tokens, at, limit)
+            if not count:
+                break
+            sights.append(Sight(encoding, first, count, at))
+            place, at = _Place(encoding, first + count), at + count
+        return sights, place
+
+    def insert(self, encoding: Encoding, prefix: list[int]) -> bool:
+        """Hangs an encoding that continues `prefix` where it leaves what is known; False if it adds nothing."""
+        tokens = prefix + encoding.tokens
+        sights, place = self._walk(tokens, len(tokens))
+        known = sum(sight.count for sight in sights)
+        if not len(prefix) <= known < len(tokens) or encoding.id in self._hangs:
+            return False
+        siblings = self._children.setdefault(self._name(place), {})
+        if tokens[known] in siblings:
+            return False
+        siblings[tokens[known]] = (encoding, known - encoding.start)
+        self._hangs[encoding.id] = (place, tokens[known])
+        if place.parent is not None:
+            place.parent.children += 1
+        return True
+
+    def forget(self, encoding: Encoding) -> None:
+        """Takes off an encoding that nothing hangs on."""
+        hang = self._hangs.pop(encoding.id, None)
+        if hang is None:
+            return
+        assert not encoding.children, "something hangs on this encoding"
+        place, token = hang
+        siblings = self._children[self._name(place)]
+        del siblings[token]
+        if not siblings:
+            del self._children[self._name(place)]
+        if place.parent is not None:
+            place.parent.children -= 1
+
+    @staticmethod
+    def _name(place: _Place) -> tuple[int | None, int]:
+        return (place.parent.id if place.parent else None, place.offset)
+
+    def check(self) -> None:
+        """Every encoding hangs once, and child counts are right."""
+        hung = [pair[0].id for siblings in self._children.values() for pair in siblings.values()]
+        assert sorted(hung) == sorted(self._hangs), "an encoding hangs twice or nowhere"
+        counts: dict[int, int] = {}
+        for place, _ in self._hangs.values():
+            if place.parent is not None:
+                counts[place.parent.id] = counts.get(place.parent.id, 0) + 1
+                assert place.parent.id in self._hangs, "an encoding hangs on one that is gone"
+        for siblings in self._children.values():
+            for encoding, _ in siblings.values():
+                assert encoding.children == counts.get(encoding.id, 0), "child count is off"
+
+
+def _common(known: list[int], first: int, end: int, tokens: list[int], at: int, limit: int) -> int:
+    """How many tokens known[first:end] and tokens[at:limit] share from their start."""
+    most = min(end - first, limit - at)
+    if known[first : first + most] == tokens[at : at + most]:
+        return max(most, 0)
+    return next(i for i in range(most) if known[first + i] != tokens[at + i])

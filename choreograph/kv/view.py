@@ -1,0 +1,34 @@
+"""Turns what a call sees into reads of slots. Pure; knows encodings, not calls or models."""
+
+from collections.abc import Iterable, Iterator
+
+from ..ops.plan import Read
+from .encoding import Encoding, Sight
+
+
+def context_reads(sights: Iterable[Sight], row0: int, row1: int) -> Iterator[Read]:
+    """Every row sees every token of every sight (contract, point 2)."""
+    for sight in sights:
+        end = sight.first + sight.count
+        for span in sight.encoding.spans:
+            first, last = max(span.first, sight.first), min(span.first + span.count, end)
+            if first < last:
+                slot = span.slot + first - span.first
+                position = sight.start + first - sight.first
+                yield Read(slot, row0, row1, sight.shift, last - first, 0, position)
+
+
+def own_reads(encoding: Encoding, row0: int, token0: int, token1: int) -> Iterator[Read]:
+    """Row row0 + i computes token token0 + i, which sees its own encoding up to itself."""
+    rows = token1 - token0
+    for span in encoding.spans:
+        if span.first >= token1:
+            break
+        position = encoding.start + span.first
+        inside = min(max(span.first - token0, 0), rows)  # rows before this see nothing of the span
+        behind = min(max(span.first + span.count - token0, 0), rows)  # rows from here on see all of it
+        if inside < behind:
+            limit = token0 + inside + 1 - span.first
+            yield Read(span.slot, row0 + inside, row0 + behind, 0, limit, 1, position)
+        if behind < rows:
+            yield Read(span.slot, row0 + behind, row0 + rows, 0, span.count, 0, position)

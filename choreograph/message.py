@@ -1,0 +1,164 @@
+"""A message: the handle that a caller holds on one `prefill` or `decode`. Owns nothing but the way to ask.
+
+Handles are lazy: submitting is free, and reading a value that is not known yet runs the engine until it is. All
+that was submitted in the meantime runs in the same steps, so sequential code batches itself.
+"""
+
+import asyncio
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from .engine.call import Call, State
+from .engine.runner import Runner
+from .errors import ConfigError
+from .types import FinishReason, Timing, TokenLogprob, Usage
+
+
+class Message:
+    """One message of a session, complete or not."""
+
+    def __init__(self, call: Call, runner: Runner, decode_text: Callable[[list[int]], str] | None) -> None:
+        self._call = call
+        self._runner = runner
+        self._decode_text = decode_text
+        self.parents: tuple[Message, ...] = ()
+
+    def __repr__(self) -> str:
+        kind = "decode" if self._call.is_decode else "prefill"
+        return f"<Message {self.id} {kind} {self._call.state.value}>"
+
+    @property
+    def id(self) -> int:
+        return self._call.id
+
+    @property
+    def kind(self) -> str:
+        """"prefill" or "decode"."""
+        return "decode" if self._call.is_decode else "prefill"
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids: of a decode, header + generated + footer."""
+        self._wait_known()
+        return list(self._call.tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        """What a decode generated, the stop token included; feed it to `forced_tokens` to repeat the content."""
+        self._wait_known()
+        return list(self._call.generation.tokens) if self._call.generation else []
+
+    @property
+    def text(self) -> str:
+        """Of a decode, what it generated, without header, stop and footer; of a prefill, its text."""
+        self._wait_known()
+        if self._decode_text is None:
+            raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained(tokenizer=...)")
+        if self._call.generation is None:
+            return self._decode_text(self._call.prompt)
+        return self._call.generation.text
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def start(self) -> int:
+        """Logical position of the first token."""
+        self._wait(lambda: self._call.start is not None)
+        return self._call.start  # type: ignore[return-value]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parent stands in this message's view."""
+        self._wait(lambda: self._call.start is not None)
+        return self._call.placed
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """One entry for each generated token, if `SamplingParams.logprobs` asked for them."""
+        self._wait_known()
+        generation = self._call.generation
+        return list(generation.logprobs) if generation and generation.sampling.logprobs is not None else None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        self._wait_done()
+        return self._call.finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        self._wait_done()
+        return self._call.usage
+
+    @property
+    def timing(self) -> Timing:
+        self._wait_done()
+        return self._call.timing
+
+    @property
+    def done(self) -> bool:
+        """Whether every token is known; never runs the engine."""
+        return self._known()
+
+    @property
+    def error(self) -> Exception | None:
+        return self._call.error
+
+    def result(self) -> "Message":
+        """Runs the engine until the message is complete; returns it, or raises its error."""
+        self._wait_done()
+        return self
+
+    def stream(self) -> Iterator[str]:
+        """The generated text piece by piece, as it becomes certain (a stop string can take nothing back)."""
+        generation = self._call.generation
+        if generation is None:
+            yield self.text
+            return
+        if self._decode_text is None:
+            raise ConfigError("stream needs a tokenizer: give one to Engine.from_pretrained(tokenizer=...)")
+        sent = 0
+        while not self._known():
+            before = len(generation.tokens)
+            self._wait(lambda: self._known() or len(generation.tokens) > before)  # noqa: B023 - used at once
+            text = generation.text if self._known() else generation.settled_text
+            if len(text) > sent:
+                yield text[sent:]
+                sent = len(text)
+        if len(generation.text) > sent:
+            yield generation.text[sent:]
+
+    def release(self) -> None:
+        """Gives the encoding up. Unfinished work that nobody else needs is cancelled; known values stay readable."""
+        self._runner.release(self._call)
+
+    def __await__(self) -> Generator[Any, None, "Message"]:
+        return self._drive().__await__()
+
+    async def _drive(self) -> "Message":
+        """Runs steps, giving other tasks their turn in between, so that awaited messages share steps."""
+        while not self._finished() and self._call.state not in (State.FAILED, State.CANCELLED):
+            if not self._runner.step():
+                break
+            await asyncio.sleep(0)
+        self._wait_done()
+        return self
+
+    # -- waiting ------------------------------------------------------------------------------------------
+
+    def _known(self) -> bool:
+        return self._call.tokens_known
+
+    def _finished(self) -> bool:
+        """A decode is finished with its last token, a prefill with its encoding."""
+        return self._known() if self._call.is_decode else self._call.state is State.DONE
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        self._runner.run_until(self._call, done)
+
+    def _wait_known(self) -> None:
+        self._wait(self._known)
+
+    def _wait_done(self) -> None:
+        self._wait(self._finished)

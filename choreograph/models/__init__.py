@@ -1,0 +1,1 @@
+"""Hugging Face models, hooked through their attention interface and never forked."""

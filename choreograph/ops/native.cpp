@@ -1,0 +1,325 @@
+// Placed attention on the CPU: packed query rows over runs of slots, each reader at a shift of its own.
+// Owns the arithmetic of one layer of one step. Knows no messages, allocates nothing that outlives a call.
+//
+// The stored keys never move: a reader that wants a run elsewhere turns its queries by minus the shift.
+// A tile of TILE slots is converted to float32 once and used by every reader of the run, so a context that
+// many calls share is read once. Work is cut into (key-value head, block of rows, stripe of tiles); stripes are
+// merged by their log-sum-exp. Scores are kept in base 2.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16, TILE = 64, PANELS = TILE / LANES, FEW = 6;
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef int ivec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2)));
+
+inline vec load(const float* p) { return *(const vec*)p; }
+inline void store(float* p, vec x) { *(vec*)p = x; }
+inline vec splat(float x) { return x - vec{}; }
+
+struct bf16 { uint16_t bits; };
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { uint32_t b = (uint32_t)x.bits << 16; float f; memcpy(&f, &b, 4); return f; }
+inline void from_float(float x, float& out) { out = x; }
+inline void from_float(float x, bf16& out) {
+  uint32_t b; memcpy(&b, &x, 4);
+  out.bits = (x != x) ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+inline vec widen(const float* p) { return load(p); }
+inline vec widen(const bf16* p) {
+  ivec wide = __builtin_convertvector(*(const hvec*)p, ivec) << 16;
+  return (vec)wide;
+}
+
+inline float exp2_fast(float x) {  // 2 ulp for x in [-126, 0]; 0 below
+  float r = std::max(x, -126.0f);
+  float whole = __builtin_rintf(r);
+  float f = r - whole;
+  float p = 1.535336188319500e-4f;
+  p = p * f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  int32_t e = ((int32_t)whole + 127) << 23;
+  float scale; memcpy(&scale, &e, 4);
+  return x < -126.0f ? 0.0f : p * scale;
+}
+
+inline void transpose(vec r[LANES]) {  // 16 x 16 by four riffles of row i with row i + 8
+  const ivec low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  const ivec high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  for (int stage = 0; stage < 4; stage++) {
+    vec t[LANES];
+    for (int i = 0; i < 8; i++) {
+      t[2 * i] = __builtin_shuffle(r[i], r[i + 8], low);
+      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + 8], high);
+    }
+    for (int i = 0; i < LANES; i++) r[i] = t[i];
+  }
+}
+
+struct Shape { int rows, heads, groups, share, slot_stride; float scale; };
+struct Rotation { const float *cos, *sin; int half, interleaved; };
+struct Segment { int32_t lo, hi, first; };
+struct Reader { int32_t row0, row1, shift, limit, step, position; };
+
+// D is the head size; V = D / LANES vectors.
+template <class T, int D>
+struct Kernel {
+  static constexpr int V = D / LANES;
+  static constexpr int WIDE = V <= 4 ? 6 : (V <= 8 ? 3 : 1);  // queries whose accumulators fit in registers
+
+  // scores[m][j] = query m . key j, keys transposed as (D, TILE)
+  template <int M>
+  static void scores_wide(const float* q, const float* kt, float* s) {
+    vec acc[M][PANELS] = {};
+    for (int d = 0; d < D; d++) {
+      vec k[PANELS];
+      for (int c = 0; c < PANELS; c++) k[c] = load(kt + d * TILE + c * LANES);
+      for (int m = 0; m < M; m++) {
+        vec x = splat(q[m * D + d]);
+        for (int c = 0; c < PANELS; c++) acc[m][c] += x * k[c];
+      }
+    }
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < PANELS; c++) store(s + m * TILE + c * LANES, acc[m][c]);
+  }
+
+  static float sum(vec x) {
+    float t[LANES]; store(t, x);
+    for (int w = LANES / 2; w; w /= 2) for (int i = 0; i < w; i++) t[i] += t[i + w];
+    return t[0];
+  }
+
+  // the same for few queries straight from the stored keys: no transposition to pay for
+  static void scores_few(const float* q, int m, const T* keys, int64_t stride, int n, float* s) {
+    for (int j = 0; j < n; j++) {
+      vec k[V];
+      for (int i = 0; i < V; i++) k[i] = widen(keys + j * stride + i * LANES);
+      for (int a = 0; a < m; a++) {
+        vec acc = load(q + a * D) * k[0];
+        for (int i = 1; i < V; i++) acc += load(q + a * D + i * LANES) * k[i];
+        s[a * TILE + j] = sum(acc);
+      }
+    }
+  }
+
+  // acc[m] += p[m] @ values (n, D)
+  template <int M>
+  static void mix(const float* p, const float* values, int n, float* out) {
+    vec acc[M][V];
+    for (int m = 0; m < M; m++) for (int i = 0; i < V; i++) acc[m][i] = load(out + m * D + i * LANES);
+    for (int j = 0; j < n; j++) {
+      vec v[V];
+      for (int i = 0; i < V; i++) v[i] = load(values + j * D + i * LANES);
+      for (int m = 0; m < M; m++) {
+        vec x = splat(p[m * TILE + j]);
+        for (int i = 0; i < V; i++) acc[m][i] += x * v[i];
+      }
+    }
+    for (int m = 0; m < M; m++) for (int i = 0; i < V; i++) store(out + m * D + i * LANES, acc[m][i]);
+  }
+
+  // one softmax step: scores of n visible slots -> weights, with the running maximum and sum
+  static void soften(float* s, int n, int padded, float& top, float& norm, float* out) {
+    float best = top;
+    for (int j = 0; j < n; j++) best = std::max(best, s[j]);
+    float keep = exp2_fast(top - best), total = 0;
+    for (int j = 0; j < n; j++) { s[j] = exp2_fast(s[j] - best); total += s[j]; }
+    for (int j = n; j < padded; j++) s[j] = 0;
+    if (keep != 1.0f) for (int i = 0; i < D; i++) out[i] *= keep;
+    norm = norm * keep + total;
+    top = best;
+  }
+
+  static void turn(const float* x, float* y, const float* cos, const float* sin, const Rotation& r) {
+    memcpy(y, x, D * sizeof(float));
+    for (int i = 0; i < r.half; i++) {  // by minus the shift
+      int a = r.interleaved ? 2 * i : i, b = r.interleaved ? 2 * i + 1 : i + r.half;
+      y[a] = x[a] * cos[i] + x[b] * sin[i];
+      y[b] = x[b] * cos[i] - x[a] * sin[i];
+    }
+  }
+
+  struct Work { std::vector<float> query, turned, keys, values, scores; };
+
+  static int seen(const Reader& r, int row) { return r.limit + r.step * (row - r.row0); }
+
+  // Rows b0..b1 of head group g over every stripes-th tile; acc (nq, D), top and norm (nq).
+  static void item(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
+                   const T* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g, int b0, int b1,
+                   int stripe, int stripes, Work& w, float* acc, float* top, float* norm) {
+    int nq = (b1 - b0) * s.share, tile = 0;
+    for (int r = b0; r < b1; r++)
+      for (int h = 0; h < s.share; h++)
+        for (int d = 0; d < D; d++)
+          w.query[((r - b0) * s.share + h) * D + d] = to_float(q[r * q_row + (g * s.share + h) * q_head + d]) * s.scale;
+    std::fill(acc, acc + (int64_t)nq * D, 0.0f);
+    std::fill(top, top + nq, -INFINITY);
+    std::fill(norm, norm + nq, 0.0f);
+    for (int i = 0; i < segs; i++) {
+      int first = seg[i].first, end = i + 1 < segs ? seg[i + 1].first : readers, length = 0, active = 0;
+      for (int e = first; e < end; e++) {
+        int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
+        if (r0 >= r1) continue;
+        length = std::max(length, seen(rd[e], r1 - 1));
+        active += (r1 - r0) * s.share;
+      }
+      bool turned = false;
+      for (int t = 0; t < length; t += TILE) {
+        if (tile++ % stripes != stripe) continue;
+        if (!turned) { rotate(s, rot, rd, first, end, b0, b1, w); turned = true; }
+        int n = std::min(TILE, length - t);
+        const T* k = K + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
+        const T* v = Vs + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
+        bool wide = active > FEW;
+        if (wide) widen_keys(k, s.slot_stride, n, w.keys.data());
+        for (int j = 0; j < n; j++)
+          for (int c = 0; c < V; c++) store(&w.values[j * D + c * LANES], widen(v + (int64_t)j * s.slot_stride + c * LANES));
+        for (int e = first; e < end; e++)
+          reader(s, rd[e], b0, b1, t, n, k, wide, w, acc, top, norm);
+      }
+    }
+  }
+
+  static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, Work& w) {
+    for (int e = first; e < end; e++) {
+      int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
+      for (int m = (r0 - b0) * s.share; m < (r1 - b0) * s.share; m++) {
+        const float* x = &w.query[(int64_t)m * D];
+        float* y = &w.turned[(int64_t)m * D];
+        int64_t row = (int64_t)rd[e].shift * rot.half;
+        if (rd[e].shift && rot.half) turn(x, y, rot.cos + row, rot.sin + row, rot);
+        else memcpy(y, x, D * sizeof(float));
+      }
+    }
+  }
+
+  static void widen_keys(const T* k, int64_t stride, int n, float* kt) {
+    for (int j = 0; j < TILE; j += LANES)
+      for (int c = 0; c < V; c++) {
+        vec r[LANES];
+        for (int i = 0; i < LANES; i++) r[i] = j + i < n ? widen(k + (j + i) * stride + c * LANES) : vec{};
+        transpose(r);
+        for (int i = 0; i < LANES; i++) store(kt + (c * LANES + i) * TILE + j, r[i]);
+      }
+  }
+
+  static void reader(const Shape& s, const Reader& r, int b0, int b1, int t, int n, const T* k, bool wide, Work& w,
+                     float* acc, float* top, float* norm) {
+    int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
+    while (r0 < r1 && seen(r, r0) <= t) r0++;
+    int end = (r1 - b0) * s.share;
+    for (int m = (r0 - b0) * s.share; m < end; m += WIDE) {
+      int count = std::min(WIDE, end - m);
+      const float* q = &w.turned[(int64_t)m * D];
+      float* p = w.scores.data();
+      if (wide) pick_scores(count, q, w.keys.data(), p);
+      else scores_few(q, count, k, s.slot_stride, n, p);
+      for (int a = 0; a < count; a++) {
+        int visible = std::min(n, seen(r, b0 + (m + a) / s.share) - t);
+        soften(p + a * TILE, visible, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
+      }
+      pick_mix(count, p, w.values.data(), n, acc + (int64_t)m * D);
+    }
+  }
+
+  static void pick_scores(int m, const float* q, const float* kt, float* s) {
+    switch (m) {
+      case 6: return scores_wide<6>(q, kt, s);
+      case 5: return scores_wide<5>(q, kt, s);
+      case 4: return scores_wide<4>(q, kt, s);
+      case 3: return scores_wide<3>(q, kt, s);
+      case 2: return scores_wide<2>(q, kt, s);
+      default: return scores_wide<1>(q, kt, s);
+    }
+  }
+  static void pick_mix(int m, const float* p, const float* v, int n, float* out) {
+    switch (m) {
+      case 6: return mix<6>(p, v, n, out);
+      case 5: return mix<5>(p, v, n, out);
+      case 4: return mix<4>(p, v, n, out);
+      case 3: return mix<3>(p, v, n, out);
+      case 2: return mix<2>(p, v, n, out);
+      default: return mix<1>(p, v, n, out);
+    }
+  }
+
+  static void run(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
+                  const T* Vs, T* out, const Segment* seg, int segs, const Reader* rd, int readers, int threads) {
+    int block = std::max(1, 192 / s.share), blocks = (s.rows + block - 1) / block;
+    int64_t tiles = 0;
+    for (int i = 0; i < segs; i++) tiles += (seg[i].hi - seg[i].lo + TILE - 1) / TILE;
+    int stripes = 1;
+    while (stripes < 8 && s.groups * blocks * stripes % threads && stripes < tiles) stripes++;
+    while (s.groups * blocks * stripes < threads && stripes < tiles) stripes++;
+    int items = s.groups * blocks * stripes, nq = std::min(block, s.rows) * s.share;
+    std::vector<float> acc((int64_t)items * nq * D), top((int64_t)items * nq), norm((int64_t)items * nq);
+#pragma omp parallel num_threads(threads)
+    {
+      Work w;
+      w.query.resize(nq * D); w.turned.resize(nq * D); w.keys.resize(TILE * D); w.values.resize(TILE * D);
+      w.scores.resize(WIDE * TILE);
+#pragma omp for schedule(dynamic, 1)
+      for (int i = 0; i < items; i++) {
+        int stripe = i % stripes, g = i / stripes % s.groups, b = blocks - 1 - i / stripes / s.groups;
+        int b0 = b * block, b1 = std::min(s.rows, b0 + block);
+        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, b0, b1, stripe, stripes, w,
+             &acc[(int64_t)i * nq * D], &top[(int64_t)i * nq], &norm[(int64_t)i * nq]);
+      }
+#pragma omp for schedule(static)
+      for (int i = 0; i < items / stripes; i++) {
+        int g = i % s.groups, b = blocks - 1 - i / s.groups;
+        int b0 = b * block, b1 = std::min(s.rows, b0 + block);
+        int64_t base = (int64_t)i * stripes * nq;
+        for (int m = 0; m < (b1 - b0) * s.share; m++)
+          merge(&acc[base * D], &top[base], &norm[base], stripes, nq, m,
+                out + ((int64_t)(b0 + m / s.share) * s.heads + g * s.share + m % s.share) * D);
+      }
+    }
+  }
+
+  static void merge(float* acc, float* top, float* norm, int stripes, int nq, int m, T* out) {
+    float best = -INFINITY, total = 0, sum[D] = {};
+    for (int i = 0; i < stripes; i++) best = std::max(best, top[(int64_t)i * nq + m]);
+    for (int i = 0; i < stripes && best > -INFINITY; i++) {
+      int64_t at = (int64_t)i * nq + m;
+      float keep = exp2_fast(top[at] - best);
+      total += norm[at] * keep;
+      if (keep) for (int d = 0; d < D; d++) sum[d] += acc[at * D + d] * keep;
+    }
+    float inverse = total > 0 ? 1.0f / total : 0.0f;
+    for (int d = 0; d < D; d++) from_float(sum[d] * inverse, out[d]);
+  }
+};
+
+template <class T>
+void write(const T* k, int64_t k_row, int64_t k_head, const Shape& s, int width, const int64_t* slots, T* to) {
+  for (int r = 0; r < s.rows; r++)
+    for (int g = 0; g < s.groups; g++)
+      memcpy(to + slots[r] * s.slot_stride + g * width, k + r * k_row + g * k_head, width * sizeof(T));
+}
+
+}  // namespace
+
+// Strides count elements. WIDTH (head size) and ELEMENT (float or bf16) are given when this file is compiled.
+extern "C" void choreograph_attend(
+    const ELEMENT* q, int64_t q_row, int64_t q_head, const ELEMENT* k, int64_t k_row, int64_t k_head,
+    const ELEMENT* v, int64_t v_row, int64_t v_head, ELEMENT* keys, ELEMENT* values, ELEMENT* out,
+    const int64_t* slots, int rows, int heads, int groups, float scale, const int32_t* segments, int segs,
+    const int32_t* readers, int reader_count, const float* cos, const float* sin, int half, int interleaved,
+    int threads) {
+  Shape s{rows, heads, groups, heads / groups, groups * WIDTH, scale * 1.4426950408889634f};
+  write(k, k_row, k_head, s, WIDTH, slots, keys);
+  write(v, v_row, v_head, s, WIDTH, slots, values);
+  Kernel<ELEMENT, WIDTH>::run(s, Rotation{cos, sin, half, interleaved}, q, q_row, q_head, keys, values, out,
+                              (const Segment*)segments, segs, (const Reader*)readers, reader_count, threads);
+}

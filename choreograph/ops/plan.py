@@ -1,0 +1,118 @@
+"""The plan of one step: which rows read which runs of slots, at which shift, up to where. Knows no messages.
+
+A step computes N rows (tokens), each with a slot of its own. A `Read` says that consecutive rows of one call
+read one run of slots. The plan gathers reads of the same run, so that a backend can load it once for all its
+readers; that is what makes a context shared by many calls cost one pass.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .rope import Rotary
+
+
+class Read(NamedTuple):
+    """Rows row0 <= r < row1 read the slots from `lo` on: the first `limit + step * (r - row0)` of them.
+
+    step is 0 for a context that all rows see whole, 1 for the rows' own tokens (each sees one more than the
+    row before it). `shift` is logical minus home position; `position` is where the first slot stands.
+    """
+
+    lo: int
+    row0: int
+    row1: int
+    shift: int
+    limit: int
+    step: int
+    position: int
+
+    @property
+    def last(self) -> int:
+        """How many slots the last row sees."""
+        return self.limit + self.step * (self.row1 - 1 - self.row0)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """slots: (N,) where each row's own key and value go. segments: (S, 3) lo, hi, first reader.
+    readers: (E, 6) row0, row1, index into `shifts`, limit, step, position. shifts[0] is always 0."""
+
+    slots: np.ndarray
+    segments: np.ndarray
+    readers: np.ndarray
+    shifts: list[int]
+    rotary: Rotary | None
+    cos: np.ndarray
+    sin: np.ndarray
+    memo: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return len(self.slots)
+
+    def segment_readers(self, index: int) -> np.ndarray:
+        first = self.segments[index, 2]
+        end = self.segments[index + 1, 2] if index + 1 < len(self.segments) else len(self.readers)
+        return self.readers[first:end]
+
+    def check(self) -> None:
+        """The invariants every backend relies on."""
+        assert self.shifts[0] == 0
+        for index, (lo, hi, _) in enumerate(self.segments):
+            seen: set[int] = set()
+            for row0, row1, shift, limit, step, _ in self.segment_readers(index):
+                assert 0 <= row0 < row1 <= self.rows and step in (0, 1) and limit >= 0
+                assert limit + step * (row1 - 1 - row0) <= hi - lo
+                assert 0 <= shift < len(self.shifts)
+                rows = set(range(row0, row1))
+                assert not rows & seen, "a row reads a run of slots at one placement only"
+                seen |= rows
+
+
+def make_plan(slots: list[int], reads: Iterable[Read], rotary: Rotary | None) -> Plan:
+    """Gathers reads by the run that they read. Pure: the same reads give the same plan."""
+    runs: dict[int, list[Read]] = {}
+    for read in reads:
+        if read.last > 0:
+            runs.setdefault(read.lo, []).append(read)
+    shifts: dict[int, int] = {0: 0}
+    segments, readers = [], []
+    for lo in sorted(runs):
+        run = _joined(runs[lo])
+        segments.append((lo, lo + max(read.last for read in run), len(readers)))
+        for read in run:
+            index = shifts.setdefault(read.shift, len(shifts))
+            readers.append((read.row0, read.row1, index, read.limit, read.step, read.position))
+    cos, sin = _tables(list(shifts), rotary)
+    return Plan(
+        slots=np.asarray(slots, dtype=np.int64),
+        segments=np.asarray(segments, dtype=np.int32).reshape(-1, 3),
+        readers=np.asarray(readers, dtype=np.int32).reshape(-1, 6),
+        shifts=list(shifts),
+        rotary=rotary,
+        cos=cos,
+        sin=sin,
+    )
+
+
+def _tables(shifts: list[int], rotary: Rotary | None) -> tuple[np.ndarray, np.ndarray]:
+    if rotary is None:
+        nothing = np.zeros((len(shifts), 0), dtype=np.float32)
+        return nothing, nothing
+    return rotary.table(shifts)
+
+
+def _joined(run: list[Read]) -> list[Read]:
+    """Neighbouring rows that read the whole run in the same way become one reader."""
+    joined = [run[0]]
+    for read in run[1:]:
+        last = joined[-1]
+        same = (read.shift, read.limit, read.step) == (last.shift, last.limit, 0)
+        if same and last.step == 0 and read.row0 == last.row1:
+            joined[-1] = last._replace(row1=read.row1)
+        else:
+            joined.append(read)
+    return joined

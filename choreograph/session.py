@@ -1,0 +1,337 @@
+"""`Engine` and `Session`: the public way in. Owns validation and tokens; the runner owns the computing."""
+
+import os
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from transformers import PreTrainedModel
+
+from .chat import ChatFormat, Turn
+from .config import EngineConfig
+from .engine.call import Call, State
+from .engine.generation import Generation
+from .engine.runner import Runner
+from .engine.text import make_detokenizer
+from .errors import (
+    BadPosition,
+    BadTokens,
+    CallError,
+    ConfigError,
+    ForeignMessage,
+    ReleasedMessage,
+    RepeatedParent,
+    SamplingError,
+    SessionClosed,
+    UnknownMessage,
+)
+from .events import EventLog
+from .message import Message
+from .models.adapter import Adapter, ModelFacts, check_dtype
+from .models.load import EMBEDDED, load
+from .types import MODES, Mode, SamplingParams
+
+Text = str | Sequence[int] | Turn
+Offsets = Sequence[int | None] | None
+
+
+class Engine:
+    """One model, one cache, any number of sessions."""
+
+    def __init__(self, adapter: Adapter, config: EngineConfig | None = None) -> None:
+        self.runner = Runner(adapter, config or EngineConfig())
+        self.tokenizer = adapter.tokenizer
+        self.chat = ChatFormat(adapter.tokenizer) if adapter.tokenizer is not None else None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel = EMBEDDED,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> "Engine":
+        """Loads a model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
+
+        dtype defaults to bfloat16 (a model in memory keeps its own), device to the first GPU or the CPU.
+        Raises ModelError for a model that cannot be found, read or served.
+        """
+        config = config or EngineConfig()
+        adapter = load(model, tokenizer=tokenizer, dtype=check_dtype(dtype), device=device)
+        return cls(adapter, config)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.runner.adapter.facts
+
+    @property
+    def events(self) -> EventLog:
+        return self.runner.events
+
+    def session(
+        self, *, mode: Mode = "choreographed", seed: int | None = None, client_id: str = "default"
+    ) -> "Session":
+        """A workflow's scope: its messages are released at the end. Clients never see each other's cache."""
+        if mode not in MODES:
+            raise ConfigError(f"mode={mode!r}: use one of {MODES}")
+        return Session(self, mode, seed, client_id)
+
+    def step(self) -> bool:
+        """Computes one step; False if nothing can run."""
+        return self.runner.step()
+
+    def drain(self) -> None:
+        """Runs until everything that was submitted is complete."""
+        self.runner.drain()
+
+    def clear_cache(self) -> None:
+        """Forgets every encoding that no message holds."""
+        with self.runner.lock:
+            self.runner.store.clear_idle()
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant of the cache or the queues is broken."""
+        self.runner.check()
+
+    def close(self) -> None:
+        """Refuses further calls. Memory goes with the object."""
+        self.runner.closed = True
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Session:
+    """Messages of one workflow in one mode. Use as a context manager, or call `close`."""
+
+    def __init__(self, engine: Engine, mode: Mode, seed: int | None, client_id: str) -> None:
+        self.engine = engine
+        self.mode = mode
+        self.id = engine.runner.new_id()
+        self.messages: list[Message] = []
+        self.closed = False
+        self._salt = f"{engine.facts.fingerprint}\0{client_id}"
+        self._seeds = random.Random(seed)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Releases every message, the youngest first. Values that are known stay readable."""
+        self.closed = True
+        for message in reversed(self.messages):
+            message.release()
+
+    # -- chat turns ---------------------------------------------------------------------------------------
+
+    def system(self, text: str) -> Turn:
+        return Turn("system", text)
+
+    def user(self, text: str) -> Turn:
+        return Turn("user", text)
+
+    def assistant(self, text: str = "") -> Turn:
+        return Turn("assistant", text)
+
+    # -- calls --------------------------------------------------------------------------------------------
+
+    @overload
+    def prefill(self, tokens: list[dict[str, Any]]) -> list[Message]: ...
+    @overload
+    def prefill(
+        self, tokens: Text, parents: Iterable[Message] = (), offsets: Offsets = None, new_offset: int | None = None
+    ) -> Message: ...
+    def prefill(self, tokens, parents=(), offsets=None, new_offset=None):  # type: ignore[no-untyped-def]
+        """Encodes `tokens` with attention to all of `parents`, and to themselves causally.
+
+        Parent i is placed from position offsets[i] on, the message from `new_offset` on; None follows the
+        parent before. A list of calls (dicts of these arguments) gives a list of messages, computed together.
+        """
+        if _is_calls(tokens):
+            return [self.prefill(**call) for call in tokens]
+        parents = self._parents(parents)
+        ids = self._tokens(tokens, opening=not parents)
+        return self._submit(ids, parents, offsets, new_offset)
+
+    @overload
+    def decode(self, header: list[dict[str, Any]]) -> list[Message]: ...
+    @overload
+    def decode(
+        self,
+        header: Text,
+        parents: Iterable[Message] = (),
+        offsets: Offsets = None,
+        new_offset: int | None = None,
+        *,
+        sampling: SamplingParams = ...,
+        footer: Text | None = None,
+        forced_tokens: Sequence[int] | None = None,
+    ) -> Message: ...
+    def decode(  # type: ignore[no-untyped-def]
+        self,
+        header,
+        parents=(),
+        offsets=None,
+        new_offset=None,
+        *,
+        sampling=SamplingParams(),  # noqa: B008 - frozen
+        footer=None,
+        forced_tokens=None,
+    ):
+        """Generates a message that starts with `header` (never empty) and ends with `footer`.
+
+        The footer of a chat turn is its template's own unless one is given. `forced_tokens` are taken one by
+        one instead of sampled, at the full cost of decoding. A list of calls gives a list of messages.
+        """
+        if _is_calls(header):
+            return [self.decode(**call) for call in header]
+        parents = self._parents(parents)
+        if isinstance(header, Turn):
+            ids, own_footer = self._chat().open(header, opening=not parents)
+        else:
+            ids, own_footer = self._tokens(header, opening=not parents, what="header"), []
+        footer = own_footer if footer is None else self._tokens(footer, opening=False, what="footer", empty=True)
+        generation = self._generation(ids, sampling, forced_tokens)
+        return self._submit(ids, parents, offsets, new_offset, generation, footer)
+
+    # -- validation: everything is checked before anything is changed ---------------------------------------
+
+    def _submit(
+        self,
+        ids: list[int],
+        parents: tuple[Message, ...],
+        offsets: Offsets,
+        new_offset: int | None,
+        generation: Generation | None = None,
+        footer: list[int] | None = None,
+    ) -> Message:
+        if self.closed:
+            raise SessionClosed("the session is closed: open a new one")
+        runner = self.engine.runner
+        placed = self._offsets(offsets, len(parents))
+        self._position("new_offset", new_offset)
+        call = Call(
+            id=runner.new_id(),
+            session=self.id,
+            mode=self.mode,
+            salt=self._salt,
+            prompt=ids,
+            parents=tuple(p._call for p in parents),
+            offsets=placed,
+            new_offset=new_offset,
+            generation=generation,
+            footer=footer or [],
+        )
+        runner.submit(call)
+        message = Message(call, runner, self._decode_text)
+        message.parents = parents
+        self.messages.append(message)
+        return message
+
+    def _parents(self, parents: Iterable[Message]) -> tuple[Message, ...]:
+        if isinstance(parents, Message):
+            raise CallError("parents is one message: put it into a list")
+        parents = tuple(parents)
+        seen: set[int] = set()
+        for parent in parents:
+            if not isinstance(parent, Message):
+                raise UnknownMessage(f"parent {parent!r} is not a message of this session")
+            if parent._runner is not self.engine.runner or parent._call.session != self.id:
+                raise ForeignMessage(f"parent {parent.id} belongs to another session or engine: make it here")
+            if parent._call.released:
+                raise ReleasedMessage(f"parent {parent.id} was released: keep it until its last use")
+            if parent._call.state is State.FAILED:
+                raise CallError(f"parent {parent.id} failed: {parent._call.error}")
+            if parent.id in seen:
+                raise RepeatedParent(f"parent {parent.id} is given twice: prefill it again to show it twice")
+            seen.add(parent.id)
+        return parents
+
+    def _offsets(self, offsets: Offsets, count: int) -> tuple[int | None, ...]:
+        if offsets is None:
+            return (None,) * count
+        placed = tuple(offsets)
+        if len(placed) != count:
+            raise BadPosition(f"{len(placed)} offsets for {count} parents: give one each, None for the default")
+        for index, offset in enumerate(placed):
+            self._position(f"offsets[{index}]", offset)
+        return placed
+
+    def _position(self, name: str, value: int | None) -> None:
+        most = self.engine.facts.max_positions
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise BadPosition(f"{name}={value!r}: use a whole number or None")
+        if not 0 <= value < most:
+            raise BadPosition(f"{name}={value}: positions are 0 to {most - 1} for this model")
+
+    def _tokens(self, given: Text, *, opening: bool, what: str = "tokens", empty: bool = False) -> list[int]:
+        if isinstance(given, Turn):
+            return self._chat().encode(given, opening=opening)
+        if isinstance(given, str):
+            opening = opening and bool(given)
+            ids = self._chat().plain(given, opening=opening)
+        else:
+            ids = [self._token(token, what) for token in given]
+        if not ids and not empty:
+            raise BadTokens(f"{what} is empty: give at least one token")
+        return ids
+
+    def _token(self, token: object, what: str) -> int:
+        size = self.engine.facts.vocab_size
+        try:
+            value = int(token)  # type: ignore[call-overload]
+        except (TypeError, ValueError):
+            raise BadTokens(f"{what}: {token!r} is not a token id; give a string, token ids or a chat turn") from None
+        if not 0 <= value < size:
+            raise BadTokens(f"{what}: token id {value} is outside the vocabulary of {size}")
+        return value
+
+    def _chat(self) -> ChatFormat:
+        if self.engine.chat is None:
+            raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained, or use token ids")
+        return self.engine.chat
+
+    def _generation(
+        self, header: list[int], sampling: SamplingParams, forced: Sequence[int] | None
+    ) -> Generation:
+        if not isinstance(sampling, SamplingParams):
+            raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")
+        size = self.engine.facts.vocab_size
+        for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            for token in ids:
+                if token >= size:
+                    raise SamplingError(f"{name}: token id {token} is outside the vocabulary of {size}")
+        if sampling.stop and self.engine.tokenizer is None:
+            raise SamplingError(f"stop={sampling.stop!r}: stop strings need a tokenizer")
+        if forced is not None:
+            forced = self._tokens(forced, opening=False, what="forced_tokens")
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        eos = () if sampling.ignore_eos else self.engine.runner.adapter.end_tokens
+        return Generation(
+            sampling=sampling,
+            prompt=header,
+            stop_tokens=frozenset((*eos, *sampling.stop_token_ids)),
+            random=torch.Generator().manual_seed(seed % (1 << 63)),
+            forced=forced,
+            detokenizer=make_detokenizer(self.engine.tokenizer),
+        )
+
+    @property
+    def _decode_text(self) -> Callable[[list[int]], str] | None:
+        tokenizer = self.engine.tokenizer
+        return None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _is_calls(given: object) -> bool:
+    return isinstance(given, (list, tuple)) and bool(given) and all(isinstance(call, Mapping) for call in given)

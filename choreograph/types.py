@@ -1,0 +1,119 @@
+"""Values that cross floors: sampling options, and what a message reports. Knows no tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from .errors import SamplingError
+
+Mode = Literal["choreographed", "prefix", "naive"]
+MODES: tuple[Mode, ...] = ("choreographed", "prefix", "naive")
+FinishReason = Literal["stop", "length", "forced", "cached", "encoded", "cancelled"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens; the names, ranges and defaults are vLLM's, but for `max_tokens` (256).
+
+    temperature 0 is greedy. top_k 0 or -1 and top_p 1 keep every token. `stop` strings end a message and
+    are cut from its text; `stop_token_ids` end it too. `logprobs=k` reports the chosen token's
+    log-probability and the k likeliest ones, from the model's own distribution.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int = 256
+    min_tokens: int = 0
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name, ok, mend in self._rules():
+            value = getattr(self, name)
+            try:
+                good = ok(value)
+            except TypeError:
+                good = False
+            if not good:
+                raise SamplingError(f"{name}={value!r}: {mend}")
+
+    def _rules(self):  # noqa: ANN202 - a table
+        return (
+            ("temperature", lambda v: 0 <= v < float("inf"), "use 0 (greedy) or a finite positive number"),
+            ("top_p", lambda v: 0 < v <= 1, "use a number in (0, 1]"),
+            ("top_k", lambda v: v == int(v) >= -1, "use 0 or -1 for all tokens, or a positive number"),
+            ("min_p", lambda v: 0 <= v <= 1, "use a number in [0, 1]"),
+            ("seed", lambda v: v is None or v == int(v), "use a whole number or None"),
+            ("stop", lambda v: all(isinstance(s, str) and s for s in v), "use non-empty strings"),
+            ("stop_token_ids", lambda v: all(t == int(t) >= 0 for t in v), "use token ids"),
+            ("max_tokens", lambda v: v == int(v) >= 1, "use 1 or more"),
+            (
+                "min_tokens",
+                lambda v: 0 <= v == int(v) <= self.max_tokens,
+                f"use 0 to max_tokens={self.max_tokens}",
+            ),
+            ("logprobs", lambda v: v is None or v == int(v) >= 0, "use None or 0 and more"),
+            ("presence_penalty", lambda v: -2 <= v <= 2, "use a number in [-2, 2]"),
+            ("frequency_penalty", lambda v: -2 <= v <= 2, "use a number in [-2, 2]"),
+            ("repetition_penalty", lambda v: 0 < v < float("inf"), "use a positive number"),
+            (
+                "logit_bias",
+                lambda v: all(t == int(t) >= 0 and -100 <= b <= 100 for t, b in v.items()),
+                "map token ids to numbers in [-100, 100]",
+            ),
+        )
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, object]) -> "SamplingParams":
+        """Options by name, as a file or a request holds them; an unknown name is an error."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise SamplingError(f"{name}={options[name]!r}: no such option; known: {sorted(known)}")
+        return cls(**options)  # type: ignore[arg-type]
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One generated token: its natural log-probability and the likeliest ones (`top`: id -> value)."""
+
+    token: int
+    logprob: float
+    top: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens that a call found encoded, had to encode (prompt, header, footer), and generated."""
+
+    cached_tokens: int = 0
+    encoded_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. queued: from submission to the first step. ttft: from when the call was submitted and every
+    decoded parent was known, to its first token, so that all encoding in between counts. e2e: from the same
+    start to the last token. A prefill has no first token: its `ttft` is None and `e2e` ends at its encoding."""
+
+    queued: float | None = None
+    ttft: float | None = None
+    e2e: float | None = None
