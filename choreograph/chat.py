@@ -54,10 +54,16 @@ class ChatFormat:
     def _beginning(self) -> list[int]:
         """What the tokenizer puts in front of any text."""
         with_it, without = self._tokenizer("a")["input_ids"], self._ids("a")
-        extra = len(with_it) - len(without)
-        return with_it[:extra] if extra > 0 and with_it[extra:] == without else []
+        places = range(len(with_it) - len(without) + 1)
+        return next((with_it[:at] for at in places if with_it[at : at + len(without)] == without), [])
 
     def _whole(self, turn: Turn, opening: bool) -> str:
+        whole = self._cut(turn, opening)
+        if turn.text.strip() not in whole and _MARK not in self._cut(Turn(turn.role, _MARK), opening):
+            raise ConfigError(f"the chat template drops a lone turn of role {turn.role!r}: put its text elsewhere")
+        return whole
+
+    def _cut(self, turn: Turn, opening: bool) -> str:
         if turn.role not in ROLES:
             raise ConfigError(f"role={turn.role!r}: use one of {ROLES}")
         if not getattr(self._tokenizer, "chat_template", None):

@@ -14,6 +14,10 @@ def _check(ok: bool, name: str, value: object, mend: str) -> None:
         raise ConfigError(f"{name}={value!r}: {mend}")
 
 
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """Where encodings live.
@@ -30,9 +34,9 @@ class CacheConfig:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.page_size >= 1, "page_size", self.page_size, "use 1 or more")
+        _check(_whole(self.page_size, 1), "page_size", self.page_size, "use 1 or more")
         _check(
-            self.tokens is None or self.tokens >= self.page_size,
+            self.tokens is None or _whole(self.tokens, self.page_size),
             "tokens",
             self.tokens,
             f"use None or at least one page of {self.page_size}",
@@ -52,8 +56,8 @@ class SchedulerConfig:
     max_calls: int = 256
 
     def __post_init__(self) -> None:
-        _check(self.max_step_tokens >= 1, "max_step_tokens", self.max_step_tokens, "use 1 or more")
-        _check(self.max_calls >= 1, "max_calls", self.max_calls, "use 1 or more")
+        _check(_whole(self.max_step_tokens, 1), "max_step_tokens", self.max_step_tokens, "use 1 or more")
+        _check(_whole(self.max_calls, 1), "max_calls", self.max_calls, "use 1 or more")
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class EngineConfig:
         )
         rows = self.compile_rows
         _check(
-            bool(rows) and min(rows) >= 1 and list(rows) == sorted(set(rows)),
+            bool(rows) and all(_whole(row, 1) for row in rows) and list(rows) == sorted(set(rows)),
             "compile_rows",
             rows,
             "use rising whole numbers of 1 or more",

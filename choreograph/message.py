@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from .engine.call import Call, State
+from .engine.modes import resolve_offsets
 from .engine.runner import Runner
 from .errors import ConfigError
 from .types import FinishReason, Timing, TokenLogprob, Usage
@@ -65,13 +66,13 @@ class Message:
     @property
     def start(self) -> int:
         """Logical position of the first token."""
-        self._wait(lambda: self._call.start is not None)
+        self._wait_placed()
         return self._call.start  # type: ignore[return-value]
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each parent stands in this message's view."""
-        self._wait(lambda: self._call.start is not None)
+        self._wait_placed()
         return self._call.placed
 
     @property
@@ -156,6 +157,13 @@ class Message:
 
     def _wait(self, done: Callable[[], bool]) -> None:
         self._runner.run_until(self._call, done)
+
+    def _wait_placed(self) -> None:
+        call = self._call
+        if call.start is None and call.mode != "choreographed" and not call.is_decode:
+            lengths = [parent.length for parent in self.parents]  # a text: nobody places it but the default rule
+            call.placed, call.start = resolve_offsets(lengths, (None,) * len(lengths), None)
+        self._wait(lambda: call.start is not None)
 
     def _wait_known(self) -> None:
         self._wait(self._known)

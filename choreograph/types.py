@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Literal
 
 from .errors import SamplingError
@@ -9,13 +10,14 @@ from .errors import SamplingError
 Mode = Literal["choreographed", "prefix", "naive"]
 MODES: tuple[Mode, ...] = ("choreographed", "prefix", "naive")
 FinishReason = Literal["stop", "length", "forced", "cached", "encoded", "cancelled"]
+GREEDY_BELOW = 1e-5  # vLLM's limit: colder distributions overflow
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens; the names, ranges and defaults are vLLM's, but for `max_tokens` (256).
 
-    temperature 0 is greedy. top_k 0 or -1 and top_p 1 keep every token. `stop` strings end a message and
+    temperature 0 is greedy, and so is one below 1e-5. top_k 0 or -1 and top_p 1 keep every token. `stop` strings end a message and
     are cut from its text; `stop_token_ids` end it too. `logprobs=k` reports the chosen token's
     log-probability and the k likeliest ones, from the model's own distribution.
     """
@@ -37,41 +39,41 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        for name, ok, mend in self._rules():
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        for name, kind in (("stop", tuple), ("stop_token_ids", tuple), ("logit_bias", dict)):
             value = getattr(self, name)
             try:
-                good = ok(value)
-            except TypeError:
-                good = False
-            if not good:
+                object.__setattr__(self, name, kind(() if value is None else value))
+            except (TypeError, ValueError):
+                raise SamplingError(f"{name}={value!r}: use a {kind.__name__} or None") from None
+        for name, ok, mend in self._rules():
+            value = getattr(self, name)
+            if not ok(value):
                 raise SamplingError(f"{name}={value!r}: {mend}")
 
     def _rules(self):  # noqa: ANN202 - a table
         return (
-            ("temperature", lambda v: 0 <= v < float("inf"), "use 0 (greedy) or a finite positive number"),
-            ("top_p", lambda v: 0 < v <= 1, "use a number in (0, 1]"),
-            ("top_k", lambda v: v == int(v) >= -1, "use 0 or -1 for all tokens, or a positive number"),
-            ("min_p", lambda v: 0 <= v <= 1, "use a number in [0, 1]"),
-            ("seed", lambda v: v is None or v == int(v), "use a whole number or None"),
+            ("temperature", lambda v: _number(v) and 0 <= v < float("inf"), "use 0 (greedy) or a finite positive number"),
+            ("top_p", lambda v: _number(v) and 0 < v <= 1, "use a number in (0, 1]"),
+            ("top_k", lambda v: _whole(v, -1), "use 0 or -1 for all tokens, or a positive number"),
+            ("min_p", lambda v: _number(v) and 0 <= v <= 1, "use a number in [0, 1]"),
+            ("seed", lambda v: v is None or _whole(v), "use a whole number or None"),
             ("stop", lambda v: all(isinstance(s, str) and s for s in v), "use non-empty strings"),
-            ("stop_token_ids", lambda v: all(t == int(t) >= 0 for t in v), "use token ids"),
-            ("max_tokens", lambda v: v == int(v) >= 1, "use 1 or more"),
+            ("stop_token_ids", lambda v: all(_whole(t, 0) for t in v), "use token ids"),
+            ("ignore_eos", lambda v: isinstance(v, bool), "use True or False"),
+            ("max_tokens", lambda v: _whole(v, 1), "use 1 or more"),
             (
                 "min_tokens",
-                lambda v: 0 <= v == int(v) <= self.max_tokens,
+                lambda v: _whole(v, 0) and v <= self.max_tokens,
                 f"use 0 to max_tokens={self.max_tokens}",
             ),
-            ("logprobs", lambda v: v is None or v == int(v) >= 0, "use None or 0 and more"),
-            ("presence_penalty", lambda v: -2 <= v <= 2, "use a number in [-2, 2]"),
-            ("frequency_penalty", lambda v: -2 <= v <= 2, "use a number in [-2, 2]"),
-            ("repetition_penalty", lambda v: 0 < v < float("inf"), "use a positive number"),
+            ("logprobs", lambda v: v is None or _whole(v, 0), "use None or 0 and more"),
+            ("presence_penalty", lambda v: _number(v) and -2 <= v <= 2, "use a number in [-2, 2]"),
+            ("frequency_penalty", lambda v: _number(v) and -2 <= v <= 2, "use a number in [-2, 2]"),
+            ("repetition_penalty", lambda v: _number(v) and 0 < v < float("inf"), "use a positive number"),
             (
                 "logit_bias",
-                lambda v: all(t == int(t) >= 0 and -100 <= b <= 100 for t, b in v.items()),
+                lambda v: all(_whole(t, 0) and _number(b) and -100 <= b <= 100 for t, b in v.items()),
                 "map token ids to numbers in [-100, 100]",
             ),
         )
@@ -87,7 +89,15 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW
+
+
+def _whole(value: object, least: float = float("-inf")) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least  # type: ignore[operator]
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, float) or _whole(value)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Generation:
         """Takes the next token; says why the message ends with it, or None."""
         allowed = self.stop_allowed
         self.tokens.append(token)
+        settled = len(self.text)
         stop = token in self.stop_tokens
         if self.detokenizer is not None and not stop:
             self.text += self.detokenizer.step(token)
@@ -55,12 +56,14 @@ class Generation:
             if len(self.tokens) < self.limit:
                 return None
             return "stop" if stop else "forced"
-        if allowed and (stop or self._cut_at_stop_string()):
+        if allowed and (stop or self._cut_at_stop_string(settled)):
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
 
-    def _cut_at_stop_string(self) -> bool:
-        places = [at for s in self.sampling.stop if (at := self.text.find(s)) >= 0]
+    def _cut_at_stop_string(self, settled: int) -> bool:
+        """Only a stop string that ends behind `settled` counts: an earlier one fell under `min_tokens`."""
+        found = (self.text.find(s, max(0, settled - len(s) + 1)) for s in self.sampling.stop)
+        places = [at for at in found if at >= 0]
         if places:
             self.text, self.stopped_text = self.text[: min(places)], True
         return bool(places)

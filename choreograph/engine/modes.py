@@ -36,11 +36,12 @@ def resolve_offsets(
 
 
 def check_positions(call: Call, lengths: list[int], most: int) -> None:
-    """Every parent, the prompt, and what must be generated stand below the model's limit of positions."""
+    """Every parent, the prompt, what must be generated, and the footer stand below the model's limit of positions."""
     placed, start = resolve_offsets(lengths, call.offsets, call.new_offset)
     for index, (offset, length) in enumerate(zip(placed, lengths, strict=True)):
         _check_position(f"parent {index} from offset {offset}", offset + length, most)
-    _check_position(f"the message from offset {start}", start + len(call.prompt) + _least_generated(call), most)
+    least = len(call.prompt) + _least_generated(call) + len(call.footer)
+    _check_position(f"the message from offset {start}", start + least, most)
 
 
 def _least_generated(call: Call) -> int:

@@ -73,19 +73,24 @@ class Runner:
         self._next_id += 1
         return self._next_id
 
-    def submit(self, call: Call) -> None:
-        """Queues a validated call; costs no computing. A call that no empty cache could hold is refused."""
+    def submit(self, *calls: Call) -> None:
+        """Queues validated calls, all or none; costs no computing. What no empty cache could hold is refused."""
         with self.lock:
             if self.closed:
                 raise SessionClosed("the engine is closed: make a new one")
-            self._refuse_what_never_fits(call)
-            for parent in call.parents:
-                parent.children_waiting += 1
-            if call.mode != "choreographed" and not call.is_decode:
-                self._end(call, State.DONE, "encoded")  # a text: nothing to compute
-            else:
-                self.scheduler.waiting.append(call)
-            self.events.write("submitted", call=call)
+            for call in calls:
+                self._refuse_what_never_fits(call)
+            for call in calls:
+                self._queue(call)
+
+    def _queue(self, call: Call) -> None:
+        for parent in call.parents:
+            parent.children_waiting += 1
+        if call.mode != "choreographed" and not call.is_decode:
+            self._end(call, State.DONE, "encoded")  # a text: nothing to compute
+        else:
+            self.scheduler.waiting.append(call)
+        self.events.write("submitted", call=call)
 
     def _refuse_what_never_fits(self, call: Call) -> None:
         if call.mode != "choreographed" and not call.is_decode:
@@ -317,7 +322,7 @@ class Runner:
                 raise call.error
             if call.state is State.CANCELLED:
                 raise ReleasedMessage(f"message {call.id} was released before it was known")
-            if not self.step() and not done() and not call.ended:
+            if not self.step() and not done() and call.state not in (State.FAILED, State.CANCELLED):
                 raise CallFailed(f"message {call.id} cannot run: nothing can be computed any more")
         if call.error is not None:
             raise call.error

@@ -53,19 +53,19 @@ def _is_plain(g: Generation) -> bool:
 
 
 def _processed(row: Float[Tensor, " V"], g: Generation) -> Float[Tensor, " V"]:
-    """Penalties, bias and the minimum length, in vLLM's order."""
+    """The minimum length, bias and penalties, in vLLM's order."""
     s, scores = g.sampling, row[None].clone()
     if not g.stop_allowed and g.stop_tokens:
         scores[:, sorted(g.stop_tokens)] = float("-inf")
+    if s.logit_bias:
+        bias = [[[int(token)], float(value)] for token, value in s.logit_bias.items()]
+        scores = hf.SequenceBiasLogitsProcessor(bias)(torch.empty(1, 0, dtype=torch.long), scores)
     if s.repetition_penalty != 1.0:
         seen = torch.tensor([g.prompt + g.tokens], device=row.device)
         scores = hf.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)(seen, scores)
     if g.tokens and (s.presence_penalty or s.frequency_penalty):
         ids, counts = torch.tensor(g.tokens, device=row.device).unique(return_counts=True)
         scores[:, ids] -= s.presence_penalty + s.frequency_penalty * counts
-    if s.logit_bias:
-        bias = [[[int(token)], float(value)] for token, value in s.logit_bias.items()]
-        scores = hf.SequenceBiasLogitsProcessor(bias)(torch.empty(1, 0, dtype=torch.long), scores)
     return scores[0]
 
 

@@ -73,16 +73,11 @@ class Plan:
 
 
 def make_plan(slots: list[int], reads: Iterable[Read], rotary: Rotary | None) -> Plan:
-    """Gathers reads by the run that they read. Pure: the same reads give the same plan."""
-    runs: dict[int, list[Read]] = {}
-    for read in reads:
-        if read.last > 0:
-            runs.setdefault(read.lo, []).append(read)
+    """Gathers reads by the run that they read; rows must rise. Pure: the same reads give the same plan."""
     shifts: dict[int, int] = {0: 0}
     segments, readers = [], []
-    for lo in sorted(runs):
-        run = _joined(runs[lo])
-        segments.append((lo, lo + max(read.last for read in run), len(readers)))
+    for run in _runs(reads):
+        segments.append((run[0].lo, run[0].lo + max(read.last for read in run), len(readers)))
         for read in run:
             index = shifts.setdefault(read.shift, len(shifts))
             readers.append((read.row0, read.row1, index, read.limit, read.step, read.position))
@@ -96,6 +91,19 @@ def make_plan(slots: list[int], reads: Iterable[Read], rotary: Rotary | None) ->
         cos=cos,
         sin=sin,
     )
+
+
+def _runs(reads: Iterable[Read]) -> list[list[Read]]:
+    """The readers of each run. A row that reads one run at two placements (two messages of equal content share
+    an encoding) makes the run stand twice, since a segment shows a row one placement."""
+    runs: dict[tuple[int, int], list[Read]] = {}
+    for read in reads:
+        copy = 0
+        while (read.lo, copy) in runs and runs[read.lo, copy][-1].row1 > read.row0:
+            copy += 1
+        if read.last > 0:
+            runs.setdefault((read.lo, copy), []).append(read)
+    return [_joined(runs[name]) for name in sorted(runs)]
 
 
 def _tables(shifts: list[int], rotary: Rotary | None) -> tuple[np.ndarray, np.ndarray]:

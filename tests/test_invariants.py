@@ -1,0 +1,119 @@
+"""Random lives of an engine: every operation, error and cancellation leaves arena, store and queues whole."""
+
+import tiny
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+
+from choreograph import ChoreographError, SamplingParams
+
+tokens = st.lists(st.integers(0, 5), min_size=1, max_size=20)
+
+
+class Life(RuleBasedStateMachine):
+    """Sessions in all modes over a cache that is too small for all of them."""
+
+    messages = Bundle("messages")
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = tiny.engine(tokens=160, step=7, calls=5)
+
+    @rule(target=sessions, mode=st.sampled_from(["choreographed", "prefix", "naive"]))
+    def open(self, mode):
+        return self.engine.session(mode=mode, seed=1)
+
+    @rule(
+        target=messages,
+        session=sessions,
+        ids=tokens,
+        parents=st.lists(messages, max_size=3),
+        offset=st.one_of(st.none(), st.integers(-1, 300)),
+        decode=st.booleans(),
+        size=st.integers(1, 30),
+    )
+    def call(self, session, ids, parents, offset, decode, size):
+        """Any call, most of them legal; an illegal one changes nothing."""
+        before = self.engine.runner.store.counts
+        try:
+            if decode:
+                ways = SamplingParams(max_tokens=size, stop_token_ids=[3])
+                return session.decode(ids, parents, new_offset=offset, sampling=ways, footer=[7, 8])
+            return session.prefill(ids, parents, new_offset=offset)
+        except ChoreographError:
+            assert self.engine.runner.store.counts == before
+            return multiple()
+
+    @rule()
+    def step(self):
+        self.engine.step()
+
+    @rule(message=messages)
+    def read(self, message):
+        try:
+            assert message.result().length == len(message.tokens)
+        except ChoreographError as problem:
+            assert str(problem)
+
+    @rule(message=messages)
+    def release(self, message):
+        message.release()
+
+    @rule(session=sessions)
+    def close(self, session):
+        session.close()
+
+    @rule()
+    def forget(self):
+        self.engine.clear_cache()
+
+    @rule(message=messages)
+    def interrupt(self, message):
+        """A step that breaks in the middle is as if it had not been."""
+        adapter = self.engine.runner.adapter
+        healthy = adapter.forward
+
+        def broken(*_):
+            raise KeyboardInterrupt
+
+        adapter.forward = broken
+        try:
+            self.engine.step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            adapter.forward = healthy
+
+    @invariant()
+    def whole(self):
+        self.engine.check()
+
+    def teardown(self):
+        runner = self.engine.runner
+        self.engine.drain()
+        self.engine.check()
+        for call in [*runner.scheduler.waiting, *runner.scheduler.running]:
+            runner.release(call)
+        self.engine.check()
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_nothing_is_held_when_every_session_is_closed():
+    engine = tiny.engine()
+    for mode in ("choreographed", "prefix", "naive"):
+        with engine.session(mode=mode, seed=0) as session:
+            root = session.prefill([1, 2, 3])
+            for _ in range(3):
+                session.decode([4], [root], sampling=SamplingParams(max_tokens=9))
+            engine.step()
+            engine.step()
+        engine.drain()
+        engine.check()
+        counts = engine.runner.store.counts
+        assert counts["held_encodings"] == 0 and not engine.runner.scheduler.running
+    engine.clear_cache()
+    assert engine.runner.store.counts["free_pages"] == engine.runner.store.counts["pages"]
