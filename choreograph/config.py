@@ -87,7 +87,10 @@ class EngineConfig:
         )
         rows = self.compile_rows
         _check(
-            bool(rows) and all(_whole(row, 1) for row in rows) and list(rows) == sorted(set(rows)),
+            isinstance(rows, tuple)
+            and rows != ()
+            and all(_whole(r, 1) for r in rows)
+            and sorted(set(rows)) == list(rows),
             "compile_rows",
             rows,
             "use rising whole numbers of 1 or more",

@@ -34,7 +34,7 @@ class Message:
 
     @property
     def kind(self) -> str:
-        """"prefill" or "decode"."""
+        """ "prefill" or "decode"."""
         return "decode" if self._call.is_decode else "prefill"
 
     @property

@@ -1,5 +1,7 @@
 """`Engine` and `Session`: the public way in. Owns validation and tokens; the runner owns the computing."""
 
+import inspect
+import operator
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +20,10 @@ from .errors import (
     BadPosition,
     BadTokens,
     CallError,
+    ChoreographError,
     ConfigError,
     ForeignMessage,
+    ModelError,
     ReleasedMessage,
     RepeatedParent,
     SamplingError,
@@ -34,6 +38,7 @@ from .types import MODES, Mode, SamplingParams
 
 Text = str | Sequence[int] | Turn
 Offsets = Sequence[int | None] | None
+DEFAULTS = SamplingParams()
 
 
 class Engine:
@@ -59,8 +64,16 @@ class Engine:
         dtype defaults to bfloat16 (a model in memory keeps its own), device to the first GPU or the CPU.
         Raises ModelError for a model that cannot be found, read or served.
         """
-        config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config={config!r}: use EngineConfig(...)")
+        if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
+            raise ModelError(f"model={model!r}: use a name, a path or a transformers model")
         adapter = load(model, tokenizer=tokenizer, dtype=check_dtype(dtype), device=device)
+        if config.quantization:
+            adapter.quantize(config.quantization)
+        if config.compile:
+            adapter.compile(config.compile_rows)
         return cls(adapter, config)
 
     @property
@@ -77,6 +90,10 @@ class Engine:
         """A workflow's scope: its messages are released at the end. Clients never see each other's cache."""
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ConfigError(f"seed={seed!r}: use a whole number or None")
+        if not isinstance(client_id, str):
+            raise ConfigError(f"client_id={client_id!r}: use a string")
         return Session(self, mode, seed, client_id)
 
     def step(self) -> bool:
@@ -150,17 +167,16 @@ class Session:
     def prefill(
         self, tokens: Text, parents: Iterable[Message] = (), offsets: Offsets = None, new_offset: int | None = None
     ) -> Message: ...
-    def prefill(self, tokens, parents=(), offsets=None, new_offset=None):  # type: ignore[no-untyped-def]
+    def prefill(self, tokens, parents=(), offsets=None, new_offset=None):
         """Encodes `tokens` with attention to all of `parents`, and to themselves causally.
 
         Parent i is placed from position offsets[i] on, the message from `new_offset` on; None follows the
         parent before. A list of calls (dicts of these arguments) gives a list of messages, computed together.
         """
+        beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
         if _is_calls(tokens):
-            return [self.prefill(**call) for call in tokens]
-        parents = self._parents(parents)
-        ids = self._tokens(tokens, opening=not parents)
-        return self._submit(ids, parents, offsets, new_offset)
+            return self._submit(_each(tokens, self._prefill_call, beside))
+        return self._submit([self._prefill_call(tokens, **beside)])[0]
 
     @overload
     def decode(self, header: list[dict[str, Any]]) -> list[Message]: ...
@@ -176,36 +192,41 @@ class Session:
         footer: Text | None = None,
         forced_tokens: Sequence[int] | None = None,
     ) -> Message: ...
-    def decode(  # type: ignore[no-untyped-def]
-        self,
-        header,
-        parents=(),
-        offsets=None,
-        new_offset=None,
-        *,
-        sampling=SamplingParams(),  # noqa: B008 - frozen
-        footer=None,
-        forced_tokens=None,
+    def decode(
+        self, header, parents=(), offsets=None, new_offset=None, *, sampling=DEFAULTS, footer=None, forced_tokens=None
     ):
         """Generates a message that starts with `header` (never empty) and ends with `footer`.
 
         The footer of a chat turn is its template's own unless one is given. `forced_tokens` are taken one by
         one instead of sampled, at the full cost of decoding. A list of calls gives a list of messages.
         """
+        beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
+        beside |= {"sampling": sampling, "footer": footer, "forced_tokens": forced_tokens}
         if _is_calls(header):
-            return [self.decode(**call) for call in header]
+            return self._submit(_each(header, self._decode_call, beside))
+        return self._submit([self._decode_call(header, **beside)])[0]
+
+    # -- validation: everything is checked before anything is changed ---------------------------------------
+
+    def _prefill_call(self, tokens, parents=(), offsets=None, new_offset=None) -> Message:
+        parents = self._parents(parents)
+        ids = self._tokens(tokens, opening=not parents)
+        return self._message(ids, parents, offsets, new_offset)
+
+    def _decode_call(
+        self, header, parents=(), offsets=None, new_offset=None, sampling=DEFAULTS, footer=None, forced_tokens=None
+    ) -> Message:
         parents = self._parents(parents)
         if isinstance(header, Turn):
             ids, own_footer = self._chat().open(header, opening=not parents)
+            _refuse_empty(ids, "header")
         else:
             ids, own_footer = self._tokens(header, opening=not parents, what="header"), []
         footer = own_footer if footer is None else self._tokens(footer, opening=False, what="footer", empty=True)
         generation = self._generation(ids, sampling, forced_tokens)
-        return self._submit(ids, parents, offsets, new_offset, generation, footer)
+        return self._message(ids, parents, offsets, new_offset, generation, footer)
 
-    # -- validation: everything is checked before anything is changed ---------------------------------------
-
-    def _submit(
+    def _message(
         self,
         ids: list[int],
         parents: tuple[Message, ...],
@@ -214,11 +235,10 @@ class Session:
         generation: Generation | None = None,
         footer: list[int] | None = None,
     ) -> Message:
-        if self.closed:
-            raise SessionClosed("the session is closed: open a new one")
-        runner = self.engine.runner
+        """A handle on a valid call that is not submitted yet."""
         placed = self._offsets(offsets, len(parents))
         self._position("new_offset", new_offset)
+        runner = self.engine.runner
         call = Call(
             id=runner.new_id(),
             session=self.id,
@@ -231,15 +251,33 @@ class Session:
             generation=generation,
             footer=footer or [],
         )
-        runner.submit(call)
         message = Message(call, runner, self._decode_text)
         message.parents = parents
-        self.messages.append(message)
         return message
 
+    def _submit(self, messages: list[Message]) -> list[Message]:
+        """All or none; a refused call takes no seed from the session."""
+        before = self._seeds.getstate()
+        for generation in (m._call.generation for m in messages):
+            if generation is not None:
+                own = generation.sampling.seed
+                seed = self._seeds.getrandbits(63) if own is None else int(own)
+                generation.random.manual_seed(seed % (1 << 63))
+        try:
+            self.engine.runner.submit(*(m._call for m in messages))
+        except ChoreographError:
+            self._seeds.setstate(before)
+            raise
+        self.messages += messages
+        return messages
+
     def _parents(self, parents: Iterable[Message]) -> tuple[Message, ...]:
+        if self.closed:
+            raise SessionClosed("the session is closed: open a new one")
         if isinstance(parents, Message):
             raise CallError("parents is one message: put it into a list")
+        if not isinstance(parents, Iterable):
+            raise CallError(f"parents={parents!r}: use a list of messages")
         parents = tuple(parents)
         seen: set[int] = set()
         for parent in parents:
@@ -259,6 +297,8 @@ class Session:
     def _offsets(self, offsets: Offsets, count: int) -> tuple[int | None, ...]:
         if offsets is None:
             return (None,) * count
+        if not isinstance(offsets, Iterable):
+            raise BadPosition(f"offsets={offsets!r}: give a list, one for each parent")
         placed = tuple(offsets)
         if len(placed) != count:
             raise BadPosition(f"{len(placed)} offsets for {count} parents: give one each, None for the default")
@@ -277,21 +317,22 @@ class Session:
 
     def _tokens(self, given: Text, *, opening: bool, what: str = "tokens", empty: bool = False) -> list[int]:
         if isinstance(given, Turn):
-            return self._chat().encode(given, opening=opening)
-        if isinstance(given, str):
-            opening = opening and bool(given)
-            ids = self._chat().plain(given, opening=opening)
+            ids = self._chat().encode(given, opening=opening)
+        elif isinstance(given, str):
+            ids = self._chat().plain(given, opening=opening and bool(given))
+        elif isinstance(given, bytes) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
+            raise BadTokens(f"{what}={given!r}: give a string, token ids or a chat turn")
         else:
             ids = [self._token(token, what) for token in given]
-        if not ids and not empty:
-            raise BadTokens(f"{what} is empty: give at least one token")
+        if not empty:
+            _refuse_empty(ids, what)
         return ids
 
     def _token(self, token: object, what: str) -> int:
         size = self.engine.facts.vocab_size
         try:
-            value = int(token)  # type: ignore[call-overload]
-        except (TypeError, ValueError):
+            value = operator.index(None if isinstance(token, bool) else token)  # type: ignore[arg-type]
+        except TypeError:
             raise BadTokens(f"{what}: {token!r} is not a token id; give a string, token ids or a chat turn") from None
         if not 0 <= value < size:
             raise BadTokens(f"{what}: token id {value} is outside the vocabulary of {size}")
@@ -302,9 +343,7 @@ class Session:
             raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained, or use token ids")
         return self.engine.chat
 
-    def _generation(
-        self, header: list[int], sampling: SamplingParams, forced: Sequence[int] | None
-    ) -> Generation:
+    def _generation(self, header: list[int], sampling: SamplingParams, forced: Sequence[int] | None) -> Generation:
         if not isinstance(sampling, SamplingParams):
             raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")
         size = self.engine.facts.vocab_size
@@ -316,13 +355,12 @@ class Session:
             raise SamplingError(f"stop={sampling.stop!r}: stop strings need a tokenizer")
         if forced is not None:
             forced = self._tokens(forced, opening=False, what="forced_tokens")
-        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         eos = () if sampling.ignore_eos else self.engine.runner.adapter.end_tokens
         return Generation(
             sampling=sampling,
             prompt=header,
             stop_tokens=frozenset((*eos, *sampling.stop_token_ids)),
-            random=torch.Generator().manual_seed(seed % (1 << 63)),
+            random=torch.Generator(),
             forced=forced,
             detokenizer=make_detokenizer(self.engine.tokenizer),
         )
@@ -335,3 +373,24 @@ class Session:
 
 def _is_calls(given: object) -> bool:
     return isinstance(given, (list, tuple)) and bool(given) and all(isinstance(call, Mapping) for call in given)
+
+
+def _each(calls: Iterable[Mapping[str, Any]], make: Callable[..., Message], beside: dict[str, Any]) -> list[Message]:
+    """Makes every call of a list. What stands beside the list would be lost, so it is refused."""
+    known = inspect.signature(make).parameters
+    first = next(iter(known))
+    for name, value in beside.items():
+        if value != known[name].default:
+            raise CallError(f"{name}={value!r} beside a list of calls: put it into each call")
+    for call in calls:
+        for name in call:
+            if name not in known:
+                raise CallError(f"{name}={call[name]!r}: no such argument; known: {list(known)}")
+        if first not in call:
+            raise CallError(f"{dict(call)!r}: a call needs {first!r}")
+    return [make(**call) for call in calls]
+
+
+def _refuse_empty(ids: list[int], what: str) -> None:
+    if not ids:
+        raise BadTokens(f"{what} is empty: give at least one token")

@@ -17,8 +17,8 @@ GREEDY_BELOW = 1e-5  # vLLM's limit: colder distributions overflow
 class SamplingParams:
     """How to choose tokens; the names, ranges and defaults are vLLM's, but for `max_tokens` (256).
 
-    temperature 0 is greedy, and so is one below 1e-5. top_k 0 or -1 and top_p 1 keep every token. `stop` strings end a message and
-    are cut from its text; `stop_token_ids` end it too. `logprobs=k` reports the chosen token's
+    temperature 0 is greedy (and below 1e-5). top_k 0 or -1 and top_p 1 keep every token. `stop` strings end
+    a message and are cut from its text; `stop_token_ids` end it too. `logprobs=k` reports the chosen token's
     log-probability and the k likeliest ones, from the model's own distribution.
     """
 
@@ -51,9 +51,9 @@ class SamplingParams:
             if not ok(value):
                 raise SamplingError(f"{name}={value!r}: {mend}")
 
-    def _rules(self):  # noqa: ANN202 - a table
+    def _rules(self):  # a table
         return (
-            ("temperature", lambda v: _number(v) and 0 <= v < float("inf"), "use 0 (greedy) or a finite positive number"),
+            ("temperature", lambda v: _number(v) and 0 <= v < float("inf"), "use 0 (greedy) or a finite number"),
             ("top_p", lambda v: _number(v) and 0 < v <= 1, "use a number in (0, 1]"),
             ("top_k", lambda v: _whole(v, -1), "use 0 or -1 for all tokens, or a positive number"),
             ("min_p", lambda v: _number(v) and 0 <= v <= 1, "use a number in [0, 1]"),

@@ -26,7 +26,9 @@ def distribution(message, size: int) -> torch.Tensor:
 
 def test_one_message_and_a_chain_give_the_logits_of_hugging_face(plain):
     model, tokenizer = plain.runner.adapter.model, plain.tokenizer
-    ids = tokenizer("Water boils at one hundred degrees. Ice melts at zero. Steam condenses when it cools.")["input_ids"]
+    ids = tokenizer("Water boils at one hundred degrees. Ice melts at zero. Steam condenses when it cools.")[
+        "input_ids"
+    ]
     size = model.config.vocab_size
     with torch.inference_mode():
         wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)

@@ -40,9 +40,7 @@ class Runner:
         self.events = EventLog()
         facts = adapter.facts
         try:
-            self.backend, self.backend_note = make_backend(
-                config.backend, facts.head_dim, facts.dtype, facts.device
-            )
+            self.backend, self.backend_note = make_backend(config.backend, facts.head_dim, facts.dtype, facts.device)
         except NativeUnavailable as reason:
             raise ChoreographError(f"backend='native': {reason}; use backend='auto'") from None
         arena = Arena(
@@ -122,6 +120,7 @@ class Runner:
             self._end(call, State.DONE, "cached")
             return
         if call.generation is not None:
+            call.generation.prompt = [t for p in call.parents for t in p.tokens] + call.prompt
             room = facts.max_positions - work.start - len(work.tokens) - len(call.footer)
             if call.generation.forced is None:
                 call.generation.limit = max(1, min(call.generation.limit, room))

@@ -9,6 +9,8 @@ nucleus, which is checked with their exact share of the probability mass, and th
 decide otherwise.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,6 +20,7 @@ from ..types import SamplingParams, TokenLogprob
 from .generation import Generation
 
 CANDIDATES = 512
+_NO_IDS: Any = torch.empty(1, 0, dtype=torch.long)  # these processors look at scores only
 
 
 def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int]:
@@ -29,17 +32,15 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
     for i, token in zip(greedy, logits[greedy].argmax(-1).tolist() if greedy else [], strict=True):
         chosen[i] = token
     sampled = [i for i in plain if not generations[i].sampling.greedy]
-    top = torch.topk(logits[sampled], min(CANDIDATES, logits.shape[1])) if sampled else None
-    for at, i in enumerate(sampled):
-        g = generations[i]
-        chosen[i] = _sample(logits[i], g, (top.values[at], top.indices[at]))
+    for i, values, ids in zip(sampled, *_likeliest(logits[sampled]), strict=True):
+        chosen[i] = _sample(logits[i], generations[i], values, ids)
     settled = set(plain)
     for i, g in enumerate(generations):
         if g.next_forced is not None:
             chosen[i] = g.next_forced
         elif i not in settled:
             row = _processed(logits[i], g)
-            chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row, g, None)
+            chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row, g, *_likeliest(row))
         if g.sampling.logprobs is not None:
             g.logprobs.append(_logprob(logits[i], chosen[i], g.sampling.logprobs))
     return chosen
@@ -58,11 +59,11 @@ def _processed(row: Float[Tensor, " V"], g: Generation) -> Float[Tensor, " V"]:
     if not g.stop_allowed and g.stop_tokens:
         scores[:, sorted(g.stop_tokens)] = float("-inf")
     if s.logit_bias:
-        bias = [[[int(token)], float(value)] for token, value in s.logit_bias.items()]
-        scores = hf.SequenceBiasLogitsProcessor(bias)(torch.empty(1, 0, dtype=torch.long), scores)
+        bias: Any = [[[int(token)], float(value)] for token, value in s.logit_bias.items()]
+        scores = hf.SequenceBiasLogitsProcessor(bias)(_NO_IDS, scores)
     if s.repetition_penalty != 1.0:
         seen = torch.tensor([g.prompt + g.tokens], device=row.device)
-        scores = hf.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)(seen, scores)
+        scores = hf.RepetitionPenaltyLogitsProcessor(float(s.repetition_penalty))(seen, scores)
     if g.tokens and (s.presence_penalty or s.frequency_penalty):
         ids, counts = torch.tensor(g.tokens, device=row.device).unique(return_counts=True)
         scores[:, ids] -= s.presence_penalty + s.frequency_penalty * counts
@@ -73,25 +74,28 @@ def warpers(s: SamplingParams) -> hf.LogitsProcessorList:
     """The distribution-shaping processors of transformers for these options."""
     steps = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(float(s.temperature))])
     if s.top_k > 0:
-        steps.append(hf.TopKLogitsWarper(s.top_k))
+        steps.append(hf.TopKLogitsWarper(int(s.top_k)))
     if s.top_p < 1:
         steps.append(hf.TopPLogitsWarper(s.top_p))
     if s.min_p > 0:
-        steps.append(hf.MinPLogitsWarper(s.min_p))
+        steps.append(hf.MinPLogitsWarper(float(s.min_p)))
     return steps
 
 
-def _sample(row: Float[Tensor, " V"], g: Generation, top: tuple[Tensor, Tensor] | None) -> int:
+def _likeliest(logits: Float[Tensor, "*B V"]) -> tuple[Float[Tensor, "*B K"], Tensor]:
+    """Values and ids of the candidates of every row at once."""
+    top = torch.topk(logits, min(CANDIDATES, logits.shape[-1]))
+    return top.values, top.indices
+
+
+def _sample(row: Float[Tensor, " V"], g: Generation, values: Float[Tensor, " K"], ids: Tensor) -> int:
     point = float(torch.rand((), generator=g.random, dtype=torch.float64))
-    if top is None:
-        size = min(CANDIDATES, len(row))
-        top = tuple(torch.topk(row, size))  # type: ignore[assignment]
-    kept = nucleus(row, g.sampling, *top)
+    kept = nucleus(row, g.sampling, values, ids)
     if kept is not None:
         ids, weights = kept
         order = ids.argsort()
         return int(ids[order][_pick(weights[order], point)])
-    scores = warpers(g.sampling)(torch.empty(1, 0, dtype=torch.long), row[None].clone())[0]
+    scores = warpers(g.sampling)(_NO_IDS, row[None].clone())[0]
     return _pick(scores.softmax(-1), point)
 
 
@@ -114,8 +118,8 @@ def nucleus(
     keep = torch.ones_like(weights, dtype=torch.bool)
     enough = whole
     if 0 < s.top_k <= len(values):
-        keep = values >= values[s.top_k - 1]
-        enough = enough or bool(values[-1] < values[s.top_k - 1])
+        keep = scores >= scores[s.top_k - 1]
+        enough = enough or bool(scores[-1] < scores[s.top_k - 1])
         if not enough:
             return None
     if s.top_p < 1:

@@ -116,7 +116,7 @@ class Arena:
 
     def check(self) -> None:
         """Every page is free or owned, never both; free runs are apart and in order."""
-        free = set()
+        free: set[int] = set()
         for start in self._starts:
             run = range(start, start + self._lengths[start])
             assert len(run) and not free & set(run) and start - 1 not in free, "free runs touch or overlap"

@@ -13,7 +13,7 @@ class Sight(NamedTuple):
 
     encoding: "Encoding"
     first: int
-    count: int
+    count: int  # type: ignore[assignment] # not tuple.count
     start: int
 
     @property
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
     first: int
     slot: int
-    count: int
+    count: int  # type: ignore[assignment] # not tuple.count
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..errors import ConfigError, ModelError
@@ -47,7 +47,7 @@ class ModelFacts:
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -75,19 +75,32 @@ class Adapter:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.facts = read_facts(model, name or model.config._name_or_path or model.config.model_type)
-        self.forward_rows: Any = None  # set by `models.compiled`
+        self.compiled: Any = None
 
-    @torch.inference_mode()
-    def forward(
-        self, tokens: list[int], positions: list[int], step: Step, rows: list[int]
-    ) -> Float[Tensor, "R V"]:
+    def quantize(self, kind: str) -> None:
+        """Weight-only quantisation in place, through torchao."""
+        assert kind == "int8"
+        try:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        except ImportError:
+            raise ConfigError("quantization='int8' needs torchao: pip install 'choreograph[int8]'") from None
+        quantize_(self.model, Int8WeightOnlyConfig())
+
+    def compile(self, buckets: tuple[int, ...]) -> None:
+        """From now on, steps of up to the largest bucket run through compiled graphs."""
+        from .compiled import CompiledForward
+
+        self.compiled = CompiledForward(self, buckets)
+
+    @torch.no_grad()
+    def forward(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> Float[Tensor, "R V"]:
         """Computes all rows of a step; the logits of `rows` only, in float32."""
-        if self.forward_rows is not None:
-            logits = self.forward_rows(tokens, positions, step, rows)
-            if logits is not None:
-                return logits
         device = self.facts.device
         with self._hooked():
+            if self.compiled is not None:
+                logits = self.compiled(tokens, positions, step, rows)
+                if logits is not None:
+                    return logits
             logits = self.model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([positions], device=device),
@@ -134,7 +147,7 @@ def read_facts(model: PreTrainedModel, name: str) -> ModelFacts:
     if _has_window(config):
         raise ModelError(f"{name}: sliding-window layers are not served; use a model with full attention")
     heads = config.num_attention_heads
-    weight = model.get_input_embeddings().weight
+    weight = next(model.get_input_embeddings().parameters())
     return ModelFacts(
         name=name,
         layers=config.num_hidden_layers,
@@ -161,12 +174,13 @@ def _has_window(config: Any) -> bool:
 
 def _read_rotary(model: PreTrainedModel, interleaved: bool, name: str) -> Rotary:
     module = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
-    if module is None:
+    inverse = getattr(module, "inv_freq", None)
+    if inverse is None:
         raise ModelError(f"{name}: no rotary embedding found; only rotary models can be placed anywhere")
     kind = getattr(module, "rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise ModelError(f"{name}: rope type {kind!r} changes with the length and cannot be placed; freeze it")
-    return Rotary(tuple(module.inv_freq.double().tolist()), interleaved)
+    return Rotary(tuple(inverse.double().tolist()), interleaved)
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
@@ -193,9 +207,21 @@ def _free_memory(device: torch.device) -> int:
 
 def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """A type by name ("bfloat16") or as it is; None stays None."""
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    dtype = getattr(torch, name, None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if dtype is None and name is None:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ConfigError(f"dtype={name!r}: use float32, bfloat16 or float16")
     return dtype
+
+
+def check_device(name: str | torch.device | None) -> torch.device:
+    """A device by name or as it is; None is the first GPU, or the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except Exception as problem:  # torch raises several types, a missing driver among them
+        raise ConfigError(f"device={name!r}: {str(problem).splitlines()[0]}") from None
+    return device

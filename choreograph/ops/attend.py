@@ -6,9 +6,10 @@ rows of other calls in the same step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -91,3 +92,10 @@ class Step:
     ) -> Float[Tensor, "1 N H D"]:
         out = self.backend(self.plan, query[0], key[0], value[0], self.keys[layer], self.values[layer], scale)
         return out[None]
+
+    def padded(self, rows: int) -> "Step":
+        """The same step with rows added that write into slot 0 (the bin page) and read nothing."""
+        if rows == self.plan.rows:
+            return self
+        slots = np.concatenate([self.plan.slots, np.zeros(rows - self.plan.rows, dtype=np.int64)])
+        return replace(self, plan=replace(self.plan, slots=slots, memo={}))

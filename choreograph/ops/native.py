@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -96,7 +97,7 @@ class NativeKernel:
                 (plan.cos.ctypes.data, plan.sin.ctypes.data, half, int(interleaved), torch.get_num_threads()),
                 plan.slots.ctypes.data,
             )
-        reads, rotation, slots = plan.memo["native"]  # type: ignore[misc]
+        reads, rotation, slots = cast(tuple[tuple, tuple, int], plan.memo["native"])
         return (slots, rows, heads, groups, scale, *reads, *rotation)
 
 

@@ -75,7 +75,8 @@ class Plan:
 def make_plan(slots: list[int], reads: Iterable[Read], rotary: Rotary | None) -> Plan:
     """Gathers reads by the run that they read; rows must rise. Pure: the same reads give the same plan."""
     shifts: dict[int, int] = {0: 0}
-    segments, readers = [], []
+    segments: list[tuple[int, int, int]] = []
+    readers: list[tuple[int, ...]] = []
     for run in _runs(reads):
         segments.append((run[0].lo, run[0].lo + max(read.last for read in run), len(readers)))
         for read in run:

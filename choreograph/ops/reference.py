@@ -26,7 +26,7 @@ def attend(
         part = torch.full((heads, rows, hi - lo), float("-inf"))
         for row0, row1, shift, limit, step, _ in plan.segment_readers(index):
             q = query[:, row0:row1].float()
-            if shift:
+            if shift and plan.rotary is not None:
                 q = turn(q, cos[shift], -sin[shift], plan.rotary.interleaved)
             score = torch.einsum("hnd,thd->hnt", q, k) * scale
             seen = limit + step * torch.arange(row1 - row0)

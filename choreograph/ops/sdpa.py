@@ -61,7 +61,7 @@ def _flash_pass(
     heads, rows, width = query.shape
     groups = keys.shape[1]
     share = heads // groups
-    if one.cos is not None:
+    if one.cos is not None and one.sin is not None and plan.rotary is not None:
         query = turn(query, one.cos, one.sin, plan.rotary.interleaved).to(query.dtype)
     k = keys[one.lo : one.hi].transpose(0, 1)[None]  # 1 G T D
     v = values[one.lo : one.hi].transpose(0, 1)[None]

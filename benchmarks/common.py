@@ -1,0 +1,119 @@
+"""What every benchmark shares: paired timing, intervals, the table, the JSON file. Owns no measurement."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.models.load import EMBEDDED
+from choreograph.report import show_table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure with its 95% interval. must and aim: the numbers that it is held against."""
+
+    measure: str
+    value: float
+    unit: str
+    low: float
+    high: float
+    better: str = "higher"
+    must: float | None = None
+    aim: float | None = None
+    peer: str | None = None
+
+
+def median_row(measure: str, samples: Sequence[float], unit: str, **facts: object) -> Row:
+    """The median of samples with a bootstrap interval."""
+    low, high = interval(samples)
+    return Row(measure, statistics.median(samples), unit, low, high, **facts)  # type: ignore[arg-type]
+
+
+def ratio_row(measure: str, above: Sequence[float], below: Sequence[float], **facts: object) -> Row:
+    """The median of paired ratios above[i] / below[i]."""
+    return median_row(measure, [a / b for a, b in zip(above, below, strict=True)], "x", **facts)
+
+
+def interval(samples: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """95% bootstrap interval of the median."""
+    data = np.asarray(samples, dtype=float)
+    picks = np.random.default_rng(0).integers(0, len(data), (draws, len(data)))
+    low, high = np.percentile(np.median(data[picks], axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def in_turns(rounds: int, *sides: Callable[[], float]) -> list[list[float]]:
+    """Runs every side once a round, in turns, so that a drift of the machine meets all of them alike."""
+    taken: list[list[float]] = [[] for _ in sides]
+    for _ in range(rounds):
+        for side, times in zip(sides, taken, strict=True):
+            times.append(side())
+    return taken
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def engine(*, tokens: int = 16384, compile: bool = True, **options: object) -> Engine:
+    config = EngineConfig(cache=CacheConfig(tokens=tokens), compile=compile, **options)  # type: ignore[arg-type]
+    return Engine.from_pretrained(config=config)
+
+
+def some_tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(100, 49000, count).tolist()
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def save(name: str, rows: Sequence[Row], model: str = EMBEDDED) -> None:
+    """Prints the table and writes `results/<name>.<hardware>.json`."""
+    lines = []
+    for row in rows:
+        span = f"{row.low:.3g} to {row.high:.3g}"
+        aims = ["" if x is None else f"{x:g}" for x in (row.must, row.aim)]
+        lines.append((row.measure, f"{row.value:.3g} {row.unit}", span, *aims, row.peer or ""))
+    show_table(Console(width=160), name, ("measure", "value", "95%", "must", "aim", "peer"), lines)
+    record = {
+        "benchmark": name,
+        "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", "-uno") else ""),
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(),
+        "torch": torch.__version__,
+        "model": model,
+        "rows": [asdict(row) for row in rows],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    slug = re.sub(r"[^a-z0-9]+", "-", hardware().lower()).strip("-")
+    (RESULTS / f"{name}.{slug}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else []
+    return f"{names[0] if names else platform.processor()} {os.cpu_count()} cores"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()

@@ -1,0 +1,5 @@
+"""`python -m choreograph`."""
+
+from .cli import main
+
+main()

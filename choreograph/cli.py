@@ -1,0 +1,233 @@
+"""The command line: info, demo, run, chat. Owns options and printing; every command is a few calls of the API."""
+
+import json
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="choreograph",
+    help="Multi-step LLM workflows that never encode the same message twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+class ModeName(StrEnum):
+    """The three execution modes."""
+
+    choreographed = "choreographed"
+    prefix = "prefix"
+    naive = "naive"
+
+
+class DtypeName(StrEnum):
+    """Types a model can compute in."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float16 = "float16"
+
+
+Model = Annotated[str, typer.Option(help="A name, a Hub id, a model folder or a .gguf file.")]
+Dtype = Annotated[DtypeName, typer.Option(help="The type to compute in.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile small steps; the first run waits for the compiler.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Mode = Annotated[ModeName, typer.Option(help="choreographed reuses messages anywhere, prefix only prefixes.")]
+Seed = Annotated[int, typer.Option(help="Seed of all sampling.")]
+EMBEDDED = "smollm2-135m-instruct"
+
+
+@app.command()
+def info(model: Model = EMBEDDED, dtype: Dtype = DtypeName.bfloat16, as_json: Json = False) -> None:
+    """Show the model, its cache and the backend that this machine gets."""
+    engine = _engine(model, dtype, False)
+    facts, counts = engine.facts, engine.runner.store.counts
+    tokens = counts["pages"] * engine.runner.store.arena.page_size
+    described = {
+        "model": facts.name,
+        "parameters": facts.parameters,
+        "layers": facts.layers,
+        "heads": f"{facts.query_heads} query, {facts.kv_heads} key-value, size {facts.head_dim}",
+        "positions": facts.max_positions,
+        "dtype": str(facts.dtype).removeprefix("torch."),
+        "device": str(facts.device),
+        "backend": engine.runner.backend.name,
+        "backend note": engine.runner.backend_note or "",
+        "cache bytes per token": facts.kv_bytes_per_token,
+        "cache tokens": tokens,
+        "cache bytes": tokens * facts.kv_bytes_per_token,
+        "fingerprint": facts.fingerprint,
+    }
+    if as_json:
+        print(json.dumps(described))
+        return
+    from .report import show_table
+
+    lines = [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in described.items() if value]
+    show_table(Console(), "choreograph", ("fact", "value"), lines)
+
+
+@app.command()
+def demo(
+    model: Model = EMBEDDED,
+    dtype: Dtype = DtypeName.bfloat16,
+    compile: Compile = False,
+    branches: Annotated[int, typer.Option(min=1, help="Solutions to branch into.")] = 8,
+    voters: Annotated[int, typer.Option(min=1, help="Votes on the best solution.")] = 4,
+    picture: Annotated[Path, typer.Option(help="Where the picture of the message graph goes (SVG).")] = Path(
+        "out/demo-graph.svg"
+    ),
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Tree of Thoughts in prefix mode and choreographed, forced to the same tokens, with a table of both."""
+    from .demo import run_demo
+
+    console = Console(quiet=as_json)
+    with console.status("loading the model") if console.is_terminal else _nothing():
+        engine = _engine(model, dtype, compile)
+    numbers = run_demo(engine, console, branches=branches, voters=voters, picture=picture, seed=seed)
+    if as_json:
+        print(json.dumps(numbers))
+
+
+@app.command()
+def run(
+    workflow: Annotated[str, typer.Argument(help="A workflow of the package, or the path of a Python file.")],
+    task: Annotated[str, typer.Option(help="The task; - reads standard input.")] = "-",
+    model: Model = EMBEDDED,
+    mode: Mode = ModeName.choreographed,
+    dtype: Dtype = DtypeName.bfloat16,
+    compile: Compile = False,
+    option: Annotated[list[str] | None, typer.Option(help="An option of the workflow, as name=value.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one message.")] = 160,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Run one workflow on one task and print its answer and what each stage cost."""
+    from .choreographies import find
+    from .measure import perform
+    from .report import milliseconds, show_table
+    from .types import SamplingParams
+
+    found = find(workflow)
+    text = sys.stdin.read().strip() if task == "-" else task
+    if not text:
+        raise typer.BadParameter("the task is empty: give one with --task or on standard input")
+    console = Console(quiet=as_json)
+    sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
+    done = perform(
+        _engine(model, dtype, compile),
+        found,
+        text,
+        mode=mode.value,
+        seed=seed,
+        sampling=sampling,
+        options=_options(option or []),
+        on_text=lambda piece: console.print(piece, end="", markup=False, highlight=False, soft_wrap=True),
+    )
+    unparseable = dict(done.performance.unparseable)
+    if as_json:
+        print(json.dumps({"answer": done.answer.text, "unparseable": unparseable, **done.cost.as_dict()}))
+        return
+    lines = [
+        (s.stage, str(s.calls), milliseconds(s.ttft), str(s.encoded), str(s.cached), str(s.generated))
+        for s in done.cost.stages
+    ]
+    console.print("\n")
+    head = ("stage", "calls", "TTFT", "encoded", "reused", "generated")
+    show_table(console, f"{workflow}, {mode.value}: {done.cost.seconds:.2f} s", head, lines)
+    if unparseable:
+        console.print(f"could not be parsed: {unparseable}", highlight=False)
+
+
+@app.command()
+def chat(
+    model: Model = EMBEDDED,
+    mode: Mode = ModeName.choreographed,
+    dtype: Dtype = DtypeName.bfloat16,
+    compile: Compile = False,
+    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one reply.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Talk to a model. An empty line or end of input ends it; /reset forgets the conversation."""
+    from .types import SamplingParams
+
+    console = Console(quiet=as_json)
+    sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
+    engine = _engine(model, dtype, compile)
+    with engine.session(mode=mode.value, seed=seed) as session:
+        opening = [session.prefill(session.system(system))] if system else []
+        history = list(opening)
+        while line := _ask(console):
+            if line == "/reset":
+                history = list(opening)
+                continue
+            turn = session.prefill(session.user(line), parents=history)
+            reply = session.decode(session.assistant(), parents=[*history, turn], sampling=sampling)
+            for piece in reply.stream():
+                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            console.print()
+            history += [turn, reply]
+            if as_json:
+                usage = {"cached": reply.usage.cached_tokens, "generated": reply.usage.generated_tokens}
+                print(json.dumps({"text": reply.text, "ttft": reply.timing.ttft, **usage}), flush=True)
+
+
+def _ask(console: Console) -> str:
+    try:
+        return (console.input("[b]>[/b] ") if console.is_terminal else input()).strip()
+    except EOFError:
+        return ""
+
+
+def _engine(model: str, dtype: DtypeName, compile: bool) -> Any:
+    from .config import EngineConfig
+    from .session import Engine
+
+    return Engine.from_pretrained(model, dtype=dtype.value, config=EngineConfig(compile=compile))
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    """name=value pairs; a value that reads as JSON is taken as such (4, true), else as text."""
+    options = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--option {pair!r}: write name=value")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def main(command: Callable[[], None] = app) -> None:
+    """The entry point: an error of the package is one line and exit code 1, never a traceback."""
+    from .errors import ChoreographError
+
+    try:
+        command()
+    except ChoreographError as problem:
+        Console(stderr=True).print(f"[red]error[/red]: {problem}", highlight=False)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,142 @@
+"""The demo: Tree of Thoughts in prefix mode, then choreographed and forced to the same tokens, side by side."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .choreographies import find
+from .events import Event
+from .measure import Run, RunCost, perform
+from .report import milliseconds, ratio, show_table
+from .session import Engine
+from .types import SamplingParams
+from .viz.graph import svg
+
+TASK = (
+    "A baker fills 3 trays with 24 rolls each. She sells 2/3 of all rolls in the morning and half of the rest in "
+    "the afternoon. How many rolls are left in the evening?"
+)
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=160)
+
+
+def run_demo(
+    engine: Engine,
+    console: Console,
+    *,
+    task: str = TASK,
+    branches: int = 8,
+    voters: int = 4,
+    picture: Path | None = None,
+    seed: int = 0,
+    sampling: SamplingParams = SAMPLING,
+) -> dict[str, Any]:
+    """Runs both modes, prints as it goes, and returns the numbers."""
+    workflow = find("tree_of_thoughts")
+    options = {"branches": branches, "voters": voters}
+    with _progress(engine, console, "warming up"):
+        warm = perform(engine, workflow, "1 + 1", mode="prefix", sampling=SamplingParams(max_tokens=4), options=options)
+        perform(engine, workflow, "1 + 1", mode="choreographed", forced=warm.performance.content(), options=options)
+    console.print(f"[b]Problem[/b] {task}", highlight=False)
+    engine.clear_cache()
+    with _progress(engine, console, f"prefix mode: {branches} branches, {voters} votes, the answer"):
+        before = perform(engine, workflow, task, mode="prefix", seed=seed, sampling=sampling, options=options)
+    engine.clear_cache()
+    with _progress(engine, console, "choreographed mode, forced to the same tokens") as stop:
+        said = False
+
+        def say(piece: str) -> None:
+            nonlocal said
+            stop()
+            if not said:
+                console.print("[b]Final answer[/b]", end="", highlight=False)
+            said = True
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+
+        after = perform(
+            engine,
+            workflow,
+            task,
+            mode="choreographed",
+            seed=seed,
+            sampling=sampling,
+            forced=before.performance.content(),
+            options=options,
+            on_text=say,
+            look=lambda steps: svg(steps, "Tree of Thoughts, choreographed: who saw whom, and where"),
+        )
+    console.print("\n")
+    _show(console, before.cost, after.cost)
+    if picture is not None:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_text(after.picture)
+        console.print(f"\nWho saw whom, and where: {picture}", highlight=False)
+    return _numbers(task, before, after)
+
+
+@contextmanager
+def _progress(engine: Engine, console: Console, what: str) -> Iterator[Callable[[], None]]:
+    """A live count of tokens on a terminal, one line in a pipe. Yields a function that ends it early."""
+    if not console.is_terminal:
+        console.print(f"... {what}", highlight=False)
+        yield lambda: None
+        return
+    status = console.status(what)
+    count = 0
+
+    def note(event: Event) -> None:
+        nonlocal count
+        count += event.kind == "token"
+        if event.kind == "step":
+            status.update(f"{what}: {count} tokens")
+
+    status.start()
+    forget = engine.events.listen(note)
+    try:
+        yield status.stop
+    finally:
+        forget()
+        status.stop()
+
+
+def _show(console: Console, before: RunCost, after: RunCost) -> None:
+    head = (
+        "stage",
+        "calls",
+        "TTFT prefix",
+        "TTFT choreo",
+        "ratio",
+        "encoded prefix",
+        "choreo",
+        "reused prefix",
+        "choreo",
+    )
+    lines = []
+    for old, new in zip(before.stages, after.stages, strict=True):
+        times = (milliseconds(old.ttft), milliseconds(new.ttft), ratio(old.ttft, new.ttft))
+        counts = (old.encoded, new.encoded, old.cached, new.cached)
+        lines.append((old.stage, str(old.calls), *times, *map(str, counts)))
+    times = (milliseconds(before.ttft), milliseconds(after.ttft), ratio(before.ttft, after.ttft))
+    counts = (before.encoded, after.encoded, before.cached, after.cached)
+    lines.append(("all calls", str(sum(s.calls for s in before.stages)), *times, *map(str, counts)))
+    show_table(console, "Time to first token (mean per call) and prompt tokens encoded or reused", head, lines)
+    console.print(
+        f"End to end: prefix {before.seconds:.2f} s, choreographed {after.seconds:.2f} s, "
+        f"ratio {ratio(before.seconds, after.seconds)}",
+        highlight=False,
+    )
+
+
+def _numbers(task: str, before: Run, after: Run) -> dict[str, Any]:
+    return {
+        "task": task,
+        "answer": after.answer.text,
+        "same_tokens": before.performance.content() == after.performance.content(),
+        "prefix": before.cost.as_dict(),
+        "choreographed": after.cost.as_dict(),
+        "ttft_ratio": before.cost.ttft / after.cost.ttft,
+        "e2e_ratio": before.cost.seconds / after.cost.seconds,
+        "unparseable": dict(before.performance.unparseable),
+    }

@@ -1,0 +1,113 @@
+"""Runs one workflow and says what it cost: per stage, time to first token and tokens encoded or reused."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from .choreographies import Performance, Step, Workflow
+from .message import Message
+from .session import Engine
+from .types import Mode, SamplingParams
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Means and sums over the calls of one stage; ttft in seconds, None for a stage without decodes."""
+
+    stage: str
+    calls: int
+    ttft: float | None
+    encoded: int
+    cached: int
+    generated: int
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """One run of a workflow. ttft is the mean over every decode, seconds is end to end."""
+
+    mode: Mode
+    seconds: float
+    ttft: float
+    stages: list[StageCost]
+    steps: int
+
+    @property
+    def encoded(self) -> int:
+        return sum(stage.encoded for stage in self.stages)
+
+    @property
+    def cached(self) -> int:
+        return sum(stage.cached for stage in self.stages)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"encoded": self.encoded, "cached": self.cached}
+
+
+@dataclass
+class Run:
+    """A finished run: the performance with its messages (their session is closed), the answer, the cost."""
+
+    performance: Performance
+    answer: Message
+    cost: RunCost
+    picture: Any = None
+
+
+def perform(
+    engine: Engine,
+    workflow: Workflow,
+    task: str,
+    *,
+    mode: Mode,
+    seed: int | None = 0,
+    sampling: SamplingParams | None = None,
+    forced: Mapping[str, list[list[int]]] | None = None,
+    options: Mapping[str, Any] | None = None,
+    on_step: Callable[[Step], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
+    look: Callable[[list[Step]], Any] | None = None,
+) -> Run:
+    """Runs a workflow to its end. on_text streams the answer; look sees the messages before they are released."""
+    steps = engine.runner.steps
+    with engine.session(mode=mode, seed=seed) as session:
+        performance = Performance(session, sampling=sampling, forced=forced, on_step=on_step)
+        began = time.perf_counter()
+        answer = workflow(performance, task, **(options or {}))
+        for piece in answer.stream():
+            if on_text is not None:
+                on_text(piece)
+        seconds = time.perf_counter() - began
+        engine.drain()
+        picture = look(performance.steps) if look is not None else None
+        decodes = [step.message.timing.ttft for step in performance.steps if step.message.kind == "decode"]
+        cost = RunCost(
+            mode=mode,
+            seconds=seconds,
+            ttft=fmean(t for t in decodes if t is not None),
+            stages=stage_costs(performance.steps),
+            steps=engine.runner.steps - steps,
+        )
+        return Run(performance, answer, cost, picture)
+
+
+def stage_costs(steps: Iterable[Step]) -> list[StageCost]:
+    """Costs by stage, in the order in which stages began."""
+    stages: dict[str, list[Message]] = {}
+    for stage, message in steps:
+        stages.setdefault(stage, []).append(message)
+    return [_cost(stage, messages) for stage, messages in stages.items()]
+
+
+def _cost(stage: str, messages: list[Message]) -> StageCost:
+    ttfts = [m.timing.ttft for m in messages if m.timing.ttft is not None]
+    return StageCost(
+        stage=stage,
+        calls=len(messages),
+        ttft=fmean(ttfts) if ttfts else None,
+        encoded=sum(m.usage.encoded_tokens for m in messages),
+        cached=sum(m.usage.cached_tokens for m in messages),
+        generated=sum(m.usage.generated_tokens for m in messages),
+    )

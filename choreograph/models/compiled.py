@@ -1,0 +1,92 @@
+"""Small steps through `torch.compile`: one graph for each bucket of rows, attention as one opaque operator.
+
+The model is not changed: the graph is what transformers' own forward traces to, with weights folded in and
+prepacked (inductor freezing). A step is padded to the next bucket; padding rows write into the arena's bin page
+and read nothing. Compiled graphs persist in inductor's cache, so only the first process waits for the compiler.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.opaque_object import register_opaque_type
+from torch._opaque_base import OpaqueBase
+
+from ..ops.attend import Step
+from .adapter import Adapter
+
+OPTIONS: dict[str, Any] = {
+    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe
+}  # every bucket has fixed shapes of its own
+
+
+class OpaqueStep(OpaqueBase):
+    """A step as a black box that a graph hands to the attention operator."""
+
+    def __init__(self, step: Step | None) -> None:
+        self.step = step
+
+    def __reduce__(self) -> tuple[type, tuple[None]]:
+        """What a graph's cache key sees of a step: nothing, since every step runs the same graph."""
+        return OpaqueStep, (None,)
+
+
+register_opaque_type(OpaqueStep, typ="reference")
+_library = torch.library.Library("choreograph", "DEF")
+_library.define(
+    "attend(Tensor query, Tensor key, Tensor value, "
+    f"{torch._library.opaque_object.get_opaque_type_name(OpaqueStep)} step, int layer, float scale) -> Tensor"
+)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, step: OpaqueStep, layer: int, scale: float) -> Tensor:
+    assert step.step is not None
+    return step.step.attend(layer, query, key, value, scale)
+
+
+def _attend_shape(query: Tensor, key: Tensor, value: Tensor, step: Any, layer: int, scale: float) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+_library.impl("attend", _attend, "CPU")
+_library.impl("attend", _attend, "CUDA")
+torch.library.register_fake("choreograph::attend", _attend_shape, lib=_library)
+
+
+class CompiledForward:
+    """`adapter.forward` for steps of up to the largest bucket; None for larger ones, which run eagerly."""
+
+    def __init__(self, adapter: Adapter, buckets: tuple[int, ...]) -> None:
+        self._adapter = adapter
+        self._buckets = buckets
+        self._graphs: dict[int, Any] = {}
+
+    def __call__(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> Tensor | None:
+        count = next((size for size in self._buckets if size >= len(tokens)), None)
+        if count is None:
+            return None
+        padding = [0] * (count - len(tokens))
+        device = self._adapter.facts.device
+        arguments = (
+            torch.tensor([tokens + padding], device=device),
+            torch.tensor([positions + padding], device=device),
+            OpaqueStep(step.padded(count)),
+        )
+        if count in self._graphs:
+            return self._graphs[count](*arguments)[0, rows].float()
+        with torch._inductor.config.patch(freezing=True):  # read while tracing, which the first call does
+            return self._graph(count)(*arguments)[0, rows].float()
+
+    def _graph(self, count: int) -> Any:
+        """Compiled at its first call, which may take half a minute where the cache on disk is cold."""
+        model = self._adapter.model
+
+        def forward(ids: Tensor, positions: Tensor, step: OpaqueStep) -> Tensor:
+            return model(input_ids=ids, position_ids=positions, use_cache=False, step=step).logits
+
+        # dynamo keeps one list of graphs per code object: each bucket gets its own
+        forward.__code__ = forward.__code__.replace(co_name=f"forward_{count}")
+        warnings.filterwarnings("ignore", message=".*FX graph cache copying.*")
+        self._graphs[count] = torch.compile(forward, fullgraph=True, dynamic=False, options=OPTIONS)
+        return self._graphs[count]

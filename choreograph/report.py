@@ -1,0 +1,31 @@
+"""Tables and numbers for people: rich on a terminal, aligned plain text in a pipe. Knows no engine."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show_table(console: Console, title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """The first column is text, the others are numbers."""
+    if console.is_terminal:
+        table = Table(title=title, title_justify="left")
+        for index, name in enumerate(head):
+            table.add_column(name, justify="left" if index == 0 else "right")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+        return
+    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
+    console.print(title, markup=False, highlight=False)
+    for line in (head, *lines):
+        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        console.print("  ".join(cells).rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
+
+
+def ratio(above: float | None, below: float | None) -> str:
+    return f"{above / below:.2f}x" if above and below else "-"

@@ -1,0 +1,1 @@
+"""Pictures of what happened. Reads finished messages; changes nothing."""

@@ -1,0 +1,245 @@
+"""Chat turns joined are what the template renders for the whole conversation, as text and as token ids."""
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from choreograph import Turn
+from choreograph.chat import ChatFormat
+from choreograph.errors import BadTokens, ConfigError
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+)
+LLAMA_3 = (
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "{{ '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + '<|eot|>' }}{% endfor %}"
+)
+LLAMA_2 = (  # no special tokens around user turns: each turn ends where the tokenizer splits anyway
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' ' + eos_token }}"
+    "{% else %}{{ '<<SYS>> ' + m['content'] + ' <</SYS>> ' + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL = (  # users and assistants take turns, nobody else speaks
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('unknown role') }}{% endif %}{% endfor %}"
+)
+SYSTEM_FIRST = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('system goes first') }}{% endif %}"
+    "{{ '<|start|>' + m['role'] + '<|end|>' + m['content'] + '<|eot|>' }}{% endfor %}"
+)
+TEMPLATES = {"chatml": CHATML, "llama-3": LLAMA_3, "llama-2": LLAMA_2, "mistral": MISTRAL, "system-first": SYSTEM_FIRST}
+
+plain_texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cf")), max_size=30)
+texts = st.one_of(plain_texts, st.sampled_from(["", "x", "a b", "\n", "  two  ", "{{ 1 + 1 }}", "éß汉字🙂", "[/INST]"]))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(embedded):
+    return embedded.tokenizer
+
+
+@pytest.fixture(scope="session")
+def formats(tokenizer):
+    """name -> (tokenizer with that template, its chat format)."""
+    made = {"embedded": tokenizer}
+    for name, template in TEMPLATES.items():
+        made[name] = with_template(tokenizer, template)
+    return {name: (t, ChatFormat(t)) for name, t in made.items()}
+
+
+def with_template(tokenizer, template):
+    """A copy with its own beginning and end tokens, put in front of every text as most tokenizers do."""
+    one = copy.deepcopy(tokenizer)
+    one.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    one.add_tokens(["<|start|>", "<|end|>", "<|eot|>"], special_tokens=True)
+    one.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", one.bos_token_id)]
+    )
+    one.chat_template = template
+    return one
+
+
+def rendered(tokenizer, turns) -> str:
+    messages = [{"role": t.role, "content": t.text} for t in turns]
+    return tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def check_joined(tokenizer, chat, turns) -> None:
+    whole = rendered(tokenizer, turns)
+    assert "".join(chat._whole(t, opening=not i) for i, t in enumerate(turns)) == whole
+    ids = [token for i, t in enumerate(turns) for token in chat.encode(t, opening=not i)]
+    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+def conversation(texts, *, system: bool) -> list[Turn]:
+    roles = ["user", "assistant"] * len(texts)
+    return [Turn(role, text) for role, text in zip((["system"] if system else []) + roles, texts, strict=False)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(words=st.lists(texts, min_size=1, max_size=5), system=st.booleans(), data=st.data())
+def test_turns_joined_are_the_conversation(formats, words, system, data):
+    name = data.draw(st.sampled_from(sorted(formats)))
+    if name == "mistral" and system:
+        system = False
+    check_joined(*formats[name], conversation(words, system=system))
+
+
+@pytest.mark.parametrize("name", ["embedded", "chatml", "llama-3"])
+def test_roles_in_any_order(formats, name):
+    roles = ["system", "user", "user", "assistant", "system", "assistant", "user", "system"]
+    for shift in range(len(roles)):
+        check_joined(*formats[name], [Turn(role, f"{role} says") for role in roles[shift:] + roles[:shift]])
+
+
+def test_every_role_can_open(formats):
+    for name in ("embedded", "chatml", "llama-3", "llama-2"):
+        for role, then in (("system", "user"), ("user", "assistant"), ("assistant", "user")):
+            check_joined(*formats[name], [Turn(role, "first"), Turn(then, "second")])
+
+
+@pytest.mark.parametrize("name", ["embedded", *TEMPLATES])
+def test_header_and_footer_frame_the_turn(formats, name):
+    tokenizer, chat = formats[name]
+    header, footer = chat.open(Turn("assistant", "Sure:"), opening=False)
+    generated = tokenizer(" yes", add_special_tokens=False)["input_ids"]
+    turns = [Turn("user", "Will it?"), Turn("assistant", "Sure: yes")]
+    joined = chat.encode(turns[0], opening=True) + header + generated + footer
+    assert tokenizer.decode(joined) == rendered(tokenizer, turns)
+    assert joined == tokenizer(rendered(tokenizer, turns), add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["embedded", "chatml", "llama-3"])
+def test_an_empty_header_is_the_generation_prompt(formats, name):
+    tokenizer, chat = formats[name]
+    header, _ = chat.open(Turn("assistant", ""), opening=False)
+    assert tokenizer.decode(header) in ("<|im_start|>assistant\n", "<|start|>assistant<|end|>\n\n")
+
+
+@pytest.mark.parametrize("name", ["llama-3", "llama-2", "mistral", "system-first"])
+def test_the_beginning_belongs_to_opening_turns(formats, name):
+    tokenizer, chat = formats[name]
+    for turn in (Turn("user", "x"), Turn("assistant", "x")):
+        assert tokenizer.bos_token_id not in chat.encode(turn, opening=False)
+        assert tokenizer.bos_token_id not in [token for part in chat.open(turn, opening=False) for token in part]
+    assert chat.encode(Turn("user", "x"), opening=True).count(tokenizer.bos_token_id) == 1
+    assert chat.open(Turn("user", "x"), opening=True)[0][0] == tokenizer.bos_token_id
+
+
+def test_a_default_system_prompt_belongs_to_opening_turns(formats):
+    tokenizer, chat = formats["embedded"]
+    assert "helpful" in tokenizer.decode(chat.encode(Turn("user", "x"), opening=True))
+    assert "helpful" not in tokenizer.decode(chat.encode(Turn("user", "x"), opening=False))
+    assert "helpful" not in tokenizer.decode(chat.encode(Turn("system", "x"), opening=True))
+
+
+# -- templates that refuse -----------------------------------------------------------------------------------
+
+
+def test_a_template_without_room_for_a_later_system_turn_says_so(formats):
+    _, chat = formats["system-first"]
+    assert chat.encode(Turn("system", "first"), opening=True)
+    with pytest.raises(ConfigError, match="no place for a turn of role 'system'"):
+        chat.encode(Turn("system", "later"), opening=False)
+    assert chat.encode(Turn("user", "still works"), opening=False)
+
+
+def test_a_template_without_system_turns_says_so(formats):
+    _, chat = formats["mistral"]
+    for opening in (True, False):
+        with pytest.raises(ConfigError, match="'system'"):
+            chat.encode(Turn("system", "x"), opening=opening)
+
+
+@pytest.mark.parametrize("front", ["", "{{ bos_token }}"])
+def test_a_template_that_loses_a_lone_turn_says_so(tokenizer, front):
+    """Templates that write the system text into the first user turn render nothing for the system turn alone."""
+    folded = (
+        front + "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' }}"
+        "{% if loop.index0 == 1 and messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}"
+        "{{ m['content'] + ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    chat = ChatFormat(with_template(tokenizer, folded))
+    for use in (chat.encode, chat.open):
+        with pytest.raises(ConfigError, match="drops a lone turn of role 'system'"):
+            use(Turn("system", "Be brief."), opening=True)
+    assert chat.encode(Turn("user", "Be brief."), opening=True)
+
+
+def test_unknown_roles_and_texts(formats):
+    for _, chat in formats.values():
+        with pytest.raises(ConfigError, match="role='narrator'"):
+            chat.encode(Turn("narrator", "x"), opening=True)
+    for text in (None, 5, b"x", ["x"]):
+        with pytest.raises(BadTokens, match="text="):
+            Turn("user", text)
+
+
+def test_a_template_that_always_fails_is_one_clear_error(tokenizer):
+    chat = ChatFormat(with_template(tokenizer, "{{ raise_exception('never') }}"))
+    for opening in (True, False):
+        with pytest.raises(ConfigError, match="'user'"):
+            chat.encode(Turn("user", "x"), opening=opening)
+
+
+def test_a_broken_template_is_one_clear_error(tokenizer):
+    chat = ChatFormat(with_template(tokenizer, "{% for"))
+    with pytest.raises(ConfigError, match="'user'"):
+        chat.encode(Turn("user", "x"), opening=True)
+
+
+# -- text without roles, and tokenizers without a template ---------------------------------------------------
+
+
+def test_plain_text(formats):
+    for name, (tokenizer, chat) in formats.items():
+        ids = tokenizer("plain text", add_special_tokens=False)["input_ids"]
+        assert chat.plain("plain text", opening=False) == ids
+        beginning = [] if name == "embedded" else [tokenizer.bos_token_id]
+        assert chat.plain("plain text", opening=True) == beginning + ids
+
+
+def test_a_tokenizer_that_frames_texts_gives_only_its_beginning(tokenizer):
+    framing = with_template(tokenizer, CHATML)
+    framing.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", framing.bos_token_id), ("</s>", framing.eos_token_id)]
+    )
+    ids = framing("x", add_special_tokens=False)["input_ids"]
+    assert ChatFormat(framing).plain("x", opening=True) == [framing.bos_token_id, *ids]
+
+
+def test_no_template(tokenizer):
+    bare = with_template(tokenizer, None)
+    chat = ChatFormat(bare)
+    assert bare.decode(chat.encode(Turn("user", "hello"), opening=True)) == "<s>User: hello\n"
+    assert bare.decode(chat.encode(Turn("user", "hello"), opening=False)) == "User: hello\n"
+    header, footer = chat.open(Turn("assistant", "Yes"), opening=False)
+    assert (bare.decode(header), bare.decode(footer)) == ("Assistant: Yes", "\n")
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    assert plain.decode(ChatFormat(plain).encode(Turn("user", "hello"), opening=True)) == "User: hello\n"
+
+
+def test_the_conversation_of_a_session(embedded):
+    """What a session encodes turn by turn is the rendered conversation."""
+    with embedded.session() as session:
+        first = session.prefill(session.system("Be brief."))
+        question = session.prefill(session.user("Two and two?"), parents=[first])
+        answer = session.decode(
+            session.assistant("It is"),
+            parents=[first, question],
+            forced_tokens=embedded.tokenizer(" four.", add_special_tokens=False)["input_ids"],
+        )
+        turns = [Turn("system", "Be brief."), Turn("user", "Two and two?"), Turn("assistant", "It is four.")]
+        assert embedded.tokenizer.decode(first.tokens + question.tokens + answer.tokens) == rendered(
+            embedded.tokenizer, turns
+        )
+        assert answer.start == first.length + question.length

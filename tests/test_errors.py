@@ -1,0 +1,551 @@
+"""Bad input gives one clear error that names the value, changes nothing, and leaves the engine serving."""
+
+import os
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import choreograph
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
+from choreograph import errors as e
+from choreograph.models.load import embedded_path
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+LAST = 511
+
+
+@pytest.fixture
+def engine(tiny_engine):
+    return tiny_engine()
+
+
+@pytest.fixture
+def session(engine):
+    with engine.session(seed=0) as opened:
+        yield opened
+    engine.check()
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
+@pytest.fixture
+def parent(session):
+    return session.prefill([1, 2, 3]).result()
+
+
+def state(engine):
+    queues = engine.runner.scheduler
+    return engine.runner.store.counts, list(queues.waiting), list(queues.running), engine.runner.steps
+
+
+def refuses(session, kind, text, call) -> None:
+    """`call` raises exactly this error at once, changes nothing, and a good call works afterwards."""
+    engine = session.engine
+    before, messages = state(engine), list(session.messages)
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (state(engine), session.messages) == (before, messages)
+    engine.check()
+    serves(engine)
+
+
+def fails(session, kind, text, message) -> None:
+    """Reading any value of `message` raises this error, every time; a good call works afterwards."""
+    for read in (message.result, lambda: message.start, lambda: message.usage, message.result):
+        with pytest.raises(kind) as caught:
+            read()
+        assert type(caught.value) is kind
+        assert text in str(caught.value)
+    assert isinstance(message.error, kind)
+    session.engine.check()
+    serves(session.engine)
+
+
+def serves(engine) -> None:
+    with engine.session(client_id="probe") as probe:
+        first = probe.prefill([5, 6])
+        assert len(probe.decode([7], parents=[first], sampling=GREEDY).tokens) == 5
+    engine.clear_cache()
+    engine.check()
+
+
+# -- parents -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stranger", [5, "name", None, [1], object()], ids=str)
+def test_a_parent_that_is_no_message(session, stranger):
+    refuses(session, e.UnknownMessage, repr(stranger), lambda: session.prefill([1], parents=[stranger]))
+    refuses(session, e.UnknownMessage, repr(stranger), lambda: session.decode([1], parents=(stranger,)))
+
+
+def test_parents_that_are_no_list(session, parent):
+    refuses(session, e.CallError, "put it into a list", lambda: session.prefill([1], parents=parent))
+    for bad in (None, 5, 1.5):
+        refuses(session, e.CallError, f"parents={bad}", lambda bad=bad: session.prefill([1], parents=bad))
+
+
+def test_a_released_parent(session, parent):
+    parent.release()
+    refuses(session, e.ReleasedMessage, f"parent {parent.id}", lambda: session.decode([1], parents=[parent]))
+
+
+def test_a_parent_released_while_other_children_wait(session, parent):
+    waiting = session.decode([4], parents=[parent], sampling=GREEDY)
+    parent.release()
+    refuses(session, e.ReleasedMessage, f"parent {parent.id}", lambda: session.decode([1], parents=[parent]))
+    assert len(waiting.tokens) == 5
+
+
+def test_a_cancelled_parent(session):
+    parent = session.decode([1], sampling=GREEDY)
+    parent.release()
+    refuses(session, e.ReleasedMessage, f"parent {parent.id}", lambda: session.prefill([1], parents=[parent]))
+
+
+def test_a_repeated_parent(session, parent):
+    other = session.prefill([9])
+    text = f"parent {parent.id} is given twice"
+    refuses(session, e.RepeatedParent, text, lambda: session.decode([1], parents=[parent, other, parent]))
+
+
+def test_a_foreign_parent(tiny_engine, session, parent):
+    for engine in (session.engine, tiny_engine()):
+        with engine.session() as other:
+            text = f"parent {parent.id} belongs to another"
+            refuses(other, e.ForeignMessage, text, lambda other=other: other.decode([1], parents=[parent]))
+
+
+def test_a_failed_parent(session):
+    long = session.prefill([1] * 300)
+    failed = session.prefill([2] * 300, parents=[long])
+    waiting = session.decode([3], parents=[failed], sampling=GREEDY)
+    grandchild = session.decode([3], parents=[waiting], sampling=GREEDY)
+    fails(session, e.BadPosition, "position 599", failed)
+    fails(session, e.CallFailed, f"parent {failed.id} failed", waiting)
+    fails(session, e.CallFailed, f"parent {waiting.id} failed", grandchild)
+    refuses(session, e.CallError, f"parent {failed.id} failed", lambda: session.prefill([1], parents=[failed]))
+
+
+# -- positions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [-1, -(10**30), 512, 10**30, True, False, 1.0, "3", [0], float("nan")], ids=repr)
+def test_impossible_positions(session, parent, bad):
+    refuses(session, e.BadPosition, f"new_offset={bad!r}", lambda: session.prefill([1], new_offset=bad))
+    refuses(session, e.BadPosition, f"new_offset={bad!r}", lambda: session.decode([1], [parent], new_offset=bad))
+    refuses(session, e.BadPosition, f"offsets[0]={bad!r}", lambda: session.prefill([1], [parent], offsets=[bad]))
+
+
+def test_the_number_of_offsets(session, parent):
+    text = "2 offsets for 1 parents"
+    refuses(session, e.BadPosition, text, lambda: session.prefill([1], [parent], offsets=[0, 1]))
+    refuses(session, e.BadPosition, "0 offsets for 1", lambda: session.prefill([1], [parent], offsets=[]))
+    refuses(session, e.BadPosition, "1 offsets for 0", lambda: session.prefill([1], offsets=[0]))
+    refuses(session, e.BadPosition, "offsets=7", lambda: session.prefill([1], [parent], offsets=7))
+
+
+def test_messages_that_run_past_the_limit(session, parent):
+    fails(session, e.BadPosition, f"past the model's last one, {LAST}", session.prefill([1, 2], new_offset=LAST))
+    fails(session, e.BadPosition, "position 512", session.decode([1], new_offset=LAST, sampling=GREEDY))
+    fails(session, e.BadPosition, "position 512", session.decode([1], new_offset=LAST - 1, forced_tokens=[1, 2]))
+    fails(session, e.BadPosition, "parent 0 from offset 510", session.prefill([1], [parent], [510], 0))
+
+
+def test_a_footer_past_the_limit(session):
+    bad = session.decode([1], new_offset=LAST - 2, footer=[4, 5], sampling=GREEDY)
+    fails(session, e.BadPosition, "position 512", bad)
+    good = session.decode([1], new_offset=LAST - 3, footer=[4, 5], sampling=GREEDY)
+    assert good.start + good.length == LAST + 1
+
+
+def test_default_places_past_the_limit_are_found_when_lengths_are_known(session):
+    first = session.prefill([1] * 250)
+    second = session.decode([2] * 250, parents=[first], sampling=SamplingParams(max_tokens=8, ignore_eos=True))
+    fits = session.prefill([3] * 4, parents=[first, second])
+    third = session.prefill([3] * 5, parents=[first, second])
+    fails(session, e.BadPosition, "position 512", third)
+    assert fits.result().start == 508
+
+
+@pytest.mark.parametrize("mode", ["prefix", "naive"])
+def test_concatenations_past_the_limit(engine, mode):
+    with engine.session(mode=mode) as session:
+        halves = session.prefill([{"tokens": [1] * 256}, {"tokens": [2] * 256}])
+        answer = session.decode([3], parents=halves, sampling=GREEDY)
+        with pytest.raises(e.BadPosition, match="position 513"):
+            answer.result()
+        serves(engine)
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
+# -- tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        ([], "empty"),
+        ("", "tokenizer"),
+        ([97], "token id 97"),
+        ([1, -1], "token id -1"),
+        ([10**30], f"token id {10**30}"),
+        ([None], "None"),
+        ([[1, 2]], "[1, 2]"),
+        ([1.5], "1.5"),
+        ([1.0], "1.0"),
+        ([True], "True"),
+        (["5"], "'5'"),
+        ([float("nan")], "nan"),
+        (None, "None"),
+        (5, "5"),
+        (b"abc", "b'abc'"),
+        (torch.tensor([[1, 2]]), "tensor([1, 2])"),
+        (torch.tensor(3), "tensor(3)"),
+        (torch.tensor([1.0]), "tensor(1.)"),
+        ({"tokens": [1]}, "'tokens'"),
+    ],
+    ids=repr,
+)
+def test_impossible_tokens(session, tokens, text):
+    kind = e.ConfigError if tokens == "" else e.BadTokens
+    refuses(session, kind, text, lambda: session.prefill(tokens))
+    refuses(session, kind, text, lambda: session.decode(tokens, sampling=GREEDY))
+    if tokens is not None:
+        refuses(session, kind, text, lambda: session.decode([1], forced_tokens=tokens))
+    if tokens is not None and text not in ("empty", "tokenizer"):
+        refuses(session, kind, text, lambda: session.decode([1], footer=tokens))
+
+
+def test_texts_of_nothing(embedded):
+    with embedded.session() as session:
+        before = state(embedded)
+        for call in (lambda: session.prefill(""), lambda: session.decode("")):
+            with pytest.raises(e.BadTokens, match="empty"):
+                call()
+        assert state(embedded) == before
+
+
+def test_a_chat_turn_that_is_rendered_as_nothing(embedded):
+    chat = embedded.chat
+    try:
+        embedded.chat = choreograph.chat.ChatFormat(_Silent())
+        with embedded.session() as session:
+            for call in (session.prefill, session.decode):
+                with pytest.raises(e.ChoreographError):
+                    call(session.user(""))
+    finally:
+        embedded.chat = chat
+
+
+class _Silent:
+    """A tokenizer whose template writes the text and nothing around it."""
+
+    chat_template = "text"
+
+    def apply_chat_template(self, messages, tokenize):
+        return "".join(m["content"] for m in messages)
+
+    def __call__(self, text, **_):
+        return {"input_ids": list(text.encode())}
+
+
+# -- sampling ------------------------------------------------------------------------------------------------
+
+
+def test_impossible_sampling(session):
+    def decode(**options):
+        return lambda: session.decode([1], sampling=SamplingParams(**options))
+
+    refuses(session, e.SamplingError, "temperature=-1", decode(temperature=-1))
+    refuses(session, e.SamplingError, "max_tokens=4.0", decode(max_tokens=4.0))
+    refuses(session, e.SamplingError, "top_p=nan", decode(top_p=float("nan")))
+    refuses(session, e.SamplingError, "token id 97", decode(stop_token_ids=[97]))
+    refuses(session, e.SamplingError, "token id 400", decode(logit_bias={400: 1}))
+    refuses(session, e.SamplingError, "stop=('x',)", decode(stop="x"))
+    for bad in (None, {"temperature": 0}, 0.7):
+        refuses(session, e.SamplingError, f"sampling={bad!r}", lambda bad=bad: session.decode([1], sampling=bad))
+
+
+def test_whole_numbers_are_fine_where_fractions_are(session):
+    odd = {
+        "temperature": 1,
+        "top_p": 1,
+        "min_p": 1,
+        "repetition_penalty": 2,
+        "presence_penalty": 1,
+        "logit_bias": {5: 1},
+    }
+    answer = session.decode([1], sampling=SamplingParams(max_tokens=3, ignore_eos=True, **odd))
+    assert len(answer.generated) == 3
+
+
+def test_every_token_forbidden_but_one(session):
+    bias = {token: -100.0 for token in range(97) if token != 41}
+    assert session.decode([1], sampling=SamplingParams(max_tokens=3, logit_bias=bias)).generated == [41] * 3
+
+
+# -- the cache -----------------------------------------------------------------------------------------------
+
+
+def test_calls_larger_than_the_cache(tiny_engine):
+    with tiny_engine(tokens=64).session() as session:
+        refuses(
+            session,
+            e.CacheFull,
+            "needs room for 65 tokens; the whole cache holds 64",
+            lambda: session.prefill([1] * 65),
+        )
+        text = "needs room for 66 tokens"
+        options = SamplingParams(max_tokens=60)
+        refuses(session, e.CacheFull, text, lambda: session.decode([1] * 4, footer=[1, 1], sampling=options))
+        refuses(session, e.CacheFull, "needs room for 101", lambda: session.decode([1], forced_tokens=[1] * 100))
+        good, bad = {"tokens": [1]}, {"tokens": [1] * 65}
+        refuses(session, e.CacheFull, "65 tokens", lambda: session.prefill([good, bad]))
+        session.prefill([1] * 64).result()
+        session.close()
+
+
+def test_a_cache_held_by_live_messages(tiny_engine):
+    engine = tiny_engine(tokens=64)
+    with engine.session() as session:
+        held = session.prefill([1] * 32).result()
+        late = session.prefill([2] * 48)
+        with pytest.raises(e.CacheFull, match="needs 3 pages of 16 tokens; 2 of 4 are free and 0 can be evicted"):
+            late.result()
+        engine.check()
+        counts = engine.runner.store.counts
+        with pytest.raises(e.CacheFull):
+            late.result()
+        assert engine.runner.store.counts == counts
+        assert len(session.decode([4], parents=[held], sampling=GREEDY).tokens) == 5
+        held.release()
+        assert session.prefill([2] * 48).result().usage.encoded_tokens == 48
+        engine.check()
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
+def test_a_call_that_does_not_fit_now_waits(tiny_engine):
+    engine = tiny_engine(tokens=64)
+    with engine.session() as session:
+        first = session.decode([1], sampling=SamplingParams(max_tokens=40, ignore_eos=True))
+        second = session.decode([2], sampling=SamplingParams(max_tokens=40, ignore_eos=True))
+        engine.step()
+        assert not second.done
+        first.result()
+        first.release()
+        assert len(second.generated) == 40
+        engine.check()
+
+
+def test_a_parent_that_its_own_child_has_no_room_beside(tiny_engine):
+    engine = tiny_engine(tokens=32)
+    with engine.session() as session:
+        parent = session.prefill([1] * 32)
+        child = session.prefill([2], parents=[parent])
+        grandchild = session.prefill([3], parents=[child])
+        with pytest.raises(e.CacheFull, match="needs 1 pages"):
+            child.result()
+        with pytest.raises(e.CallFailed, match=f"parent {child.id} failed"):
+            grandchild.result()
+        engine.check()
+        parent.release()
+        assert session.prefill([2]).result()
+    serves(engine)
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "./nowhere.gguf", "no.gguf"])
+def test_wrong_paths(name):
+    with pytest.raises(e.ModelError) as caught:
+        Engine.from_pretrained(name)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"smollm2", ["smollm2"], torch.nn.Linear(1, 1)], ids=repr)
+def test_models_that_are_none(model):
+    with pytest.raises(e.ModelError, match="model="):
+        Engine.from_pretrained(model)
+
+
+def test_folders_that_hold_no_model(tmp_path):
+    with pytest.raises(e.ModelError, match=r"holds no config\.json"):
+        Engine.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(e.ModelError, match="cannot be loaded"):
+        Engine.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(e.ModelError, match="cannot be loaded"):
+        Engine.from_pretrained(tmp_path)
+    with pytest.raises(e.ModelError, match="no such folder"):
+        Engine.from_pretrained(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("size", [0, 3, 1000, 3_000_000, 20_000_000])
+def test_a_truncated_gguf_file(tmp_path, own_cache, size):
+    path = tmp_path / "short.gguf"
+    with embedded_path().open("rb") as whole:
+        path.write_bytes(whole.read(size))
+    for _ in range(2):
+        with pytest.raises(e.ModelError, match=r"short\.gguf' is not a readable GGUF file"):
+            Engine.from_pretrained(path)
+    assert not os.listdir(own_cache / "choreograph" / "models"), "nothing half-made is left"
+
+
+def test_a_file_of_another_kind(tmp_path, own_cache):
+    path = tmp_path / "text.gguf"
+    path.write_text("not a model at all")
+    with pytest.raises(e.ModelError, match=r"text\.gguf"):
+        Engine.from_pretrained(path)
+
+
+def test_an_architecture_that_is_not_served():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(e.ModelError, match=r"'gpt2' is not proved; served: .*llama"):
+        Engine.from_pretrained(model)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float99", "", 5, torch.int64, torch.bool], ids=repr)
+def test_unknown_types(tiny_model, dtype):
+    with pytest.raises(e.ConfigError) as caught:
+        Engine.from_pretrained(tiny_model(), dtype=dtype)
+    assert f"dtype={dtype!r}" in str(caught.value)
+
+
+def test_unknown_devices(tiny_model):
+    with pytest.raises(e.ChoreographError, match="nonsense"):
+        Engine.from_pretrained(tiny_model(), device="nonsense")
+
+
+# -- options of engines and sessions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (EngineConfig, "backend", "flash"),
+        (EngineConfig, "backend", None),
+        (EngineConfig, "quantization", "int3"),
+        (EngineConfig, "compile_rows", ()),
+        (EngineConfig, "compile_rows", (4, 2)),
+        (EngineConfig, "compile_rows", (0, 1)),
+        (EngineConfig, "compile_rows", (1.5,)),
+        (EngineConfig, "compile_rows", 5),
+        (CacheConfig, "tokens", 0),
+        (CacheConfig, "tokens", 15),
+        (CacheConfig, "tokens", -1),
+        (CacheConfig, "tokens", 99.5),
+        (CacheConfig, "tokens", "many"),
+        (CacheConfig, "page_size", 0),
+        (CacheConfig, "page_size", 1.5),
+        (CacheConfig, "page_size", None),
+        (CacheConfig, "eviction", "random"),
+        (SchedulerConfig, "max_step_tokens", 0),
+        (SchedulerConfig, "max_step_tokens", 7.5),
+        (SchedulerConfig, "max_calls", -1),
+        (SchedulerConfig, "max_calls", True),
+    ],
+)
+def test_impossible_config_values(kind, name, value):
+    with pytest.raises(e.ConfigError) as caught:
+        kind(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+def test_config_of_another_kind(tiny_model):
+    for bad in ({"backend": "sdpa"}, CacheConfig(), "sdpa"):
+        with pytest.raises(e.ConfigError, match="config="):
+            Engine.from_pretrained(tiny_model(), config=bad)
+
+
+def test_impossible_sessions(engine):
+    for options in ({"mode": "fast"}, {"mode": None}, {"seed": "x"}, {"seed": 1.5}, {"client_id": None}):
+        with pytest.raises(e.ConfigError) as caught:
+            engine.session(**options)
+        assert all(f"{name}={value!r}" in str(caught.value) for name, value in options.items())
+    serves(engine)
+
+
+# -- closed --------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_session(engine):
+    session = engine.session()
+    parent = session.prefill([1]).result()
+    session.close()
+    for call in (
+        lambda: session.prefill([1]),
+        lambda: session.prefill([1], parents=[parent]),
+        lambda: session.decode([1], parents=[parent]),
+        lambda: session.decode([{"header": [1]}]),
+    ):
+        refuses(session, e.SessionClosed, "the session is closed", call)
+
+
+def test_a_closed_engine(engine):
+    with engine.session() as session:
+        answer = session.decode([1], sampling=GREEDY)
+        engine.close()
+        before = state(engine)
+        for call in (session.prefill, session.decode, engine.session().prefill):
+            with pytest.raises(e.SessionClosed, match="the engine is closed"):
+                call([1])
+        assert state(engine) == before
+        assert len(answer.tokens) == 5, "what was submitted before is still computed"
+    engine.check()
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
+# -- a model that fails in the middle ------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_can_be_run_again(engine, session, monkeypatch):
+    want = session.decode([1, 2], sampling=GREEDY).tokens
+    forward = engine.runner.adapter.forward
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    answer = session.decode([1, 2], sampling=GREEDY)
+    engine.step()
+    monkeypatch.setattr(engine.runner.adapter, "forward", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        answer.result()
+    engine.check()
+    monkeypatch.setattr(engine.runner.adapter, "forward", forward)
+    assert answer.tokens == want
+
+
+# -- the tree ------------------------------------------------------------------------------------------------
+
+
+def test_the_exception_tree():
+    bases = {
+        e.ConfigError: ValueError,
+        e.SamplingError: e.ConfigError,
+        e.ModelError: OSError,
+        e.CallError: ValueError,
+        e.UnknownMessage: e.CallError,
+        e.ForeignMessage: e.CallError,
+        e.ReleasedMessage: e.CallError,
+        e.RepeatedParent: e.CallError,
+        e.BadTokens: e.CallError,
+        e.BadPosition: e.CallError,
+        e.CacheFull: MemoryError,
+        e.CallFailed: RuntimeError,
+        e.SessionClosed: RuntimeError,
+    }
+    for kind, base in bases.items():
+        assert issubclass(kind, base)
+        assert issubclass(kind, choreograph.ChoreographError)
+        assert kind.__name__ in e.__doc__
