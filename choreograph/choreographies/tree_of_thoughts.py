@@ -6,6 +6,7 @@ other and stand there at positions where they were not encoded.
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 from ..chat import Turn
 from ..message import Message
@@ -24,8 +25,9 @@ def run(p: Performance, task: str, *, branches: int = 8, voters: int = 4) -> Mes
     problem = p.prefill("problem", Turn("user", SOLVE.format(task=task)))
     solutions = [p.decode("solve", Turn("assistant", f"Solution {i + 1}:"), [problem]) for i in range(branches)]
     instructions = p.prefill("vote prompt", Turn("user", VOTE.format(task=task)))
+    short = replace(p.sampling, max_tokens=min(16, p.sampling.max_tokens))  # a number is all that is asked for
     votes = [
-        p.decode("vote", Turn("assistant", "The best solution is number"), [instructions, *solutions])
+        p.decode("vote", Turn("assistant", "The best solution is number"), [instructions, *solutions], sampling=short)
         for _ in range(voters)
     ]
     best = solutions[choose(p, [vote.text for vote in votes], branches)]
