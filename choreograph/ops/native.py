@@ -119,10 +119,14 @@ def _build(width: int, element: str) -> Path:
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".so", delete=False) as draft:
         command = [compiler, *flags, str(source), "-o", draft.name]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+        problem = done.stderr.strip()[-400:] if done.returncode else None
+    except OSError as error:
+        problem = str(error)
+    if problem is not None:
         os.unlink(draft.name)
-        raise NativeUnavailable(f"{compiler} could not build {source.name}: {done.stderr.strip()[-400:]}")
+        raise NativeUnavailable(f"the C++ compiler {compiler} could not build {source.name}: {problem}")
     os.replace(draft.name, target)
 
 

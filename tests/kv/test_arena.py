@@ -1,0 +1,69 @@
+"""Pages: conserved, owned or free, joined again when freed, poisoned in between."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from choreograph.errors import CacheFull
+from choreograph.kv.arena import Arena, page_runs
+
+
+def make(pages: int = 12, poison: bool = True) -> Arena:
+    return Arena(
+        pages=pages,
+        page_size=2,
+        layers=[(1, 4), (2, 8)],
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        poison=poison,
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["take", "free", "share"]), st.integers(0, 7)), max_size=40))
+def test_any_sequence_of_operations_keeps_every_page(steps):
+    arena, held = make(), []
+    for kind, size in steps:
+        if kind == "take":
+            if size > arena.free_pages:
+                with pytest.raises(CacheFull, match=f"needs {size} pages"):
+                    arena.allocate(size)
+            else:
+                held.append(arena.allocate(size))
+        elif held and kind == "free":
+            arena.release(held.pop(size % len(held)))
+        elif held:
+            held.append(list(held[size % len(held)]))
+            arena.retain(held[-1])
+        arena.check()
+    for pages in held:
+        arena.release(pages)
+    arena.check()
+    assert arena.free_pages == 12
+    assert len(page_runs(arena.allocate(12))) == 1, "free runs joined again"
+
+
+def test_a_long_run_is_preferred_to_pieces():
+    arena = make()
+    parts = [arena.allocate(3) for _ in range(4)]
+    arena.release(parts[0])
+    arena.release(parts[2])
+    arena.release(parts[3])
+    assert arena.allocate(5) == [7, 8, 9, 10, 11]
+    assert sorted(arena.allocate(4)) == [1, 2, 3, 12]
+
+
+def test_freed_pages_are_poisoned_and_the_bin_is_never_given_out():
+    arena = make()
+    pages = arena.allocate(12)
+    assert 0 not in pages
+    for tensor in (*arena.keys, *arena.values):
+        tensor.zero_()
+    arena.release(pages[:1])
+    assert arena.keys[1][2:4].isnan().all()
+    assert not arena.keys[1][4:].isnan().any()
+
+
+def test_bytes_per_token():
+    assert make().bytes_per_token == 2 * 4 * (1 * 4 + 2 * 8)

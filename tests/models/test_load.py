@@ -1,0 +1,37 @@
+"""Loading: the embedded model from its GGUF file, the converted copy, folders, and what the facts say."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from choreograph import Engine
+from choreograph.models import load
+
+
+def test_the_embedded_model_is_converted_once_and_exactly():
+    folder = load.converted(load.embedded_path())
+    assert (folder / "complete.json").is_file()
+    changed = (folder / "model.safetensors").stat().st_mtime
+    assert load.converted(load.embedded_path()) == folder
+    assert (folder / "model.safetensors").stat().st_mtime == changed
+    direct = AutoModelForCausalLM.from_pretrained(
+        load.embedded_path().parent, gguf_file=load.embedded_path().name, dtype=torch.float32
+    )
+    kept = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for (name, a), (_, b) in zip(direct.named_parameters(), kept.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_facts_and_rotary_frequencies_survive_a_low_precision_type():
+    engine = Engine.from_pretrained()
+    facts = engine.facts
+    assert (facts.layers, facts.query_heads, facts.kv_heads, facts.head_dim) == (30, 9, 3, 64)
+    assert facts.dtype == torch.bfloat16
+    assert facts.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
+    exact = [1e5 ** (-2 * i / 64) for i in range(32)]
+    assert max(abs(a - b) for a, b in zip(facts.rotary.inverse_frequencies, exact, strict=True)) < 1e-6
+
+
+def test_a_folder_and_a_gguf_path_load(tmp_path):
+    from_file = Engine.from_pretrained(str(load.embedded_path()), dtype="float32")
+    from_folder = Engine.from_pretrained(load.converted(load.embedded_path()), dtype="float32")
+    assert from_file.facts.fingerprint == from_folder.facts.fingerprint

@@ -1,0 +1,169 @@
+"""Backends against the float32 reference: every type, head size, grouping, rotary variant and page boundary."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from choreograph.ops import native, reference
+from choreograph.ops.attend import Step, make_backend
+from choreograph.ops.plan import Plan, Read, make_plan
+from choreograph.ops.rope import Rotary, turn
+
+CPU = torch.device("cpu")
+SLOTS = 640
+
+
+@st.composite
+def plans(draw) -> list[tuple[int, list[tuple[int, int, int]], int]]:
+    """Calls as (new rows, [(first slot, length, shift)], tokens before the new ones)."""
+    calls = []
+    for _ in range(draw(st.integers(1, 5))):
+        context = draw(
+            st.lists(st.tuples(st.integers(0, 300), st.integers(1, 150), st.integers(-200, 200)), max_size=4)
+        )
+        calls.append((draw(st.sampled_from([1, 1, 1, 2, 7, 33])), context, draw(st.integers(0, 20))))
+    return calls
+
+
+def build(calls, rotary: Rotary | None) -> Plan:
+    reads, slots, row, own = [], [], 0, 460
+    for rows, context, before in calls:
+        seen = set()
+        for lo, length, shift in context:
+            if lo not in seen:
+                reads.append(Read(lo, row, row + rows, shift, length, 0, lo + shift))
+            seen.add(lo)
+        own = own if own + before + rows < SLOTS else 455
+        reads.append(Read(own, row, row + rows, 0, before + 1, 1, 0))
+        slots += range(own + before, own + before + rows)
+        row, own = row + rows, own + before + rows
+    plan = make_plan(slots, reads, rotary)
+    plan.check()
+    return plan
+
+
+def tensors(plan: Plan, heads: int, groups: int, width: int, dtype: torch.dtype):
+    noise = torch.Generator().manual_seed(plan.rows)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=noise).to(dtype)
+
+    kept = draw(SLOTS, groups, width), draw(SLOTS, groups, width)
+    rows = [draw(plan.rows, n, width).transpose(0, 1) for n in (heads, groups, groups)]
+    return rows, kept
+
+
+SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (4, 2, 80), (2, 1, 256), (6, 2, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups", "width"), SHAPES)
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@settings(max_examples=12, deadline=None)
+@given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2]))
+def test_backends_equal_the_reference(backend, heads, groups, width, dtype, calls, interleaved, part):
+    rotary = Rotary(tuple(1e4 ** -(np.arange(0, width // part, 2) / width)), interleaved)
+    plan = build(calls, rotary)
+    (q, k, v), (keys, values) = tensors(plan, heads, groups, width, dtype)
+    work = make_backend(backend, width, dtype, CPU)[0]
+    got = work(plan, q, k, v, keys, values, width**-0.5)
+    wanted = reference.attend(plan, q.float(), keys.float(), values.float(), width**-0.5)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+def test_rows_are_written_before_they_are_read_and_nothing_else_is_touched(backend):
+    plan = build(
+        [(3, [(10, 20, 5)], 2), (1, [(462, 3, -9)], 0)], Rotary((1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7))
+    )
+    (q, k, v), (keys, values) = tensors(plan, 2, 1, 16, torch.float32)
+    before = keys.clone(), values.clone()
+    make_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25)
+    slots = torch.from_numpy(plan.slots)
+    assert torch.equal(keys[slots], k.transpose(0, 1))
+    assert torch.equal(values[slots], v.transpose(0, 1))
+    others = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, slots, False)
+    for kept, old in zip((keys, values), before, strict=True):
+        assert torch.equal(kept[others], old[others])
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+def test_slots_that_no_reader_sees_may_hold_nan(backend):
+    plan = build([(5, [(0, 31, 3), (100, 64, 0), (200, 65, -1)], 7)], Rotary((1.0,) * 8))
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
+    seen = torch.zeros(SLOTS, dtype=torch.bool)
+    for lo, hi, _ in plan.segments:
+        seen[lo:hi] = True
+    keys[~seen], values[~seen] = float("nan"), float("nan")
+    assert make_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+def test_padding_rows_give_zeros_and_write_the_bin(backend):
+    plan = build([(2, [(20, 9, 0)], 0)], Rotary((1.0,) * 8))
+    step = Step(
+        plan, [torch.zeros(SLOTS, 1, 16)], [torch.zeros(SLOTS, 1, 16)], make_backend(backend, 16, torch.float32, CPU)[0]
+    )
+    padded = step.padded(4)
+    q, k, v = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16)
+    wide = padded.attend(0, q, k, v, 0.25)
+    narrow = step.attend(0, q[:, :, :2], k[:, :, :2], v[:, :, :2], 0.25)
+    torch.testing.assert_close(wide[:, :2], narrow)
+    assert not wide[:, 2:].any()
+    assert step.padded(2) is step
+
+
+@settings(max_examples=50, deadline=None)
+@given(home=st.integers(0, 8000), shift=st.integers(-8000, 8000), interleaved=st.booleans())
+def test_a_shift_equals_fresh_rotation(home, shift, interleaved):
+    """Rotating by home and then by the shift is rotating by home + shift, thousands of positions away."""
+    rotary = Rotary(tuple(1e5 ** -(np.arange(0, 64, 2) / 64)), interleaved)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(home), dtype=torch.float64)
+
+    def at(position: int) -> torch.Tensor:
+        angles = torch.tensor(rotary.inverse_frequencies, dtype=torch.float64) * position
+        return turn(x, angles.cos(), angles.sin(), interleaved)
+
+    cos, sin = (torch.from_numpy(t[0]).double() for t in rotary.table([shift]))
+    torch.testing.assert_close(turn(at(home), cos, sin, interleaved), at(home + shift), atol=1e-6, rtol=0)
+
+
+def test_the_kernel_says_what_it_does_not_cover():
+    assert "head size 10" in native.supports(10, torch.float32, CPU)
+    assert "float16" in native.supports(64, torch.float16, CPU)
+    assert "cuda" in native.supports(64, torch.float32, torch.device("cuda"))
+    with pytest.raises(native.NativeUnavailable, match="head size 10"):
+        make_backend("native", 10, torch.float32, CPU)
+    backend, reason = make_backend("auto", 10, torch.float32, CPU)
+    assert backend.name == "sdpa"
+    assert "head size 10" in reason
+
+
+def test_without_a_compiler_auto_uses_the_flash_kernel(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "user_cache_path", lambda _: tmp_path)
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    native.load.cache_clear()
+    try:
+        backend, reason = make_backend("auto", 32, torch.float32, CPU)
+    finally:
+        native.load.cache_clear()
+    assert backend.name == "sdpa"
+    assert "compiler" in reason
+
+
+def test_readers_of_one_run_share_it():
+    """Eight rows over one context are one segment with one reader: the context is read once."""
+    reads = [Read(0, i, i + 1, 4, 100, 0, 4) for i in range(8)]
+    plan = make_plan(list(range(200, 208)), reads, Rotary((1.0,)))
+    assert plan.segments.tolist() == [[0, 100, 0]]
+    assert plan.readers.tolist() == [[0, 8, 1, 100, 0, 4]]
+    assert plan.shifts == [0, 4]
+
+
+def test_one_run_at_two_placements_for_one_row_stands_twice():
+    plan = make_plan([200], [Read(0, 0, 1, 4, 100, 0, 4), Read(0, 0, 1, 9, 100, 0, 9)], Rotary((1.0,)))
+    plan.check()
+    assert len(plan.segments) == 2

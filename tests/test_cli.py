@@ -1,0 +1,122 @@
+"""The command line as its users see it: help, JSON, pipes, errors, one real run of the demo."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from choreograph.cli import app, main
+
+runner = CliRunner()
+
+
+@pytest.mark.parametrize("command", [[], ["info"], ["demo"], ["run"], ["chat"]])
+def test_help_is_there_for_everything(command):
+    result = runner.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "--help" in result.output
+    if command in (["run"], ["chat"]):
+        assert all(
+            option in re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+            for option in ("--model", "--mode", "--dtype", "--json")
+        )
+
+
+def test_python_dash_m_works():
+    done = subprocess.run([sys.executable, "-m", "choreograph", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "demo" in done.stdout
+
+
+def test_info_in_a_pipe_and_as_json():
+    plain = runner.invoke(app, ["info"])
+    assert plain.exit_code == 0
+    assert "smollm2-135m-instruct" in plain.output
+    assert "\x1b" not in plain.output
+    facts = json.loads(runner.invoke(app, ["info", "--json", "--dtype", "float32"]).output)
+    assert facts["cache bytes per token"] == 46080
+
+
+def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path):
+    picture = tmp_path / "graph.svg"
+    result = runner.invoke(app, ["demo", "--branches", "2", "--voters", "2", "--picture", str(picture), "--json"])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads(result.output)
+    assert numbers["same_tokens"]
+    encoded = {mode: sum(s["encoded"] for s in numbers[mode]["stages"]) for mode in ("prefix", "choreographed")}
+    assert encoded["choreographed"] < encoded["prefix"]
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg")
+    assert "stroke-dasharray" in drawn, "voters see branches that were moved"
+
+
+def test_run_a_workflow_of_the_package_and_of_a_file(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from choreograph import Turn\n"
+        "def run(p, task, *, word='Yes'):\n"
+        "    asked = p.prefill('ask', Turn('user', task))\n"
+        "    return p.decode('reply', Turn('assistant', word), [asked])\n"
+    )
+    result = runner.invoke(
+        app,
+        [
+            "run",
+            str(own),
+            "--task",
+            "Say it.",
+            "--option",
+            "word=No",
+            "--max-tokens",
+            "5",
+            "--mode",
+            "prefix",
+            "--json",
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    got = json.loads(result.output)
+    assert got["mode"] == "prefix"
+    assert got["stages"][-1]["generated"] <= 5
+    result = runner.invoke(
+        app, ["run", "tree_of_thoughts", "--option", "branches=2", "--max-tokens", "6"], input="2 + 2?"
+    )
+    assert result.exit_code == 0, result.output
+    assert "vote" in result.output
+
+
+def test_chat_reads_lines_until_the_input_ends():
+    result = runner.invoke(
+        app, ["chat", "--max-tokens", "4", "--json", "--system", "Be brief."], input="Hello\n/reset\nBye\n"
+    )
+    assert result.exit_code == 0, result.output
+    replies = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
+    assert len(replies) == 2
+    assert all(reply["generated"] <= 4 for reply in replies)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "no_such_workflow", "--task", "x"], ["no_such_workflow", "tree_of_thoughts"]),
+        (["info", "--model", "./nowhere"], ["nowhere"]),
+        (["run", "tree_of_thoughts", "--task", "x", "--model", "broken.gguf"], ["broken.gguf"]),
+    ],
+)
+def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(lambda: app(arguments, standalone_mode=False))
+    assert stopped.value.code == 1
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+    assert "Traceback" not in said
+
+
+def test_bad_options_name_themselves():
+    for arguments in (["run", "tree_of_thoughts", "--task", "x", "--option", "branches"], ["demo", "--branches", "0"]):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 2
+        assert "branches" in re.sub(r"\x1b\[[0-9;]*m", "", result.output)

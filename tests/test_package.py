@@ -1,0 +1,55 @@
+"""The public surface is pinned, and what the documents show is what runs."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import choreograph
+
+ROOT = Path(__file__).parents[1]
+NAMES = [
+    "CacheConfig",
+    "ChoreographError",
+    "Engine",
+    "EngineConfig",
+    "Message",
+    "SamplingParams",
+    "SchedulerConfig",
+    "Session",
+    "Timing",
+    "TokenLogprob",
+    "Turn",
+    "Usage",
+]
+
+
+def test_public_names():
+    assert choreograph.__all__ == NAMES
+    assert all(hasattr(choreograph, name) for name in NAMES)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_code_in_the_documents_runs(page):
+    """All python blocks of a page, in one namespace, top to bottom."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    scope: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), scope)
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_are_short_and_run(example, capsys):
+    path = ROOT / "examples" / example
+    assert len(path.read_text().splitlines()) <= 40
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+def test_modules_stay_small_and_open_with_a_contract():
+    for path in (ROOT / "choreograph").rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        assert text.startswith('"""'), path
