@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Event:
-    """kind: submitted admitted step token finished failed cancelled released hit evicted; then its facts."""
+    """kind: submitted admitted hit step token finished failed cancelled released evicted.
+
+    facts are plain values (ids of calls and encodings, counts), so that an event keeps nothing alive.
+    """
 
     kind: str
     at: float

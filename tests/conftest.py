@@ -1,30 +1,24 @@
-"""Shared fixtures: a tiny random Llama, engines over it, and the embedded model, loaded once."""
+"""Shared fixtures: a tiny random Llama, engines over it, and the embedded model, loaded once.
 
-import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+Shapes in signatures are checked at run time in all tests: the import hook comes before the package.
+"""
 
-from choreograph import CacheConfig, Engine, EngineConfig
+from jaxtyping import install_import_hook
+
+install_import_hook(["choreograph.ops", "choreograph.kv", "choreograph.engine.sampling"], "beartype.beartype")
+
+import pytest  # noqa: E402
+import tiny  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
+
+from choreograph import CacheConfig, Engine, EngineConfig  # noqa: E402
 
 STOP = 2
 
 
 def make_llama(*, seed: int = 0, vocabulary: int = 97, positions: int = 512) -> LlamaForCausalLM:
     """A random Llama in float32; token 2 ends a message."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=positions,
-        initializer_range=0.2,
-        eos_token_id=STOP,
-    )
-    return LlamaForCausalLM(config).float().eval()
+    return tiny.build(seed=seed, vocabulary=vocabulary, positions=positions, stop=STOP)
 
 
 @pytest.fixture(scope="session")

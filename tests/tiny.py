@@ -10,24 +10,32 @@ from choreograph import CacheConfig, Engine, EngineConfig, SchedulerConfig
 VOCABULARY, POSITIONS = 61, 256
 
 
-@cache
-def model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    torch.manual_seed(1)
+def build(
+    *, seed: int = 1, vocabulary: int = VOCABULARY, positions: int = POSITIONS, stop: int | None = None
+) -> LlamaForCausalLM:
+    """A random Llama in float32; `stop` ends a message."""
+    torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=positions,
         initializer_range=0.25,
-        eos_token_id=None,
+        eos_token_id=stop,
         bos_token_id=None,
         pad_token_id=None,
     )
-    return LlamaForCausalLM(config).to(dtype).eval()
+    return LlamaForCausalLM(config).float().eval()
+
+
+@cache
+def model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """The one that most tests use."""
+    return build().to(dtype)
 
 
 def engine(*, tokens: int = 2048, step: int = 1024, calls: int = 256, page: int = 4, backend: str = "auto") -> Engine:

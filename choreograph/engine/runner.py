@@ -88,7 +88,7 @@ class Runner:
             self._end(call, State.DONE, "encoded")  # a text: nothing to compute
         else:
             self.scheduler.waiting.append(call)
-        self.events.write("submitted", call=call)
+        self.events.write("submitted", call=call.id)
 
     def _refuse_what_never_fits(self, call: Call) -> None:
         if call.mode != "choreographed" and not call.is_decode:
@@ -116,7 +116,7 @@ class Runner:
             call.encoding = work.ready
             self.store.hold(work.ready, call.message_holder)
             call.usage = Usage(cached_tokens=seen + len(work.tokens))
-            self.events.write("hit", call=call, tokens=len(work.tokens))
+            self.events.write("hit", call=call.id, tokens=len(work.tokens))
             self._end(call, State.DONE, "cached")
             return
         if call.generation is not None:
@@ -154,7 +154,7 @@ class Runner:
         self.scheduler.waiting.remove(call)
         self.scheduler.running.append(call)
         self._parents_served(call)
-        self.events.write("admitted", call=call, cached=seen, encode=len(encoding.tokens))
+        self.events.write("admitted", call=call.id, cached=seen, encode=len(encoding.tokens))
 
     def _hang(self, call: Call) -> None:
         """Makes a prefix-mode encoding known to later prompts."""
@@ -215,7 +215,7 @@ class Runner:
         call.first_token_at = call.first_token_at or now
         reason = generation.accept(token)
         encoding.tokens.append(token)
-        self.events.write("token", call=call, token=token)
+        self.events.write("token", call=call.id, token=token)
         if reason is not None:
             self._know(call, reason, now)
 
@@ -264,7 +264,7 @@ class Runner:
             self.store.let_go(call.encoding, call.message_holder)
         if call.released and call.encoding is not None and not call.children_waiting:
             self.store.let_go(call.encoding, call.message_holder)
-        self.events.write({State.DONE: "finished"}.get(state, state.value), call=call)
+        self.events.write({State.DONE: "finished"}.get(state, state.value), call=call.id)
 
     def _fail(self, call: Call, problem: ChoreographError) -> None:
         call.error = problem
@@ -287,7 +287,7 @@ class Runner:
             if call.released:
                 return
             call.released = True
-            self.events.write("released", call=call)
+            self.events.write("released", call=call.id)
             if not call.children_waiting:
                 self._release_now(call)
 

@@ -4,8 +4,10 @@ Reading a GGUF file de-quantises every tensor, which takes seconds; the result i
 user's cache folder under the hash of the file, so a second start takes a fraction of one.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -89,7 +91,7 @@ def converted(gguf: Path) -> Path:
     """The folder with the de-quantised weights, tokenizer and configuration of a GGUF file."""
     folder = user_cache_path("choreograph") / "models" / f"{gguf.stem}-{_hash(gguf)[:16]}"
     if not (folder / "complete.json").is_file():
-        _log.info("converting %s once; later starts are fast", gguf.name)
+        _log.warning("converting %s, once; later starts are fast", gguf.name)
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(dir=folder.parent))
         try:
@@ -108,9 +110,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     hf_logging.disable_progress_bar()
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
-        config = AutoConfig.from_pretrained(**place)
-        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-        AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+        with contextlib.redirect_stderr(io.StringIO()):  # transformers draws bars of its own
+            config = AutoConfig.from_pretrained(**place)
+            model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+            AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     except Exception as problem:
         raise ModelError(f"model {gguf.name!r} is not a readable GGUF file: {_first_line(problem)}") from problem
     tied = {id(p): n for n, p in reversed(list(model.named_parameters()))}

@@ -7,7 +7,7 @@ rows of other calls in the same step.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from . import native, reference, sdpa
 from .plan import Plan
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Writes the step's own keys and values into their slots, then gives each row's attention."""
 

@@ -310,16 +310,23 @@ void write(const T* k, int64_t k_row, int64_t k_head, const Shape& s, int width,
 
 }  // namespace
 
+// What all layers of a step share. Mirrors `_PlanView` in native.py.
+struct PlanView {
+  const int64_t* slots;
+  const int32_t *segments, *readers;
+  const float *cos, *sin;
+  int64_t rows, heads, groups, segment_count, reader_count, half, interleaved, threads;
+};
+
 // Strides count elements. WIDTH (head size) and ELEMENT (float or bf16) are given when this file is compiled.
 extern "C" void choreograph_attend(
-    const ELEMENT* q, int64_t q_row, int64_t q_head, const ELEMENT* k, int64_t k_row, int64_t k_head,
-    const ELEMENT* v, int64_t v_row, int64_t v_head, ELEMENT* keys, ELEMENT* values, ELEMENT* out,
-    const int64_t* slots, int rows, int heads, int groups, float scale, const int32_t* segments, int segs,
-    const int32_t* readers, int reader_count, const float* cos, const float* sin, int half, int interleaved,
-    int threads) {
+    const PlanView* p, float scale, const ELEMENT* q, int64_t q_head, int64_t q_row, const ELEMENT* k, int64_t k_head,
+    int64_t k_row, const ELEMENT* v, int64_t v_head, int64_t v_row, ELEMENT* keys, ELEMENT* values, ELEMENT* out) {
+  int rows = p->rows, heads = p->heads, groups = p->groups;
   Shape s{rows, heads, groups, heads / groups, groups * WIDTH, scale * 1.4426950408889634f};
-  write(k, k_row, k_head, s, WIDTH, slots, keys);
-  write(v, v_row, v_head, s, WIDTH, slots, values);
-  Kernel<ELEMENT, WIDTH>::run(s, Rotation{cos, sin, half, interleaved}, q, q_row, q_head, keys, values, out,
-                              (const Segment*)segments, segs, (const Reader*)readers, reader_count, threads);
+  Rotation rotation{p->cos, p->sin, (int)p->half, (int)p->interleaved};
+  write(k, k_row, k_head, s, WIDTH, p->slots, keys);
+  write(v, v_row, v_head, s, WIDTH, p->slots, values);
+  Kernel<ELEMENT, WIDTH>::run(s, rotation, q, q_row, q_head, keys, values, out, (const Segment*)p->segments,
+                              p->segment_count, (const Reader*)p->readers, p->reader_count, p->threads);
 }

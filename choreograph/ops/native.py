@@ -24,16 +24,18 @@ from .plan import Plan
 
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16"}
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
-_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_SIGNATURE = (
-    *(_POINTER, _LONG, _LONG) * 3,
-    *(_POINTER,) * 4,
-    *(_INT,) * 3,
-    _FLOAT,
-    *(_POINTER, _INT) * 2,
-    *(_POINTER,) * 2,
-    *(_INT,) * 3,
-)
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURE = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 3)
+
+
+class _PlanView(ctypes.Structure):
+    """What all layers of a step share. Mirrors `PlanView` in native.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("slots", "segments", "readers", "cos", "sin")),
+        *((name, _LONG) for name in ("rows", "heads", "groups", "segment_count", "reader_count")),
+        *((name, _LONG) for name in ("half", "interleaved", "threads")),
+    )
 
 
 class NativeUnavailable(Exception):
@@ -78,27 +80,29 @@ class NativeKernel:
         """Writes the rows' own keys and values into their slots, then attends."""
         heads, rows, width = query.shape
         out = torch.empty(rows, heads, width, dtype=query.dtype)
-        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+        if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         self._call(
-            *(query.data_ptr(), query.stride(1), query.stride(0)),
-            *(key.data_ptr(), key.stride(1), key.stride(0)),
-            *(value.data_ptr(), value.stride(1), value.stride(0)),
-            *(keys.data_ptr(), values.data_ptr(), out.data_ptr()),
-            *self._plan_arguments(plan, rows, heads, keys.shape[1], scale),
+            _plan_view(plan, heads, keys.shape[1]),
+            scale,
+            *(query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2]),
+            *(value.data_ptr(), *value.stride()[:2], keys.data_ptr(), values.data_ptr(), out.data_ptr()),
         )
         return out
 
-    @staticmethod
-    def _plan_arguments(plan: Plan, rows: int, heads: int, groups: int, scale: float) -> tuple:
-        if "native" not in plan.memo:
-            half, interleaved = (plan.rotary.half, plan.rotary.interleaved) if plan.rotary else (0, False)
-            plan.memo["native"] = (
-                (plan.segments.ctypes.data, len(plan.segments), plan.readers.ctypes.data, len(plan.readers)),
-                (plan.cos.ctypes.data, plan.sin.ctypes.data, half, int(interleaved), torch.get_num_threads()),
-                plan.slots.ctypes.data,
-            )
-        reads, rotation, slots = cast(tuple[tuple, tuple, int], plan.memo["native"])
-        return (slots, rows, heads, groups, scale, *reads, *rotation)
+
+def _plan_view(plan: Plan, heads: int, groups: int) -> int:
+    """The address of the plan as the kernel reads it; kept by the plan as long as it lives."""
+    if "native" not in plan.memo:
+        rotary = plan.rotary
+        view = _PlanView(
+            *(array.ctypes.data for array in (plan.slots, plan.segments, plan.readers, plan.cos, plan.sin)),
+            *(plan.rows, heads, groups, len(plan.segments), len(plan.readers)),
+            *((rotary.half, rotary.interleaved) if rotary else (0, 0)),
+            torch.get_num_threads(),
+        )
+        plan.memo["native"] = (view, ctypes.addressof(view))
+    return cast(tuple[_PlanView, int], plan.memo["native"])[1]
 
 
 def _build(width: int, element: str) -> Path:
