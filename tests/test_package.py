@@ -48,6 +48,12 @@ def test_examples_are_short_and_run(example, capsys):
     assert capsys.readouterr().out.strip()
 
 
+def test_the_table_of_the_readme_is_what_the_results_say():
+    from benchmarks.readme import table
+
+    assert table() in (ROOT / "README.md").read_text()
+
+
 def test_modules_stay_small_and_open_with_a_contract():
     for path in (ROOT / "choreograph").rglob("*.py"):
         text = path.read_text()

@@ -75,7 +75,7 @@ class CompiledForward:
         )
         if count in self._graphs:
             return self._graphs[count](*arguments)[0, rows].float()
-        with torch._inductor.config.patch(freezing=True):  # read while tracing, which the first call does
+        with torch._inductor.config.patch({"freezing": True, "cpp.enable_concat_linear": True}):  # read while tracing, which the first call does
             return self._graph(count)(*arguments)[0, rows].float()
 
     def _graph(self, count: int) -> Any:

@@ -1,0 +1,63 @@
+"""Writes the measured table of README.md from the JSON results, so that no figure there is typed by hand."""
+
+import json
+from pathlib import Path
+
+from .common import RESULTS
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -->"
+SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
+    "decode": {
+        ("1 stream: compiled bf16", "Hugging Face eager"): "decode, 512 tokens of context, against Hugging Face",
+        ("1 stream: compiled int8", "llama.cpp"): "the same in int8, against llama.cpp Q4_1",
+        (
+            "8 branches, shared context: compiled bf16",
+            "Hugging Face eager",
+        ): "8 branches over one context, against Hugging Face",
+        ("8 branches, shared context: compiled bf16", "llama.cpp"): "the same, against llama.cpp",
+    },
+    "prefill": {("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens, against llama.cpp"},
+    "ttft": {
+        (
+            "home: first token in decode steps",
+            None,
+        ): "first token behind 4096 cached tokens, in decode steps (less is better)",
+        ("moved: first token in decode steps", None): "the same, every parent moved (less is better)",
+    },
+    "arena": {("64k over 2k slots", None): "a step in a cache of 64k slots over one of 2k"},
+    "tot": {
+        ("TTFT, vote", None): "Tree of Thoughts: first token of a voter, prefix over choreographed",
+        ("end to end", None): "Tree of Thoughts: end to end, prefix over choreographed",
+    },
+}
+
+
+def table(results: Path = RESULTS) -> str:
+    """The table in Markdown, from whatever results lie there."""
+    lines = ["| What | Ratio | 95% | `make bench NAME=` |", "|---|---|---|---|"]
+    machines = set()
+    for name, shown in SHOWN.items():
+        for path in sorted(results.glob(f"{name}.*.json")):
+            record = json.loads(path.read_text())
+            machines.add(f"{record['hardware']}, torch {record['torch']}")
+            for row in record["rows"]:
+                label = shown.get((row["measure"], row["peer"]))
+                if label and row["unit"] == "x":
+                    span = f"{row['low']:.2f} to {row['high']:.2f}"
+                    lines.append(f"| {label} | {row['value']:.2f} | {span} | `{name}` |")
+    return "\n".join(
+        [f"Measured on {'; '.join(sorted(machines))} (embedded model, bfloat16, paired runs):", "", *lines]
+    )
+
+
+def main() -> None:
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
