@@ -6,9 +6,10 @@
 
 from .chat import Turn
 from .config import CacheConfig, EngineConfig, SchedulerConfig
+from .core import Engine
 from .errors import ChoreographError
 from .message import Message
-from .session import Engine, Session
+from .session import Session
 from .types import SamplingParams, Timing, TokenLogprob, Usage
 
 __version__ = "0.1.0"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jinja2
+
 from .errors import BadTokens, ConfigError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -94,7 +96,7 @@ class ChatFormat:
         messages = [{"role": t.role, "content": t.text} for t in turns]
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception:  # templates raise whatever their authors chose
+        except (jinja2.TemplateError, TypeError):  # what a template raises, or does not expect
             return None
 
     def _without_template(self, turn: Turn, opening: bool) -> str:

@@ -116,7 +116,6 @@ def run(
     """Run one workflow on one task and print its answer and what each stage cost."""
     from .choreographies import find
     from .measure import perform
-    from .report import milliseconds, show_table
     from .types import SamplingParams
 
     found = find(workflow)
@@ -135,19 +134,24 @@ def run(
         options=_options(option or []),
         on_text=lambda piece: console.print(piece, end="", markup=False, highlight=False, soft_wrap=True),
     )
-    unparseable = dict(done.performance.unparseable)
     if as_json:
+        unparseable = dict(done.performance.unparseable)
         print(json.dumps({"answer": done.answer.text, "unparseable": unparseable, **done.cost.as_dict()}))
-        return
+    else:
+        console.print("\n")
+        _show_run(console, f"{workflow}, {mode.value}: {done.cost.seconds:.2f} s", done)
+
+
+def _show_run(console: Console, title: str, done: Any) -> None:
+    from .report import milliseconds, show_table
+
     lines = [
         (s.stage, str(s.calls), milliseconds(s.ttft), str(s.encoded), str(s.cached), str(s.generated))
         for s in done.cost.stages
     ]
-    console.print("\n")
-    head = ("stage", "calls", "TTFT", "encoded", "reused", "generated")
-    show_table(console, f"{workflow}, {mode.value}: {done.cost.seconds:.2f} s", head, lines)
-    if unparseable:
-        console.print(f"could not be parsed: {unparseable}", highlight=False)
+    show_table(console, title, ("stage", "calls", "TTFT", "encoded", "reused", "generated"), lines)
+    if done.performance.unparseable:
+        console.print(f"could not be parsed: {dict(done.performance.unparseable)}", highlight=False)
 
 
 @app.command()
@@ -163,6 +167,7 @@ def chat(
     as_json: Json = False,
 ) -> None:
     """Talk to a model. An empty line or end of input ends it; /reset forgets the conversation."""
+    from .errors import ChoreographError
     from .types import SamplingParams
 
     console = Console(quiet=as_json)
@@ -177,8 +182,12 @@ def chat(
                 continue
             turn = session.prefill(session.user(line), parents=history)
             reply = session.decode(session.assistant(), parents=[*history, turn], sampling=sampling)
-            for piece in reply.stream():
-                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            try:
+                for piece in reply.stream():
+                    console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            except ChoreographError as problem:
+                console.print(f"{turn.error or problem}; this turn is dropped, /reset starts anew", markup=False)
+                continue
             console.print()
             history += [turn, reply]
             if as_json:
@@ -195,7 +204,7 @@ def _ask(console: Console) -> str:
 
 def _engine(model: str, dtype: DtypeName, compile: bool) -> Any:
     from .config import EngineConfig
-    from .session import Engine
+    from .core import Engine
 
     return Engine.from_pretrained(model, dtype=dtype.value, config=EngineConfig(compile=compile))
 

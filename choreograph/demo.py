@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 
 from .choreographies import find
+from .core import Engine
 from .events import Event
 from .measure import Run, RunCost, perform
 from .report import milliseconds, ratio, show_table
-from .session import Engine
 from .types import SamplingParams
 from .viz.graph import svg
 
@@ -34,27 +34,18 @@ def run_demo(
     sampling: SamplingParams = SAMPLING,
 ) -> dict[str, Any]:
     """Runs both modes, prints as it goes, and returns the numbers."""
-    workflow = find("tree_of_thoughts")
-    options = {"branches": branches, "voters": voters}
+    workflow, options = find("tree_of_thoughts"), {"branches": branches, "voters": voters}
     with _progress(engine, console, "warming up"):
-        warm = perform(engine, workflow, "1 + 1", mode="prefix", sampling=SamplingParams(max_tokens=4), options=options)
-        perform(engine, workflow, "1 + 1", mode="choreographed", forced=warm.performance.content(), options=options)
+        few = SamplingParams(max_tokens=4)
+        warm = perform(engine, workflow, "1 + 1", mode="prefix", sampling=few, options=options)
+        content = warm.performance.content()
+        perform(engine, workflow, "1 + 1", mode="choreographed", forced=content, options=options)
     console.print(f"[b]Problem[/b] {task}", highlight=False)
     engine.clear_cache()
     with _progress(engine, console, f"prefix mode: {branches} branches, {voters} votes, the answer"):
         before = perform(engine, workflow, task, mode="prefix", seed=seed, sampling=sampling, options=options)
     engine.clear_cache()
     with _progress(engine, console, "choreographed mode, forced to the same tokens") as stop:
-        said = False
-
-        def say(piece: str) -> None:
-            nonlocal said
-            stop()
-            if not said:
-                console.print("[b]Final answer[/b]", end="", highlight=False)
-            said = True
-            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-
         after = perform(
             engine,
             workflow,
@@ -64,7 +55,7 @@ def run_demo(
             sampling=sampling,
             forced=before.performance.content(),
             options=options,
-            on_text=say,
+            on_text=_speaker(console, stop),
             look=lambda steps: svg(steps, "Tree of Thoughts, choreographed: who saw whom, and where"),
         )
     console.print("\n")
@@ -74,6 +65,19 @@ def run_demo(
         picture.write_text(after.picture)
         console.print(f"\nWho saw whom, and where: {picture}", highlight=False)
     return _numbers(task, before, after)
+
+
+def _speaker(console: Console, stop_progress: Callable[[], None]) -> Callable[[str], None]:
+    """Prints the answer as it comes, behind a label."""
+    label = ["[b]Final answer[/b]"]
+
+    def say(piece: str) -> None:
+        stop_progress()
+        if label:
+            console.print(label.pop(), end="", highlight=False)
+        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+
+    return say
 
 
 @contextmanager
@@ -136,7 +140,7 @@ def _numbers(task: str, before: Run, after: Run) -> dict[str, Any]:
         "same_tokens": before.performance.content() == after.performance.content(),
         "prefix": before.cost.as_dict(),
         "choreographed": after.cost.as_dict(),
-        "ttft_ratio": before.cost.ttft / after.cost.ttft,
+        "ttft_ratio": (before.cost.ttft or 0.0) / (after.cost.ttft or 1.0),
         "e2e_ratio": before.cost.seconds / after.cost.seconds,
         "unparseable": dict(before.performance.unparseable),
     }

@@ -19,19 +19,27 @@ class Event:
 
 
 class EventLog:
-    """The last events and the count of every kind. Listeners are called with each event as it is written."""
+    """The last events and the count of every kind. Listeners hear of events in order, between steps."""
 
     def __init__(self, keep: int = 4096) -> None:
         self.recent: deque[Event] = deque(maxlen=keep)
         self.counts: Counter[str] = Counter()
         self._listeners: list[Callable[[Event], None]] = []
+        self._undelivered: deque[Event] = deque()
 
     def write(self, kind: str, **facts: object) -> None:
         event = Event(kind, time.perf_counter(), facts)
         self.counts[kind] += 1
         self.recent.append(event)
-        for listener in self._listeners:
-            listener(event)
+        if self._listeners:
+            self._undelivered.append(event)
+
+    def deliver(self) -> None:
+        """Calls the listeners. The engine does so between steps, when a listener may call anything."""
+        while self._undelivered:
+            event = self._undelivered.popleft()
+            for listener in list(self._listeners):
+                listener(event)
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Adds a listener; returns a function that takes it off again."""

@@ -1,5 +1,6 @@
 """Runs one workflow and says what it cost: per stage, time to first token and tokens encoded or reused."""
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -7,8 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from .choreographies import Performance, Step, Workflow
+from .core import Engine
+from .errors import ConfigError
 from .message import Message
-from .session import Engine
 from .types import Mode, SamplingParams
 
 
@@ -30,7 +32,7 @@ class RunCost:
 
     mode: Mode
     seconds: float
-    ttft: float
+    ttft: float | None
     stages: list[StageCost]
     steps: int
 
@@ -71,6 +73,7 @@ def perform(
     look: Callable[[list[Step]], Any] | None = None,
 ) -> Run:
     """Runs a workflow to its end. on_text streams the answer; look sees the messages before they are released."""
+    check_options(workflow, options or {})
     steps = engine.runner.steps
     with engine.session(mode=mode, seed=seed) as session:
         performance = Performance(session, sampling=sampling, forced=forced, on_step=on_step)
@@ -82,15 +85,23 @@ def perform(
         seconds = time.perf_counter() - began
         engine.drain()
         picture = look(performance.steps) if look is not None else None
-        decodes = [step.message.timing.ttft for step in performance.steps if step.message.kind == "decode"]
+        ttfts = [t for step in performance.steps if (t := step.message.timing.ttft) is not None]
         cost = RunCost(
             mode=mode,
             seconds=seconds,
-            ttft=fmean(t for t in decodes if t is not None),
+            ttft=fmean(ttfts) if ttfts else None,
             stages=stage_costs(performance.steps),
             steps=engine.runner.steps - steps,
         )
         return Run(performance, answer, cost, picture)
+
+
+def check_options(workflow: Workflow, options: Mapping[str, Any]) -> None:
+    """An option that the workflow does not have is an error that lists those it has."""
+    known = [p.name for p in inspect.signature(workflow).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"option {name!r}: the workflow has {known or 'none'}")
 
 
 def stage_costs(steps: Iterable[Step]) -> list[StageCost]:

@@ -23,6 +23,7 @@ class Message:
         self._runner = runner
         self._decode_text = decode_text
         self.parents: tuple[Message, ...] = ()
+        self.on_release: Callable[[Message], None] | None = None
 
     def __repr__(self) -> str:
         kind = "decode" if self._call.is_decode else "prefill"
@@ -133,6 +134,8 @@ class Message:
     def release(self) -> None:
         """Gives the encoding up. Unfinished work that nobody else needs is cancelled; known values stay readable."""
         self._runner.release(self._call)
+        if self.on_release is not None:
+            self.on_release(self)
 
     def __await__(self) -> Generator[Any, None, "Message"]:
         return self._drive().__await__()

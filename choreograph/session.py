@@ -1,17 +1,14 @@
-"""`Engine` and `Session`: the public way in. Owns validation and tokens; the runner owns the computing."""
+"""A session: `prefill` and `decode` over its own messages. Owns validation and tokens; the runner computes."""
 
 import inspect
 import operator
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from transformers import PreTrainedModel
 
 from .chat import ChatFormat, Turn
-from .config import EngineConfig
 from .engine.call import Call, State
 from .engine.generation import Generation
 from .engine.runner import Runner
@@ -23,117 +20,35 @@ from .errors import (
     ChoreographError,
     ConfigError,
     ForeignMessage,
-    ModelError,
     ReleasedMessage,
     RepeatedParent,
     SamplingError,
     SessionClosed,
     UnknownMessage,
 )
-from .events import EventLog
 from .message import Message
-from .models.adapter import Adapter, ModelFacts, check_dtype
-from .models.load import EMBEDDED, load
-from .types import MODES, Mode, SamplingParams
+from .types import Mode, SamplingParams
 
 Text = str | Sequence[int] | Turn
 Offsets = Sequence[int | None] | None
 DEFAULTS = SamplingParams()
 
 
-class Engine:
-    """One model, one cache, any number of sessions."""
-
-    def __init__(self, adapter: Adapter, config: EngineConfig | None = None) -> None:
-        self.runner = Runner(adapter, config or EngineConfig())
-        self.tokenizer = adapter.tokenizer
-        self.chat = ChatFormat(adapter.tokenizer) if adapter.tokenizer is not None else None
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        model: str | os.PathLike[str] | PreTrainedModel = EMBEDDED,
-        *,
-        config: EngineConfig | None = None,
-        tokenizer: Any = None,
-        dtype: str | torch.dtype | None = None,
-        device: str | torch.device | None = None,
-    ) -> "Engine":
-        """Loads a model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
-
-        dtype defaults to bfloat16 (a model in memory keeps its own), device to the first GPU or the CPU.
-        Raises ModelError for a model that cannot be found, read or served.
-        """
-        config = EngineConfig() if config is None else config
-        if not isinstance(config, EngineConfig):
-            raise ConfigError(f"config={config!r}: use EngineConfig(...)")
-        if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
-            raise ModelError(f"model={model!r}: use a name, a path or a transformers model")
-        adapter = load(model, tokenizer=tokenizer, dtype=check_dtype(dtype), device=device)
-        if config.quantization:
-            adapter.quantize(config.quantization)
-        if config.compile:
-            adapter.compile(config.compile_rows)
-        return cls(adapter, config)
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self.runner.adapter.facts
-
-    @property
-    def events(self) -> EventLog:
-        return self.runner.events
-
-    def session(
-        self, *, mode: Mode = "choreographed", seed: int | None = None, client_id: str = "default"
-    ) -> "Session":
-        """A workflow's scope: its messages are released at the end. Clients never see each other's cache."""
-        if mode not in MODES:
-            raise ConfigError(f"mode={mode!r}: use one of {MODES}")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise ConfigError(f"seed={seed!r}: use a whole number or None")
-        if not isinstance(client_id, str):
-            raise ConfigError(f"client_id={client_id!r}: use a string")
-        return Session(self, mode, seed, client_id)
-
-    def step(self) -> bool:
-        """Computes one step; False if nothing can run."""
-        return self.runner.step()
-
-    def drain(self) -> None:
-        """Runs until everything that was submitted is complete."""
-        self.runner.drain()
-
-    def clear_cache(self) -> None:
-        """Forgets every encoding that no message holds."""
-        with self.runner.lock:
-            self.runner.store.clear_idle()
-
-    def check(self) -> None:
-        """Raises AssertionError where an invariant of the cache or the queues is broken."""
-        self.runner.check()
-
-    def close(self) -> None:
-        """Refuses further calls. Memory goes with the object."""
-        self.runner.closed = True
-
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class Session:
     """Messages of one workflow in one mode. Use as a context manager, or call `close`."""
 
-    def __init__(self, engine: Engine, mode: Mode, seed: int | None, client_id: str) -> None:
-        self.engine = engine
+    def __init__(
+        self, runner: Runner, chat: ChatFormat | None, *, mode: Mode, seed: int | None, client_id: str
+    ) -> None:
+        self.engine: Any = None  # the Engine that opened it
+        self._runner = runner
+        self._format = chat
+        self._tokenizer = runner.adapter.tokenizer
         self.mode = mode
-        self.id = engine.runner.new_id()
-        self.messages: list[Message] = []
+        self.id = runner.new_id()
+        self._messages: dict[int, Message] = {}  # not released yet, in order
         self.closed = False
-        self._salt = f"{engine.facts.fingerprint}\0{client_id}"
+        self._salt = f"{runner.adapter.facts.fingerprint}\0{client_id}"
         self._seeds = random.Random(seed)
 
     def __enter__(self) -> "Session":
@@ -141,6 +56,11 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages that are not released yet, in order."""
+        return list(self._messages.values())
 
     def close(self) -> None:
         """Releases every message, the youngest first. Values that are known stay readable."""
@@ -238,7 +158,7 @@ class Session:
         """A handle on a valid call that is not submitted yet."""
         placed = self._offsets(offsets, len(parents))
         self._position("new_offset", new_offset)
-        runner = self.engine.runner
+        runner = self._runner
         call = Call(
             id=runner.new_id(),
             session=self.id,
@@ -264,12 +184,17 @@ class Session:
                 seed = self._seeds.getrandbits(63) if own is None else int(own)
                 generation.random.manual_seed(seed % (1 << 63))
         try:
-            self.engine.runner.submit(*(m._call for m in messages))
+            self._runner.submit(*(m._call for m in messages))
         except ChoreographError:
             self._seeds.setstate(before)
             raise
-        self.messages += messages
+        for message in messages:
+            message.on_release = self._forget
+            self._messages[message.id] = message
         return messages
+
+    def _forget(self, message: Message) -> None:
+        self._messages.pop(message.id, None)
 
     def _parents(self, parents: Iterable[Message]) -> tuple[Message, ...]:
         if self.closed:
@@ -283,7 +208,7 @@ class Session:
         for parent in parents:
             if not isinstance(parent, Message):
                 raise UnknownMessage(f"parent {parent!r} is not a message of this session")
-            if parent._runner is not self.engine.runner or parent._call.session != self.id:
+            if parent._runner is not self._runner or parent._call.session != self.id:
                 raise ForeignMessage(f"parent {parent.id} belongs to another session or engine: make it here")
             if parent._call.released:
                 raise ReleasedMessage(f"parent {parent.id} was released: keep it until its last use")
@@ -307,7 +232,7 @@ class Session:
         return placed
 
     def _position(self, name: str, value: int | None) -> None:
-        most = self.engine.facts.max_positions
+        most = self._runner.adapter.facts.max_positions
         if value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int):
@@ -329,7 +254,7 @@ class Session:
         return ids
 
     def _token(self, token: object, what: str) -> int:
-        size = self.engine.facts.vocab_size
+        size = self._runner.adapter.facts.vocab_size
         try:
             value = operator.index(None if isinstance(token, bool) else token)  # type: ignore[arg-type]
         except TypeError:
@@ -339,35 +264,35 @@ class Session:
         return value
 
     def _chat(self) -> ChatFormat:
-        if self.engine.chat is None:
+        if self._format is None:
             raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained, or use token ids")
-        return self.engine.chat
+        return self._format
 
     def _generation(self, header: list[int], sampling: SamplingParams, forced: Sequence[int] | None) -> Generation:
         if not isinstance(sampling, SamplingParams):
             raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")
-        size = self.engine.facts.vocab_size
+        size = self._runner.adapter.facts.vocab_size
         for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
             for token in ids:
                 if token >= size:
                     raise SamplingError(f"{name}: token id {token} is outside the vocabulary of {size}")
-        if sampling.stop and self.engine.tokenizer is None:
+        if sampling.stop and self._tokenizer is None:
             raise SamplingError(f"stop={sampling.stop!r}: stop strings need a tokenizer")
         if forced is not None:
             forced = self._tokens(forced, opening=False, what="forced_tokens")
-        eos = () if sampling.ignore_eos else self.engine.runner.adapter.end_tokens
+        eos = () if sampling.ignore_eos else self._runner.adapter.end_tokens
         return Generation(
             sampling=sampling,
             prompt=header,
             stop_tokens=frozenset((*eos, *sampling.stop_token_ids)),
             random=torch.Generator(),
             forced=forced,
-            detokenizer=make_detokenizer(self.engine.tokenizer),
+            detokenizer=make_detokenizer(self._tokenizer),
         )
 
     @property
     def _decode_text(self) -> Callable[[list[int]], str] | None:
-        tokenizer = self.engine.tokenizer
+        tokenizer = self._tokenizer
         return None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 from ..chat import Turn
+from ..errors import ConfigError
 from ..message import Message
 from .performance import Performance
 
@@ -22,6 +23,8 @@ ANSWER = "A solution of a problem follows. Give the final answer in one or two s
 
 def run(p: Performance, task: str, *, branches: int = 8, voters: int = 4) -> Message:
     """The final answer, not read yet."""
+    if branches < 1 or voters < 1:
+        raise ConfigError(f"branches={branches}, voters={voters}: use 1 or more of each")
     problem = p.prefill("problem", Turn("user", SOLVE.format(task=task)))
     solutions = [p.decode("solve", Turn("assistant", f"Solution {i + 1}:"), [problem]) for i in range(branches)]
     instructions = p.prefill("vote prompt", Turn("user", VOTE.format(task=task)))

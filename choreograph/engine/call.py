@@ -51,6 +51,9 @@ class Call:
     released: bool = False
     abandoned: bool = False
     submitted_at: float = field(default_factory=time.perf_counter)
+    ready_at: float = 0.0
+    served_at: int = 0
+    passed_over: int = 0
     started_at: float | None = None
     first_token_at: float | None = None
     known_at: float | None = None
@@ -58,6 +61,12 @@ class Call:
     @property
     def is_decode(self) -> bool:
         return self.generation is not None
+
+    @property
+    def work(self) -> Encoding:
+        """What an admitted call is encoding."""
+        assert self.encoding is not None
+        return self.encoding
 
     @property
     def tokens_known(self) -> bool:
@@ -85,15 +94,14 @@ class Call:
     def call_holder(self) -> tuple[str, int]:
         return ("call", self.id)
 
-    @property
-    def ready_at(self) -> float:
-        """When it was submitted and every decoded ancestor was known; prefills in between count as work."""
+    def find_ready_time(self) -> None:
+        """When it was submitted and every decoded ancestor was known; prefills in between count as its work."""
         waits = [p.known_at if p.is_decode else p.ready_at for p in self.parents]
-        return max([self.submitted_at, *(w for w in waits if w is not None)])
+        self.ready_at = max([self.submitted_at, *(w for w in waits if w is not None)])
 
     @property
     def timing(self) -> Timing:
-        start = self.ready_at
+        start = max(self.submitted_at, self.ready_at)
         return Timing(
             queued=None if self.started_at is None else max(0.0, self.started_at - start),
             ttft=None if self.first_token_at is None else self.first_token_at - start,

@@ -1,6 +1,5 @@
 """What a decode has generated so far and when it must stop. Owns its random generator; knows no cache."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +12,10 @@ class Detokenizer(Protocol):
     """Turns tokens into text one by one; a piece may be empty until a character is whole."""
 
     def step(self, token: int) -> str: ...
+
+    def rest(self) -> str:
+        """What is left when no token follows: the replacement for a character that never became whole."""
+        ...
 
 
 @dataclass
@@ -29,8 +32,8 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""
-    stopped_text: bool = False
-    on_token: Callable[[int], None] | None = None
+    next_logprob: TokenLogprob | None = None
+    _point: float | None = None
 
     def __post_init__(self) -> None:
         self.limit = len(self.forced) if self.forced is not None else self.sampling.max_tokens
@@ -44,28 +47,39 @@ class Generation:
         """Whether the next token may end the message."""
         return len(self.tokens) >= self.sampling.min_tokens
 
+    def point(self) -> float:
+        """The uniform number that chooses the next token: drawn once, however often the step is tried."""
+        if self._point is None:
+            self._point = float(torch.rand((), generator=self.random, dtype=torch.float64))
+        return self._point
+
     def accept(self, token: int) -> FinishReason | None:
         """Takes the next token; says why the message ends with it, or None."""
         allowed = self.stop_allowed
         self.tokens.append(token)
+        if self.next_logprob is not None:
+            self.logprobs.append(self.next_logprob)
+        self._point = self.next_logprob = None
+        last = len(self.tokens) >= self.limit
+        stop = token in self.stop_tokens and (last if self.forced is not None else allowed)
         settled = len(self.text)
-        stop = token in self.stop_tokens
         if self.detokenizer is not None and not stop:
             self.text += self.detokenizer.step(token)
-        if self.forced is not None:
-            if len(self.tokens) < self.limit:
-                return None
-            return "stop" if stop else "forced"
-        if allowed and (stop or self._cut_at_stop_string(settled)):
+        cut = (last or self.forced is None) and allowed and self._cut_at_stop_string(settled)
+        if not (stop or cut or last):
+            return None
+        if self.detokenizer is not None and not cut:
+            self.text += self.detokenizer.rest()
+        if stop or (cut and self.forced is None):
             return "stop"
-        return "length" if len(self.tokens) >= self.limit else None
+        return "length" if self.forced is None else "forced"
 
     def _cut_at_stop_string(self, settled: int) -> bool:
         """Only a stop string that ends behind `settled` counts: an earlier one fell under `min_tokens`."""
         found = (self.text.find(s, max(0, settled - len(s) + 1)) for s in self.sampling.stop)
         places = [at for at in found if at >= 0]
         if places:
-            self.text, self.stopped_text = self.text[: min(places)], True
+            self.text = self.text[: min(places)]
         return bool(places)
 
     @property

@@ -6,6 +6,7 @@ It is synchronous and driven: nothing runs until somebody reads a value (or call
 state, so several threads may drive one engine.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -63,13 +64,12 @@ class Runner:
         self.steps = 0
         self.rows = 0
         self.closed = False
-        self._next_id = 0
+        self._ids = itertools.count(1)
 
     # -- submission ---------------------------------------------------------------------------------------
 
     def new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
+        return next(self._ids)
 
     def submit(self, *calls: Call) -> None:
         """Queues validated calls, all or none; costs no computing. What no empty cache could hold is refused."""
@@ -77,9 +77,13 @@ class Runner:
             if self.closed:
                 raise SessionClosed("the engine is closed: make a new one")
             for call in calls:
+                gone = next((p for p in call.parents if p.released), None)
+                if gone is not None:
+                    raise ReleasedMessage(f"parent {gone.id} was released: keep it until its last use")
                 self._refuse_what_never_fits(call)
             for call in calls:
                 self._queue(call)
+        self.events.deliver()
 
     def _queue(self, call: Call) -> None:
         for parent in call.parents:
@@ -105,11 +109,13 @@ class Runner:
         """The most tokens that the call's encoding can come to have."""
         if call.generation is None:
             return prompt
-        return prompt + call.generation.limit + len(call.footer)
+        room = self.adapter.facts.max_positions - prompt - len(call.footer)
+        return prompt + max(1, min(call.generation.limit, room)) + len(call.footer)
 
     def _admit(self, call: Call) -> None:
         """Places a call and gives it room, or raises. Called by the scheduler, in order of submission."""
         facts = self.adapter.facts
+        call.find_ready_time()
         work = PLACE[call.mode](call, self.store, facts.max_positions)
         seen = sum(s.count for s in work.sights)
         if work.ready is not None:
@@ -120,7 +126,8 @@ class Runner:
             self._end(call, State.DONE, "cached")
             return
         if call.generation is not None:
-            call.generation.prompt = [t for p in call.parents for t in p.tokens] + call.prompt
+            if call.generation.sampling.repetition_penalty != 1.0:  # the one option that looks at what was seen
+                call.generation.prompt = [t for p in call.parents for t in p.tokens] + call.prompt
             room = facts.max_positions - work.start - len(work.tokens) - len(call.footer)
             if call.generation.forced is None:
                 call.generation.limit = max(1, min(call.generation.limit, room))
@@ -134,7 +141,7 @@ class Runner:
                 capacity=self._capacity(call, len(work.tokens)),
                 holder=call.call_holder,
             )
-        except CacheFull:
+        except BaseException:
             self._let_go_of(call, work.sights)
             raise
         self._start(call, work.key, seen)
@@ -167,46 +174,50 @@ class Runner:
     # -- the step -----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Computes one step; False if there was nothing that could run."""
+        """Computes one step; False if there was nothing that could run. A step that breaks changes nothing."""
         with self.lock:
-            batch = self.scheduler.next()
-            if batch is None:
-                return False
             try:
-                logits = self._compute(batch)
+                batch = self.scheduler.next()
+                samples = batch.samples if batch else []
+                logits = self._compute(batch, [row for _, row in samples]) if batch else None
+                calls = [call for call, _ in samples]
+                tokens = choose(logits, [c.generation for c in calls]) if samples else []  # type: ignore[arg-type,misc]
             except BaseException:
-                self.scheduler.rollback(batch)
+                self.scheduler.reset()
                 raise
-            self.scheduler.commit(batch)
-            self._publish(batch, logits)
-            return True
+            if batch is not None:
+                self.scheduler.commit(batch)
+                self._publish(batch, calls, tokens)
+        self.events.deliver()
+        return batch is not None
 
-    def _compute(self, batch: Batch) -> "Tensor":
+    def _compute(self, batch: Batch, rows: list[int]) -> "Tensor":
         plan = make_plan(batch.slots, batch.reads, self.adapter.facts.rotary)
         arena = self.store.arena
         step = Step(plan, arena.keys, arena.values, self.backend)
         now = time.perf_counter()
+        logits = self.adapter.forward(batch.tokens, batch.positions, step, rows)
         for take in batch.takes:
             take.call.started_at = take.call.started_at or now
         self.steps += 1
         self.rows += len(batch.tokens)
         self.events.write("step", rows=len(batch.tokens), calls=len(batch.takes))
-        rows = [row for _, row in batch.samples]
-        return self.adapter.forward(batch.tokens, batch.positions, step, rows)
+        return logits
 
-    def _publish(self, batch: Batch, logits: "Tensor") -> None:
+    def _publish(self, batch: Batch, calls: list[Call], tokens: list[int | None]) -> None:
         """Gives every sampled call its next token and ends the calls that are complete."""
-        samples = batch.samples
-        calls = [call for call, _ in samples]
-        tokens = choose(logits, [c.generation for c in calls]) if calls else []  # type: ignore[misc]
         now = time.perf_counter()
         for call, token in zip(calls, tokens, strict=True):
-            self._accept(call, token, now)
-        for take in batch.takes:
-            call = take.call
+            if token is None:
+                self._fail(call, CallFailed(f"message {call.id}: the model gave NaN instead of logits"))
+            else:
+                self._accept(call, token, now)
+        for call in (take.call for take in batch.takes):
             if call.ended or call.encoding is None or not call.encoding.whole:
                 continue
-            if call.state is State.KNOWN or call.abandoned or not call.is_decode:
+            if call.abandoned and call.state is State.RUNNING and call.is_decode:
+                self._end(call, State.CANCELLED, "cancelled")
+            elif call.state is State.KNOWN or not call.is_decode:
                 self._end(call, State.DONE, call.finish_reason or "encoded")
 
     def _accept(self, call: Call, token: int, now: float) -> None:
@@ -256,8 +267,11 @@ class Runner:
         if was is State.WAITING:
             self._parents_served(call)
         self._let_go_of(call, call.sights)
+        call.sights = ()
+        if call.generation is not None:
+            call.generation.prompt = []
         if call.encoding is not None and was is not State.WAITING:
-            if state is State.DONE:
+            if call.encoding.whole:
                 self.store.trim(call.encoding)
             self.store.let_go(call.encoding, call.call_holder)
         if state in (State.FAILED, State.CANCELLED) and call.encoding is not None:
@@ -290,6 +304,7 @@ class Runner:
             self.events.write("released", call=call.id)
             if not call.children_waiting:
                 self._release_now(call)
+        self.events.deliver()
 
     def _release_now(self, call: Call) -> None:
         if call.state is State.WAITING:
@@ -307,8 +322,8 @@ class Runner:
         if seen and not encoding.whole:
             call.abandoned = True
             call.finish_reason = call.finish_reason or "cancelled"
-        elif call.state is State.KNOWN or seen:
-            self._end(call, State.DONE, call.finish_reason or "cancelled")
+        elif call.state is State.KNOWN:
+            self._end(call, State.DONE, call.finish_reason)
         else:
             self._end(call, State.CANCELLED, "cancelled")
 

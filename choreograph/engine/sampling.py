@@ -23,11 +23,15 @@ CANDIDATES = 512
 _NO_IDS: Any = torch.empty(1, 0, dtype=torch.long)  # these processors look at scores only
 
 
-def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int]:
-    """The next token of each row; writes log-probabilities where they were asked for."""
+def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int | None]:
+    """The next token of each row, None where the model gave no numbers (NaN).
+
+    Changes nothing that a second try would see; log-probabilities that were asked for wait in `next_logprob`.
+    """
     logits = logits.float()
-    chosen: list[int] = [0] * len(generations)
-    plain = [i for i, g in enumerate(generations) if g.next_forced is None and _is_plain(g)]
+    chosen: list[int | None] = [None] * len(generations)
+    sound = [not bad for bad in logits.sum(-1).isnan().tolist()] if generations else []
+    plain = [i for i, g in enumerate(generations) if sound[i] and g.next_forced is None and _is_plain(g)]
     greedy = [i for i in plain if generations[i].sampling.greedy]
     for i, token in zip(greedy, logits[greedy].argmax(-1).tolist() if greedy else [], strict=True):
         chosen[i] = token
@@ -36,13 +40,17 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
         chosen[i] = _sample(logits[i], generations[i], values, ids)
     settled = set(plain)
     for i, g in enumerate(generations):
+        if not sound[i]:
+            continue
         if g.next_forced is not None:
             chosen[i] = g.next_forced
         elif i not in settled:
             row = _processed(logits[i], g)
             chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row, g, *_likeliest(row))
         if g.sampling.logprobs is not None:
-            g.logprobs.append(_logprob(logits[i], chosen[i], g.sampling.logprobs))
+            token = chosen[i]
+            assert token is not None
+            g.next_logprob = _logprob(logits[i], token, g.sampling.logprobs)
     return chosen
 
 
@@ -89,7 +97,7 @@ def _likeliest(logits: Float[Tensor, "*B V"]) -> tuple[Float[Tensor, "*B K"], Te
 
 
 def _sample(row: Float[Tensor, " V"], g: Generation, values: Float[Tensor, " K"], ids: Tensor) -> int:
-    point = float(torch.rand((), generator=g.random, dtype=torch.float64))
+    point = g.point()
     kept = nucleus(row, g.sampling, values, ids)
     if kept is not None:
         ids, weights = kept

@@ -15,6 +15,8 @@ from ..kv.view import context_reads, own_reads
 from ..ops.plan import Read
 from .call import Call, State
 
+PATIENCE = 8  # steps for which a prompt that nobody can use yet may be left behind
+
 
 class Take(NamedTuple):
     """Rows row0.. of a batch are tokens token0 <= k < token1 of the call's encoding."""
@@ -44,12 +46,12 @@ class Batch:
             if t.call.state is State.RUNNING
             and t.call.is_decode
             and not t.call.abandoned
-            and t.token1 == len(t.call.encoding.tokens)  # type: ignore[union-attr]
+            and t.token1 == len(t.call.work.tokens)
         ]
 
 
 class Scheduler:
-    """place: works out a call's placement and room; finish_now: ends a call that needs no computing."""
+    """admit: places a call and gives it room, or raises; fail: ends a call with an error."""
 
     def __init__(
         self,
@@ -67,22 +69,44 @@ class Scheduler:
         self._max_calls = max_calls
         self._admit = admit
         self._fail = fail
+        self._step = 0
 
     def next(self) -> Batch | None:
         """The next step's rows, marked as scheduled; None when nothing can run."""
         self._admit_waiting()
-        batch = Batch()
-        left = self._max_step_tokens
-        urgent = sum(1 for call in self.running if _pending(call) == 1 and _is_ready(call))
-        for call in self.running:
+        batch, left = Batch(), self._max_step_tokens
+        self._step += 1
+        for call in self._order():
             pending = _pending(call)
-            if not pending or left <= 0 or not _is_ready(call):
+            if not pending or left <= 0 or not _is_ready(call) or call.work.scheduled > call.work.encoded:
                 continue
-            urgent -= pending == 1
-            count = min(pending, max(left - max(urgent, 0), 1))
+            count = min(pending, left)
             _take(batch, call, count)
+            call.served_at = self._step
             left -= count
         return batch if batch.takes else None
+
+    def _order(self) -> list[Call]:
+        """Single rows first, those that waited longest before others; then prompts as they came; then single rows
+        again, for the ones that see what a prompt of this step computes.
+
+        A prompt that no running decode sees yet stays behind while somebody waits for a first token (for at most
+        PATIENCE steps): it costs the same later, when it delays nobody.
+        """
+        single = sorted((c for c in self.running if _pending(c) == 1), key=lambda c: c.served_at)
+        prompts = [c for c in self.running if _pending(c) > 1]
+        if not prompts:
+            return single
+        wanted: set[int] = set()
+        for call in reversed(self.running):
+            if call.is_decode or call.work.id in wanted:
+                wanted.update(sight.encoding.id for sight in call.sights)
+        ahead = [c for c in prompts if c.is_decode or c.work.id in wanted or c.passed_over >= PATIENCE]
+        if any(c.is_decode and c.first_token_at is None for c in self.running):
+            for call in prompts:
+                call.passed_over += call not in ahead
+            prompts = ahead
+        return [*single, *(prompts or ahead), *single]
 
     def _admit_waiting(self) -> None:
         """Admits calls in order until one has to wait for room; calls that wait for parents are passed over."""
@@ -116,23 +140,24 @@ class Scheduler:
 
     def commit(self, batch: Batch) -> None:
         for take in batch.takes:
-            take.call.encoding.encoded = take.token1  # type: ignore[union-attr]
+            take.call.work.encoded = take.token1
 
-    def rollback(self, batch: Batch) -> None:
+    def reset(self) -> None:
         """Forgets a step that was not computed."""
-        for take in batch.takes:
-            take.call.encoding.scheduled = take.token0  # type: ignore[union-attr]
+        for call in self.running:
+            call.work.scheduled = call.work.encoded
 
     def check(self) -> None:
         assert all(call.state is State.WAITING for call in self.waiting)
         assert all(call.state in (State.RUNNING, State.KNOWN) for call in self.running)
         for call in self.running:
-            assert call.encoding is not None and call.encoding.scheduled == call.encoding.encoded
+            assert call.work.scheduled == call.work.encoded
+            assert _pending(call), "a running call has nothing to compute"
             assert all(sight.encoding.holders for sight in call.sights), "a context is held by nobody"
 
 
 def _pending(call: Call) -> int:
-    return len(call.encoding.tokens) - call.encoding.scheduled  # type: ignore[union-attr]
+    return len(call.work.tokens) - call.work.scheduled
 
 
 def _is_ready(call: Call) -> bool:
@@ -141,8 +166,7 @@ def _is_ready(call: Call) -> bool:
 
 
 def _take(batch: Batch, call: Call, count: int) -> None:
-    encoding = call.encoding
-    assert encoding is not None
+    encoding = call.work
     row0, token0 = len(batch.tokens), encoding.scheduled
     token1 = token0 + count
     batch.tokens += encoding.tokens[token0:token1]

@@ -11,11 +11,17 @@ class _FastStream:
     """The incremental decoder of the tokenizers library: text comes out when a character is whole."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._backend = tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._open: list[int] = []  # tokens of a character that is not whole yet
 
     def step(self, token: int) -> str:
-        return self._stream.step(self._backend, token) or ""
+        piece = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._open = [] if piece else [*self._open, token]
+        return piece
+
+    def rest(self) -> str:
+        return self._tokenizer.decode(self._open, skip_special_tokens=True)
 
 
 class _SlowStream:
@@ -33,6 +39,10 @@ class _SlowStream:
             return ""
         piece, self._sent = text[len(self._sent) :], text
         return piece
+
+    def rest(self) -> str:
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return text[len(self._sent) :] if text.startswith(self._sent) else ""
 
 
 def make_detokenizer(tokenizer: Any) -> Detokenizer | None:

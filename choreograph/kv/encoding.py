@@ -1,9 +1,10 @@
 """An encoding: what a model computed for a span of tokens in a context, and what it saw. Owns no policy."""
 
 import hashlib
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .arena import page_runs
 
@@ -52,6 +53,7 @@ class Encoding:
     holders: set[object] = field(default_factory=set)
     children: int = 0
     used_at: int = 0
+    tree: Any = None  # the prefix tree that it hangs on
     _spans: list[Span] | None = None
 
     @property
@@ -80,10 +82,11 @@ class Encoding:
 
 def content_key(salt: str, tokens: Iterable[int], start: int, context: Iterable[Sight]) -> bytes:
     """Names equal work: the same salt, tokens, and context encodings at the same *relative* places."""
-    digest = hashlib.sha256(salt.encode())
+    digest = hashlib.sha256(hashlib.sha256(salt.encode()).digest())  # every field below has a fixed length
     for sight in context:
         assert sight.encoding.key is not None, "a context is named before what saw it"
-        place = f"|{sight.first},{sight.count},{sight.start - start}|"
-        digest.update(sight.encoding.key + place.encode())
-    digest.update(",".join(map(str, tokens)).encode())
+        place = (sight.first, sight.count, sight.start - start)
+        digest.update(b"seen" + sight.encoding.key + struct.pack("<3q", *place))
+    numbers = list(tokens)
+    digest.update(b"mine" + struct.pack(f"<{len(numbers)}q", *numbers))
     return digest.digest()

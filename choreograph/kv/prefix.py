@@ -19,34 +19,48 @@ class _Place(NamedTuple):
 class PrefixTree:
     """All prefixes of one client. Encodings may still be growing: only promised tokens are matched."""
 
-    def __init__(self) -> None:
+    def __init__(self, salt: str = "") -> None:
+        self.salt = salt
         self._children: dict[tuple[int | None, int], dict[int, tuple[Encoding, int]]] = {}
         self._hangs: dict[int, tuple[_Place, int]] = {}
+        self._offsets: dict[int, dict[int, int]] = {}  # encoding -> offset -> how many hang there
+
+    @property
+    def empty(self) -> bool:
+        return not self._hangs
 
     def match(self, tokens: list[int], limit: int | None = None) -> list[Sight]:
         """What is known of the longest prefix of `tokens`, at most `limit` tokens of it."""
-        return self._walk(tokens, len(tokens) if limit is None else limit)[0]
+        return self._walk(_Place(None, 0), 0, tokens, len(tokens) if limit is None else limit)[0]
 
-    def _walk(self, tokens: list[int], limit: int) -> tuple[list[Sight], _Place]:
-        sights: list[Sight] = []
-        place, at = _Place(None, 0), 0
-        while at < limit:
-            found = self._children.get(self._name(place), {}).get(tokens[at])
-            if found is None:
-                break
-            encoding, first = found
-            count = _common(encoding.tokens, first, max(encoding.promised, encoding.encoded), tokens, at, limit)
-            if not count:
-                break
-            sights.append(Sight(encoding, first, count, at))
-            place, at = _Place(encoding, first + count), at + count
-        return sights, place
+    def _walk(self, place: _Place, at: int, tokens: list[int], limit: int) -> tuple[list[Sight], _Place, int]:
+        """The longest way on from a place: (sights, where it ends, how many tokens are known there)."""
+        encoding, first = (
+            self._children.get(self._name(place), {}).get(tokens[at], (None, 0)) if at < limit else (None, 0)
+        )
+        if encoding is None:
+            return [], place, at
+        count = _common(encoding.tokens, first, max(encoding.promised, encoding.encoded), tokens, at, limit)
+        best: tuple[list[Sight], _Place, int] = ([], place, at)
+        for offset in self._turnings(encoding, first, count):
+            onward, end, known = self._walk(_Place(encoding, offset), at + offset - first, tokens, limit)
+            if known > best[2]:
+                best = ([Sight(encoding, first, offset - first, at), *onward], end, known)
+        return best
+
+    def _turnings(self, encoding: Encoding, first: int, count: int) -> list[int]:
+        """Offsets at which a walk may leave an encoding: where its match ends, and, since it may have grown past
+        others that had hung on its end, wherever something hangs on the way."""
+        if not count:
+            return []
+        last = first + count
+        hung = self._offsets.get(encoding.id, {})
+        return [last, *(offset for offset in hung if first < offset < last)]
 
     def insert(self, encoding: Encoding, prefix: list[int]) -> bool:
         """Hangs an encoding that continues `prefix` where it leaves what is known; False if it adds nothing."""
         tokens = prefix + encoding.tokens
-        sights, place = self._walk(tokens, len(tokens))
-        known = sum(sight.count for sight in sights)
+        _, place, known = self._walk(_Place(None, 0), 0, tokens, len(tokens))
         if not len(prefix) <= known < len(tokens) or encoding.id in self._hangs:
             return False
         siblings = self._children.setdefault(self._name(place), {})
@@ -54,8 +68,11 @@ class PrefixTree:
             return False
         siblings[tokens[known]] = (encoding, known - encoding.start)
         self._hangs[encoding.id] = (place, tokens[known])
+        encoding.tree = self
         if place.parent is not None:
             place.parent.children += 1
+            offsets = self._offsets.setdefault(place.parent.id, {})
+            offsets[place.offset] = offsets.get(place.offset, 0) + 1
         return True
 
     def forget(self, encoding: Encoding) -> None:
@@ -69,8 +86,15 @@ class PrefixTree:
         del siblings[token]
         if not siblings:
             del self._children[self._name(place)]
+        encoding.tree = None
         if place.parent is not None:
             place.parent.children -= 1
+            offsets = self._offsets[place.parent.id]
+            offsets[place.offset] -= 1
+            if not offsets[place.offset]:
+                del offsets[place.offset]
+            if not offsets:
+                del self._offsets[place.parent.id]
 
     @staticmethod
     def _name(place: _Place) -> tuple[int | None, int]:

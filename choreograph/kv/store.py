@@ -14,6 +14,8 @@ from .encoding import Encoding, Sight
 from .policy import ORDERS, IdleFacts
 from .prefix import PrefixTree
 
+SPARE = 32  # an eviction frees this share of the arena more than it must, so that not every call sorts the idle
+
 
 class Store:
     """One arena and the encodings in it."""
@@ -26,6 +28,7 @@ class Store:
         self._by_key: dict[bytes, Encoding] = {}
         self._trees: dict[str, PrefixTree] = {}
         self._clock = 0
+        self._idle_pages = 0
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -51,6 +54,9 @@ class Store:
         return encoding
 
     def hold(self, encoding: Encoding, holder: object) -> None:
+        assert encoding.id in self._encodings, f"encoding {encoding.id} is gone"
+        if not encoding.holders:
+            self._idle_pages -= len(encoding.pages)
         encoding.holders.add(holder)
         self._touch(encoding)
 
@@ -60,8 +66,10 @@ class Store:
             return
         encoding.holders.discard(holder)
         self._touch(encoding)
-        if not encoding.holders and not (encoding.reusable and encoding.whole):
-            self._drop(encoding)
+        if not encoding.holders:
+            self._idle_pages += len(encoding.pages)
+            if not (encoding.reusable and encoding.whole):
+                self._drop(encoding)
 
     def trim(self, encoding: Encoding) -> None:
         """Gives back the pages that a finished encoding did not need."""
@@ -84,13 +92,13 @@ class Store:
             encoding.reusable = True
 
     def tree(self, salt: str) -> PrefixTree:
-        return self._trees.setdefault(salt, PrefixTree())
+        return self._trees.setdefault(salt, PrefixTree(salt))
 
     # -- room ---------------------------------------------------------------------------------------------
 
     def room(self) -> int:
         """Pages that are free or could be made free."""
-        return self.arena.free_pages + sum(len(e.pages) for e in self._encodings.values() if not e.holders)
+        return self.arena.free_pages + self._idle_pages
 
     def clear_idle(self) -> None:
         """Forgets everything that nobody holds."""
@@ -104,7 +112,7 @@ class Store:
                     f"{self.arena.pages} are free and {self.room() - self.arena.free_pages} can be evicted: "
                     "release messages or raise CacheConfig.tokens"
                 )
-            self._evict(pages)
+            self._evict(pages + self.arena.pages // SPARE)
         if self.arena.free_pages < pages:
             raise CacheFull(
                 f"needs {pages} pages, {self.arena.free_pages} free; the idle rest is the prefix of calls in "
@@ -127,9 +135,13 @@ class Store:
     def _drop(self, encoding: Encoding) -> None:
         if encoding.key is not None and self._by_key.get(encoding.key) is encoding:
             del self._by_key[encoding.key]
-        for tree in self._trees.values():
+        if encoding.tree is not None:
+            tree = encoding.tree
             tree.forget(encoding)
+            if tree.empty:
+                self._trees.pop(tree.salt, None)
         del self._encodings[encoding.id]
+        self._idle_pages -= len(encoding.pages)
         self.arena.release(encoding.pages)
         encoding.keep_pages(0)
 
@@ -153,6 +165,8 @@ class Store:
         pages = [page for e in self._encodings.values() for page in e.pages]
         assert len(pages) == len(set(pages)), "two encodings share a page"
         assert len(pages) + self.arena.free_pages == self.arena.pages, "pages are lost"
+        idle = sum(len(e.pages) for e in self._encodings.values() if not e.holders)
+        assert idle == self._idle_pages, "idle pages are miscounted"
         for e in self._encodings.values():
             assert e.holders or (e.reusable and e.whole), f"encoding {e.id} is idle but cannot be found"
             assert e.encoded <= e.scheduled <= len(e.tokens) <= len(e.pages) * e.page_size

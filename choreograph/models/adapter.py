@@ -6,9 +6,10 @@ pass, so that a model handed over in memory stays usable by its owner.
 """
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class Adapter:
         except ImportError:
             raise ConfigError("quantization='int8' needs torchao: pip install 'choreograph[int8]'") from None
         quantize_(self.model, Int8WeightOnlyConfig())
+        self.facts = replace(self.facts, fingerprint=f"{self.facts.fingerprint}-{kind}")
 
     def compile(self, buckets: tuple[int, ...]) -> None:
         """From now on, steps of up to the largest bucket run through compiled graphs."""
@@ -96,7 +98,7 @@ class Adapter:
     def forward(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> Float[Tensor, "R V"]:
         """Computes all rows of a step; the logits of `rows` only, in float32."""
         device = self.facts.device
-        with self._hooked():
+        with self._hooked(), torch.autocast(device.type, enabled=False):
             if self.compiled is not None:
                 logits = self.compiled(tokens, positions, step, rows)
                 if logits is not None:
@@ -112,13 +114,15 @@ class Adapter:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
+        """Two engines over one model in two threads take turns: the attention setting is the model's."""
         config = self.model.config
-        before = config._attn_implementation
-        config._attn_implementation = ATTENTION
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+        with self.model.__dict__.setdefault("_choreograph_lock", threading.RLock()):
+            before = config._attn_implementation
+            config._attn_implementation = ATTENTION
+            try:
+                yield
+            finally:
+                config._attn_implementation = before
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -147,6 +151,9 @@ def read_facts(model: PreTrainedModel, name: str) -> ModelFacts:
     if _has_window(config):
         raise ModelError(f"{name}: sliding-window layers are not served; use a model with full attention")
     heads = config.num_attention_heads
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        raise ModelError(f"{name}: it is on {device}; only the CPU is served: use device='cpu'")
     weight = next(model.get_input_embeddings().parameters())
     return ModelFacts(
         name=name,
@@ -216,12 +223,11 @@ def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_device(name: str | torch.device | None) -> torch.device:
-    """A device by name or as it is; None is the first GPU, or the CPU."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """A device by name or as it is; None is the CPU, the only one served."""
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except Exception as problem:  # torch raises several types, a missing driver among them
+        device = torch.device("cpu" if name is None else name)
+    except (RuntimeError, TypeError) as problem:
         raise ConfigError(f"device={name!r}: {str(problem).splitlines()[0]}") from None
+    if device.type != "cpu":
+        raise ConfigError(f"device={name!r}: only the CPU is served; use 'cpu'")
     return device

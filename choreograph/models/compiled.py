@@ -20,6 +20,10 @@ OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe
 }  # every bucket has fixed shapes of its own
 
+# Freezing folds and prepacks the weights; concatenation makes one product of the projections that share an input.
+# Both are read while tracing: given as options of torch.compile they come too late.
+WHILE_TRACING = {"freezing": True, "cpp.enable_concat_linear": True}
+
 
 class OpaqueStep(OpaqueBase):
     """A step as a black box that a graph hands to the attention operator."""
@@ -73,13 +77,18 @@ class CompiledForward:
             torch.tensor([positions + padding], device=device),
             OpaqueStep(step.padded(count)),
         )
-        if count in self._graphs:
-            return self._graphs[count](*arguments)[0, rows].float()
-        with torch._inductor.config.patch({"freezing": True, "cpp.enable_concat_linear": True}):  # read while tracing, which the first call does
-            return self._graph(count)(*arguments)[0, rows].float()
+        graph = self._graphs.get(count)
+        if graph is not None:
+            return graph(*arguments)[0, rows].float()
+        graph = self._graph(count)
+        with torch._inductor.config.patch(WHILE_TRACING), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*FX graph cache copying.*")
+            logits = graph(*arguments)[0, rows].float()
+        self._graphs[count] = graph
+        return logits
 
     def _graph(self, count: int) -> Any:
-        """Compiled at its first call, which may take half a minute where the cache on disk is cold."""
+        """Traced and compiled by its first call, which waits for the compiler where the cache on disk is cold."""
         model = self._adapter.model
 
         def forward(ids: Tensor, positions: Tensor, step: OpaqueStep) -> Tensor:
@@ -87,6 +96,4 @@ class CompiledForward:
 
         # dynamo keeps one list of graphs per code object: each bucket gets its own
         forward.__code__ = forward.__code__.replace(co_name=f"forward_{count}")
-        warnings.filterwarnings("ignore", message=".*FX graph cache copying.*")
-        self._graphs[count] = torch.compile(forward, fullgraph=True, dynamic=False, options=OPTIONS)
-        return self._graphs[count]
+        return torch.compile(forward, fullgraph=True, dynamic=False, options=OPTIONS)

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,18 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> Adapter:
-    """A model by name, path or in memory, on a device and in a type. Default: bfloat16, on a GPU if there is one."""
+    """A model by name, path or in memory, on a device and in a type (bfloat16 by default).
+
+    A model in memory is used as it is: `dtype`, and the change to evaluation mode, apply to the caller's object.
+    """
     if isinstance(model, PreTrainedModel):
         return Adapter(_placed(model, dtype, device), tokenizer)
     dtype, device = dtype or torch.bfloat16, check_device(device)
     source, name = _source(str(model))
     try:
-        hf_logging.disable_progress_bar()
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
+        with _no_bars():
+            loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
     except Exception as problem:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
     return Adapter(_placed(loaded, None, device), tokenizer, name=name)
@@ -107,10 +111,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Writes config.json, model.safetensors (float32: exact) and the tokenizer."""
     from safetensors.torch import save_file
 
-    hf_logging.disable_progress_bar()
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # transformers draws bars of its own
+        with _no_bars(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws bars of its own
             config = AutoConfig.from_pretrained(**place)
             model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
             AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
@@ -126,6 +129,17 @@ def _convert(gguf: Path, folder: Path) -> None:
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     (folder / "complete.json").write_text(json.dumps({"source": gguf.name, "sha256": _hash(gguf)}))
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _hash(path: Path) -> str:

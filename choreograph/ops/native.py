@@ -56,13 +56,18 @@ def supports(width: int, dtype: torch.dtype, device: torch.device) -> str | None
 @cache
 def load(width: int, dtype: torch.dtype) -> "NativeKernel":
     """The kernel for one head size and type, built if it is not in the cache yet."""
-    return NativeKernel(ctypes.CDLL(str(_build(width, ELEMENTS[dtype]))))
+    try:
+        library = ctypes.CDLL(str(_build(width, ELEMENTS[dtype])))
+    except OSError as problem:  # a cache folder that cannot be written, a library that cannot be loaded
+        raise NativeUnavailable(str(problem)) from None
+    return NativeKernel(library, width, dtype)
 
 
 class NativeKernel:
-    """One compiled `choreograph_attend`."""
+    """One compiled `choreograph_attend`, for tensors of exactly one head size and type."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, width: int, dtype: torch.dtype) -> None:
+        self._shape = (width, dtype)
         self._call = library.choreograph_attend
         self._call.argtypes = _SIGNATURE
         self._call.restype = None
@@ -79,6 +84,9 @@ class NativeKernel:
     ) -> Float[Tensor, "N H D"]:
         """Writes the rows' own keys and values into their slots, then attends."""
         heads, rows, width = query.shape
+        for given in (query, key, value, keys, values):
+            if (given.shape[-1], given.dtype) != self._shape:
+                raise TypeError(f"the kernel is built for {self._shape}, not {(given.shape[-1], given.dtype)}")
         out = torch.empty(rows, heads, width, dtype=query.dtype)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()

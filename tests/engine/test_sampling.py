@@ -41,6 +41,14 @@ def generation(seed=0, prompt=(1, 2), forced=None, stops=(), tokens=(), **option
     return made
 
 
+def take(logits: torch.Tensor, generations: list[Generation]) -> list[int]:
+    """Chooses and accepts, as a step does."""
+    tokens = choose(logits, generations)
+    for one, token in zip(generations, tokens, strict=True):
+        one.accept(token)
+    return tokens
+
+
 def fast(row: torch.Tensor, options: SamplingParams) -> torch.Tensor | None:
     """The probabilities that `nucleus` keeps, over the whole vocabulary."""
     kept = nucleus(row, options, *torch.topk(row, min(CANDIDATES, len(row))))
@@ -136,7 +144,7 @@ def test_frequencies_follow_the_distribution(size):
     row, count = torch.full((size,), -30.0), 4000
     row[:4] = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
     one = generation(seed=5)
-    drawn = torch.tensor([choose(row[None], [one])[0] for _ in range(count)])
+    drawn = torch.tensor([take(row[None], [one])[0] for _ in range(count)])
     share = drawn.bincount(minlength=4)[:4] / count
     torch.testing.assert_close(share, torch.tensor([0.5, 0.25, 0.15, 0.1]), atol=0.035, rtol=0)
 
@@ -149,7 +157,7 @@ def test_a_vanishing_temperature_is_greedy(temperature):
 
 def test_a_huge_temperature_is_uniform():
     one = generation(temperature=1e30)
-    assert len({choose(logits_of(20, 1)[None], [one])[0] for _ in range(300)}) == 20
+    assert len({take(logits_of(20, 1)[None], [one])[0] for _ in range(300)}) == 20
 
 
 # -- rows are independent ------------------------------------------------------------------------------------
@@ -182,10 +190,10 @@ def test_a_row_chooses_the_same_alone_and_in_a_batch(rows, size, seed, ties):
 
     logits = torch.stack([logits_of(size, seed + i, ties=ties) for i in range(len(rows))])
     together = [make(*row) for row in rows]
-    batch = [choose(logits, together) for _ in range(3)]
+    batch = [take(logits, together) for _ in range(3)]
     for i, row in enumerate(rows):
         alone = make(*row)
-        assert [choose(logits[i : i + 1], [alone])[0] for _ in range(3)] == [tokens[i] for tokens in batch]
+        assert [take(logits[i : i + 1], [alone])[0] for _ in range(3)] == [tokens[i] for tokens in batch]
         assert torch.equal(alone.random.get_state(), together[i].random.get_state())
 
 
@@ -194,6 +202,21 @@ def test_choosing_leaves_the_logits_alone():
     before = logits.clone()
     choose(logits, [generation(tokens=(1,), presence_penalty=2, repetition_penalty=2, logit_bias={0: 9}, top_k=3)])
     assert torch.equal(logits, before)
+
+
+def test_a_second_try_of_a_step_chooses_the_same():
+    """A step that broke after choosing is chosen again: nothing was used up."""
+    one = generation(seed=3, logprobs=2)
+    row = logits_of(50, 4)[None]
+    assert choose(row, [one]) == choose(row, [one])
+    assert one.logprobs == []
+
+
+def test_rows_without_numbers_choose_nothing_and_harm_nobody():
+    rows = torch.stack([logits_of(30, 1), torch.full((30,), float("nan")), logits_of(30, 2)])
+    ways = [{"temperature": 0}, {"top_p": 0.5}, {"temperature": 0}]
+    got = choose(rows, [generation(**way) for way in ways])
+    assert got == [int(rows[0].argmax()), None, int(rows[2].argmax())]
 
 
 # -- forced tokens, log-probabilities ------------------------------------------------------------------------
@@ -212,7 +235,7 @@ def test_forced_tokens_come_in_order_and_draw_nothing():
 def test_logprobs_are_the_models_own(options):
     row = logits_of(30, 2)
     one = generation(logprobs=4, **options)
-    token = choose(row[None], [one])[0]
+    token = take(row[None], [one])[0]
     want, (got,) = row.log_softmax(-1), one.logprobs
     assert got.token == token
     assert got.logprob == pytest.approx(float(want[token]))
@@ -223,16 +246,16 @@ def test_logprobs_are_the_models_own(options):
 def test_logprobs_count():
     for count, want in ((0, 0), (1, 1), (10_000, 30)):
         one = generation(logprobs=count)
-        choose(logits_of(30, 2)[None], [one])
+        take(logits_of(30, 2)[None], [one])
         assert len(one.logprobs[0].top) == want
     quiet = generation()
-    choose(logits_of(30, 2)[None], [quiet])
+    take(logits_of(30, 2)[None], [quiet])
     assert quiet.logprobs == []
 
 
 def test_forced_tokens_have_logprobs():
     one = generation(forced=[4], logprobs=0)
-    choose(logits_of(30, 2)[None], [one])
+    take(logits_of(30, 2)[None], [one])
     assert one.logprobs[0].logprob == pytest.approx(float(logits_of(30, 2).log_softmax(-1)[4]))
 
 
@@ -289,6 +312,9 @@ class Letters:
 
     def step(self, token: int) -> str:
         return chr(ord("a") + token)
+
+    def rest(self) -> str:
+        return ""
 
 
 def written(tokens, **options) -> tuple[Generation, list]:

@@ -1,0 +1,100 @@
+"""`Engine`, the public way in: one model, its cache, and sessions over both. Owns nothing that they do not."""
+
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .chat import ChatFormat
+from .config import EngineConfig
+from .engine.runner import Runner
+from .errors import ConfigError, ModelError
+from .events import EventLog
+from .models.adapter import Adapter, ModelFacts, check_dtype
+from .models.load import EMBEDDED, load
+from .session import Session
+from .types import MODES, Mode
+
+
+class Engine:
+    """One model, one cache, any number of sessions."""
+
+    def __init__(self, adapter: Adapter, config: EngineConfig | None = None) -> None:
+        self.runner = Runner(adapter, config or EngineConfig())
+        self.tokenizer = adapter.tokenizer
+        self.chat = ChatFormat(adapter.tokenizer) if adapter.tokenizer is not None else None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel = EMBEDDED,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> "Engine":
+        """Loads a model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
+
+        dtype defaults to bfloat16 (a model in memory keeps its own), device to the first GPU or the CPU.
+        Raises ModelError for a model that cannot be found, read or served.
+        """
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config={config!r}: use EngineConfig(...)")
+        if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
+            raise ModelError(f"model={model!r}: use a name, a path or a transformers model")
+        adapter = load(model, tokenizer=tokenizer, dtype=check_dtype(dtype), device=device)
+        if config.quantization:
+            adapter.quantize(config.quantization)
+        if config.compile:
+            adapter.compile(config.compile_rows)
+        return cls(adapter, config)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.runner.adapter.facts
+
+    @property
+    def events(self) -> EventLog:
+        return self.runner.events
+
+    def session(self, *, mode: Mode = "choreographed", seed: int | None = None, client_id: str = "default") -> Session:
+        """A workflow's scope: its messages are released at the end. Clients never see each other's cache."""
+        if mode not in MODES:
+            raise ConfigError(f"mode={mode!r}: use one of {MODES}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ConfigError(f"seed={seed!r}: use a whole number or None")
+        if not isinstance(client_id, str):
+            raise ConfigError(f"client_id={client_id!r}: use a string")
+        session = Session(self.runner, self.chat, mode=mode, seed=seed, client_id=client_id)
+        session.engine = self
+        return session
+
+    def step(self) -> bool:
+        """Computes one step; False if nothing can run."""
+        return self.runner.step()
+
+    def drain(self) -> None:
+        """Runs until everything that was submitted is complete."""
+        self.runner.drain()
+
+    def clear_cache(self) -> None:
+        """Forgets every encoding that no message holds."""
+        with self.runner.lock:
+            self.runner.store.clear_idle()
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant of the cache or the queues is broken."""
+        self.runner.check()
+
+    def close(self) -> None:
+        """Refuses further calls. Memory goes with the object."""
+        self.runner.closed = True
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
