@@ -1,0 +1,282 @@
+"""What goes wrong in long lives: broken steps, threads, listeners that act, growth of memory, unfair loads."""
+
+import threading
+
+import pytest
+import tiny
+import torch
+
+from choreograph import Engine, SamplingParams
+from choreograph.engine import runner as runner_module
+from choreograph.errors import CallFailed, ReleasedMessage
+from choreograph.ops import native
+from choreograph.ops.plan import make_plan
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+def answer(engine: Engine, prompt=(1, 2, 3), **place) -> list[int]:
+    with engine.session() as session:
+        return session.decode(list(prompt), sampling=GREEDY, **place).generated
+
+
+# -- identity ------------------------------------------------------------------------------------------------
+
+
+def test_a_client_name_never_runs_into_the_tokens():
+    engine = tiny.engine()
+    with engine.session(client_id="user") as a, engine.session(client_id="user1") as b:
+        a.prefill([12, 3]).result()
+        other = b.prefill([2, 3]).result()
+        assert other.usage.cached_tokens == 0
+        assert other._call.encoding.tokens == [2, 3]
+
+
+def test_a_parent_released_after_validation_is_still_refused():
+    engine = tiny.engine()
+    with engine.session() as session:
+        parent = session.prefill([1, 2])
+        late = session._message([3], (parent,), None, None)
+        parent.release()
+        with pytest.raises(ReleasedMessage):
+            session._submit([late])
+        engine.check()
+
+
+# -- broken steps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["choose", "make_plan", "_take", "forward"])
+def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch):
+    engine, expected = tiny.engine(), answer(tiny.engine())
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    with engine.session(seed=0) as session:
+        message = session.decode([1, 2, 3], sampling=GREEDY)
+        sampled = session.decode([4], sampling=SamplingParams(max_tokens=5, seed=9, logprobs=1))
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                if where == "forward":
+                    patch.setattr(engine.runner.adapter, "forward", broken)
+                elif where == "_take":
+                    patch.setattr("choreograph.engine.scheduler._take", broken)
+                else:
+                    patch.setattr(runner_module, where, broken)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+            engine.check()
+            engine.step()
+        assert message.generated == expected
+        tokens = sampled.generated
+        assert len(sampled.logprobs) == 5
+    with tiny.engine().session() as session:
+        assert session.decode([4], sampling=SamplingParams(max_tokens=5, seed=9)).generated == tokens
+
+
+def test_one_call_without_numbers_fails_alone():
+    engine = tiny.engine()
+    healthy = engine.runner.adapter.forward
+
+    def poisoned(tokens, positions, step, rows):
+        logits = healthy(tokens, positions, step, rows)
+        logits[0] = float("nan")
+        return logits
+
+    with engine.session() as session:
+        sick = session.decode([1, 2, 3], sampling=SamplingParams(top_p=0.5))
+        well = session.decode([4, 5], sampling=GREEDY)
+        engine.runner.adapter.forward = poisoned
+        engine.step()
+        engine.runner.adapter.forward = healthy
+        with pytest.raises(CallFailed, match="NaN"):
+            sick.result()
+        assert well.generated == answer(tiny.engine(), [4, 5])
+        engine.check()
+
+
+def test_listeners_act_between_steps():
+    """Stop the others when one finishes: nothing that is released comes back."""
+    engine = tiny.engine()
+    with engine.session(seed=0) as session:
+        racers = [session.decode([i], sampling=SamplingParams(max_tokens=4 + i, temperature=0)) for i in range(5)]
+
+        def stop_others(event):
+            if event.kind == "token" and racers[0].done:
+                for other in racers[1:]:
+                    other.release()
+
+        forget = engine.events.listen(stop_others)
+        racers[0].result()
+        engine.drain()
+        forget()
+        engine.check()
+        for other in racers[1:]:
+            with pytest.raises(ReleasedMessage):
+                other.result()
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
+# -- threads -------------------------------------------------------------------------------------------------
+
+
+def test_threads_share_an_engine_and_engines_share_a_model():
+    expected = {i: answer(tiny.engine(), [i, 7]) for i in range(12)}
+    engines, wrong = [tiny.engine(), tiny.engine()], []
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            if answer(engines[i % 2], [i, 7]) != expected[i]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert tiny.model().config._attn_implementation == "sdpa"
+    for engine in engines:
+        engine.check()
+        assert engine.runner.store.counts["held_encodings"] == 0
+
+
+# -- types ---------------------------------------------------------------------------------------------------
+
+
+def test_autocast_of_the_caller_changes_nothing():
+    expected = answer(tiny.engine())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert answer(tiny.engine()) == expected
+
+
+def test_the_kernel_refuses_tensors_that_it_was_not_built_for():
+    kernel = native.load(16, torch.float32)
+    wrong = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="built for"):
+        kernel.attend(make_plan([0], [], None), wrong, wrong, wrong, wrong, wrong, 1.0)
+
+
+def test_a_cache_folder_that_cannot_be_written_falls_back(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(native, "user_cache_path", lambda _: blocked)
+    native.load.cache_clear()
+    try:
+        engine = tiny.engine()
+        assert engine.runner.backend.name == "sdpa"
+        assert engine.runner.backend_note
+        assert answer(engine) == answer(tiny.engine(backend="reference"))
+    finally:
+        native.load.cache_clear()
+
+
+# -- growth and fairness -------------------------------------------------------------------------------------
+
+
+def test_timing_of_long_and_dense_graphs_is_immediate():
+    engine = tiny.engine(tokens=8192)
+    with engine.session() as session:
+        dense = []
+        for i in range(60):
+            dense.append(session.prefill([i % 50], parents=dense))
+        assert dense[-1].timing.e2e is not None
+        last = session.prefill([1])
+        for _ in range(1100):
+            last = session.prefill([1], parents=[last], offsets=[0], new_offset=1)
+        assert last.timing.e2e is not None
+
+
+def test_released_messages_and_forgotten_clients_leave_nothing_behind():
+    engine = tiny.engine()
+    with engine.session() as session:
+        for i in range(30):
+            session.prefill([i, i + 1]).result().release()
+        assert session.messages == []
+    for i in range(20):
+        with engine.session(mode="prefix", client_id=f"client {i}") as session:
+            session.decode([1, 2, 3], sampling=GREEDY).result()
+    engine.clear_cache()
+    assert not engine.runner.store._trees
+    assert engine.runner.store.counts["idle_encodings"] == 0
+
+
+def test_ready_calls_take_turns_when_a_step_is_small():
+    engine = tiny.engine(step=2)
+    with engine.session() as session:
+        calls = [session.decode([i], sampling=SamplingParams(max_tokens=40, temperature=0)) for i in range(6)]
+        for _ in range(30):
+            engine.step()
+        counts = [len(m._call.generation.tokens) for m in calls]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_prompt_that_nobody_can_use_yet_delays_no_first_token():
+    engine = tiny.engine()
+    with engine.session() as session:
+        problem = session.prefill(list(range(10)))
+        branches = [session.decode([20 + i, 3], [problem], sampling=GREEDY) for i in range(3)]
+        later = session.prefill(list(range(30)))
+        vote = session.decode([9], [later, *branches], sampling=GREEDY)
+        engine.step()
+        assert engine.runner.rows == 10 + 3 * 2
+        engine.step()
+        assert engine.runner.rows == 16 + 3 + 30, "encoded while the branches decode"
+        assert vote.result().timing.ttft is not None
+
+
+def test_max_tokens_beyond_the_last_position_is_cut_not_refused():
+    engine = tiny.engine(tokens=tiny.POSITIONS + 16)
+    with engine.session() as session:
+        message = session.decode([1, 2], sampling=SamplingParams(temperature=0, max_tokens=100_000))
+        assert message.length == tiny.POSITIONS
+        assert message.finish_reason == "length"
+
+
+# -- semantics that modes share ------------------------------------------------------------------------------
+
+
+def test_forced_content_has_the_text_of_the_run_that_it_repeats(embedded):
+    ways = SamplingParams(temperature=0, stop=" 6", max_tokens=30)
+    with embedded.session(mode="prefix") as session:
+        first = session.decode("1, 2, 3,", sampling=ways)
+        text, content = first.text, first.generated
+    assert text.endswith("5,")
+    with embedded.session() as session:
+        assert session.decode("1, 2, 3,", sampling=ways, forced_tokens=content).text == text
+
+
+def test_a_character_that_never_became_whole_is_shown(embedded):
+    ids = embedded.tokenizer(" hello \U0001f600", add_special_tokens=False)["input_ids"]
+    with embedded.session() as session:
+        message = session.decode("Say:", forced_tokens=ids[:-1])
+        assert message.text == embedded.tokenizer.decode(ids[:-1])
+        assert "".join(session.decode("Say:", forced_tokens=ids[:-1]).stream()) == message.text
+
+
+def test_a_prefix_that_grew_past_its_branches_is_still_found():
+    engine = tiny.engine()
+    prompt, long = [1, 2, 3], [10 + i % 40 for i in range(30)]
+    with engine.session(mode="prefix") as session:
+        growing = session.decode(prompt, forced_tokens=long)
+        for _ in range(6):
+            engine.step()
+        branch = session.decode([*prompt, *long[:20], 5, 6, 7], forced_tokens=[8])
+        branch.result()
+        growing.result()
+        asked = session.decode([*prompt, *long[:20], 5, 6, 7, 9], sampling=GREEDY)
+        assert asked.usage.cached_tokens == 3 + 20 + 3
+
+
+def test_an_abandoned_baseline_call_is_cancelled_though_others_use_its_prompt():
+    engine = tiny.engine(step=4)
+    with engine.session(mode="prefix") as session:
+        first = session.decode(list(range(20)), sampling=GREEDY)
+        second = session.decode([*range(20), 30], sampling=GREEDY)
+        engine.step()
+        first.release()
+        assert second.generated == answer(tiny.engine(), [*range(20), 30])
+        with pytest.raises(ReleasedMessage):
+            first.result()
+        engine.check()
