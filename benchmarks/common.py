@@ -95,7 +95,7 @@ def save(name: str, rows: Sequence[Row], model: str = EMBEDDED) -> None:
     show_table(Console(width=160), name, ("measure", "value", "95%", "must", "aim", "peer"), lines)
     record = {
         "benchmark": name,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _changed() else ""),
         "date": datetime.date.today().isoformat(),
         "hardware": hardware(),
         "torch": torch.__version__,
@@ -113,6 +113,11 @@ def hardware() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else []
     return f"{names[0] if names else platform.processor()} {os.cpu_count()} cores"
+
+
+def _changed() -> str:
+    """Tracked files that differ from the commit, other than results."""
+    return _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results")
 
 
 def _git(*words: str) -> str:
