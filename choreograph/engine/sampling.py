@@ -30,14 +30,16 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
     """
     logits = logits.float()
     chosen: list[int | None] = [None] * len(generations)
-    sound = [not bad for bad in logits.sum(-1).isnan().tolist()] if generations else []
+    likeliest = logits.argmax(-1, keepdim=True)  # of a row with NaN, where the NaN is
+    sound = [not bad for bad in logits.gather(1, likeliest)[:, 0].isnan().tolist()]
     plain = [i for i, g in enumerate(generations) if sound[i] and g.next_forced is None and _is_plain(g)]
-    greedy = [i for i in plain if generations[i].sampling.greedy]
-    for i, token in zip(greedy, logits[greedy].argmax(-1).tolist() if greedy else [], strict=True):
-        chosen[i] = token
+    for i in plain:
+        if generations[i].sampling.greedy:
+            chosen[i] = int(likeliest[i])
     sampled = [i for i in plain if not generations[i].sampling.greedy]
-    for i, values, ids in zip(sampled, *_likeliest(logits[sampled]), strict=True):
-        chosen[i] = _sample(logits[i], generations[i], values, ids)
+    if sampled:
+        for i, values, ids in zip(sampled, *_candidates(logits[sampled]), strict=True):
+            chosen[i] = _sample(logits[i], generations[i], values, ids)
     settled = set(plain)
     for i, g in enumerate(generations):
         if not sound[i]:
@@ -46,7 +48,7 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
             chosen[i] = g.next_forced
         elif i not in settled:
             row = _processed(logits[i], g)
-            chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row, g, *_likeliest(row))
+            chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row, g, *_candidates(row))
         if g.sampling.logprobs is not None:
             token = chosen[i]
             assert token is not None
@@ -90,7 +92,7 @@ def warpers(s: SamplingParams) -> hf.LogitsProcessorList:
     return steps
 
 
-def _likeliest(logits: Float[Tensor, "*B V"]) -> tuple[Float[Tensor, "*B K"], Tensor]:
+def _candidates(logits: Float[Tensor, "*B V"]) -> tuple[Float[Tensor, "*B K"], Tensor]:
     """Values and ids of the candidates of every row at once."""
     top = torch.topk(logits, min(CANDIDATES, logits.shape[-1]))
     return top.values, top.indices

@@ -93,21 +93,21 @@ struct Kernel {
       for (int c = 0; c < PANELS; c++) store(s + m * TILE + c * LANES, acc[m][c]);
   }
 
-  static float sum(vec x) {
-    float t[LANES]; store(t, x);
-    for (int w = LANES / 2; w; w /= 2) for (int i = 0; i < w; i++) t[i] += t[i + w];
-    return t[0];
-  }
-
-  // the same for few queries straight from the stored keys: no transposition to pay for
+  // the same for few queries straight from the stored keys, LANES of them at a time: each product is summed across
+  // its lanes by transposing LANES of them, so that the keys themselves need no transposition
   static void scores_few(const float* q, int m, const T* keys, int64_t stride, int n, float* s) {
-    for (int j = 0; j < n; j++) {
-      vec k[V];
-      for (int i = 0; i < V; i++) k[i] = widen(keys + j * stride + i * LANES);
+    for (int j = 0; j < n; j += LANES) {
+      int count = std::min(LANES, n - j);
       for (int a = 0; a < m; a++) {
-        vec acc = load(q + a * D) * k[0];
-        for (int i = 1; i < V; i++) acc += load(q + a * D + i * LANES) * k[i];
-        s[a * TILE + j] = sum(acc);
+        vec part[LANES];
+        for (int r = 0; r < LANES; r++) {
+          const T* k = keys + (j + std::min(r, count - 1)) * stride;
+          part[r] = load(q + a * D) * widen(k);
+          for (int i = 1; i < V; i++) part[r] += load(q + a * D + i * LANES) * widen(k + i * LANES);
+        }
+        transpose(part);
+        for (int w = LANES / 2; w; w /= 2) for (int r = 0; r < w; r++) part[r] += part[r + w];
+        store(s + a * TILE + j, part[0]);
       }
     }
   }
