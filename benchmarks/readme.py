@@ -9,26 +9,29 @@ README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -->"
 SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
     "decode": {
-        ("1 stream: compiled bf16", "Hugging Face eager"): "decode, 512 tokens of context, against Hugging Face",
-        ("1 stream: compiled int8", "llama.cpp"): "the same in int8, against llama.cpp Q4_1",
+        (
+            "1 stream: compiled bf16",
+            "Hugging Face eager",
+        ): "decode step (compiled), 512 tokens of context: speed against eager Hugging Face",
+        ("1 stream: compiled int8", "llama.cpp"): "the same with int8 weights: speed against llama.cpp Q4_1",
         (
             "8 branches, shared context: compiled bf16",
             "Hugging Face eager",
-        ): "8 branches over one context, against Hugging Face",
-        ("8 branches, shared context: compiled bf16", "llama.cpp"): "the same, against llama.cpp",
+        ): "8 branches over one context: speed against eager Hugging Face",
+        ("8 branches, shared context: compiled bf16", "llama.cpp"): "the same: speed against llama.cpp",
     },
-    "prefill": {("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens, against llama.cpp"},
+    "prefill": {("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens: speed against llama.cpp"},
     "ttft": {
         (
             "home: first token in decode steps",
             None,
-        ): "first token behind 4096 cached tokens, in decode steps (less is better)",
+        ): "time to first token behind 4096 cached tokens, in decode steps (less is better)",
         ("moved: first token in decode steps", None): "the same, every parent moved (less is better)",
     },
-    "arena": {("64k over 2k slots", None): "a step in a cache of 64k slots over one of 2k"},
+    "arena": {("64k over 2k slots", None): "time of a step in a cache of 64k slots over one of 2k (1 is ideal)"},
     "tot": {
-        ("TTFT, vote", None): "Tree of Thoughts: first token of a voter, prefix over choreographed",
-        ("end to end", None): "Tree of Thoughts: end to end, prefix over choreographed",
+        ("TTFT, vote", None): "Tree of Thoughts: time to a voter's first token, prefix mode over choreographed",
+        ("end to end", None): "Tree of Thoughts: end to end, prefix mode over choreographed",
     },
 }
 
