@@ -106,28 +106,26 @@ def _progress(engine: Engine, console: Console, what: str) -> Iterator[Callable[
 
 
 def _show(console: Console, before: RunCost, after: RunCost) -> None:
-    head = (
-        "stage",
-        "calls",
-        "TTFT prefix",
-        "TTFT choreo",
-        "ratio",
-        "encoded prefix",
-        "choreo",
-        "reused prefix",
-        "choreo",
+    """Two narrow tables, which an 80-column terminal shows whole."""
+    pairs = list(zip(before.stages, after.stages, strict=True))
+    times = [
+        (old.stage, str(old.calls), milliseconds(old.ttft), milliseconds(new.ttft), ratio(old.ttft, new.ttft))
+        for old, new in pairs
+        if old.ttft is not None
+    ]
+    calls = sum(old.calls for old, _ in pairs if old.ttft is not None)
+    total = (milliseconds(before.ttft), milliseconds(after.ttft), ratio(before.ttft, after.ttft))
+    times.append(("all decodes", str(calls), *total))
+    show_table(
+        console, "Time to first token, mean per call", ("stage", "calls", "prefix", "choreographed", "ratio"), times
     )
-    lines = []
-    for old, new in zip(before.stages, after.stages, strict=True):
-        times = (milliseconds(old.ttft), milliseconds(new.ttft), ratio(old.ttft, new.ttft))
-        counts = (old.encoded, new.encoded, old.cached, new.cached)
-        lines.append((old.stage, str(old.calls), *times, *map(str, counts)))
-    times = (milliseconds(before.ttft), milliseconds(after.ttft), ratio(before.ttft, after.ttft))
-    counts = (before.encoded, after.encoded, before.cached, after.cached)
-    lines.append(("all calls", str(sum(s.calls for s in before.stages)), *times, *map(str, counts)))
-    show_table(console, "Time to first token (mean per call) and prompt tokens encoded or reused", head, lines)
+    counts = [(old.stage, *map(str, (old.encoded, new.encoded, old.cached, new.cached))) for old, new in pairs]
+    counts.append(("all", *map(str, (before.encoded, after.encoded, before.cached, after.cached))))
+    head = ("stage", "encoded: prefix", "choreogr.", "reused: prefix", "choreogr.")
+    console.print()
+    show_table(console, "Prompt tokens encoded, and reused", head, counts)
     console.print(
-        f"End to end: prefix {before.seconds:.2f} s, choreographed {after.seconds:.2f} s, "
+        f"\nEnd to end: prefix {before.seconds:.2f} s, choreographed {after.seconds:.2f} s, "
         f"ratio {ratio(before.seconds, after.seconds)}",
         highlight=False,
     )

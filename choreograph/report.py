@@ -11,7 +11,7 @@ def show_table(console: Console, title: str, head: Sequence[str], lines: Sequenc
     if console.is_terminal:
         table = Table(title=title, title_justify="left")
         for index, name in enumerate(head):
-            table.add_column(name, justify="left" if index == 0 else "right")
+            table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
         for line in lines:
             table.add_row(*line)
         console.print(table)
