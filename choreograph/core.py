@@ -49,7 +49,9 @@ class Engine:
         if config.quantization:
             adapter.quantize(config.quantization)
         if config.compile:
-            adapter.compile(config.compile_rows)
+            from .models.compiled import CompiledForward  # touches private names of torch: only where asked for
+
+            adapter.compiled = CompiledForward(adapter, config.compile_rows)
         return cls(adapter, config)
 
     @property

@@ -1,5 +1,7 @@
 """Ordinary prompts against Hugging Face itself: logits, greedy tokens, and bits where nothing moves."""
 
+import copy
+
 import pytest
 import tiny
 import torch
@@ -66,6 +68,7 @@ def test_the_model_stays_usable_by_its_owner(plain):
     with plain.session() as session:
         session.prefill([1, 2, 3]).result()
     assert model.config._attn_implementation == "sdpa"
+    copy.deepcopy(model)  # nothing was hung on it
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,6 +23,7 @@ from ..ops.rope import Rotary
 from .families import FAMILIES
 
 ATTENTION = "choreograph"
+_TURN = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Adapter:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.facts = read_facts(model, name or model.config._name_or_path or model.config.model_type)
-        self.compiled: Any = None
+        self.compiled: Any = None  # a `models.compiled.CompiledForward`, or nothing
 
     def quantize(self, kind: str) -> None:
         """Weight-only quantisation in place, through torchao."""
@@ -87,12 +88,6 @@ class Adapter:
             raise ConfigError("quantization='int8' needs torchao: pip install 'choreograph[int8]'") from None
         quantize_(self.model, Int8WeightOnlyConfig())
         self.facts = replace(self.facts, fingerprint=f"{self.facts.fingerprint}-{kind}")
-
-    def compile(self, buckets: tuple[int, ...]) -> None:
-        """From now on, steps of up to the largest bucket run through compiled graphs."""
-        from .compiled import CompiledForward
-
-        self.compiled = CompiledForward(self, buckets)
 
     @torch.no_grad()
     def forward(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> Float[Tensor, "R V"]:
@@ -114,9 +109,9 @@ class Adapter:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        """Two engines over one model in two threads take turns: the attention setting is the model's."""
+        """Engines in several threads take turns: the attention setting is the model's, and models are shared."""
         config = self.model.config
-        with self.model.__dict__.setdefault("_choreograph_lock", threading.RLock()):
+        with _TURN:
             before = config._attn_implementation
             config._attn_implementation = ATTENTION
             try:
