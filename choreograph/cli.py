@@ -1,4 +1,4 @@
-"""The command line: info, demo, run, chat. Owns options and printing; every command is a few calls of the API."""
+"""The command line. Owns options and printing; every command is a few calls of the API."""
 
 import json
 import sys
@@ -140,6 +140,106 @@ def run(
     else:
         console.print("\n")
         _show_run(console, f"{workflow}, {mode.value}: {done.cost.seconds:.2f} s", done)
+
+
+WorkflowName = Annotated[str, typer.Argument(help="A workflow of the package, or the path of a Python file.")]
+Data = Annotated[str, typer.Option(help="A .jsonl file, a Hub dataset (name or name:configuration), or games:N.")]
+Out = Annotated[Path | None, typer.Option(help="The folder of the run; a run that was stopped goes on there.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only so many examples.")]
+Split = Annotated[str, typer.Option(help="The split of a Hub dataset.")]
+Shuffle = Annotated[int | None, typer.Option(help="Seed to shuffle the examples with; unshuffled without one.")]
+Only = Annotated[list[str] | None, typer.Option("--condition", help="Only these conditions (and the baseline).")]
+Options = Annotated[list[str] | None, typer.Option("--option", help="An option of the workflow, as name=value.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of one message.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+AtOnce = Annotated[int, typer.Option(min=1, help="Examples that run at once, packed into the same steps.")]
+
+
+@app.command(name="eval")
+def evaluate(
+    workflow: WorkflowName,
+    data: Data,
+    out: Out = None,
+    limit: Limit = None,
+    shuffle: Shuffle = None,
+    split: Split = "test",
+    model: Model = EMBEDDED,
+    dtype: Dtype = DtypeName.bfloat16,
+    condition: Only = None,
+    option: Options = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.7,
+    seed: Seed = 0,
+    at_once: AtOnce = 32,
+    fidelity: Annotated[int, typer.Option(min=0, help="Measure log-loss and KL on so many traces.")] = 0,
+    judge: Annotated[str | None, typer.Option(help="A model that compares answers in both orders.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a workflow on data under its conditions: accuracy, paired differences, fidelity, win rates."""
+    from .choreographies import find
+    from .evaluation import shown
+    from .types import SamplingParams
+
+    found, console = find(workflow), Console(quiet=as_json)
+    examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
+    report = shown.evaluate(
+        _engine(model, dtype, False),
+        console,
+        workflow,
+        found,
+        examples,
+        out or Path("out") / "eval" / Path(workflow).stem,
+        conditions=shown.chosen(found, condition or []),
+        options=_options(option or []),
+        sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
+        seed=seed,
+        at_once=at_once,
+        fidelity=fidelity,
+        judge=None if judge is None else _engine(judge, dtype, False),
+    )
+    if as_json:
+        print(json.dumps(report))
+
+
+@app.command()
+def bench(
+    workflow: WorkflowName,
+    data: Data,
+    out: Out = None,
+    limit: Limit = 30,
+    shuffle: Shuffle = None,
+    split: Split = "test",
+    model: Model = EMBEDDED,
+    dtype: Dtype = DtypeName.bfloat16,
+    compile: Compile = False,
+    condition: Only = None,
+    option: Options = None,
+    max_tokens: MaxTokens = 160,
+    temperature: Temperature = 0.7,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Time a workflow in all its conditions, forced to the same tokens: time to first token, end to end."""
+    from .choreographies import find
+    from .evaluation import shown
+    from .types import SamplingParams
+
+    found, console = find(workflow), Console(quiet=as_json)
+    examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
+    report = shown.bench(
+        _engine(model, dtype, compile),
+        console,
+        workflow,
+        found,
+        examples,
+        out or Path("out") / "bench" / Path(workflow).stem,
+        conditions=shown.chosen(found, condition or []),
+        options=_options(option or []),
+        sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
+        seed=seed,
+    )
+    if as_json:
+        print(json.dumps(report))
 
 
 def _show_run(console: Console, title: str, done: Any) -> None:

@@ -3,6 +3,7 @@
 ChoreographError
 ├── ConfigError (ValueError)         an option that does not exist or is out of range
 │   └── SamplingError                the same for a sampling option
+├── DataError (ValueError)           a dataset, record or result file that cannot be read
 ├── ModelError (OSError)             a model that cannot be found, read or served
 ├── CallError (ValueError)           a `prefill` or `decode` that cannot mean anything
 │   ├── UnknownMessage               a parent that is not a message
@@ -27,6 +28,10 @@ class ConfigError(ChoreographError, ValueError):
 
 class SamplingError(ConfigError):
     """A sampling option that does not exist or is out of range."""
+
+
+class DataError(ChoreographError, ValueError):
+    """A dataset, a record or a file of results that cannot be read."""
 
 
 class ModelError(ChoreographError, OSError):

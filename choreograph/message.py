@@ -6,13 +6,16 @@ that was submitted in the meantime runs in the same steps, so sequential code ba
 
 import asyncio
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .engine.call import Call, State
 from .engine.modes import resolve_offsets
 from .engine.runner import Runner
-from .errors import ConfigError
+from .errors import CallError, ConfigError
 from .types import FinishReason, Timing, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Message:
@@ -82,6 +85,16 @@ class Message:
         self._wait_known()
         generation = self._call.generation
         return list(generation.logprobs) if generation and generation.sampling.logprobs is not None else None
+
+    def watch(self, hear: Callable[["Tensor"], None]) -> None:
+        """Gives `hear` the model's own log-probabilities, float32 of shape (V,), behind every generated token.
+
+        To be called before the message is computed. `hear` runs inside the step: it must not use the engine.
+        """
+        generation = self._call.generation
+        if generation is None or generation.tokens:
+            raise CallError(f"message {self.id}: watch a decode before anything of it is generated")
+        generation.watch = hear
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -1,22 +1,24 @@
 """The papers' workflows, one file each. A workflow is a function `run(performance, task, **options)`.
 
 `find` looks a workflow up by the name of its file here, or by the path of a user's own file: adding one needs no
-registry.
+registry. Beside `run`, a file may hold `CONDITIONS`, the ways in which it is compared (by default prefix mode with
+choreographed), and `TAKES = "pairs"` if a task is two examples.
 """
 
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from ..message import Message
-from .performance import Performance, Step
+from .performance import DEFAULT_CONDITIONS, Condition, Performance, Step
 
 Workflow = Callable[..., Message]
-_SUPPORT = {"performance"}
-__all__ = ["Performance", "Step", "Workflow", "find", "names"]
+_SUPPORT = {"performance", "reading"}
+__all__ = ["Condition", "Performance", "Step", "Workflow", "conditions_of", "find", "names", "takes_pairs"]
 
 
 def names() -> list[str]:
@@ -38,3 +40,18 @@ def find(name: str) -> Workflow:
             return module.run
         raise ConfigError(f"workflow {name!r}: the file defines no run(performance, task)")
     raise ConfigError(f"workflow {name!r}: use one of {names()}, or the path of a Python file")
+
+
+def conditions_of(workflow: Workflow) -> Mapping[str, Condition]:
+    """The ways in which a workflow is compared; the first one is the baseline."""
+    return _beside(workflow, "CONDITIONS", DEFAULT_CONDITIONS)
+
+
+def takes_pairs(workflow: Workflow) -> bool:
+    """Whether a task of the workflow is two examples."""
+    return _beside(workflow, "TAKES", "") == "pairs"
+
+
+def _beside(workflow: Workflow, name: str, default: Any) -> Any:
+    """A name of the file that defines the workflow."""
+    return getattr(workflow, "__globals__", {}).get(name, default)

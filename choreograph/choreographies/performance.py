@@ -1,16 +1,21 @@
 """One run of a workflow on a session: names its steps, and can repeat the content of an earlier run.
 
-Owns the record of what was called under which name. A second performance that is given the first one's
-`content()` forces every decode to the same tokens, step by step (Prompt Choreography, section 4.2).
+Owns the record of what was called under which name, what could not be read, and what the workflow found out. A
+second performance that is given the first one's `content()` forces every decode to the same tokens, step by step
+(Prompt Choreography, section 4.2); one that is given some of its stages repeats those alone.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..chat import Turn
 from ..message import Message
 from ..session import Session, Text
-from ..types import SamplingParams
+from ..types import Mode, SamplingParams
+
+Content = Mapping[str, list[list[int]]]
 
 
 class Step(NamedTuple):
@@ -18,6 +23,19 @@ class Step(NamedTuple):
 
     stage: str
     message: Message
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way to run a workflow. `copies` of the stages named are taken from the run of the condition before it."""
+
+    mode: Mode
+    options: Mapping[str, Any] = field(default_factory=dict)
+    copies: tuple[str, ...] = ()
+
+
+BASELINE = {"baseline": Condition("prefix")}
+DEFAULT_CONDITIONS = BASELINE | {"choreographed": Condition("choreographed")}
 
 
 class Performance:
@@ -28,16 +46,30 @@ class Performance:
         session: Session,
         *,
         sampling: SamplingParams | None = None,
-        forced: Mapping[str, list[list[int]]] | None = None,
+        forced: Content | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.session = session
         self.sampling = sampling or SamplingParams(temperature=0.7, top_p=0.95)
         self.steps: list[Step] = []
         self.unparseable: Counter[str] = Counter()
-        self._forced = forced
+        self.findings: dict[str, Any] = {}
+        self._forced = forced or {}
         self._count: defaultdict[str, int] = defaultdict(int)
         self._on_step = on_step
+
+    # -- turns, as a session makes them ---------------------------------------------------------------------
+
+    def system(self, text: str) -> Turn:
+        return Turn("system", text)
+
+    def user(self, text: str) -> Turn:
+        return Turn("user", text)
+
+    def assistant(self, text: str = "") -> Turn:
+        return Turn("assistant", text)
+
+    # -- calls --------------------------------------------------------------------------------------------
 
     def prefill(self, stage: str, tokens: Text, parents: Iterable[Message] = (), **place: Any) -> Message:
         """`Session.prefill` under the name of a stage."""
@@ -49,22 +81,32 @@ class Performance:
         header: Text,
         parents: Iterable[Message] = (),
         *,
+        most: int | None = None,
+        stop: tuple[str, ...] = (),
         sampling: SamplingParams | None = None,
         **place: Any,
     ) -> Message:
-        """`Session.decode` under the name of a stage; repeats the earlier run's content if there is one."""
-        forced = None
-        if self._forced is not None:
-            forced = self._forced[stage][self._count[stage]]
+        """`Session.decode` under the name of a stage; repeats the earlier run's content if there is one.
+
+        most: a limit of tokens for a short message, below the one of the performance. stop: strings that end it.
+        """
+        sampling = sampling or self.sampling
+        if most is not None:
+            sampling = replace(sampling, max_tokens=min(most, sampling.max_tokens))
+        if stop:
+            sampling = replace(sampling, stop=(*sampling.stop, *stop))
+        forced = self._forced[stage][self._count[stage]] if stage in self._forced else None
         self._count[stage] += 1
-        message = self.session.decode(
-            header, parents, sampling=sampling or self.sampling, forced_tokens=forced, **place
-        )
+        message = self.session.decode(header, parents, sampling=sampling, forced_tokens=forced, **place)
         return self._note(stage, message)
 
     def could_not_parse(self, stage: str) -> None:
         """Counts an output that the workflow could not read."""
         self.unparseable[stage] += 1
+
+    def note(self, name: str, value: Any) -> None:
+        """What the workflow found out besides its answer, as JSON: a decision, the round in which it stopped."""
+        self.findings[name] = value
 
     def content(self) -> dict[str, list[list[int]]]:
         """What every decode generated, per stage in order: the `forced` of another performance."""

@@ -4,52 +4,48 @@ Every voter sees all branches behind its own instructions: branches that were de
 other and stand there at positions where they were not encoded.
 """
 
-import re
 from collections import Counter
-from dataclasses import replace
 
-from ..chat import Turn
 from ..errors import ConfigError
 from ..message import Message
+from .direct import ASK, NEXT
 from .performance import Performance
+from .reading import choice
 
-SOLVE = "Solve this problem. Reason step by step, briefly, and end with the result.\n\nProblem: {task}"
 VOTE = (
     "Several solutions of one problem follow. Judge which one is the most correct. "
     "Answer with its number only.\n\nProblem: {task}"
 )
-ANSWER = "A solution of a problem follows. Give the final answer in one or two sentences.\n\nProblem: {task}"
+ANSWER = (
+    "A solution of a problem follows. Check it and give the final answer in one or two sentences, "
+    "in \\boxed{{}}.\n\nProblem: {task}"
+)
 
 
 def run(p: Performance, task: str, *, branches: int = 8, voters: int = 4) -> Message:
     """The final answer, not read yet."""
     if branches < 1 or voters < 1:
         raise ConfigError(f"branches={branches}, voters={voters}: use 1 or more of each")
-    problem = p.prefill("problem", Turn("user", SOLVE.format(task=task)))
-    solutions = [p.decode("solve", Turn("assistant", f"Solution {i + 1}:"), [problem]) for i in range(branches)]
-    instructions = p.prefill("vote prompt", Turn("user", VOTE.format(task=task)))
-    short = replace(p.sampling, max_tokens=min(16, p.sampling.max_tokens))  # a number is all that is asked for
-    votes = [
-        p.decode("vote", Turn("assistant", "The best solution is number"), [instructions, *solutions], sampling=short)
-        for _ in range(voters)
-    ]
+    problem = p.prefill("problem", p.user(ASK.format(task=task)))
+    headers = [p.assistant(f"Solution {i + 1}:\n") for i in range(branches)]
+    solutions = [p.decode("solve", header, [problem], stop=NEXT) for header in headers]
+    instructions = p.prefill("vote prompt", p.user(VOTE.format(task=task)))
+    header, seen = p.assistant("The best solution is number"), [instructions, *solutions]
+    votes = [p.decode("vote", header, seen, most=16) for _ in range(voters)]  # a number is all that is asked for
     best = solutions[choose(p, [vote.text for vote in votes], branches)]
-    question = p.prefill("answer prompt", Turn("user", ANSWER.format(task=task)))
-    return p.decode("answer", Turn("assistant", "Final answer:"), [question, best])
+    question = p.prefill("answer prompt", p.user(ANSWER.format(task=task)))
+    return p.decode("answer", p.assistant("Final answer:"), [question, best])
 
 
 def choose(p: Performance, votes: list[str], branches: int) -> int:
     """The index with most votes, the lowest of equals; the first one where no vote can be read."""
     counted: Counter[int] = Counter()
     for text in votes:
-        number = parse_vote(text, branches)
+        number = choice(text, branches)
         if number is None:
             p.could_not_parse("vote")
         else:
             counted[number - 1] += 1
-    return min(counted, key=lambda index: (-counted[index], index), default=0)
-
-
-def parse_vote(text: str, branches: int) -> int | None:
-    """The first number in the text that names a branch."""
-    return next((n for n in map(int, re.findall(r"\d{1,9}", text)) if 1 <= n <= branches), None)
+    best = min(counted, key=lambda index: (-counted[index], index), default=0)
+    p.note("best", best + 1)
+    return best

@@ -1,5 +1,6 @@
 """What a decode has generated so far and when it must stop. Owns its random generator; knows no cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +34,8 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""
     next_logprob: TokenLogprob | None = None
+    watch: Callable[[torch.Tensor], None] | None = None  # hears the float32 log-probabilities behind every token
+    next_row: torch.Tensor | None = None
     _point: float | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +62,9 @@ class Generation:
         self.tokens.append(token)
         if self.next_logprob is not None:
             self.logprobs.append(self.next_logprob)
-        self._point = self.next_logprob = None
+        if self.watch is not None and self.next_row is not None:
+            self.watch(self.next_row)
+        self._point = self.next_logprob = self.next_row = None
         last = len(self.tokens) >= self.limit
         stop = token in self.stop_tokens and (last if self.forced is not None else allowed)
         settled = len(self.text)

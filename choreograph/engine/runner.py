@@ -64,6 +64,7 @@ class Runner:
         self.steps = 0
         self.rows = 0
         self.closed = False
+        self.give_turn: Callable[[], bool] | None = None  # set while many programs run together
         self._ids = itertools.count(1)
 
     # -- submission ---------------------------------------------------------------------------------------
@@ -336,7 +337,8 @@ class Runner:
                 raise call.error
             if call.state is State.CANCELLED:
                 raise ReleasedMessage(f"message {call.id} was released before it was known")
-            if not self.step() and not done() and call.state not in (State.FAILED, State.CANCELLED):
+            advanced = self.step() if self.give_turn is None else self.give_turn()
+            if not advanced and not done() and call.state not in (State.FAILED, State.CANCELLED):
                 raise CallFailed(f"message {call.id} cannot run: nothing can be computed any more")
         if call.error is not None:
             raise call.error

@@ -26,7 +26,7 @@ _NO_IDS: Any = torch.empty(1, 0, dtype=torch.long)  # these processors look at s
 def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int | None]:
     """The next token of each row, None where the model gave no numbers (NaN).
 
-    Changes nothing that a second try would see; log-probabilities that were asked for wait in `next_logprob`.
+    Changes nothing that a second try would see; log-probabilities that were asked for wait in the generation.
     """
     logits = logits.float()
     chosen: list[int | None] = [None] * len(generations)
@@ -53,6 +53,8 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
             token = chosen[i]
             assert token is not None
             g.next_logprob = _logprob(logits[i], token, g.sampling.logprobs)
+        if g.watch is not None:
+            g.next_row = logits[i].log_softmax(-1)
     return chosen
 
 

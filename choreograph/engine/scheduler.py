@@ -71,6 +71,10 @@ class Scheduler:
         self._fail = fail
         self._step = 0
 
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
     def next(self) -> Batch | None:
         """The next step's rows, marked as scheduled; None when nothing can run."""
         self._admit_waiting()

@@ -1,0 +1,37 @@
+"""Parallel multi-agent debate (Du et al. 2024) as in Prompt Choreography, Figure 6: agents x rounds, then a majority.
+
+In every later round an agent reads what the others answered in the round before, not what it said itself.
+"""
+
+from ..errors import ConfigError
+from ..message import Message
+from .direct import ASK, NEXT
+from .performance import Performance
+from .reading import final_answer, majority, plain
+
+UPDATE = (
+    "These are the solutions of other agents, which may be wrong. Check them, then write your own solution of the "
+    "problem, with a short line for each step and the answer in \\boxed{}."
+)
+
+
+def run(p: Performance, task: str, *, agents: int = 3, rounds: int = 3) -> Message:
+    """The last answer of the first agent that is with the majority."""
+    if agents < 1 or rounds < 1:
+        raise ConfigError(f"agents={agents}, rounds={rounds}: use 1 or more of each")
+    question = p.prefill("question", p.user(ASK.format(task=task)))
+    headers = [p.assistant(f"Solution by agent {i + 1}:\n") for i in range(agents)]
+    answers = [p.decode("round 1", header, [question], stop=NEXT) for header in headers]
+    update = p.prefill("update prompt", p.user(UPDATE), [question])
+    for number in range(2, rounds + 1):
+        answers = [
+            p.decode(f"round {number}", header, [question, *answers[:i], *answers[i + 1 :], update], stop=NEXT)
+            for i, header in enumerate(headers)
+        ]
+    finals = [final_answer(answer.text) for answer in answers]
+    for final in finals:
+        if final is None:
+            p.could_not_parse(f"round {rounds}")
+    agreed = majority(finals)
+    p.note("answer", agreed)
+    return next((a for a, final in zip(answers, finals, strict=True) if final and plain(final) == agreed), answers[0])

@@ -1,0 +1,83 @@
+"""Reads what models write: final answers, votes, decisions, lists. Pure; None where nothing can be read."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+_BOX = re.compile(r"\\f?boxed\s*\{")
+_SAYS = re.compile(
+    r"(?:final answer|answer|result)\b[^\n]{0,40}?(?:\bis\b|:|=)\s*\**\s*(?P<value>[^\n]*)", re.IGNORECASE
+)
+_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_MARKS = " \t\n.,;:!*`\"'"
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...}, braces inside it balanced."""
+    found = None
+    for start in _BOX.finditer(text):
+        depth = 1
+        for at in range(start.end(), len(text)):
+            depth += (text[at] == "{") - (text[at] == "}")
+            if not depth:
+                found = text[start.end() : at].strip()
+                break
+    return found or None
+
+
+def final_answer(text: str) -> str | None:
+    """The answer that a solution ends with: boxed, or after "the answer is", or the last number."""
+    if (box := boxed(text)) is not None:
+        return box
+    said = [m["value"].strip(_MARKS) for m in _SAYS.finditer(text)]
+    if said and said[-1]:
+        return said[-1].split(r"\boxed{")[-1].strip("$ ").removesuffix(r"\)").removeprefix(r"\(").strip(_MARKS) or None
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].replace("$", "").replace(",", "") if numbers else None
+
+
+def majority(answers: Iterable[str | None]) -> str | None:
+    """The answer that most gave, the earliest of equals; spaces, dollars and a leading `x =` do not count."""
+    counted = Counter(plain(a) for a in answers if a is not None)
+    return max(counted, key=lambda a: counted[a], default=None)
+
+
+def plain(answer: str) -> str:
+    """An answer without what does not change it, for comparing answers of one problem with each other."""
+    bare = re.sub(r"\\(?:left|right|,|!|;)|[\s$]", "", answer).strip(_MARKS)
+    return re.sub(r"^[a-zA-Z]=", "", bare).replace(r"\dfrac", r"\frac").lower()
+
+
+def choice(text: str, most: int) -> int | None:
+    """The first number in the text that is one of 1..most."""
+    return next((n for n in map(int, re.findall(r"\d{1,9}", text)) if 1 <= n <= most), None)
+
+
+def decision(text: str) -> str | None:
+    """`cooperate` or `defect`, whichever the text names first in any inflection; "not to defect" is the other one."""
+    found = re.search(r"(?P<no>\b(?:not|never|n't|n’t)\s+(?:\w+\s+){0,2})?(?P<verb>cooperat|co-operat|defect)", text, re.I)
+    if found is None:
+        return None
+    cooperates = (found["verb"].lower() != "defect") != bool(found["no"])
+    return "cooperate" if cooperates else "defect"
+
+
+def yes_or_no(text: str) -> bool | None:
+    found = re.search(r"\b(yes|no)\b", text, re.IGNORECASE)
+    return None if found is None else found[0].lower() == "yes"
+
+
+def groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Two groups of the items from "Group 1: ... Group 2: ...": each item where it is named first, all of them
+    somewhere, no group empty; None otherwise."""
+    first, mark, second = text.partition("Group 2")
+    if not mark:
+        return None
+    divided: tuple[list[str], list[str]] = ([], [])
+    for item in items:
+        name = re.compile(rf"\b{re.escape(item)}\b", re.IGNORECASE)
+        if name.search(first):
+            divided[0].append(item)
+        elif name.search(second):
+            divided[1].append(item)
+    return divided if all(divided) and sum(map(len, divided)) == len(items) else None

@@ -1,0 +1,57 @@
+"""Which of two answers is better, by a judge model: asked in both orders, a win only where both orders agree."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..core import Engine
+from ..together import together
+from ..types import SamplingParams
+from .scores import Record
+
+ASK = (
+    "Two answers to one request follow. Which one is better: more complete, more coherent, better written?\n\n"
+    "Request: {request}\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\nReply with A or B."
+)
+HEADER = "The better answer is"
+
+
+class Verdict(NamedTuple):
+    """1 for a win of the second answer in both orders, -1 for the first, 0 for a tie; unread: orders not understood."""
+
+    score: int
+    unread: int
+
+
+def verdicts(
+    engine: Engine, requests: Sequence[str], first: Sequence[Record], second: Sequence[Record], *, at_once: int = 32
+) -> Iterator[tuple[int, Verdict]]:
+    """The judge's verdict on every pair, as they come: (number of the pair, verdict)."""
+
+    def program(request: str, one: str, two: str):
+        def run() -> Verdict:
+            votes = [_ask(engine, request, one, two), _ask(engine, request, two, one)]
+            seen = [
+                None if v is None else (v == "A") == straight for v, straight in zip(votes, (True, False), strict=True)
+            ]
+            unread = seen.count(None)
+            if unread or seen[0] != seen[1]:
+                return Verdict(0, unread)
+            return Verdict(-1 if seen[0] else 1, 0)
+
+        return run
+
+    jobs = (program(q, a["answer"], b["answer"]) for q, a, b in zip(requests, first, second, strict=True))
+    for outcome in together(engine, jobs, at_once=at_once):
+        if outcome.error is not None:
+            raise outcome.error
+        yield outcome.index, outcome.value
+
+
+def _ask(engine: Engine, request: str, a: str, b: str) -> str | None:
+    """A or B, the first that the judge names as a word of its own; greedy."""
+    with engine.session(mode="prefix") as s:
+        question = s.prefill(s.user(ASK.format(request=request, a=a, b=b)))
+        sampling = SamplingParams(temperature=0, max_tokens=8)
+        text = s.decode(s.assistant(HEADER), [question], sampling=sampling).text
+    named = [word for word in text.replace("*", " ").replace(".", " ").replace("(", " ").split() if word in ("A", "B")]
+    return named[0] if named else None

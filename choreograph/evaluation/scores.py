@@ -1,0 +1,127 @@
+"""Scores of records, by the kind of their example: pure functions from what was said and what is known to numbers.
+
+Answers in mathematics are compared by math-verify, words by their stems (Snowball). None stands for an output that
+could not be read: it counts as wrong, and is counted.
+"""
+
+import re
+import string
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import snowballstemmer
+from math_verify import parse, verify
+
+from ..choreographies.reading import final_answer
+from .data import Example
+
+Record = Mapping[str, Any]
+Scores = dict[str, float]
+PATIENCE = 5  # seconds for one expression
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def same_answer(gold: str, answer: str) -> bool:
+    """Whether two mathematical expressions are equal; the gold one is the first. What takes too long is not.
+
+    The time limit is an alarm of the main thread; other threads go without.
+    """
+    if gold.strip() == answer.strip():
+        return True
+    limit = PATIENCE if threading.current_thread() is threading.main_thread() else None
+    sides = [parse(f"${side.strip().strip('$')}$", parsing_timeout=limit) for side in (gold, answer)]
+    return all(sides) and bool(verify(*sides, timeout_seconds=limit))
+
+
+def normal(text: str) -> str:
+    """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
+    bare = "".join(" " if c in string.punctuation or c in "‘’“”–—" else c for c in text.lower())
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+def mentions(text: str, answers: Iterable[str]) -> bool:
+    """Whether any alias stands in the text as whole words."""
+    said = f" {normal(text)} "
+    return any(f" {normal(a)} " in said for a in answers if normal(a))
+
+
+def f1(text: str, answers: Iterable[str]) -> float:
+    """The best token F1 over the aliases."""
+    said = normal(text).split()
+    return max((_f1(said, normal(a).split()) for a in answers), default=0.0)
+
+
+def _f1(said: Sequence[str], gold: Sequence[str]) -> float:
+    shared = sum((Counter(said) & Counter(gold)).values())
+    return 2 * shared / (len(said) + len(gold)) if shared else 0.0
+
+
+def coverage(text: str, concepts: Sequence[str]) -> float:
+    """The share of the concepts that the text uses, in any inflection."""
+    stem = snowballstemmer.stemmer("english").stemWord
+    used = {stem(word) for word in normal(text).split()}
+    return sum(stem(normal(c)) in used for c in concepts) / len(concepts) if concepts else 0.0
+
+
+def _math(e: Example, r: Record) -> Scores:
+    answer = r["findings"]["answer"] if "answer" in r["findings"] else final_answer(r["answer"])
+    right = answer is not None and same_answer(str(e.gold["answer"]), answer)
+    return {"right": float(right), "unread": float(answer is None)}
+
+
+def _qa(e: Example, r: Record) -> Scores:
+    return {"right": float(mentions(r["answer"], e.gold["answers"])), "f1": f1(r["answer"], e.gold["answers"])}
+
+
+def _pair(e: Example, r: Record) -> Scores:
+    first, second = (float(mentions(r["answer"], e.gold[k]["answers"])) for k in ("first", "second"))
+    return {"first": first, "second": second, "both": first * second, "either": max(first, second)}
+
+
+def _concepts(e: Example, r: Record) -> Scores:
+    scores = {"coverage": coverage(r["answer"], e.gold["concepts"])}
+    for number, group in enumerate(r["findings"].get("groups", ()), 1):
+        scores[f"story {number}"] = coverage(r["answer"], group)
+    return scores
+
+
+def _game(e: Example, r: Record) -> Scores:
+    """Cooperation of both, what Bob predicts, and what comes of it; an unread decision is no cooperation."""
+    found = r["findings"]
+    alice, bob, guess = (found.get(k) for k in ("Alice decides", "Bob decides", "Bob predicts"))
+    return {
+        "Bob cooperates": float(bob == "cooperate"),
+        "Alice cooperates": float(alice == "cooperate"),
+        "predicts cooperation": float(guess == "cooperate"),
+        "predicts right": float(guess is not None and guess == alice),
+        "exploits": float(guess == "cooperate" and bob == "defect"),
+        "defends": float(guess == "defect" and bob == "defect"),
+        "unread": float(bob is None),
+    }
+
+
+SCORERS: Mapping[str, Callable[[Example, Record], Scores]] = {
+    "math": _math,
+    "qa": _qa,
+    "pair": _pair,
+    "concepts": _concepts,
+    "game": _game,
+    "text": lambda e, r: {"words": float(len(r["answer"].split()))},
+}
+MAIN = {
+    "math": "right",
+    "qa": "right",
+    "pair": "both",
+    "concepts": "coverage",
+    "game": "Bob cooperates",
+    "text": "words",
+}
+
+
+def score(e: Example, r: Record) -> Scores:
+    """All figures of one record. A run that ended with an error scores zero everywhere."""
+    if r.get("error"):
+        return {"failed": 1.0}
+    return {**SCORERS[e.kind](e, r), "failed": 0.0}

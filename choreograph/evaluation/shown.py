@@ -1,0 +1,237 @@
+"""`choreograph eval` and `choreograph bench`: whole evaluations with progress, tables and files. Owns no figures."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..choreographies import Workflow, conditions_of, takes_pairs
+from ..choreographies.performance import Condition
+from ..core import Engine
+from ..errors import ConfigError, DataError
+from ..report import show_table
+from ..types import SamplingParams
+from ..viz.charts import speedup_over_tokens
+from .data import Example, load, pairs
+from .fidelity import Drift, drift_rows, drifts
+from .judge import verdicts
+from .runs import Folder, Record, run_conditions, settings_of
+from .speed import speed_rows, timed
+from .statistics import mean
+from .summary import Summary, interval, summarize, table
+
+
+def examples_for(workflow: Workflow, source: str, *, limit: int | None, seed: int | None, split: str) -> list[Example]:
+    """The examples of a source, in pairs for a workflow that answers two at once."""
+    paired = takes_pairs(workflow)
+    found = load(source, limit=limit, seed=seed, split=split)
+    found = pairs(found, seed or 0) if paired else found
+    if not found:
+        raise DataError(f"{source}: no examples")
+    if len({e.kind for e in found}) > 1:
+        raise DataError(f"{source}: records of several kinds {sorted({e.kind for e in found})}: split the file")
+    return found
+
+
+def chosen(workflow: Workflow, names: Sequence[str]) -> dict[str, Condition]:
+    """The conditions of a workflow, or those named; the first one is always there, since others compare with it."""
+    known = conditions_of(workflow)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"condition {name!r}: the workflow has {list(known)}")
+    first = next(iter(known))
+    return {k: c for k, c in known.items() if not names or k in names or k == first}
+
+
+def evaluate(
+    engine: Engine,
+    console: Console,
+    name: str,
+    workflow: Workflow,
+    examples: Sequence[Example],
+    out: Path,
+    *,
+    conditions: Mapping[str, Condition],
+    options: Mapping[str, Any],
+    sampling: SamplingParams,
+    seed: int,
+    at_once: int,
+    fidelity: int = 0,
+    judge: Engine | None = None,
+) -> Summary:
+    """Runs (or goes on with) an evaluation in `out`, shows its tables and writes `report.json`."""
+    settings = settings_of(engine, name, examples, conditions, sampling=sampling, seed=seed, options=options)
+    folder = Folder(out, settings)
+    done = sum(len(folder.records(c)) for c in conditions)
+    with _progress(console, name, len(examples) * len(conditions), done) as tick:
+        records = run_conditions(
+            engine,
+            workflow,
+            examples,
+            conditions,
+            folder,
+            sampling=sampling,
+            seed=seed,
+            options=options,
+            at_once=at_once,
+            on_done=lambda condition, record: tick(),
+        )
+    report = {"settings": settings, **summarize(examples, records)}
+    head, lines = table(report)
+    show_table(console, f"{name}, {len(examples)} examples, 95% intervals", head, lines)
+    _show_counts(console, report)
+    if fidelity:
+        some = examples[:fidelity]
+        traces = {r["id"]: r for r in next(iter(records.values()))}
+        with _progress(console, "fidelity", len(some)) as tick:
+            found = []
+            for example in drifts(
+                engine, workflow, some, traces, conditions, sampling=sampling, seed=seed, options=options
+            ):
+                found.append(example)
+                tick()
+        report["fidelity"] = show_drift(console, [one for _, one in sorted(found, key=lambda f: f[0])])
+    if judge is not None:
+        report["win rates"] = judged(judge, console, examples, records)
+    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _show_counts(console: Console, report: Summary) -> None:
+    for name, one in report["conditions"].items():
+        for what, counts in (("could not be parsed", one["unparseable"]), ("cut at the limit of tokens", one["cut"])):
+            if counts:
+                told = ", ".join(f"{stage} {n} of {one['calls'].get(stage, '?')}" for stage, n in counts.items())
+                console.print(f"{name}: {what}: {told}", highlight=False)
+        if one["errors"]:
+            console.print(f"{name}: ended with an error: {one['errors']}", highlight=False)
+
+
+def show_drift(console: Console, found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[dict[str, Any]]:
+    rows = drift_rows(found)
+    lines = [
+        [
+            f"{r.condition}: {r.stage}",
+            *(interval(e, places=3, sign=e is r.gap) for e in (r.before, r.after, r.gap, r.divergence)),
+            str(r.tokens),
+        ]
+        for r in rows
+    ]
+    head = ["fidelity, nats a token", "log-loss, baseline", "reused", "gap", "KL", "tokens"]
+    show_table(console, f"The baseline's traces under reuse, {len(found)} traces", head, lines)
+    return [asdict(r) for r in rows]
+
+
+def judged(
+    judge: Engine, console: Console, examples: Sequence[Example], records: Mapping[str, Sequence[Record]]
+) -> dict[str, Any]:
+    """How often each condition beats the baseline in the judge's eyes, and the other way round."""
+    (_, before), *others = records.items()
+    requests = [e.task if isinstance(e.task, str) else "; ".join(map(str, e.task)) for e in examples]
+    found, lines = {}, []
+    for name, after in others:
+        sound = [
+            i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not (a.get("error") or b.get("error"))
+        ]
+        some = [[side[i] for i in sound] for side in (requests, before, after)]
+        with _progress(console, f"judging {name}", len(sound)) as tick:
+            votes = {}
+            for index, verdict in verdicts(judge, *some):  # type: ignore[arg-type]
+                votes[index] = verdict
+                tick()
+        shares = {
+            w: mean([float(votes[i].score == s) for i in range(len(sound))]) for w, s in (("lost", -1), ("won", 1))
+        }
+        unread = sum(v.unread for v in votes.values())
+        found[name] = {k: asdict(v) for k, v in shares.items()} | {"unread": unread}
+        lines.append([name, interval(shares["lost"], 100), interval(shares["won"], 100), str(unread), str(len(sound))])
+    head = ["condition", "baseline wins %", "condition wins %", "unread votes", "n"]
+    show_table(console, "Win rates, asked in both orders", head, lines)
+    return found
+
+
+def bench(
+    engine: Engine,
+    console: Console,
+    name: str,
+    workflow: Workflow,
+    examples: Sequence[Example],
+    out: Path,
+    *,
+    conditions: Mapping[str, Condition],
+    options: Mapping[str, Any],
+    sampling: SamplingParams,
+    seed: int,
+    at_once: int = 32,
+) -> dict[str, Any]:
+    """Draws traces, times all conditions on them in turns, shows the ratios, writes `speed.json` and a figure."""
+    (baseline, first), *others = conditions.items()
+    if not others:
+        raise ConfigError(f"conditions {list(conditions)}: speed compares two or more")
+    settings = settings_of(engine, name, examples, conditions, sampling=sampling, seed=seed, options=options)
+    drawn = Folder(out / "traces", settings)
+    with _progress(console, "traces", len(examples), len(drawn.records(baseline))) as tick:
+        records = run_conditions(
+            engine,
+            workflow,
+            examples,
+            {baseline: first},
+            drawn,
+            sampling=sampling,
+            seed=seed,
+            options=options,
+            at_once=at_once,
+            on_done=lambda condition, record: tick(),
+        )[baseline]
+    traces = {r["id"]: r["tokens"] for r in records if not r.get("error")}
+    folder = Folder(out, settings)
+    done = {r["id"]: r for r in folder.records("timed")}
+    missing = [e for e in examples if e.id in traces and e.id not in done]
+    with _progress(console, name, len(traces), len(done)) as tick:
+        for record in timed(engine, workflow, missing, traces, conditions, options=options):
+            folder.add("timed", record)
+            done[record["id"]] = record
+            tick()
+    costs = [done[e.id] for e in examples if e.id in done]
+    report: dict[str, Any] = {"settings": settings, "n": len(costs), "ratios": {}}
+    for other, _ in others:
+        rows = speed_rows(costs, baseline, other)
+        report["ratios"][other] = {k: asdict(v) for k, v in rows.items()}
+        lines = [[k, interval(v, places=2)] for k, v in rows.items()]
+        show_table(
+            console, f"{name}: {baseline} over {other}, {len(costs)} examples", ["measure", "ratio (95%)"], lines
+        )
+    report["points"] = points(costs, baseline, others[0][0])
+    speedup_over_tokens({name: report["points"]}, out / "speed.svg")
+    (out / "speed.json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def points(costs: Sequence[Record], baseline: str, other: str) -> list[tuple[float, float]]:
+    """(tokens generated, end-to-end ratio) of every example."""
+    return [(r["generated"], r["costs"][baseline]["seconds"] / r["costs"][other]["seconds"]) for r in costs]
+
+
+@contextmanager
+def _progress(console: Console, what: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+    """A bar with the time left on a terminal, a line at each tenth in a pipe."""
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
+            task = bar.add_task(what, total=total, completed=done)
+            yield lambda: bar.advance(task)
+        return
+    count = done
+
+    def tick() -> None:
+        nonlocal count
+        count += 1
+        if count * 10 // total > (count - 1) * 10 // total:
+            console.print(f"... {what}: {count} of {total}", highlight=False)
+
+    yield tick

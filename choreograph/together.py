@@ -1,0 +1,77 @@
+"""Runs many programs on one engine at once, each written as if it were alone. Owns whose turn it is.
+
+A program that reads a value which is not known yet gives its turn away instead of driving the engine. When all
+have, one step computes what they wait for, packed together, and the turns go round again in order: which calls
+share a step never depends on threads or clocks.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+from .core import Engine
+from .errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the program number `index` returned, or the error that ended it."""
+
+    index: int
+    value: Any = None
+    error: Exception | None = None
+
+
+def together(
+    engine: Engine, programs: Iterable[Callable[[], Any]], *, at_once: int = 32, calls: int = 128
+) -> Generator[Outcome, None, None]:
+    """Yields outcomes as programs end. At most `at_once` run; one more starts while fewer than `calls` calls wait."""
+    if at_once < 1 or calls < 1:
+        raise ConfigError(f"at_once={at_once}, calls={calls}: use 1 or more")
+    runner = engine.runner
+    if runner.give_turn is not None:
+        raise ConfigError("programs already run together on this engine: finish those first")
+    queue = enumerate(programs)
+    live: dict[int, greenlet] = {}
+    hub, moved = getcurrent(), True
+
+    def give_turn() -> bool:
+        hub.switch()
+        return moved
+
+    def turn(index: int) -> Outcome | None:
+        """Lets a program run until it waits again or ends."""
+        nonlocal hub
+        program, hub = live[index], getcurrent()
+        program.parent = hub
+        try:
+            value = program.switch()
+        except Exception as problem:
+            del live[index]
+            return Outcome(index, error=problem)
+        if not program.dead:
+            return None
+        del live[index]
+        return Outcome(index, value)
+
+    runner.give_turn = give_turn
+    try:
+        more = True
+        while more or live:
+            for index in list(live):
+                if ended := turn(index):
+                    yield ended
+            while more and len(live) < at_once and runner.scheduler.unfinished < calls:
+                index, program = next(queue, (-1, None))
+                more = program is not None
+                if program is not None:
+                    live[index] = greenlet(program)
+                    if ended := turn(index):
+                        yield ended
+            moved = runner.step()
+    finally:
+        for index in list(live):
+            live.pop(index).throw()  # ends the program where it stands; its session closes
+        runner.give_turn = None

@@ -1,0 +1,80 @@
+"""Figures of measured results, as the papers draw them. Draws what it is given; owns no measurement."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Point = tuple[float, float]
+Bar = tuple[float, float, float]  # value, low, high
+
+
+def _figure(width: float = 5.0, height: float = 3.4, panels: int = 1) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "choreograph", "font.size": 9, "axes.spines.top": False})
+    matplotlib.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=panels == 1)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {}, dpi=150)
+    pyplot.close(figure)
+
+
+def speedup_over_branches(series: Mapping[str, Sequence[tuple[float, Bar]]], path: Path, *, title: str = "") -> None:
+    """Figure 5: end-to-end speed-up over the number of branches, a line for each number of voters, with intervals."""
+    figure, axes = _figure()
+    for label, points in series.items():
+        xs = [x for x, _ in points]
+        ys = [bar[0] for _, bar in points]
+        spread = [[bar[0] - bar[1] for _, bar in points], [bar[2] - bar[0] for _, bar in points]]
+        axes.errorbar(xs, ys, yerr=spread, marker="o", markersize=4, capsize=2, linewidth=1.2, label=label)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({x for points in series.values() for x, _ in points})
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axes.minorticks_off()
+    axes.axhline(1, color="grey", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("branches")
+    axes.set_ylabel("end-to-end speed-up")
+    axes.set_title(title)
+    axes.legend()
+    _save(figure, path)
+
+
+def speedup_over_tokens(
+    series: Mapping[str, Sequence[Point]], path: Path, *, notes: Mapping[str, str] | None = None
+) -> None:
+    """Figure 7: end-to-end speed-up against the tokens that a workflow generated, one panel a workflow."""
+    figure, axes = _figure(3.0 * len(series), 2.8, len(series))
+    panels = [axes] if len(series) == 1 else list(axes[0])
+    for panel, (label, points) in zip(panels, series.items(), strict=True):
+        panel.scatter([x for x, _ in points], [y for _, y in points], s=12)
+        panel.axhline(1, color="grey", linewidth=0.8, linestyle=":")
+        panel.set_title(f"{label}\n{(notes or {}).get(label, '')}".strip(), fontsize=9)
+        panel.set_xlabel("tokens generated")
+    panels[0].set_ylabel("end-to-end speed-up")
+    _save(figure, path)
+
+
+def shifts(groups: Mapping[str, Mapping[str, Bar]], path: Path, *, ylabel: str) -> None:
+    """Figure 8: differences from the baseline with intervals; a cluster for each group, a bar for each condition."""
+    figure, axes = _figure(5.4, 3.2)
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        bars = [bars.get(name, (float("nan"),) * 3) for bars in groups.values()]
+        xs = [x + (index - (len(names) - 1) / 2) * width for x in range(len(groups))]
+        spread = [[b[0] - b[1] for b in bars], [b[2] - b[0] for b in bars]]
+        axes.bar(xs, [b[0] for b in bars], width * 0.9, yerr=spread, capsize=2, label=name, error_kw={"linewidth": 0.8})
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_ylabel(ylabel)
+    axes.legend(fontsize=8)
+    _save(figure, path)

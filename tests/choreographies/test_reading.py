@@ -1,0 +1,101 @@
+"""What models write, as they write it: forms taken from real outputs, with other names and numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from choreograph.choreographies import reading
+
+ANSWERS = [
+    ("The answer is \\boxed{56}.", "56"),
+    ("so \\(\\boxed{\\frac{1}{2}}\\). Then", "\\frac{1}{2}"),
+    ("\\boxed{3} is wrong, thus \\boxed{4}", "4"),
+    ("\\boxed{\\text{a {nested} one}}", "\\text{a {nested} one}"),
+    ("First \\boxed{7} and then \\boxed{never closed", "7"),
+    ("Therefore, the final answer is 12.", "12"),
+    ("**Final answer:** 3/4", "3/4"),
+    ("The answer is: $x = 5$.", "x = 5"),
+    ("The result is \\(\\sqrt{2}\\).", "\\sqrt{2}"),
+    ("The final answer is \\boxed{25,000", "25,000"),
+    ("He has 36 pens.\nThen 36 - 8 = 28 pens are left.", "28"),
+    ("It costs $1,250.50 in all", "1250.50"),
+    ("I cannot say.", None),
+    ("", None),
+    ("The answer is\n", None),
+    ("\\boxed{}", None),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), ANSWERS)
+def test_final_answers(text, answer):
+    assert reading.final_answer(text) == answer
+
+
+def test_a_majority_forgets_spaces_and_dollars_and_prefers_the_earliest():
+    assert reading.majority(["$x = 5$", "7", "5.", None]) == "5"
+    assert reading.majority(["7", "5", "6"]) == "7"
+    assert reading.majority(["\\dfrac{1}{2}", "\\frac12", "\\frac{1}{2}"]) == "\\frac{1}{2}"
+    assert reading.majority([None, None]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (" 1, as it follows from the statement", 1),
+        (" 7: the second step", 7),
+        (" 3.", 3),
+        ("**Solution 2**", 2),
+        (" 13 of the 8 are wrong, 4 is best", 8),
+        (" none", None),
+        ("9" * 5000, None),
+        ("", None),
+    ],
+)
+def test_votes(text, number):
+    assert reading.choice(text, 8) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (" defect.", "defect"),
+        (" defect alone.", "defect"),
+        (" Cooperate with Bob", "cooperate"),
+        (" not cooperate.", "defect"),
+        (" choose not to defect", "cooperate"),
+        (" never ever defect", "cooperate"),
+        ("Cooperation is best, not defection", "cooperate"),
+        (" co-operate", "cooperate"),
+        (" win", None),
+    ],
+)
+def test_decisions(text, read):
+    assert reading.decision(text) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [(" Yes, both sides agree.", True), (" No.", False), ("**yes**", True), (" Affirmative", None), ("nobody", None)],
+)
+def test_verdicts(text, read):
+    assert reading.yes_or_no(text) is read
+
+
+def test_groups_name_every_item_once_or_are_not_read():
+    items = ["dog", "run", "ice cream", "sea"]
+    assert reading.groups(" dog, run\nGroup 2: ice cream, sea", items) == (["dog", "run"], ["ice cream", "sea"])
+    assert reading.groups(" Dog and sea\n\nGroup 2:\n- run\n- Ice cream, dog", items) == (
+        ["dog", "sea"],
+        ["run", "ice cream"],
+    )
+    assert reading.groups(" dog, run, sea, ice cream\nGroup 2:", items) is None
+    assert reading.groups(" dog\nGroup 2: run", items) is None
+    assert reading.groups(" dog, run, sea, ice cream", items) is None
+
+
+@given(st.text(alphabet="\\boxed{}$ 0123456789/.,=answer is\n-xy*", max_size=200))
+def test_no_text_breaks_a_reader(text):
+    for read in (reading.final_answer, reading.decision, reading.yes_or_no, reading.boxed):
+        assert read(text) is None or read(text) != ""
+    assert reading.choice(text, 4) in (None, 1, 2, 3, 4)
+    reading.groups(text, ["a", "b"])

@@ -1,0 +1,169 @@
+"""Every workflow in every mode: the same texts, the topology of the paper, outputs that cannot be read."""
+
+import pytest
+
+from choreograph import SamplingParams
+from choreograph.choreographies import Condition, Performance, conditions_of, find, names, takes_pairs
+from choreograph.errors import ConfigError
+
+TASKS = {
+    "direct": "What is 3 + 4?",
+    "tree_of_thoughts": "What is 3 + 4?",
+    "mad_iter": "What is 3 + 4?",
+    "mad_par": "What is 3 + 4?",
+    "multi_qa": ["What is the capital of France?", "Who wrote Hamlet?"],
+    "branch_solve_merge": ["dog", "run", "sea", "stone"],
+    "prisoners_dilemma": "Alice",
+}
+SMALL = {"tree_of_thoughts": {"branches": 3, "voters": 2}, "mad_iter": {"rounds": 2}, "mad_par": {"rounds": 2}}
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
+
+
+@pytest.fixture
+def play(embedded):
+    """Runs a workflow and hands out its performance with everything known."""
+    sessions = []
+
+    def go(name, mode="choreographed", forced=None, task=None, sampling=GREEDY, **options):
+        session = embedded.session(mode=mode, seed=3)
+        sessions.append(session)
+        p = Performance(session, sampling=sampling, forced=forced)
+        p.answer = find(name)(p, task or TASKS[name], **{**SMALL.get(name, {}), **options})
+        p.answer.result()
+        embedded.drain()
+        return p
+
+    yield go
+    for session in sessions:
+        session.close()
+    embedded.clear_cache()
+
+
+def steps(p, stage):
+    return [message for name, message in p.steps if name == stage]
+
+
+def test_every_workflow_is_tested():
+    assert set(TASKS) == set(names())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_all_modes_use_the_same_texts_and_naive_equals_prefix(name, play):
+    runs = {mode: play(name, mode) for mode in ("naive", "prefix")}
+    assert runs["naive"].content() == runs["prefix"].content()
+    content = runs["prefix"].content()
+    for options in ({}, {"topology": "parallel"}) if name in ("multi_qa", "branch_solve_merge") else ({},):
+        forced = play(name, "choreographed", content, **options)
+        assert forced.content() == content
+        assert [s for s, _ in forced.steps] == [s for s, _ in runs["prefix"].steps]
+        for (_, a), (_, b) in zip(forced.steps, runs["prefix"].steps, strict=True):
+            assert a.tokens == b.tokens, "the same text in every mode"
+    assert all(m.finish_reason in ("stop", "length", "encoded", "cached") for _, m in runs["prefix"].steps)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_conditions_are_options_that_the_workflow_has(name):
+    conditions = conditions_of(find(name))
+    assert next(iter(conditions)) == "baseline"
+    assert conditions["baseline"].mode == "prefix"
+    assert all(isinstance(c, Condition) for c in conditions.values())
+    assert takes_pairs(find(name)) == (name == "multi_qa")
+
+
+def test_the_second_question_sees_the_first_in_prefix_mode_only(play):
+    serial, parallel = (play("multi_qa", topology=t) for t in ("serial", "parallel"))
+    for p in (serial, parallel):
+        system = steps(p, "system")[0]
+        assert all(q.parents == (system,) for q in steps(p, "question"))
+    (answer,) = steps(serial, "answer")
+    system, first, second, closing = answer.parents
+    assert answer.offsets == (0, system.length, system.length + first.length, answer.start - closing.length)
+    (answer,) = steps(parallel, "answer")
+    system, first, second, closing = answer.parents
+    end = system.length + max(first.length, second.length)
+    assert answer.offsets == (0, system.length, system.length, end)
+    assert answer.start == end + closing.length
+
+
+def test_parallel_stories_overlap_and_the_merge_stands_behind_the_longer_one(play):
+    (merged,) = steps(play("branch_solve_merge", topology="parallel"), "merge")
+    prompt, first, second = merged.parents
+    assert merged.offsets == (0, prompt.length, prompt.length)
+    assert merged.start == prompt.length + max(first.length, second.length)
+
+
+def test_no_agent_reads_its_own_answer(play):
+    p = play("mad_par", agents=3, rounds=2)
+    first, second = steps(p, "round 1"), steps(p, "round 2")
+    for i, message in enumerate(second):
+        assert first[i] not in message.parents
+        assert [m for m in first if m in message.parents] == first[:i] + first[i + 1 :]
+
+
+def test_a_debate_ends_with_a_yes_and_goes_on_with_anything_else(play, embedded):
+    def ids(text):
+        return embedded.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    stopped = play("mad_iter", forced={"verdict": [ids(" Yes, they do.")] * 3}, rounds=3)
+    assert (len(steps(stopped, "affirmative")), stopped.findings["rounds"]) == (1, 1)
+    whole = play("mad_iter", forced={"verdict": [ids(" No."), ids(" Perhaps.")]}, rounds=3)
+    assert (len(steps(whole, "negative")), whole.findings["rounds"]) == (3, 3)
+    assert whole.unparseable == {"verdict": 1}
+    assert len(steps(whole, "affirmative")[-1].parents) == 1 + 4
+
+
+def test_votes_that_cannot_be_read_are_counted_and_the_first_branch_goes_on(play, embedded):
+    nothing = embedded.tokenizer(" none", add_special_tokens=False)["input_ids"]
+    p = play("tree_of_thoughts", forced={"vote": [nothing, nothing]})
+    assert p.unparseable == {"vote": 2}
+    assert steps(p, "solve")[0] in p.answer.parents
+
+
+@pytest.mark.parametrize("first", ["Alice", "Bob"])
+@pytest.mark.parametrize("leak", ["both", "system", "plan", "none"])
+def test_what_leaks_from_alice_to_bob(first, leak, play):
+    p = play("prisoners_dilemma", task=first, leak=leak, strategy="defect")
+    system, plan = steps(p, "Alice system")[0], steps(p, "Alice plans")[0]
+    said, retold = steps(p, "Alice says"), steps(p, "retold")
+    (decides,) = steps(p, "Bob decides")
+    heard = [m for m in decides.parents if m in said + retold]
+    assert heard == (said if leak == "both" else retold)
+    assert system not in decides.parents and plan not in decides.parents
+    for own, told in zip(said, retold, strict=False):
+        assert (told.tokens, told.start) == (own.tokens, own.start)
+        assert (system in told.parents) == (leak == "system")
+        assert plan not in told.parents
+        copies = [m for m in told.parents if m.tokens == plan.tokens]
+        assert [m.parents for m in copies] == ([()] if leak == "plan" else [])
+        place = dict(zip([m.id for m in own.parents], own.offsets, strict=True))
+        for parent, offset in zip(told.parents, told.offsets, strict=True):
+            assert parent in (*retold, system, *copies) or offset == place[parent.id]
+    order = [stage for stage, _ in p.steps if stage.endswith("says")]
+    assert order[:2] == [f"{first} says", f"{'Bob' if first == 'Alice' else 'Alice'} says"]
+    assert set(p.findings) == {"Alice decides", "Bob decides", "Bob predicts"}
+
+
+def test_plans_are_copied_and_the_talk_is_free(play):
+    sampling = SamplingParams(temperature=0.9, max_tokens=6)
+    before = play("prisoners_dilemma", "prefix", sampling=sampling)
+    copied = {stage: before.content()[stage] for stage in ("Alice plans", "Bob plans")}
+    after = play("prisoners_dilemma", forced=copied, sampling=sampling)
+    assert {s: after.content()[s] for s in copied} == copied
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("tree_of_thoughts", {"branches": 0}, "branches=0"),
+        ("mad_iter", {"rounds": 0}, "rounds=0"),
+        ("mad_par", {"agents": 0}, "agents=0"),
+        ("multi_qa", {"topology": "ring"}, "ring"),
+        ("branch_solve_merge", {"task": "one"}, "two concepts"),
+        ("prisoners_dilemma", {"task": "Carol"}, "Carol"),
+        ("prisoners_dilemma", {"strategy": "win"}, "win"),
+        ("prisoners_dilemma", {"leak": "all"}, "all"),
+    ],
+)
+def test_bad_options_say_what_is_possible(name, options, said, play):
+    with pytest.raises(ConfigError, match=said):
+        play(name, **options)

@@ -1,0 +1,84 @@
+"""Programs that share steps: the same results as alone, in a fixed order, and nothing left behind."""
+
+import pytest
+import tiny
+
+from choreograph import SamplingParams
+from choreograph.errors import ConfigError
+from choreograph.together import together
+
+
+def program(engine, number, rounds=3):
+    """Some rounds of decodes, each reading the one before, so that the program waits several times."""
+
+    def run():
+        with engine.session(seed=number) as s:
+            last = s.prefill([1 + number % 7, 2, 3])
+            found = []
+            for k in range(rounds):
+                message = s.decode([4 + k], [last], sampling=SamplingParams(max_tokens=3 + number % 5, logprobs=0))
+                found.append(message.generated)
+                last = message
+            return found
+
+    return run
+
+
+@pytest.mark.parametrize(("at_once", "calls"), [(1, 1), (3, 2), (20, 128)])
+def test_as_if_alone(at_once, calls):
+    engine = tiny.engine()
+    alone = [program(engine, n)() for n in range(12)]
+    found = list(together(engine, (program(engine, n) for n in range(12)), at_once=at_once, calls=calls))
+    assert {o.index: o.value for o in found} == dict(enumerate(alone))
+    engine.check()
+
+
+def test_they_share_steps_and_always_the_same_ones():
+    def run():
+        engine = tiny.engine()
+        order = [o.index for o in together(engine, [program(engine, n) for n in range(8)], at_once=4)]
+        return order, engine.runner.steps
+
+    (order, steps), again = run(), run()
+    assert (order, steps) == again
+    engine = tiny.engine()
+    for n in range(8):
+        program(engine, n)()
+    assert steps < engine.runner.steps / 2
+
+
+def test_an_error_ends_its_own_program_only():
+    engine = tiny.engine()
+
+    def broken():
+        with engine.session() as s:
+            s.decode([1], sampling=SamplingParams(max_tokens=2)).result()
+            raise ValueError("no")
+
+    found = sorted(together(engine, [program(engine, 0), broken, program(engine, 2)]), key=lambda o: o.index)
+    assert [type(o.error) for o in found] == [type(None), ValueError, type(None)]
+    assert found[2].value == program(engine, 2)()
+
+
+def test_leaving_early_closes_every_session():
+    engine = tiny.engine()
+    running = together(engine, [program(engine, n, rounds=6) for n in range(6)], at_once=6)
+    next(running)
+    running.close()
+    engine.drain()
+    assert not engine.runner.scheduler.unfinished
+    engine.clear_cache()
+    engine.check()
+    assert program(engine, 1)() == program(engine, 1)()
+
+
+def test_one_set_at_a_time_and_sane_numbers():
+    engine = tiny.engine()
+    running = together(engine, [program(engine, n) for n in range(3)])
+    next(running)
+    with pytest.raises(ConfigError, match="already"):
+        next(together(engine, [program(engine, 9)]))
+    running.close()
+    with pytest.raises(ConfigError, match="at_once=0"):
+        next(together(engine, [], at_once=0))
+    assert list(together(engine, [])) == []
