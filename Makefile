@@ -1,4 +1,4 @@
-# make setup | demo | test | check | bench NAME=...   Everything runs inside .venv.
+# make setup | demo | test | check | bench NAME=... [ARGS=...]   Everything runs inside .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,7 +42,7 @@ $(BENCH_READY): $(READY)
 
 bench: $(BENCH_READY)
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=...   one of:"; ls benchmarks/*.py | sed 's|benchmarks/||;s|\.py||' | grep -v '^common\|^_'; exit 2; }
-	$(BIN)/python -m benchmarks.$(NAME)
+	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 wheel: $(READY)
 	$(BIN)/python -m build --wheel

@@ -8,7 +8,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from choreograph.models.load import EMBEDDED
 from choreograph.report import show_table
 
 RESULTS = Path(__file__).parent / "results"
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ def median_row(measure: str, samples: Sequence[float], unit: str, **facts: objec
     """The median of samples with a bootstrap interval."""
     low, high = interval(samples)
     return Row(measure, statistics.median(samples), unit, low, high, **facts)  # type: ignore[arg-type]
+
+
+def estimate_row(measure: str, estimate: Mapping[str, float], unit: str, **facts: object) -> Row:
+    """A figure that comes with its interval."""
+    return Row(measure, estimate["value"], unit, estimate["low"], estimate["high"], **facts)  # type: ignore[arg-type]
 
 
 def ratio_row(measure: str, above: Sequence[float], below: Sequence[float], **facts: object) -> Row:
@@ -85,7 +91,7 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
-def save(name: str, rows: Sequence[Row], model: str = EMBEDDED) -> None:
+def save(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object) -> None:
     """Prints the table and writes `results/<name>.<hardware>.json`."""
     lines = []
     for row in rows:
@@ -101,6 +107,7 @@ def save(name: str, rows: Sequence[Row], model: str = EMBEDDED) -> None:
         "torch": torch.__version__,
         "model": model,
         "rows": [asdict(row) for row in rows],
+        **more,
     }
     RESULTS.mkdir(exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", hardware().lower()).strip("-")

@@ -55,7 +55,9 @@ def choice(text: str, most: int) -> int | None:
 
 def decision(text: str) -> str | None:
     """`cooperate` or `defect`, whichever the text names first in any inflection; "not to defect" is the other one."""
-    found = re.search(r"(?P<no>\b(?:not|never|n't|n’t)\s+(?:\w+\s+){0,2})?(?P<verb>cooperat|co-operat|defect)", text, re.I)
+    found = re.search(
+        r"(?P<no>\b(?:not|never|n't|n’t)\s+(?:\w+\s+){0,2})?(?P<verb>cooperat|co-operat|defect)", text, re.I
+    )
     if found is None:
         return None
     cooperates = (found["verb"].lower() != "defect") != bool(found["no"])

@@ -28,18 +28,18 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
 
     Changes nothing that a second try would see; log-probabilities that were asked for wait in the generation.
     """
-    logits = logits.float()
     chosen: list[int | None] = [None] * len(generations)
-    likeliest = logits.argmax(-1, keepdim=True)  # of a row with NaN, where the NaN is
-    sound = [not bad for bad in logits.gather(1, likeliest)[:, 0].isnan().tolist()]
+    largest, likeliest = logits.max(-1)  # NaN where the row has one; for bfloat16 six times as fast as argmax
+    sound = [not bad for bad in largest.isnan().tolist()]
     plain = [i for i, g in enumerate(generations) if sound[i] and g.next_forced is None and _is_plain(g)]
     for i in plain:
         if generations[i].sampling.greedy:
             chosen[i] = int(likeliest[i])
     sampled = [i for i in plain if not generations[i].sampling.greedy]
     if sampled:
-        for i, values, ids in zip(sampled, *_candidates(logits[sampled]), strict=True):
-            chosen[i] = _sample(logits[i], generations[i], values, ids)
+        rows = logits if len(sampled) == len(logits) else logits[sampled]
+        for i, values, ids in zip(sampled, *_candidates(rows), strict=True):
+            chosen[i] = _sample(logits[i].float(), generations[i], values, ids)
     settled = set(plain)
     for i, g in enumerate(generations):
         if not sound[i]:
@@ -47,14 +47,14 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
         if g.next_forced is not None:
             chosen[i] = g.next_forced
         elif i not in settled:
-            row = _processed(logits[i], g)
+            row = _processed(logits[i].float(), g)
             chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row, g, *_candidates(row))
         if g.sampling.logprobs is not None:
             token = chosen[i]
             assert token is not None
-            g.next_logprob = _logprob(logits[i], token, g.sampling.logprobs)
+            g.next_logprob = _logprob(logits[i].float(), token, g.sampling.logprobs)
         if g.watch is not None:
-            g.next_row = logits[i].log_softmax(-1)
+            g.next_row = logits[i].float().log_softmax(-1)
     return chosen
 
 
@@ -97,7 +97,7 @@ def warpers(s: SamplingParams) -> hf.LogitsProcessorList:
 def _candidates(logits: Float[Tensor, "*B V"]) -> tuple[Float[Tensor, "*B K"], Tensor]:
     """Values and ids of the candidates of every row at once."""
     top = torch.topk(logits, min(CANDIDATES, logits.shape[-1]))
-    return top.values, top.indices
+    return top.values.float(), top.indices
 
 
 def _sample(row: Float[Tensor, " V"], g: Generation, values: Float[Tensor, " K"], ids: Tensor) -> int:

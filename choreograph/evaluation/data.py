@@ -38,9 +38,11 @@ def _grade_school(r: Record) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _question(r: Record) -> tuple[str, Any, dict[str, Any]]:
-    answers = r.get("answers") or [r["answer"], *r.get("answer_aliases", ())]
+    answers = r.get("answers") or r["answer"]
     if isinstance(answers, Mapping):  # as some Hub datasets hold them
         answers = answers.get("text") or [*answers.get("aliases", ()), answers.get("value")]
+    elif isinstance(answers, str):
+        answers = [answers, *r.get("answer_aliases", ())]
     asked = r.get("question") or r.get("input") or ""
     return "qa", with_context(asked, r), {"answers": [str(a) for a in answers if a is not None]}
 

@@ -19,6 +19,7 @@ from .data import Example
 
 Record = Mapping[str, Any]
 Scores = dict[str, float]
+_UNIT = re.compile(r"^\$?(?P<number>-?[\d,]*\.?\d+(?:/\d+)?)\s+[A-Za-z ]+$")  # 12 dollars
 PATIENCE = 5  # seconds for one expression
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -28,10 +29,11 @@ def same_answer(gold: str, answer: str) -> bool:
 
     The time limit is an alarm of the main thread; other threads go without.
     """
-    if gold.strip() == answer.strip():
+    gold, answer = (_UNIT.sub(r"\g<number>", side.strip()) for side in (gold, answer))
+    if gold == answer:
         return True
     limit = PATIENCE if threading.current_thread() is threading.main_thread() else None
-    sides = [parse(f"${side.strip().strip('$')}$", parsing_timeout=limit) for side in (gold, answer)]
+    sides = [parse(f"${side.strip('$')}$", parsing_timeout=limit) for side in (gold, answer)]
     return all(sides) and bool(verify(*sides, timeout_seconds=limit))
 
 

@@ -1,0 +1,70 @@
+"""Tree of Thoughts over more branches and voters (Prompt Choreography, Figure 5): where re-reading dominates.
+
+`make bench NAME=scaling ARGS="--data math.jsonl"`. Solutions are decoded to exactly `--length` tokens, so that every
+point compares the same shape; the baseline shares prefixes across branches and voters.
+"""
+
+import argparse
+from dataclasses import replace
+
+from choreograph.choreographies import conditions_of, find
+from choreograph.choreographies.direct import ASK
+from choreograph.choreographies.performance import Performance
+from choreograph.evaluation.data import load
+from choreograph.evaluation.speed import speed_rows, timed
+from choreograph.types import SamplingParams
+from choreograph.viz.charts import speedup_over_branches
+
+from .common import FIGURES, Row, engine, save
+
+BRANCHES = (2, 4, 8, 16, 32, 64)
+VOTERS = (1, 4, 16)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--data", required=True)
+    options.add_argument("--problems", type=int, default=4)
+    options.add_argument("--length", type=int, default=96)
+    given = options.parse_args()
+    e = engine(tokens=32768, compile=True)
+    workflow, examples = find("tree_of_thoughts"), load(given.data, limit=given.problems, seed=0)
+    series: dict[str, list] = {}
+    rows = []
+    for voters in VOTERS:
+        for branches in BRANCHES:
+            chosen = {"branches": branches, "voters": voters}
+            traces = {x.id: trace(e, workflow, x.task, given.length, chosen) for x in examples}
+            costs = list(timed(e, workflow, examples, traces, conditions_of(workflow), options=chosen))
+            found = speed_rows(costs, "baseline", "choreographed")
+            for measure in ("end to end", "TTFT, all decodes"):
+                one = found[measure]
+                label = f"{branches} branches, {voters} voters: {measure}"
+                rows.append(Row(label, one.value, "x", one.low, one.high))
+            one = found["end to end"]
+            print(f"{chosen}: {one.value:.2f} ({one.low:.2f}, {one.high:.2f})", flush=True)
+            label = f"{voters} voter{'s' if voters > 1 else ''}"
+            series.setdefault(label, []).append((branches, (one.value, one.low, one.high)))
+    best = max((r for r in rows if r.measure.endswith("end to end")), key=lambda r: r.value)
+    rows.insert(0, Row(f"best: {best.measure}", best.value, "x", best.low, best.high, must=2.2, aim=4.0))
+    title = f"Tree of Thoughts, solutions of {given.length} tokens"
+    speedup_over_branches(series, FIGURES / "speed-over-branches.svg", title=title)
+    save("scaling", rows, options={"length": given.length, "problems": given.problems})
+
+
+def trace(e, workflow, task: str, length: int, chosen: dict) -> dict:
+    """Solutions of exactly `length` tokens; votes and the answer as the model gives them."""
+    sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=length)
+    exactly = replace(sampling, min_tokens=length)
+    with e.session(mode="prefix", seed=0) as session:
+        problem = session.prefill(session.user(ASK.format(task=task)))
+        headers = [session.assistant(f"Solution {i + 1}:\n") for i in range(chosen["branches"])]
+        solutions = [session.decode(header, [problem], sampling=exactly) for header in headers]
+        p = Performance(session, sampling=sampling, forced={"solve": [s.generated for s in solutions]})
+        workflow(p, task, **chosen).result()
+        e.drain()
+        return p.content()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The papers' workflows, prefix mode against choreographed on the same tokens (Prompt Choreography, Table 5, Figure 7).
+
+`make bench NAME=speed ARGS="--data math.jsonl"`: problems from any file that `choreograph bench` reads. Traces and
+timings lie in `--out`, so that a run which was stopped goes on.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from choreograph.choreographies import conditions_of, find
+from choreograph.evaluation import shown
+from choreograph.evaluation.statistics import correlation
+from choreograph.types import SamplingParams
+from choreograph.viz.charts import speedup_over_tokens
+
+from .common import FIGURES, Row, engine, estimate_row, save
+
+WORKFLOWS = {"tree_of_thoughts": (3.5, 7), "mad_iter": (2.0, 4), "mad_par": (6.2, 12)}  # must and aim for TTFT
+TITLES = {"tree_of_thoughts": "Tree of Thoughts", "mad_iter": "iterative debate", "mad_par": "parallel debate"}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--data", required=True)
+    options.add_argument("--limit", type=int, default=30)
+    options.add_argument("--max-tokens", type=int, default=160)
+    options.add_argument("--out", type=Path, default=Path("out/speed"))
+    options.add_argument("--eager", action="store_true", help="do not compile small steps")
+    given = options.parse_args()
+    e = engine(tokens=65536, compile=not given.eager)
+    rows: list[Row] = []
+    points, notes = {}, {}
+    for name, (must, aim) in WORKFLOWS.items():
+        workflow, title = find(name), TITLES[name]
+        report = shown.bench(
+            e,
+            Console(width=120),
+            name,
+            workflow,
+            shown.examples_for(workflow, given.data, limit=given.limit, seed=0, split="test"),
+            given.out / name,
+            conditions=conditions_of(workflow),
+            options={},
+            sampling=SamplingParams(temperature=0.7, top_p=0.95, max_tokens=given.max_tokens),
+            seed=0,
+        )
+        facts = {"TTFT, all decodes": {"must": must, "aim": aim}, "end to end": {"must": 1.0, "aim": 1.2}}
+        for measure, estimate in report["ratios"]["choreographed"].items():
+            rows.append(estimate_row(f"{title}: {measure}", estimate, "x", **facts.get(measure, {})))
+        points[title] = report["points"]
+        r = correlation(*zip(*report["points"], strict=True))
+        rows.append(Row(f"{title}: correlation of speed-up and tokens", r.value, "", r.low, r.high))
+        notes[title] = f"r = {r.value:.2f} ({r.low:.2f}, {r.high:.2f})"
+    speedup_over_tokens(points, FIGURES / "speed-over-tokens.svg", notes=notes)
+    save("speed", rows, points=points, options={"max_tokens": given.max_tokens, "compiled": not given.eager})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Records of many shapes become examples; what cannot be read says where."""
+
+import json
+
+import pytest
+
+from choreograph.errors import DataError
+from choreograph.evaluation.data import Example, example, games, load, pairs
+
+SHAPES = [
+    ({"problem": "p", "answer": "5"}, "math", "p", {"answer": "5"}),
+    ({"problem": "p", "solution": "so \\boxed{7}."}, "math", "p", {"answer": "7"}),
+    ({"question": "q", "answer": "2 + 2\n#### 1,234"}, "math", "q", {"answer": "1234"}),
+    ({"question": "q", "answer": "long", "final_answer": "9"}, "math", "q", {"answer": "9"}),
+    ({"question": "q?", "answers": ["a", "b"]}, "qa", "q?", {"answers": ["a", "b"]}),
+    (
+        {"question": "q", "answer": "a", "answer_aliases": ["b"], "documents": [{"title": "T", "text": "x"}]},
+        "qa",
+        "T\nx\n\nQuestion: q?",
+        {"answers": ["a", "b"]},
+    ),
+    ({"question": "q", "answer": {"value": "a", "aliases": ["b"]}}, "qa", "q", {"answers": ["b", "a"]}),
+    ({"input": "i", "context": "c", "answers": ["a"]}, "qa", "c\n\nQuestion: i?", {"answers": ["a"]}),
+    ({"concepts": ["a", "b"]}, "concepts", ["a", "b"], {"concepts": ["a", "b"]}),
+    ({"turns": ["first", "second"]}, "text", "first", {"reference": None}),
+    ({"question": "only"}, "text", "only", {}),
+    ({"task": ["x"], "kind": "pair", "gold": {"first": 1}}, "pair", ["x"], {"first": 1}),
+]
+
+
+@pytest.mark.parametrize(("record", "kind", "task", "gold"), SHAPES)
+def test_kinds_follow_from_the_fields(record, kind, task, gold):
+    assert example(record, 3) == Example("3", kind, task, gold)
+    assert example({**record, "id": "own"}, 3).id == "own"
+
+
+def test_a_file_in_order_shuffled_and_limited(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text("\n".join(json.dumps({"id": i, "problem": "p", "answer": "é"}) for i in range(20)) + "\n\n")
+    assert [e.id for e in load(str(file), limit=3)] == ["0", "1", "2"]
+    shuffled = load(str(file), seed=1)
+    assert shuffled == load(str(file), seed=1) != load(str(file))
+    assert sorted(int(e.id) for e in shuffled) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"problem": 1', "line 1: not JSON"),
+        ('{"concepts": ["a"]}\n[1]', "line 2: list"),
+        ('{"colour": "red"}', "colour"),
+        ('{"id": 1, "question": "a"}\n{"id": 1, "question": "b"}', "same id"),
+    ],
+)
+def test_bad_files_say_where(tmp_path, text, said):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError, match=said):
+        load(str(file))
+
+
+def test_a_missing_file_and_an_unknown_dataset():
+    with pytest.raises(DataError, match="no such file"):
+        load("nowhere.jsonl")
+
+
+def test_pairs_show_everything_first_and_second_once():
+    some = [Example(str(i), "qa", f"q{i}", {"answers": [str(i)]}) for i in range(7)]
+    found = pairs(some, seed=4)
+    assert sorted(e.task[0] for e in found) == sorted(e.task[1] for e in found) == [e.task for e in some]
+    assert found == pairs(some, seed=4)
+    assert all(e.task[0] != e.task[1] for e in found)
+    with pytest.raises(DataError, match="two or more"):
+        pairs(some[:1])
+
+
+def test_half_of_the_games_start_with_bob():
+    assert [g.task for g in games(4)] == ["Alice", "Bob", "Alice", "Bob"]
+    assert load("games:3") == games(3)

@@ -1,0 +1,189 @@
+"""Evaluations from end to end on the embedded model: resumed runs, fidelity, speed, judges, the command line."""
+
+import json
+import math
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from choreograph import SamplingParams
+from choreograph.choreographies import Condition, conditions_of, find
+from choreograph.cli import app
+from choreograph.errors import ConfigError, DataError
+from choreograph.evaluation.data import Example, games
+from choreograph.evaluation.fidelity import drift_rows, drifts
+from choreograph.evaluation.judge import verdicts
+from choreograph.evaluation.runs import Folder, run_conditions, seed_of, settings_of
+from choreograph.evaluation.speed import speed_rows, timed
+from choreograph.evaluation.summary import summarize, table
+
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=6)
+MATH = [Example(f"m{i}", "math", f"What is {i} + {i}?", {"answer": str(2 * i)}) for i in range(1, 5)]
+BOTH = {"baseline": Condition("prefix"), "choreographed": Condition("choreographed")}
+
+
+def run(engine, folder, name="direct", examples=MATH, conditions=BOTH, at_once=4, seed=0, **options):
+    settings = settings_of(engine, name, examples, conditions, sampling=SAMPLING, seed=seed, options=options)
+    return run_conditions(
+        engine,
+        find(name),
+        examples,
+        conditions,
+        Folder(folder, settings),
+        sampling=SAMPLING,
+        seed=seed,
+        options=options,
+        at_once=at_once,
+    )
+
+
+def test_the_same_seed_gives_the_same_records_however_many_run_at_once(embedded, tmp_path):
+    one = run(embedded, tmp_path / "a", at_once=1)
+    assert run(embedded, tmp_path / "b", at_once=4) == one
+    assert [r["id"] for r in one["baseline"]] == [e.id for e in MATH]
+    other = run(embedded, tmp_path / "c", seed=1)
+    assert other["baseline"] != one["baseline"]
+    assert seed_of(0, "m1") != seed_of(0, "m2") != seed_of(1, "m2")
+
+
+def test_a_run_goes_on_where_it_stopped(embedded, tmp_path):
+    whole = run(embedded, tmp_path)
+    file = tmp_path / "choreographed.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]) + lines[2][: len(lines[2]) // 2])
+    steps = embedded.runner.steps
+    assert run(embedded, tmp_path) == whole
+    assert embedded.runner.steps > steps
+    steps = embedded.runner.steps
+    assert run(embedded, tmp_path) == whole
+    assert embedded.runner.steps == steps, "nothing is run twice"
+    with pytest.raises(ConfigError, match="seed"):
+        run(embedded, tmp_path, seed=5)
+    file.write_text("not JSON\n" + file.read_text())
+    with pytest.raises(DataError, match="damaged"):
+        run(embedded, tmp_path)
+
+
+def test_errors_are_records_and_scores(embedded, tmp_path):
+    examples = [MATH[0], Example("long", "math", "word " * 5000, {"answer": "1"})]
+    found = run(embedded, tmp_path, examples=examples)
+    assert found["baseline"][1]["error"].startswith(("CacheFull", "BadPosition"))
+    report = summarize(examples, found)
+    assert report["conditions"]["baseline"]["scores"]["failed"]["value"] == 0.5
+    assert sum(report["conditions"]["baseline"]["errors"].values()) == 1
+    head, lines = table(report)
+    assert len(lines) == 2 and len(lines[0]) == len(head)
+
+
+def test_plans_come_from_the_baseline(embedded, tmp_path):
+    conditions = dict(list(conditions_of(find("prisoners_dilemma")).items())[:3])
+    found = run(embedded, tmp_path, "prisoners_dilemma", games(2), conditions, strategy="defect", rounds=1)
+    for records in zip(*found.values(), strict=True):
+        assert len({json.dumps(r["tokens"]["Bob plans"]) for r in records}) == 1
+    report = summarize(games(2), found)
+    assert report["conditions"]["leak both"]["differences"]["Bob cooperates"]["n"] == 2
+
+
+def test_nothing_drifts_where_nothing_is_reused_elsewhere(embedded, tmp_path):
+    records = run(embedded, tmp_path)
+    traces = {r["id"]: r for r in records["baseline"]}
+    found = list(drifts(embedded, find("direct"), MATH, traces, BOTH, sampling=SAMPLING))
+    assert sorted(id for id, _ in found) == [e.id for e in MATH]
+    rows = drift_rows([one for _, one in found])
+    assert [r.stage for r in rows] == ["all", "answer"]
+    assert rows[0].tokens == sum(len(r["tokens"]["answer"][0]) for r in traces.values())
+    assert abs(rows[0].gap.value) < 1e-2 and rows[0].divergence.value < 1e-2
+
+
+def test_drift_is_what_log_probabilities_say(embedded, tmp_path):
+    """Blockage in a debate of two agents: the sum of log-probabilities under both modes, taken another way."""
+    examples, options = MATH[:1], {"agents": 2, "rounds": 2}
+    records = run(embedded, tmp_path, "mad_par", examples, **options)
+    trace = records["baseline"][0]
+    ((_, found),) = drifts(embedded, find("mad_par"), examples, {"m1": trace}, BOTH, sampling=SAMPLING, options=options)
+    logprobs = SamplingParams(logprobs=0)
+    for mode, name in (("prefix", "before"), ("choreographed", "after")):
+        from choreograph.choreographies import Performance
+
+        with embedded.session(mode=mode) as s:
+            p = Performance(s, sampling=logprobs, forced=trace["tokens"])
+            find("mad_par")(p, examples[0].task, **options)
+            embedded.drain()
+            for drift in found["choreographed"]:
+                said = [x for stage, m in p.steps if stage == drift.stage and m.logprobs for x in m.logprobs]
+                assert len(said) == drift.tokens
+                assert getattr(drift, name) == pytest.approx(-sum(x.logprob for x in said), abs=2e-2)
+    drift = {d.stage: d for d in found["choreographed"]}
+    assert drift["round 2"].divergence > 100 * drift["round 1"].divergence
+    assert all(math.isfinite(d.divergence) for d in drift.values())
+
+
+def test_both_modes_are_timed_on_the_same_tokens(embedded, tmp_path):
+    examples, options = MATH[:2], {"branches": 2, "voters": 2}
+    records = run(embedded, tmp_path, "tree_of_thoughts", examples, **options)
+    traces = {r["id"]: r["tokens"] for r in records["baseline"]}
+    costs = list(timed(embedded, find("tree_of_thoughts"), examples, traces, BOTH, options=options))
+    assert [c["id"] for c in costs] == ["m1", "m2"]
+    for cost in costs:
+        old, new = cost["costs"]["baseline"], cost["costs"]["choreographed"]
+        assert [s["generated"] for s in old["stages"]] == [s["generated"] for s in new["stages"]]
+        assert (old["mode"], new["mode"]) == ("prefix", "choreographed")
+    rows = speed_rows(costs, "baseline", "choreographed")
+    assert {"TTFT, all decodes", "end to end", "prompt tokens encoded", "TTFT, vote"} <= set(rows)
+    assert all(row.low <= row.value <= row.high for row in rows.values())
+
+
+def test_a_judge_that_always_says_the_same_letter_sees_only_ties(embedded):
+    answers = [{"answer": "It is four."}, {"answer": "Four."}]
+    found = dict(verdicts(embedded, ["2 + 2?", "1 + 3?"], answers, answers[::-1]))
+    assert set(found) == {0, 1}
+    assert all(v.score in (-1, 0, 1) and 0 <= v.unread <= 2 for v in found.values())
+    same = dict(verdicts(embedded, ["2 + 2?"], answers[:1], answers[:1]))
+    assert same[0].score == 0, "equal answers cannot win in both orders"
+
+
+@pytest.fixture
+def data(tmp_path):
+    file = tmp_path / "data.jsonl"
+    records = [{"id": e.id, "problem": e.task, "answer": e.gold["answer"]} for e in MATH[:2]]
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return file
+
+
+def test_eval_on_the_command_line(data, tmp_path):
+    out = tmp_path / "out"
+    arguments = ["eval", "mad_par", "--data", str(data), "--out", str(out), "--max-tokens", "4", "--option", "agents=2"]
+    result = CliRunner().invoke(app, [*arguments, "--fidelity", "1"])
+    assert result.exit_code == 0, result.output
+    assert "right %" in result.output and "fidelity" in result.output and "cut at the limit" in result.output
+    report = json.loads((out / "report.json").read_text())
+    assert report["n"] == 2 and report["fidelity"][0]["stage"] == "all"
+    again = CliRunner().invoke(app, [*arguments, "--json"])
+    assert json.loads(again.output)["conditions"] == report["conditions"]
+
+
+def test_bench_on_the_command_line(data, tmp_path):
+    out = tmp_path / "out"
+    result = CliRunner().invoke(
+        app, ["bench", "mad_iter", "--data", str(data), "--out", str(out), "--max-tokens", "4", "--option", "rounds=1"]
+    )
+    assert result.exit_code == 0, result.output
+    assert re.search(r"end to end +\d", result.output)
+    assert json.loads((out / "speed.json").read_text())["n"] == 2
+    assert (out / "speed.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--condition", "sideways"], "sideways"),
+        (["--option", "voters=3"], "voters"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl"),
+    ],
+)
+def test_what_eval_cannot_do_is_one_error(data, tmp_path, arguments, said):
+    given = ["eval", "mad_par", "--data", str(data), "--out", str(tmp_path / "o"), *arguments]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code != 0
+    assert said in str(result.exception) + result.output

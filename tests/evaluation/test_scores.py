@@ -1,0 +1,70 @@
+"""Scores of single outputs, and of records that failed or say nothing."""
+
+import pytest
+
+from choreograph.evaluation.data import Example
+from choreograph.evaluation.scores import coverage, f1, mentions, normal, same_answer, score
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        ("\\frac{1}{2}", "0.5", True),
+        ("\\frac{1}{2}", "\\dfrac12", True),
+        ("25000", "25,000", True),
+        ("(1,2)", "(1, 2)", True),
+        ("x = 5", "5", True),
+        ("\\{1,2,3\\}", "\\{3,2,1\\}", True),
+        ("2\\sqrt{3}", "\\sqrt{12}", True),
+        ("12", "12 dollars", True),
+        ("\\text{even}", "\\text{even}", True),
+        ("12", "13", False),
+        ("(1,2)", "(2,1)", False),
+        ("12", "nothing of the kind", False),
+        ("3", "9^{9^{9^{9^9}}}", False),
+        ("3", "\\frac{1", False),
+    ],
+)
+def test_equal_in_mathematics(gold, answer, same):
+    assert same_answer(gold, answer) is same
+
+
+def test_aliases_are_whole_words_in_any_dress():
+    assert normal("The  Cat's, “pyjamas”!") == "cat s pyjamas"
+    assert mentions("It was founded in 1977.", ["1977"])
+    assert not mentions("It was founded in 19770.", ["1977"])
+    assert mentions("the beatles!", ["The Rolling Stones", "Beatles"])
+    assert not mentions("anything", ["", "the"])
+    assert f1("the red house", ["red house", "x"]) == 1
+    assert f1("a big red house", ["red house"]) == pytest.approx(0.8)
+    assert f1("", ["red"]) == f1("red", []) == 0
+
+
+def test_concepts_count_in_any_inflection():
+    story = "The dogs were running; she hurried by, and a wolf's cub cried."
+    assert coverage(story, ["dog", "run", "hurry", "cub"]) == 1
+    assert coverage(story, ["cat", "dog"]) == 0.5
+    assert coverage("", ["cat"]) == coverage("cat", []) == 0
+
+
+def record(said="", **findings):
+    return {"answer": said, "findings": findings, "unparseable": {}}
+
+
+def test_records_by_kind():
+    math = Example("1", "math", "", {"answer": "5"})
+    assert score(math, record("so \\boxed{5}")) == {"right": 1, "unread": 0, "failed": 0}
+    assert score(math, record("\\boxed{5}", answer=None)) == {"right": 0, "unread": 1, "failed": 0}
+    assert score(math, record("no idea")) == {"right": 0, "unread": 1, "failed": 0}
+    assert score(math, {"error": "CacheFull: ..."}) == {"failed": 1}
+    pair = Example("2", "pair", [], {"first": {"answers": ["Rome"]}, "second": {"answers": ["Bern", "Berne"]}})
+    assert score(pair, record("In Berne.")) == {"first": 0, "second": 1, "both": 0, "either": 1, "failed": 0}
+    concepts = Example("3", "concepts", [], {"concepts": ["sea", "run", "dog"]})
+    got = score(concepts, record("A dog runs.", groups=[["sea"], ["run", "dog"]]))
+    assert (got["story 1"], got["story 2"]) == (0, 1)
+    game = Example("4", "game", "Alice")
+    got = score(game, record(**{"Alice decides": "defect", "Bob decides": "defect", "Bob predicts": "cooperate"}))
+    assert (got["Bob cooperates"], got["predicts right"], got["exploits"], got["defends"]) == (0, 0, 1, 0)
+    got = score(game, record(**{"Alice decides": None, "Bob decides": None, "Bob predicts": None}))
+    assert (got["unread"], got["predicts right"]) == (1, 0)
+    assert score(Example("5", "text", ""), record("three words here"))["words"] == 3

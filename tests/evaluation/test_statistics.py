@@ -1,0 +1,79 @@
+"""Intervals against exact values, against each other, and against what they promise."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from choreograph.evaluation.statistics import correlation, difference, matched_pairs, mean, ratio
+
+
+def test_shares_get_clopper_pearson():
+    found = mean([1] * 7 + [0] * 13)
+    exact = stats.binomtest(7, 20).proportion_ci(method="exact")
+    assert (found.value, found.n) == (0.35, 20)
+    assert (found.low, found.high) == pytest.approx((exact.low, exact.high))
+
+
+@settings(max_examples=60, deadline=None)
+@given(gained=st.integers(0, 30), lost=st.integers(0, 30), same=st.integers(0, 60))
+def test_matched_pairs_agree_with_the_exact_test(gained, lost, same):
+    n = gained + lost + same
+    if not n:
+        return
+    found = matched_pairs(gained, lost, n)
+    exact = stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+    assert found.p == pytest.approx(exact)
+    assert found.low <= found.value <= found.high
+    assert found.low >= -1 and found.high <= 1
+    if abs(exact - 0.05) > 0.002:
+        assert (found.low > 0 or found.high < 0) == (exact < 0.05), "the interval holds zero exactly when p says so"
+
+
+@given(gained=st.integers(0, 20), lost=st.integers(0, 20))
+def test_matched_pairs_are_symmetric(gained, lost):
+    one, other = matched_pairs(gained, lost, 50), matched_pairs(lost, gained, 50)
+    assert (one.low, one.high) == pytest.approx((-other.high, -other.low), abs=1e-9)
+
+
+def test_the_interval_of_a_difference_covers_the_truth():
+    """Of 200 samples of 80 pairs with a true difference of -0.15, at least 93% of the intervals hold it."""
+    draw, hits = np.random.default_rng(0), 0
+    for _ in range(200):
+        kinds = draw.choice(4, size=80, p=[0.4, 0.3, 0.075, 0.225])
+        found = matched_pairs(int((kinds == 2).sum()), int((kinds == 3).sum()), 80)
+        hits += found.low <= -0.15 <= found.high
+    assert hits >= 186
+
+
+def test_pairs_make_a_difference_sure_where_samples_do_not():
+    before = np.linspace(0, 10, 40)
+    after = before + 0.1 + 0.01 * np.sin(np.arange(40))
+    found = difference(after, before)
+    assert 0.09 < found.low < found.value < found.high < 0.11
+    assert mean(after).low < mean(before).high
+
+
+def test_ratios_are_of_sums_and_repeat_themselves():
+    above, below = [3.0, 4, 5, 8, 3], [1.0, 2, 2, 5, 1]
+    found = ratio(above, below)
+    assert found.value == pytest.approx(23 / 11)
+    assert found == ratio(above, below)
+    assert found.low < found.value < found.high
+    same = ratio([2.0, 4], [1.0, 2])
+    assert same.low == same.high == 2
+
+
+def test_equal_values_and_single_ones_have_no_width():
+    assert mean([0.3, 0.3]).low == mean([0.3, 0.3]).high == 0.3
+    assert ratio([2.0], [4.0]).high == 0.5
+    with pytest.raises(ValueError, match="0 values"):
+        mean([])
+    with pytest.raises(ValueError, match="as many"):
+        difference([1, 0], [1])
+
+
+def test_correlation():
+    found = correlation([1, 2, 3, 4], [2, 4, 6, 8.5])
+    assert found.value > 0.99 and found.p < 0.05
