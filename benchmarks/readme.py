@@ -29,9 +29,15 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         ("moved: first token in decode steps", None): "the same, every parent moved (less is better)",
     },
     "arena": {("64k over 2k slots", None): "time of a step in a cache of 64k slots over one of 2k (1 is ideal)"},
-    "tot": {
-        ("TTFT, vote", None): "Tree of Thoughts: time to a voter's first token, prefix mode over choreographed",
-        ("end to end", None): "Tree of Thoughts: end to end, prefix mode over choreographed",
+    "speed": {
+        (f"{workflow}: {measure}", None): f"{workflow}: {words}, prefix mode over choreographed"
+        for workflow in ("Tree of Thoughts", "iterative debate", "parallel debate")
+        for measure, words in (("TTFT, all decodes", "time to first token"), ("end to end", "end to end"))
+    },
+    "scaling": {
+        (measure, None): f"Tree of Thoughts with {branches} branches: end to end, prefix mode over choreographed"
+        for branches in (32, 64)
+        for measure in (f"{branches} branches, 4 voters: end to end",)
     },
 }
 

@@ -23,7 +23,7 @@ VOTERS = (1, 4, 16)
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--data", required=True)
+    options.add_argument("--data", default="examples/problems.jsonl")
     options.add_argument("--problems", type=int, default=4)
     options.add_argument("--length", type=int, default=96)
     given = options.parse_args()

@@ -1,7 +1,7 @@
 """The papers' workflows, prefix mode against choreographed on the same tokens (Prompt Choreography, Table 5, Figure 7).
 
-`make bench NAME=speed ARGS="--data math.jsonl"`: problems from any file that `choreograph bench` reads. Traces and
-timings lie in `--out`, so that a run which was stopped goes on.
+`make bench NAME=speed ARGS="--data math.jsonl"`: problems from any file that `choreograph bench` reads, by default ten of
+our own. Traces and timings lie in `--out`, so that a run which was stopped goes on.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TITLES = {"tree_of_thoughts": "Tree of Thoughts", "mad_iter": "iterative debate"
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--data", required=True)
+    options.add_argument("--data", default="examples/problems.jsonl")
     options.add_argument("--limit", type=int, default=30)
     options.add_argument("--max-tokens", type=int, default=160)
     options.add_argument("--out", type=Path, default=Path("out/speed"))

@@ -13,7 +13,7 @@ from choreograph.cli import app, main
 runner = CliRunner()
 
 
-@pytest.mark.parametrize("command", [[], ["info"], ["demo"], ["run"], ["chat"]])
+@pytest.mark.parametrize("command", [[], ["info"], ["demo"], ["run"], ["eval"], ["bench"], ["chat"]])
 def test_help_is_there_for_everything(command):
     result = runner.invoke(app, [*command, "--help"])
     assert result.exit_code == 0

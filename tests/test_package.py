@@ -30,7 +30,7 @@ def test_public_names():
     assert all(hasattr(choreograph, name) for name in NAMES)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/workflows.md"])
 def test_code_in_the_documents_runs(page):
     """All python blocks of a page, in one namespace, top to bottom."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
@@ -46,6 +46,20 @@ def test_examples_are_short_and_run(example, capsys):
     assert len(path.read_text().splitlines()) <= 40
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()
+
+
+def test_the_workflow_in_the_documents_is_the_example():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "workflows.md").read_text(), re.DOTALL)
+    assert block in (ROOT / "examples" / "own_workflow.py").read_text()
+    assert len(block.splitlines()) <= 25
+
+
+def test_the_tables_of_the_results_are_what_the_results_say():
+    from benchmarks.results_page import PAGE, TABLES, filled
+
+    text = PAGE.read_text()
+    assert filled(text) == text
+    assert all(f"<!-- table: {name} -->" in text for name in TABLES)
 
 
 def test_the_table_of_the_readme_is_what_the_results_say():

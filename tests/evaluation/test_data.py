@@ -1,6 +1,8 @@
 """Records of many shapes become examples; what cannot be read says where."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,6 +64,26 @@ def test_bad_files_say_where(tmp_path, text, said):
 def test_a_missing_file_and_an_unknown_dataset():
     with pytest.raises(DataError, match="no such file"):
         load("nowhere.jsonl")
+
+
+def test_a_dataset_of_the_hub_is_read_by_its_fields(monkeypatch):
+    asked = []
+
+    def load_dataset(name, configuration, *, split):
+        asked.append((name, configuration, split))
+        if name == "gone":
+            raise FileNotFoundError("gone")
+        return [{"question": "q", "answer": "so\n#### 4"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert load("openai/gsm8k:main", split="train") == [Example("0", "math", "q", {"answer": "4"})]
+    assert load("some/set")[0].kind == "math"
+    assert asked == [("openai/gsm8k", "main", "train"), ("some/set", None, "test")]
+    with pytest.raises(DataError, match="gone"):
+        load("gone")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"choreograph\[hub\]"):
+        load("some/set")
 
 
 def test_pairs_show_everything_first_and_second_once():

@@ -31,6 +31,7 @@ def test_matched_pairs_agree_with_the_exact_test(gained, lost, same):
         assert (found.low > 0 or found.high < 0) == (exact < 0.05), "the interval holds zero exactly when p says so"
 
 
+@settings(max_examples=20, deadline=None)
 @given(gained=st.integers(0, 20), lost=st.integers(0, 20))
 def test_matched_pairs_are_symmetric(gained, lost):
     one, other = matched_pairs(gained, lost, 50), matched_pairs(lost, gained, 50)

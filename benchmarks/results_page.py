@@ -1,0 +1,171 @@
+"""Writes the tables of docs/results.md from the JSON results, between its marks; the words around them are by hand."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from choreograph.evaluation.summary import interval
+
+from .common import RESULTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+MARK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+TITLES = {
+    "direct": "Direct",
+    "mad_iter": "Iterative debate",
+    "tree_of_thoughts": "Tree of Thoughts",
+    "mad_par": "Parallel debate",
+    "multi_qa": "MultiQA",
+    "branch_solve_merge": "Branch-Solve-Merge",
+    "prisoners_dilemma": "Prisoner's Dilemma",
+}
+STRATEGIES = {"pd-none": "none", "pd-cooperate": "always cooperate", "pd-defect": "always defect"}
+
+
+def record(name: str) -> dict[str, Any]:
+    """The only, or the last, result of a benchmark."""
+    return json.loads(sorted(RESULTS.glob(f"{name}.*.json"))[-1].read_text())
+
+
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    rows = [head, ["---"] * len(head), *map(list, lines)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _made(name: str) -> str:
+    found = record(name)
+    return f"`benchmarks/{name}.py`, commit {found['commit']}, {found['date']}, {found['hardware']}, {found['model']}."
+
+
+def speed() -> str:
+    rows = {r["measure"]: r for r in record("speed")["rows"]}
+    lines = []
+    for title, ttft, e2e in (
+        ("Tree of Thoughts", "3.5 (3.26, 3.82)", "1.031 (1.026, 1.036)"),
+        ("iterative debate", "2.0 (1.94, 2.07)", "1.036 (1.028, 1.045)"),
+        ("parallel debate", "6.2 (5.6, 6.8)", "1.027 (1.023, 1.032)"),
+    ):
+        cells = [interval(rows[f"{title}: {m}"], places=p) for m, p in (("TTFT, all decodes", 2), ("end to end", 3))]
+        tokens = interval(rows[f"{title}: prompt tokens encoded"], places=2)
+        r = interval(rows[f"{title}: correlation of speed-up and tokens"], places=2)
+        lines.append([title, cells[0], ttft, cells[1], e2e, tokens, r])
+    head = ["workflow", "TTFT ratio", "paper", "end to end", "paper", "prompt tokens ratio", "r with tokens"]
+    return markdown(head, lines) + "\n\n" + _made("speed")
+
+
+def stages() -> str:
+    lines = [
+        [r["measure"].replace(": TTFT,", ":"), interval(r, places=2)]
+        for r in record("speed")["rows"]
+        if ": TTFT, " in r["measure"] and "all decodes" not in r["measure"]
+    ]
+    return markdown(["stage", "TTFT ratio"], lines)
+
+
+def scaling() -> str:
+    rows = {r["measure"]: r for r in record("scaling")["rows"]}
+    grid = [re.match(r"(\d+) branches, (\d+) voters: end to end", m) for m in rows]
+    cells = {(int(g[1]), int(g[2])): rows[g[0]] for g in grid if g}
+    voters = sorted({v for _, v in cells})
+    lines = [[str(b), *(interval(cells[b, v], places=2) for v in voters)] for b in sorted({b for b, _ in cells})]
+    return (
+        markdown(["branches", *(f"{v} voters" if v > 1 else "1 voter" for v in voters)], lines)
+        + "\n\n"
+        + _made("scaling")
+    )
+
+
+def accuracy() -> str:
+    summaries, lines = record("quality")["summaries"], []
+    for data, title in (("math", "MATH"), ("gsm8k", "GSM8K")):
+        for workflow in ("direct", "mad_iter", "tree_of_thoughts", "mad_par"):
+            one = summaries.get(f"{data}-{workflow}")
+            for condition, found in one["conditions"].items() if one else ():
+                gap = found["differences"].get("right")
+                p = f"{gap['p']:.3f}" if gap else ""
+                unread = sum(found["unparseable"].values()), round(found["scores"]["unread"]["value"] * one["n"])
+                cut = f"{100 * sum(found['cut'].values()) / sum(found['calls'].values()):.0f}"
+                right = interval(found["scores"]["right"], 100)
+                cells = [right, interval(gap, 100, sign=True), p, f"{unread[0]} / {unread[1]}", cut, str(one["n"])]
+                lines.append([title, TITLES[workflow], condition, *cells])
+    head = ["data", "workflow", "implementation", "right %", "difference", "p", "unread steps / answers", "cut %", "n"]
+    return markdown(head, lines) + "\n\n" + _made("quality")
+
+
+def multi_qa() -> str:
+    summaries, lines = record("quality")["summaries"], []
+    for name, title in (("qa-nq_oracle", "questions with passages"), ("qa-triviaqa", "TriviaQA, closed book")):
+        one = summaries.get(name)
+        for condition, found in one["conditions"].items() if one else ():
+            scores = found["scores"]
+            gap = found["differences"].get("both")
+            cells = [interval(scores[k], 100) for k in ("first", "second", "both")]
+            lines.append([title, condition, *cells, interval(gap, 100, sign=True), f"{gap['p']:.4f}" if gap else ""])
+    head = ["data", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p"]
+    return markdown(head, lines)
+
+
+def stories() -> str:
+    one = record("quality")["summaries"]["bsm"]
+    lines = []
+    for condition, found in one["conditions"].items():
+        cells = [interval(found["scores"][k], 100) for k in ("coverage", "story 1", "story 2")]
+        lines.append([condition, *cells, interval(found["differences"].get("coverage"), 100, sign=True)])
+    return markdown(["implementation", "concepts %", "of story 1", "of story 2", "difference"], lines)
+
+
+def leak() -> str:
+    summaries, lines = record("quality")["summaries"], []
+    for name, strategy in STRATEGIES.items():
+        for condition, found in summaries[name]["conditions"].items():
+            gap = found["differences"].get("Bob cooperates")
+            cells = [interval(found["scores"]["Bob cooperates"], 100), interval(gap, 100, sign=True)]
+            lines.append([strategy, condition, *cells, f"{gap['p']:.3f}" if gap else "", str(summaries[name]["n"])])
+    return markdown(["Alice's strategy", "implementation", "Bob cooperates %", "difference", "p", "n"], lines)
+
+
+def prediction() -> str:
+    summaries, lines = record("quality")["summaries"], []
+    shown = ("Alice cooperates", "predicts cooperation", "predicts right", "exploits", "defends")
+    for condition, title in (("baseline", "Baseline"), ("leak both", "Choreographed")):
+        for name, strategy in STRATEGIES.items():
+            scores = summaries[name]["conditions"][condition]["scores"]
+            lines.append([title, strategy, *(f"{100 * scores[k]['value']:.0f}" for k in shown)])
+    head = ["implementation", "Alice's strategy", *(f"{k} %" for k in shown)]
+    return markdown(head, lines)
+
+
+def fidelity() -> str:
+    lines = []
+    for one in record("fidelity")["runs"].values():
+        title = f"{TITLES[one['workflow']]}, {one['data']}"
+        for r in one["rows"]:
+            cells = [interval(r[k], places=3, sign=k == "gap") for k in ("before", "after", "gap", "divergence")]
+            lines.append([title, r["condition"], r["stage"], *cells, str(r["tokens"]), str(one["n"])])
+    head = ["workflow", "condition", "decodes", "log-loss, baseline", "reused", "gap", "KL", "tokens", "traces"]
+    return markdown(head, lines) + "\n\n" + _made("fidelity")
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "speed": speed,
+    "stages": stages,
+    "scaling": scaling,
+    "accuracy": accuracy,
+    "multi-qa": multi_qa,
+    "stories": stories,
+    "leak": leak,
+    "prediction": prediction,
+    "fidelity": fidelity,
+}
+
+
+def filled(text: str) -> str:
+    """The page with every table written anew."""
+    return MARK.sub(lambda m: f"{m[1]}{TABLES[m['name']]()}\n{m[3]}", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))
