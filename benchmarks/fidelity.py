@@ -5,21 +5,19 @@
 """
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
-from choreograph.choreographies import conditions_of, find
-from choreograph.evaluation.fidelity import drift_rows, drifts
-from choreograph.evaluation.summary import interval
-from choreograph.report import show_table
+from choreograph.choreographies import find
+from choreograph.evaluation.fidelity import drifts
+from choreograph.evaluation.shown import show_drift
 from choreograph.types import SamplingParams
 
 from .common import save
-from .quality import PLANS, examples_of, json_of
+from .quality import PLANS, conditions_for, examples_of, traces_of
 
 RUNS = ("math-tree_of_thoughts", "math-mad_iter", "math-mad_par", "qa-nq_oracle", "bsm", "pd-none", "pd-defect")
 
@@ -39,36 +37,23 @@ def main() -> None:
     for name in given.only:
         plan = PLANS[name]
         workflow = find(plan.workflow)
-        lines = (given.traces / name / "baseline.jsonl").read_text(encoding="utf-8").splitlines()
-        traces = {r["id"]: r for r in map(json_of, lines)}
+        traces = traces_of(given.traces, name, "baseline")
         examples = [e for e in examples_of(plan, given.data) if e.id in traces][: given.limit]
-        known = conditions_of(workflow)
-        conditions = {k: c for k, c in known.items() if not plan.conditions or k in plan.conditions}
         each = []
         for id, drift in drifts(
             engine,
             workflow,
             examples,
             traces,
-            conditions,
+            conditions_for(plan),
             sampling=SamplingParams(max_tokens=plan.max_tokens),
             options=plan.options,
             at_once=3,
         ):
             each.append((id, drift))
             print(f"... {name}: {len(each)} of {len(examples)}", flush=True)
-        rows = drift_rows([drift for _, drift in sorted(each, key=lambda one: one[0])])
-        found[name] = {"workflow": plan.workflow, "data": plan.data, "n": len(each), "rows": [asdict(r) for r in rows]}
-        cells = [
-            [
-                f"{r.condition}: {r.stage}",
-                *(interval(x, places=3, sign=x is r.gap) for x in (r.before, r.after, r.gap, r.divergence)),
-                str(r.tokens),
-            ]
-            for r in rows
-        ]
-        head = ["nats a token", "baseline", "reused", "gap", "KL", "tokens"]
-        show_table(Console(width=150), f"{name}, {len(each)} traces", head, cells)
+        rows = show_drift(Console(width=150), name, [drift for _, drift in sorted(each, key=lambda one: one[0])])
+        found[name] = {"workflow": plan.workflow, "data": plan.data, "n": len(each), "rows": rows}
     save("fidelity", [], Path(given.model).stem, runs=found)
 
 

@@ -6,6 +6,7 @@ them, `--report` scores what is there. Datasets are read from `folder/<name>.jso
 """
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
-from choreograph.choreographies import conditions_of, find
+from choreograph.choreographies import Condition, conditions_of, find
 from choreograph.evaluation.data import Example, games, load, pairs
 from choreograph.evaluation.runs import Folder, Record, run_conditions, settings_of
 from choreograph.evaluation.summary import interval, summarize, table
@@ -60,10 +61,14 @@ def examples_of(plan: Plan, folder: Path) -> list[Example]:
     return load(file, limit=plan.limit, seed=None if plan.workflow == "branch_solve_merge" else 0)
 
 
+def conditions_for(plan: Plan) -> dict[str, Condition]:
+    known = conditions_of(find(plan.workflow))
+    return {k: c for k, c in known.items() if not plan.conditions or k in plan.conditions}
+
+
 def run(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, list[Record]]:
     workflow = find(plan.workflow)
-    known = conditions_of(workflow)
-    conditions = {k: c for k, c in known.items() if not plan.conditions or k in plan.conditions}
+    conditions = conditions_for(plan)
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
     settings = settings_of(engine, plan.workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options)
     count = 0
@@ -91,22 +96,19 @@ def run(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Pat
 def finished(name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, list[Record]] | None:
     """The records of a run if every example is there under every condition."""
     found = {}
-    for condition in conditions_of(find(plan.workflow)):
-        if plan.conditions and condition not in plan.conditions:
-            continue
-        file = out / name / f"{condition.replace(' ', '-')}.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        records = {r["id"]: r for r in map(json_of, lines)}
+    for condition in conditions_for(plan):
+        records = traces_of(out, name, condition)
         if any(e.id not in records for e in examples):
             return None
         found[condition] = [records[e.id] for e in examples]
     return found
 
 
-def json_of(line: str) -> Record:
-    import json
-
-    return json.loads(line)
+def traces_of(out: Path, name: str, condition: str) -> dict[str, Record]:
+    """What a run left behind, by the id of the example."""
+    file = out / name / f"{condition.replace(' ', '-')}.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+    return {r["id"]: r for r in map(json.loads, filter(None, lines))}
 
 
 def main() -> None:
@@ -132,12 +134,17 @@ def main() -> None:
         else:
             print(f"{name}: not finished, left out")
             continue
-        summaries[name] = {"workflow": plan.workflow, "data": plan.data, **summarize(examples, records)}
+        summaries[name] = {
+            "workflow": plan.workflow,
+            "data": plan.data,
+            **summarize(examples, records, max_tokens=plan.max_tokens),
+        }
         head, lines = table(summaries[name])
         show_table(Console(width=170), f"{name}, {len(examples)} examples", head, lines)
     if set(summaries) >= {f"pd-{s}" for s in ("none", "cooperate", "defect")}:
         leak_figure(summaries)
-    save("quality", [], Path(given.model).stem, summaries=summaries)
+    if set(given.only) == set(PLANS):
+        save("quality", [], Path(given.model).stem, summaries=summaries)
 
 
 def leak_figure(summaries: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
     "speed": {
         (f"{workflow}: {measure}", None): f"{workflow}: {words}, prefix mode over choreographed"
         for workflow in ("Tree of Thoughts", "iterative debate", "parallel debate")
-        for measure, words in (("TTFT, all decodes", "time to first token"), ("end to end", "end to end"))
+        for measure, words in (("TTFT, steps", "time to first token"), ("end to end", "end to end"))
     },
     "scaling": {
         (measure, None): f"Tree of Thoughts with {branches} branches: end to end, prefix mode over choreographed"

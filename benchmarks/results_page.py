@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from choreograph.evaluation.summary import interval
+from choreograph.evaluation.summary import interval, unread
 
 from .common import RESULTS
 
@@ -48,11 +48,23 @@ def speed() -> str:
         ("iterative debate", "2.0 (1.94, 2.07)", "1.036 (1.028, 1.045)"),
         ("parallel debate", "6.2 (5.6, 6.8)", "1.027 (1.023, 1.032)"),
     ):
-        cells = [interval(rows[f"{title}: {m}"], places=p) for m, p in (("TTFT, all decodes", 2), ("end to end", 3))]
+        cells = [
+            interval(rows[f"{title}: {m}"], places=p)
+            for m, p in (("TTFT, steps", 2), ("TTFT, all decodes", 2), ("end to end", 3))
+        ]
         tokens = interval(rows[f"{title}: prompt tokens encoded"], places=2)
         r = interval(rows[f"{title}: correlation of speed-up and tokens"], places=2)
-        lines.append([title, cells[0], ttft, cells[1], e2e, tokens, r])
-    head = ["workflow", "TTFT ratio", "paper", "end to end", "paper", "prompt tokens ratio", "r with tokens"]
+        lines.append([title, cells[0], ttft, cells[1], cells[2], e2e, tokens, r])
+    head = [
+        "workflow",
+        "TTFT ratio",
+        "paper",
+        "over all decodes",
+        "end to end",
+        "paper",
+        "prompt tokens",
+        "r with tokens",
+    ]
     return markdown(head, lines) + "\n\n" + _made("speed")
 
 
@@ -60,7 +72,7 @@ def stages() -> str:
     lines = [
         [r["measure"].replace(": TTFT,", ":"), interval(r, places=2)]
         for r in record("speed")["rows"]
-        if ": TTFT, " in r["measure"] and "all decodes" not in r["measure"]
+        if ": TTFT, " in r["measure"] and not r["measure"].endswith(("all decodes", "steps"))
     ]
     return markdown(["stage", "TTFT ratio"], lines)
 
@@ -86,10 +98,9 @@ def accuracy() -> str:
             for condition, found in one["conditions"].items() if one else ():
                 gap = found["differences"].get("right")
                 p = f"{gap['p']:.3f}" if gap else ""
-                unread = sum(found["unparseable"].values()), round(found["scores"]["unread"]["value"] * one["n"])
                 cut = f"{100 * sum(found['cut'].values()) / sum(found['calls'].values()):.0f}"
                 right = interval(found["scores"]["right"], 100)
-                cells = [right, interval(gap, 100, sign=True), p, f"{unread[0]} / {unread[1]}", cut, str(one["n"])]
+                cells = [right, interval(gap, 100, sign=True), p, unread(found, one["n"]), cut, str(one["n"])]
                 lines.append([title, TITLES[workflow], condition, *cells])
     head = ["data", "workflow", "implementation", "right %", "difference", "p", "unread steps / answers", "cut %", "n"]
     return markdown(head, lines) + "\n\n" + _made("quality")
@@ -103,8 +114,10 @@ def multi_qa() -> str:
             scores = found["scores"]
             gap = found["differences"].get("both")
             cells = [interval(scores[k], 100) for k in ("first", "second", "both")]
-            lines.append([title, condition, *cells, interval(gap, 100, sign=True), f"{gap['p']:.4f}" if gap else ""])
-    head = ["data", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p"]
+            p = f"{gap['p']:.4f}" if gap else ""
+            cut = f"{100 * found['cut'].get('answer', 0) / one['n']:.0f}"
+            lines.append([title, condition, *cells, interval(gap, 100, sign=True), p, cut, str(one["n"])])
+    head = ["data", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p", "cut %", "n"]
     return markdown(head, lines)
 
 
@@ -113,8 +126,8 @@ def stories() -> str:
     lines = []
     for condition, found in one["conditions"].items():
         cells = [interval(found["scores"][k], 100) for k in ("coverage", "story 1", "story 2")]
-        lines.append([condition, *cells, interval(found["differences"].get("coverage"), 100, sign=True)])
-    return markdown(["implementation", "concepts %", "of story 1", "of story 2", "difference"], lines)
+        lines.append([condition, *cells, interval(found["differences"].get("coverage"), 100, sign=True), str(one["n"])])
+    return markdown(["implementation", "concepts %", "of story 1", "of story 2", "difference", "n"], lines)
 
 
 def leak() -> str:
@@ -123,8 +136,11 @@ def leak() -> str:
         for condition, found in summaries[name]["conditions"].items():
             gap = found["differences"].get("Bob cooperates")
             cells = [interval(found["scores"]["Bob cooperates"], 100), interval(gap, 100, sign=True)]
-            lines.append([strategy, condition, *cells, f"{gap['p']:.3f}" if gap else "", str(summaries[name]["n"])])
-    return markdown(["Alice's strategy", "implementation", "Bob cooperates %", "difference", "p", "n"], lines)
+            p, n = f"{gap['p']:.3f}" if gap else "", summaries[name]["n"]
+            lines.append([strategy, condition, *cells, p, f"{100 * found['scores']['unread']['value']:.0f}", str(n)])
+    return markdown(
+        ["Alice's strategy", "implementation", "Bob cooperates %", "difference", "p", "unread %", "n"], lines
+    )
 
 
 def prediction() -> str:
@@ -133,8 +149,9 @@ def prediction() -> str:
     for condition, title in (("baseline", "Baseline"), ("leak both", "Choreographed")):
         for name, strategy in STRATEGIES.items():
             scores = summaries[name]["conditions"][condition]["scores"]
-            lines.append([title, strategy, *(f"{100 * scores[k]['value']:.0f}" for k in shown)])
-    head = ["implementation", "Alice's strategy", *(f"{k} %" for k in shown)]
+            cells = [interval(scores[k], 100, places=0) for k in shown]
+            lines.append([title, strategy, *cells, str(summaries[name]["n"])])
+    head = ["implementation", "Alice's strategy", *(f"{k} %" for k in shown), "n"]
     return markdown(head, lines)
 
 

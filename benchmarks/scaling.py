@@ -8,7 +8,7 @@ import argparse
 from dataclasses import replace
 
 from choreograph.choreographies import conditions_of, find
-from choreograph.choreographies.direct import ASK
+from choreograph.choreographies.direct import ask
 from choreograph.choreographies.performance import Performance
 from choreograph.evaluation.data import load
 from choreograph.evaluation.speed import speed_rows, timed
@@ -24,7 +24,8 @@ VOTERS = (1, 4, 16)
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--data", default="examples/problems.jsonl")
-    options.add_argument("--problems", type=int, default=4)
+    options.add_argument("--problems", type=int, default=3)
+    options.add_argument("--fresh", type=int, default=6)
     options.add_argument("--length", type=int, default=96)
     given = options.parse_args()
     e = engine(tokens=32768, compile=True)
@@ -33,10 +34,8 @@ def main() -> None:
     rows = []
     for voters in VOTERS:
         for branches in BRANCHES:
-            chosen = {"branches": branches, "voters": voters}
-            traces = {x.id: trace(e, workflow, x.task, given.length, chosen) for x in examples}
-            costs = list(timed(e, workflow, examples, traces, conditions_of(workflow), options=chosen))
-            found = speed_rows(costs, "baseline", "choreographed")
+            chosen = {"branches": branches, "voters": voters, "prompt": "plain"}
+            found = end_to_end(e, workflow, examples, given.length, chosen)
             for measure in ("end to end", "TTFT, all decodes"):
                 one = found[measure]
                 label = f"{branches} branches, {voters} voters: {measure}"
@@ -45,11 +44,23 @@ def main() -> None:
             print(f"{chosen}: {one.value:.2f} ({one.low:.2f}, {one.high:.2f})", flush=True)
             label = f"{voters} voter{'s' if voters > 1 else ''}"
             series.setdefault(label, []).append((branches, (one.value, one.low, one.high)))
-    best = max((r for r in rows if r.measure.endswith("end to end")), key=lambda r: r.value)
-    rows.insert(0, Row(f"best: {best.measure}", best.value, "x", best.low, best.high, must=2.2, aim=4.0))
+    best = max((point[1][0], label, point[0]) for label, points in series.items() for point in points)
+    chosen = {"branches": best[2], "voters": int(best[1].split()[0]), "prompt": "plain"}
+    fresh = load(given.data, seed=0)[given.problems : given.problems + given.fresh]  # the best of many points flatters
+    again = end_to_end(e, workflow, fresh, given.length, chosen)["end to end"]
+    label = (
+        f"best, timed again on {len(fresh)} other problems: {chosen['branches']} branches, {chosen['voters']} voters"
+    )
+    rows.insert(0, Row(label, again.value, "x", again.low, again.high, must=2.2, aim=4.0))
     title = f"Tree of Thoughts, solutions of {given.length} tokens"
     speedup_over_branches(series, FIGURES / "speed-over-branches.svg", title=title)
     save("scaling", rows, options={"length": given.length, "problems": given.problems})
+
+
+def end_to_end(e, workflow, examples: list, length: int, chosen: dict) -> dict:
+    traces = {x.id: trace(e, workflow, x.task, length, chosen) for x in examples}
+    costs = list(timed(e, workflow, examples, traces, conditions_of(workflow), options=chosen))
+    return speed_rows(costs, "baseline", "choreographed")
 
 
 def trace(e, workflow, task: str, length: int, chosen: dict) -> dict:
@@ -57,7 +68,7 @@ def trace(e, workflow, task: str, length: int, chosen: dict) -> dict:
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=length)
     exactly = replace(sampling, min_tokens=length)
     with e.session(mode="prefix", seed=0) as session:
-        problem = session.prefill(session.user(ASK.format(task=task)))
+        problem = session.prefill(session.user(ask(task, "plain")))
         headers = [session.assistant(f"Solution {i + 1}:\n") for i in range(chosen["branches"])]
         solutions = [session.decode(header, [problem], sampling=exactly) for header in headers]
         p = Performance(session, sampling=sampling, forced={"solve": [s.generated for s in solutions]})

@@ -28,11 +28,14 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RunCost:
-    """One run of a workflow. ttft is the mean over every decode, seconds is end to end."""
+    """One run of a workflow, `seconds` from end to end. ttft is the mean over every decode, step_ttft over steps: decodes
+    that run side by side are one.
+    """
 
     mode: Mode
     seconds: float
     ttft: float | None
+    step_ttft: float | None
     stages: list[StageCost]
     steps: int
 
@@ -90,6 +93,7 @@ def perform(
             mode=mode,
             seconds=seconds,
             ttft=fmean(ttfts) if ttfts else None,
+            step_ttft=fmean(means) if (means := step_ttfts(performance.steps)) else None,
             stages=stage_costs(performance.steps),
             steps=engine.runner.steps - steps,
         )
@@ -102,6 +106,20 @@ def check_options(workflow: Workflow, options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(f"option {name!r}: the workflow has {known or 'none'}")
+
+
+def step_ttfts(steps: Iterable[Step]) -> list[float]:
+    """The mean time to first token of every step: decodes of one stage in a row, none of which sees another of them."""
+    groups: list[list[Step]] = []
+    for step in (s for s in steps if s.message.kind == "decode"):
+        last = groups[-1] if groups else []
+        seen = any(one.message in step.message.parents for one in last)
+        if last and last[0].stage == step.stage and not seen:
+            last.append(step)
+        else:
+            groups.append([step])
+    times = [[s.message.timing.ttft for s in group] for group in groups]
+    return [fmean(t for t in some if t is not None) for some in times if any(t is not None for t in some)]
 
 
 def stage_costs(steps: Iterable[Step]) -> list[StageCost]:

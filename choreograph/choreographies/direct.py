@@ -1,5 +1,6 @@
 """One call, no workflow: what every other choreography is compared with (Prompt Choreography, section 4.1)."""
 
+from ..errors import ConfigError
 from ..message import Message
 from .performance import Performance
 
@@ -12,12 +13,24 @@ EXAMPLE = (
     "Each costs 2 dollars: 28 * 2 = 56 dollars.\n"
     "The answer is \\boxed{{56}}."
 )
-ASK = f"Solve the problem step by step, with a short line for each step, like this:\n\n{EXAMPLE}\n\nProblem: {{task}}"
-
+WORKED = (
+    f"Solve the problem step by step, with a short line for each step, like this:\n\n{EXAMPLE}\n\nProblem: {{task}}"
+)
+PLAIN = (
+    "Solve the problem step by step. Explain your reasoning and put the final answer in \\boxed{{}}.\n\nProblem: {task}"
+)
 NEXT = ("\nProblem", "\nSolution")  # a small model goes on with the example's next problem
 
 
-def run(p: Performance, task: str) -> Message:
-    """The answer, not read yet."""
-    problem = p.prefill("problem", p.user(ASK.format(task=task)))
+def run(p: Performance, task: str, *, prompt: str = "worked") -> Message:
+    """The answer, not read yet. prompt: "worked" shows an example of short steps, "plain" lets the model be long."""
+    problem = p.prefill("problem", p.user(ask(task, prompt)))
     return p.decode("answer", p.assistant("Solution:\n"), [problem], stop=NEXT)
+
+
+def ask(task: str, prompt: str) -> str:
+    """The request for a solution, in one of two styles."""
+    styles = {"worked": WORKED, "plain": PLAIN}
+    if prompt not in styles:
+        raise ConfigError(f"prompt={prompt!r}: use one of {list(styles)}")
+    return styles[prompt].format(task=task)

@@ -12,10 +12,10 @@ from .reading import final_answer, yes_or_no
 
 DEBATE = (
     "You debate the solution of a problem with an opponent. You are the {side} side{task_of_side}. You need not agree: "
-    "the aim is the correct answer. Argue step by step, with a short line for each step, like this:\n\n"
-    f"{EXAMPLE}\n\n"
-    "Problem: {task}"
+    "the aim is the correct answer. "
 )
+WORKED = f"{DEBATE}Argue step by step, with a short line for each step, like this:\n\n{EXAMPLE}\n\nProblem: {{task}}"
+PLAIN = f"{DEBATE}Argue step by step and end with your answer in \\boxed{{{{}}}}.\n\nProblem: {{task}}"
 SIDES = {
     "affirmative": " and speak first",
     "negative": ": look for mistakes in what the affirmative side says, then give your own solution",
@@ -28,12 +28,15 @@ STOP = (*NEXT, "\nAffirmative", "\nNegative")  # a side that goes on as the othe
 FINAL = "The final answer is \\boxed{"
 
 
-def run(p: Performance, task: str, *, rounds: int = 3) -> Message:
+def run(p: Performance, task: str, *, rounds: int = 3, prompt: str = "worked") -> Message:
     """The moderator's final answer."""
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
+    styles = {"worked": WORKED, "plain": PLAIN}
+    if prompt not in styles:
+        raise ConfigError(f"prompt={prompt!r}: use one of {list(styles)}")
     prompts = {
-        side: p.prefill(f"{side} prompt", p.user(DEBATE.format(side=side, task_of_side=duty, task=task)))
+        side: p.prefill(f"{side} prompt", p.user(styles[prompt].format(side=side, task_of_side=duty, task=task)))
         for side, duty in SIDES.items()
     }
     moderator = p.prefill("moderator prompt", p.user(MODERATOR.format(task=task)))

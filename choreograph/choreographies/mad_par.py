@@ -5,7 +5,7 @@ In every later round an agent reads what the others answered in the round before
 
 from ..errors import ConfigError
 from ..message import Message
-from .direct import ASK, NEXT
+from .direct import NEXT, ask
 from .performance import Performance
 from .reading import final_answer, majority, plain
 
@@ -15,12 +15,12 @@ UPDATE = (
 )
 
 
-def run(p: Performance, task: str, *, agents: int = 3, rounds: int = 3) -> Message:
+def run(p: Performance, task: str, *, agents: int = 3, rounds: int = 3, prompt: str = "worked") -> Message:
     """The last answer of the first agent that is with the majority."""
     if agents < 1 or rounds < 1:
         raise ConfigError(f"agents={agents}, rounds={rounds}: use 1 or more of each")
-    question = p.prefill("question", p.user(ASK.format(task=task)))
-    headers = [p.assistant(f"Solution by agent {i + 1}:\n") for i in range(agents)]
+    question = p.prefill("question", p.user(ask(task, prompt)))
+    headers = [p.assistant(f"Agent {i + 1}:\n") for i in range(agents)]
     answers = [p.decode("round 1", header, [question], stop=NEXT) for header in headers]
     update = p.prefill("update prompt", p.user(UPDATE), [question])
     for number in range(2, rounds + 1):
@@ -33,5 +33,6 @@ def run(p: Performance, task: str, *, agents: int = 3, rounds: int = 3) -> Messa
         if final is None:
             p.could_not_parse(f"round {rounds}")
     agreed = majority(finals)
-    p.note("answer", agreed)
-    return next((a for a, final in zip(answers, finals, strict=True) if final and plain(final) == agreed), answers[0])
+    chosen = next((i for i, final in enumerate(finals) if final and plain(final) == agreed), 0)
+    p.note("answer", finals[chosen])
+    return answers[chosen]

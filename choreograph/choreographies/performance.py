@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to run a workflow. `copies` of the stages named are taken from the run of the condition before it."""
+    """One way to run a workflow. The content of the stages in `copies` is taken from the run of the first condition."""
 
     mode: Mode
     options: Mapping[str, Any] = field(default_factory=dict)

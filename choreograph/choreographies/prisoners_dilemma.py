@@ -2,8 +2,8 @@
 
 Alice and Bob each plan in private, talk for two rounds, then decide. Alice's words are encoded behind her own
 instructions and plan; choreographed, Bob reads those very encodings. `leak` re-encodes what Bob hears from her:
-"system" with sight of her instructions but not her plan, "plan" the other way round, "none" with sight of the talk
-alone.
+"system" with sight of her instructions but not her plan, "plan" the other way round (behind a bare opening), "none"
+with sight of the talk alone.
 """
 
 from ..errors import ConfigError
@@ -21,6 +21,7 @@ STRATEGIES = {
     "cooperate": " Your strategy is to always cooperate.",
     "defect": " Your strategy is to always defect.",
 }
+OPENING = "You are Alice."  # in place of her instructions, where those are not to be seen
 PLAN = "Think in private about how you will play, in two or three sentences. {other} does not see this."
 TALK = "Now talk to {other}. Say one or two sentences at a time, as {me}."
 DECIDE = "The talk is over. Decide as {me}. Answer with one word: cooperate or defect."
@@ -80,14 +81,12 @@ def retell(
 ) -> Message:
     """Alice's words once more for Bob, at the place where she said them, with sight of less."""
     system, _, plan, _ = private
-    if leak == "system":
-        seen = [system]
-    elif leak == "plan":  # a copy of her plan that was made without sight of her instructions
-        seen = [p.prefill("plan retold", plan.tokens, new_offset=plan.start)]
-    else:
-        seen = []
+    seen = [system if leak == "system" else p.prefill("opening", p.system(OPENING))]
     places = {m.id: at for m, at in zip(said.parents, said.offsets, strict=True)}
-    offsets = [places.get(m.id, plan.start) for m in seen]
+    offsets = [0]
+    if leak == "plan":  # a copy of her plan that was made without sight of her instructions
+        seen.append(p.prefill("plan retold", plan.tokens, seen, new_offset=plan.start))
+        offsets.append(plan.start)
     talked = zip(heard["Alice"], heard["Bob"], strict=True)
     parents = seen + [told for _, told in talked]
     offsets += [places[own.id] for own in heard["Alice"]]

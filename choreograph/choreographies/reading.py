@@ -4,9 +4,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_BOX = re.compile(r"\\boxed\s*\{")
 _SAYS = re.compile(
     r"(?:final answer|answer|result)\b[^\n]{0,40}?(?:\bis\b|:|=)\s*\**\s*(?P<value>[^\n]*)", re.IGNORECASE
+)
+_MATHS = re.compile(r"\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_EITHER = re.compile(r"(cooperat\w*|defect\w*)\s+or\s+(to\s+)?(cooperat|defect)", re.IGNORECASE)
+_DECIDES = re.compile(
+    r"(?P<no>(?:\b(?:not|never|cannot)|n['’]t)\s+(?:\w+\s+){0,2})?(?P<verb>co-?operat|defect)", re.IGNORECASE
 )
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _MARKS = " \t\n.,;:!*`\"'"
@@ -25,13 +30,26 @@ def boxed(text: str) -> str | None:
     return found or None
 
 
-def final_answer(text: str) -> str | None:
-    """The answer that a solution ends with: boxed, or after "the answer is", or the last number."""
-    if (box := boxed(text)) is not None:
-        return box
+def final_answer(text: str, *, whole: bool = True) -> str | None:
+    """The answer that a solution ends with: boxed, or after "the answer is", or else the last expression or number of a
+    text that is whole (of one that was cut off, that would be some step on the way)."""
+    found = boxed(text) or _said(text) or (_last(text) if whole else None)
+    return found if found and re.search(r"\w", found) else None
+
+
+def _said(text: str) -> str | None:
     said = [m["value"].strip(_MARKS) for m in _SAYS.finditer(text)]
     if said and said[-1]:
         return said[-1].split(r"\boxed{")[-1].strip("$ ").removesuffix(r"\)").removeprefix(r"\(").strip(_MARKS) or None
+    return None
+
+
+def _last(text: str) -> str | None:
+    """The last formula of the last line, or the last number of all."""
+    lines = text.strip().splitlines()
+    formulas = [next(filter(None, groups)).strip() for groups in _MATHS.findall(lines[-1])] if lines else []
+    if formulas:
+        return formulas[-1]
     numbers = _NUMBER.findall(text)
     return numbers[-1].replace("$", "").replace(",", "") if numbers else None
 
@@ -54,10 +72,11 @@ def choice(text: str, most: int) -> int | None:
 
 
 def decision(text: str) -> str | None:
-    """`cooperate` or `defect`, whichever the text names first in any inflection; "not to defect" is the other one."""
-    found = re.search(
-        r"(?P<no>\b(?:not|never|n't|n’t)\s+(?:\w+\s+){0,2})?(?P<verb>cooperat|co-operat|defect)", text, re.I
-    )
+    """`cooperate` or `defect`, whichever the text names first in any inflection; "not to defect" is the other one, and
+    "to cooperate or to defect" is none."""
+    if _EITHER.search(text):
+        return None
+    found = _DECIDES.search(text)
     if found is None:
         return None
     cooperates = (found["verb"].lower() != "defect") != bool(found["no"])

@@ -8,7 +8,7 @@ from collections import Counter
 
 from ..errors import ConfigError
 from ..message import Message
-from .direct import ASK, NEXT
+from .direct import NEXT, ask
 from .performance import Performance
 from .reading import choice
 
@@ -22,18 +22,18 @@ ANSWER = (
 )
 
 
-def run(p: Performance, task: str, *, branches: int = 8, voters: int = 4) -> Message:
+def run(p: Performance, task: str, *, branches: int = 8, voters: int = 4, prompt: str = "worked") -> Message:
     """The final answer, not read yet."""
     if branches < 1 or voters < 1:
         raise ConfigError(f"branches={branches}, voters={voters}: use 1 or more of each")
-    problem = p.prefill("problem", p.user(ASK.format(task=task)))
+    problem = p.prefill("problem", p.user(ask(task, prompt)))
     headers = [p.assistant(f"Solution {i + 1}:\n") for i in range(branches)]
     solutions = [p.decode("solve", header, [problem], stop=NEXT) for header in headers]
     instructions = p.prefill("vote prompt", p.user(VOTE.format(task=task)))
+    question = p.prefill("answer prompt", p.user(ANSWER.format(task=task)))  # encoded while branches decode
     header, seen = p.assistant("The best solution is number"), [instructions, *solutions]
     votes = [p.decode("vote", header, seen, most=16) for _ in range(voters)]  # a number is all that is asked for
     best = solutions[choose(p, [vote.text for vote in votes], branches)]
-    question = p.prefill("answer prompt", p.user(ANSWER.format(task=task)))
     return p.decode("answer", p.assistant("Final answer:"), [question, best])
 
 

@@ -28,8 +28,8 @@ class Example:
 
 
 def _math(r: Record) -> tuple[str, Any, dict[str, Any]]:
-    answer = r.get("answer") or boxed(r.get("solution", ""))
-    return "math", r["problem"], {"answer": answer}
+    answer = r.get("answer", boxed(r.get("solution", "")))
+    return "math", r["problem"], {"answer": None if answer is None else str(answer)}
 
 
 def _grade_school(r: Record) -> tuple[str, Any, dict[str, Any]]:
@@ -41,7 +41,7 @@ def _question(r: Record) -> tuple[str, Any, dict[str, Any]]:
     answers = r.get("answers") or r["answer"]
     if isinstance(answers, Mapping):  # as some Hub datasets hold them
         answers = answers.get("text") or [*answers.get("aliases", ()), answers.get("value")]
-    elif isinstance(answers, str):
+    elif not isinstance(answers, (list, tuple)):
         answers = [answers, *r.get("answer_aliases", ())]
     asked = r.get("question") or r.get("input") or ""
     return "qa", with_context(asked, r), {"answers": [str(a) for a in answers if a is not None]}
@@ -67,6 +67,14 @@ KINDS: tuple[tuple[Callable[[Record], bool], Callable[[Record], tuple[str, Any, 
     (lambda r: "task" in r, lambda r: (r.get("kind", "text"), r["task"], dict(r.get("gold", {})))),
     (lambda r: "question" in r, lambda r: ("text", r["question"], {})),
 )
+GOLD = {  # what a scorer of the kind compares with
+    "math": ("answer",),
+    "qa": ("answers",),
+    "pair": ("first", "second"),
+    "concepts": ("concepts",),
+    "game": (),
+    "text": (),
+}
 
 
 def example(record: Record, number: int) -> Example:
@@ -74,6 +82,9 @@ def example(record: Record, number: int) -> Example:
     for fits, read in KINDS:
         if fits(record):
             kind, task, gold = read(record)
+            lacking = [name for name in GOLD.get(kind, ()) if gold.get(name) in (None, [], "")]
+            if kind not in GOLD or lacking:
+                raise DataError(f"record {number}: kind {kind!r} of {sorted(GOLD)} lacks {lacking or 'a scorer'}")
             return Example(str(record.get("id", number)), kind, task, gold)
     raise DataError(f"record {number}: fields {sorted(record)} are of no known kind; give `task` (and `gold`)")
 
@@ -84,7 +95,10 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
     Takes the first `limit`, after shuffling if a seed is given.
     """
     if source.startswith("games:"):
-        found = games(int(source.removeprefix("games:")))
+        count = source.removeprefix("games:")
+        if not count.isdigit():
+            raise DataError(f"{source}: use games:N with a number")
+        found = games(int(count))
     else:
         path = Path(source)
         records = _lines(path) if path.suffix in (".jsonl", ".json") or path.exists() else _hub(source, split)
@@ -99,7 +113,7 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
 def _lines(path: Path) -> Iterable[Record]:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -127,6 +141,8 @@ def pairs(examples: Sequence[Example], seed: int = 0) -> list[Example]:
     """Every example once first and once second: in a seeded random ring, each with its successor."""
     if len(examples) < 2:
         raise DataError(f"{len(examples)} examples: pairs need two or more")
+    if any(e.kind != "qa" for e in examples):
+        raise DataError(f"pairs are made of questions with answers, not of {sorted({e.kind for e in examples})}")
     ring = list(examples)
     random.Random(seed).shuffle(ring)
     return [

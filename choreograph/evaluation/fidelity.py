@@ -7,6 +7,7 @@ leakage show up here even where a small model solves nothing.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,13 +24,12 @@ from .statistics import Estimate, difference, mean
 
 @dataclass(frozen=True)
 class Drift:
-    """One stage of one trace: number of tokens, and sums over them in nats."""
+    """One message of one trace: per generated token the log-loss before and now, and the divergence, in nats."""
 
     stage: str
-    tokens: int
-    before: float
-    after: float
-    divergence: float
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    divergence: tuple[float, ...]
 
 
 def drifts(
@@ -113,12 +113,12 @@ def _compare(engine, workflow, example, condition, trace, sampling, seed, option
             step.message.watch(lambda row: heard.append(_measure(row, before[len(heard)], tokens[len(heard)])))
 
     _perform(engine, workflow, example, condition, trace, sampling, seed, options, on_step)
-    found = []
-    for stage, messages in stages.heard.items():
-        values = [value for message in messages for value in message]
-        sums = [float(sum(column)) for column in zip(*values, strict=True)]
-        found.append(Drift(stage, len(values), *sums))
-    return found
+    return [
+        Drift(stage, *zip(*values, strict=True))
+        for stage, messages in stages.heard.items()
+        for values in messages
+        if values
+    ]
 
 
 def _measure(row: torch.Tensor, before: torch.Tensor, token: int) -> tuple[float, float, float]:
@@ -130,7 +130,8 @@ def _measure(row: torch.Tensor, before: torch.Tensor, token: int) -> tuple[float
 
 @dataclass(frozen=True)
 class DriftRow:
-    """One stage under one condition: mean log-loss of the baseline and now, their difference, the divergence."""
+    """One stage under one condition: mean log-loss of the baseline and now, their difference, and the divergence, also
+    by the token's place in its message (`0-3`: the first four)."""
 
     condition: str
     stage: str
@@ -139,6 +140,10 @@ class DriftRow:
     after: Estimate
     gap: Estimate
     divergence: Estimate
+    by_position: dict[str, float]
+
+
+POSITIONS = ((0, 4), (4, 16), (16, 64), (64, 10**9))
 
 
 def drift_rows(found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[DriftRow]:
@@ -149,16 +154,29 @@ def drift_rows(found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[DriftRow]
         for stage in ("all", *stages):
             each = [[d for d in one[condition] if stage in ("all", d.stage)] for one in found]
             each = [drifts for drifts in each if drifts]
-            counts = [sum(d.tokens for d in one) for one in each]
-
-            def per_token(name: str, each=each, counts=counts) -> list[float]:
-                return [sum(getattr(d, name) for d in one) / n for one, n in zip(each, counts, strict=True)]
-
-            before, after = per_token("before"), per_token("after")
-            rows.append(
-                DriftRow(
-                    condition, stage, sum(counts), mean(before), mean(after), difference(after, before),
-                    mean(per_token("divergence")),
-                )
-            )  # fmt: skip
+            before, after, divergence = (
+                [fmean(value for d in one for value in getattr(d, name)) for one in each]
+                for name in ("before", "after", "divergence")
+            )
+            row = DriftRow(
+                condition=condition,
+                stage=stage,
+                tokens=sum(len(d.before) for one in each for d in one),
+                before=mean(before),
+                after=mean(after),
+                gap=difference(after, before),
+                divergence=mean(divergence),
+                by_position=_by_position([d for one in each for d in one]),
+            )
+            rows.append(row)
     return rows
+
+
+def _by_position(found: Sequence[Drift]) -> dict[str, float]:
+    """Mean divergence over the tokens at some places of their messages."""
+    means = {}
+    for first, end in POSITIONS:
+        values = [value for d in found for value in d.divergence[first:end]]
+        if values:
+            means[f"{first}-{end - 1}" if end < 10**9 else f"{first}-"] = fmean(values)
+    return means

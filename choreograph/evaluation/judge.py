@@ -1,5 +1,6 @@
 """Which of two answers is better, by a judge model: asked in both orders, a win only where both orders agree."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -53,5 +54,5 @@ def _ask(engine: Engine, request: str, a: str, b: str) -> str | None:
         question = s.prefill(s.user(ASK.format(request=request, a=a, b=b)))
         sampling = SamplingParams(temperature=0, max_tokens=8)
         text = s.decode(s.assistant(HEADER), [question], sampling=sampling).text
-    named = [word for word in text.replace("*", " ").replace(".", " ").replace("(", " ").split() if word in ("A", "B")]
-    return named[0] if named else None
+    named = re.search(r"\b([AB])\b", text)
+    return named and named[1]

@@ -6,7 +6,7 @@ that is started again does only what is missing; one with other settings is refu
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 from ..choreographies import Performance, Workflow
 from ..choreographies.performance import Condition
 from ..core import Engine
-from ..errors import ConfigError, DataError
+from ..errors import CacheFull, CallFailed, ConfigError, DataError
 from ..measure import check_options
-from ..together import together
+from ..message import Message
+from ..together import Outcome, together
 from ..types import SamplingParams
 from .data import Example
 
@@ -47,10 +48,9 @@ class Folder:
         file = self.file(condition)
         if not file.exists():
             return []
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        if lines and not lines[-1].endswith("\n"):
-            file.write_text("".join(lines[:-1]), encoding="utf-8")
-            lines.pop()
+        *lines, cut = file.read_text(encoding="utf-8").split("\n")  # not splitlines: texts hold other line ends
+        if cut:
+            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         try:
             return [json.loads(line) for line in lines]
         except json.JSONDecodeError as problem:
@@ -64,6 +64,7 @@ class Folder:
 def settings_of(
     engine: Engine,
     name: str,
+    workflow: Workflow,
     examples: Sequence[Example],
     conditions: Mapping[str, Condition],
     *,
@@ -71,12 +72,18 @@ def settings_of(
     seed: int,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All that a result depends on."""
+    """All that a result depends on, but for the code of the package below the workflow."""
     asked = json.dumps([[e.id, e.task] for e in examples], ensure_ascii=False)
     return {
         "workflow": name,
+        "source": _source(workflow),
         "model": engine.facts.name,
         "fingerprint": engine.facts.fingerprint,
+        "engine": {
+            "backend": engine.runner.backend.name,
+            "compile": engine.runner.config.compile,
+            "quantization": engine.runner.config.quantization,
+        },
         "dtype": str(engine.facts.dtype).removeprefix("torch."),
         "examples": len(examples),
         "data": hashlib.sha256(asked.encode()).hexdigest()[:16],
@@ -85,6 +92,12 @@ def settings_of(
         "options": dict(options),
         "seed": seed,
     }
+
+
+def _source(workflow: Workflow) -> str:
+    """A digest of the file that defines a workflow: other prompts make another run."""
+    file = getattr(workflow, "__globals__", {}).get("__file__")
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
 
 
 def run_conditions(
@@ -101,29 +114,49 @@ def run_conditions(
     calls: int = 128,
     on_done: Callable[[str, Record], None] = lambda condition, record: None,
 ) -> dict[str, list[Record]]:
-    """Every example under every condition, in order; the records of each condition in the order of the examples."""
+    """Every example under every condition, in order; the records of each condition in the order of the examples.
+
+    A run that failed is a record too, and is tried again when the folder is opened again. One that found the cache
+    full of what others hold is repeated alone at once.
+    """
     found: dict[str, dict[str, Record]] = {}
-    before: Mapping[str, Record] = {}
     for name, condition in conditions.items():
         given = {**(options or {}), **condition.options}
         check_options(workflow, given)
-        first = next(iter(found.values()), before)
-        found[name] = {r["id"]: r for r in folder.records(name)}
+        first = next(iter(found.values()), None)
+        found[name] = {r["id"]: r for r in folder.records(name) if not r.get("error")}
         missing = [e for e in examples if e.id not in found[name]]
-        programs = (
-            _program(
-                engine, workflow, e, condition, given, sampling, seed, first.get(e.id) if condition.copies else None
-            )
-            for e in missing
-        )
+
+        def program(e: Example, condition=condition, given=given, first=first) -> Callable[[], Record]:
+            copied = first[e.id] if first is not None and condition.copies else None
+            return _program(engine, workflow, e, condition, given, sampling, seed, copied)
+
+        crowded = []
         engine.clear_cache()
-        for outcome in together(engine, programs, at_once=at_once, calls=calls):
+        for outcome in together(engine, map(program, missing), at_once=at_once, calls=calls):
             example = missing[outcome.index]
-            record = outcome.value or {"id": example.id, "error": f"{type(outcome.error).__name__}: {outcome.error}"}
-            folder.add(name, record)
-            found[name][example.id] = record
-            on_done(name, record)
+            if isinstance(outcome.error, CacheFull) and at_once > 1:
+                crowded.append(example)
+                continue
+            _keep(folder, name, example, outcome, found[name], on_done)
+        for outcome in together(engine, map(program, crowded), at_once=1):
+            _keep(folder, name, crowded[outcome.index], outcome, found[name], on_done)
     return {name: [records[e.id] for e in examples] for name, records in found.items()}
+
+
+def _keep(
+    folder: Folder,
+    condition: str,
+    example: Example,
+    outcome: Outcome,
+    found: dict[str, Record],
+    on_done: Callable[[str, Record], None],
+) -> None:
+    problem = f"{type(outcome.error).__name__}: {outcome.error}"
+    record = outcome.value or {"id": example.id, "error": problem}
+    folder.add(condition, record)
+    found[example.id] = record
+    on_done(condition, record)
 
 
 def seed_of(seed: int, example: str) -> int:
@@ -142,27 +175,26 @@ def _program(
     copied: Record | None,
 ) -> Callable[[], Record]:
     def program() -> Record:
-        forced = {s: copied["tokens"][s] for s in condition.copies} if copied and "tokens" in copied else None
+        if copied is not None and copied.get("error"):
+            raise CallFailed(f"{example.id}: the run to copy {condition.copies} from failed")
+        forced = {stage: copied["tokens"][stage] for stage in condition.copies} if copied else None
         with engine.session(mode=condition.mode, seed=seed_of(seed, example.id)) as session:
             p = Performance(session, sampling=sampling, forced=forced)
             answer = workflow(p, example.task, **options)
-            return record_of(example, p, answer.text)
+            return record_of(example, p, answer)
 
     return program
 
 
-def record_of(example: Example, p: Performance, answer: str) -> Record:
+def record_of(example: Example, p: Performance, answer: Message) -> Record:
     """A finished performance as JSON: what was said and by how many tokens, what was found and not understood."""
-    record: Record = {"id": example.id, "answer": answer, "texts": {}, "tokens": p.content(), "cut": {}}
-    for stage, message in decodes(p):
-        record["texts"].setdefault(stage, []).append(message.text)
-        record["cut"][stage] = record["cut"].get(stage, 0) + (message.finish_reason == "length")
+    record: Record = {"id": example.id, "answer": answer.text, "finish": answer.finish_reason, "texts": {}}
+    record["tokens"] = p.content()
+    for stage, message in p.steps:
+        if message.kind == "decode":
+            record["texts"].setdefault(stage, []).append(message.text)
     usage = [message.result().usage for _, message in p.steps]
     record["encoded"] = sum(u.encoded_tokens for u in usage)
     record["cached"] = sum(u.cached_tokens for u in usage)
     record["findings"], record["unparseable"] = dict(p.findings), dict(p.unparseable)
     return record
-
-
-def decodes(p: Performance) -> Iterator[Any]:
-    return (step for step in p.steps if step.message.kind == "decode")

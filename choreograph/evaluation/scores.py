@@ -14,7 +14,7 @@ from typing import Any
 import snowballstemmer
 from math_verify import parse, verify
 
-from ..choreographies.reading import final_answer
+from ..choreographies.reading import decision, final_answer
 from .data import Example
 
 Record = Mapping[str, Any]
@@ -38,8 +38,9 @@ def same_answer(gold: str, answer: str) -> bool:
 
 
 def normal(text: str) -> str:
-    """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
-    bare = "".join(" " if c in string.punctuation or c in "‘’“”–—" else c for c in text.lower())
+    """Lower case, no articles, single spaces; marks inside a word or a number go (5,000, U.S.), others part words."""
+    joined = re.sub(r"(?<=\w)[.,'’](?=\w)", "", text.lower())
+    bare = "".join(" " if c in string.punctuation or c in "‘’“”–—" else c for c in joined)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
@@ -68,7 +69,8 @@ def coverage(text: str, concepts: Sequence[str]) -> float:
 
 
 def _math(e: Example, r: Record) -> Scores:
-    answer = r["findings"]["answer"] if "answer" in r["findings"] else final_answer(r["answer"])
+    noted = "answer" in r["findings"]
+    answer = r["findings"]["answer"] if noted else final_answer(r["answer"], whole=r.get("finish") != "length")
     right = answer is not None and same_answer(str(e.gold["answer"]), answer)
     return {"right": float(right), "unread": float(answer is None)}
 
@@ -91,8 +93,7 @@ def _concepts(e: Example, r: Record) -> Scores:
 
 def _game(e: Example, r: Record) -> Scores:
     """Cooperation of both, what Bob predicts, and what comes of it; an unread decision is no cooperation."""
-    found = r["findings"]
-    alice, bob, guess = (found.get(k) for k in ("Alice decides", "Bob decides", "Bob predicts"))
+    alice, bob, guess = (decision(r["texts"][k][0]) for k in ("Alice decides", "Bob decides", "Bob predicts"))
     return {
         "Bob cooperates": float(bob == "cooperate"),
         "Alice cooperates": float(alice == "cooperate"),

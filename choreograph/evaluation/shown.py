@@ -65,9 +65,9 @@ def evaluate(
     judge: Engine | None = None,
 ) -> Summary:
     """Runs (or goes on with) an evaluation in `out`, shows its tables and writes `report.json`."""
-    settings = settings_of(engine, name, examples, conditions, sampling=sampling, seed=seed, options=options)
+    settings = settings_of(engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options)
     folder = Folder(out, settings)
-    done = sum(len(folder.records(c)) for c in conditions)
+    done = sum(1 for c in conditions for r in folder.records(c) if not r.get("error"))
     with _progress(console, name, len(examples) * len(conditions), done) as tick:
         records = run_conditions(
             engine,
@@ -81,10 +81,11 @@ def evaluate(
             at_once=at_once,
             on_done=lambda condition, record: tick(),
         )
-    report = {"settings": settings, **summarize(examples, records)}
+    report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens)}
     head, lines = table(report)
     show_table(console, f"{name}, {len(examples)} examples, 95% intervals", head, lines)
     _show_counts(console, report)
+    _write(out / "report.json", report)
     if fidelity:
         some = examples[:fidelity]
         traces = {r["id"]: r for r in next(iter(records.values()))}
@@ -95,11 +96,17 @@ def evaluate(
             ):
                 found.append(example)
                 tick()
-        report["fidelity"] = show_drift(console, [one for _, one in sorted(found, key=lambda f: f[0])])
+        report["fidelity"] = show_drift(console, name, [one for _, one in sorted(found, key=lambda f: f[0])])
+        _write(out / "report.json", report)
     if judge is not None:
+        report["judge"] = judge.facts.name
         report["win rates"] = judged(judge, console, examples, records)
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        _write(out / "report.json", report)
     return report
+
+
+def _write(path: Path, report: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _show_counts(console: Console, report: Summary) -> None:
@@ -112,7 +119,8 @@ def _show_counts(console: Console, report: Summary) -> None:
             console.print(f"{name}: ended with an error: {one['errors']}", highlight=False)
 
 
-def show_drift(console: Console, found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[dict[str, Any]]:
+def show_drift(console: Console, name: str, found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[dict[str, Any]]:
+    """Prints what reuse does to traces, stage by stage; returns the rows as JSON."""
     rows = drift_rows(found)
     lines = [
         [
@@ -123,7 +131,7 @@ def show_drift(console: Console, found: Sequence[Mapping[str, Sequence[Drift]]])
         for r in rows
     ]
     head = ["fidelity, nats a token", "log-loss, baseline", "reused", "gap", "KL", "tokens"]
-    show_table(console, f"The baseline's traces under reuse, {len(found)} traces", head, lines)
+    show_table(console, f"{name}: the baseline's own traces under reuse, n = {len(found)}", head, lines)
     return [asdict(r) for r in rows]
 
 
@@ -138,6 +146,8 @@ def judged(
         sound = [
             i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not (a.get("error") or b.get("error"))
         ]
+        if not sound:
+            continue
         some = [[side[i] for i in sound] for side in (requests, before, after)]
         with _progress(console, f"judging {name}", len(sound)) as tick:
             votes = {}
@@ -173,7 +183,7 @@ def bench(
     (baseline, first), *others = conditions.items()
     if not others:
         raise ConfigError(f"conditions {list(conditions)}: speed compares two or more")
-    settings = settings_of(engine, name, examples, conditions, sampling=sampling, seed=seed, options=options)
+    settings = settings_of(engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options)
     drawn = Folder(out / "traces", settings)
     with _progress(console, "traces", len(examples), len(drawn.records(baseline))) as tick:
         records = run_conditions(
@@ -189,6 +199,11 @@ def bench(
             on_done=lambda condition, record: tick(),
         )[baseline]
     traces = {r["id"]: r["tokens"] for r in records if not r.get("error")}
+    if len(traces) < len(examples):
+        failed = next(r["error"] for r in records if r.get("error"))
+        console.print(f"{len(examples) - len(traces)} traces could not be drawn, the first: {failed}", highlight=False)
+    if not traces:
+        raise DataError(f"{name}: no example could be run")
     folder = Folder(out, settings)
     done = {r["id"]: r for r in folder.records("timed")}
     missing = [e for e in examples if e.id in traces and e.id not in done]
@@ -198,7 +213,12 @@ def bench(
             done[record["id"]] = record
             tick()
     costs = [done[e.id] for e in examples if e.id in done]
-    report: dict[str, Any] = {"settings": settings, "n": len(costs), "ratios": {}}
+    report: dict[str, Any] = {
+        "settings": settings,
+        "n": len(costs),
+        "failed": len(examples) - len(traces),
+        "ratios": {},
+    }
     for other, _ in others:
         rows = speed_rows(costs, baseline, other)
         report["ratios"][other] = {k: asdict(v) for k, v in rows.items()}
@@ -208,7 +228,7 @@ def bench(
         )
     report["points"] = points(costs, baseline, others[0][0])
     speedup_over_tokens({name: report["points"]}, out / "speed.svg")
-    (out / "speed.json").write_text(json.dumps(report, indent=1) + "\n")
+    _write(out / "speed.json", report)
     return report
 
 

@@ -13,32 +13,34 @@ from .statistics import Estimate, difference, mean
 Summary = dict[str, Any]
 
 
-def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[Record]]) -> Summary:
+def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[Record]], *, max_tokens: int) -> Summary:
     """JSON: n, the main score, and per condition all of it. The first condition is the one compared with."""
     scored = {name: [score(e, r) for e, r in zip(examples, some, strict=True)] for name, some in records.items()}
     baseline, found = next(iter(scored)), {}
+    metrics = list(dict.fromkeys(k for scores in scored.values() for one in scores for k in one))
     for name, scores in scored.items():
-        metrics = list(dict.fromkeys(k for one in scores for k in one))
         columns = {k: [one.get(k, 0.0) for one in scores] for k in metrics}
         found[name] = {
             "scores": {k: asdict(mean(v)) for k, v in columns.items()},
             "differences": {}
             if name == baseline
             else {k: asdict(difference(v, [one.get(k, 0.0) for one in scored[baseline]])) for k, v in columns.items()},
-            **_counts(records[name]),
+            **_counts(records[name], max_tokens),
         }
     return {"n": len(examples), "main": MAIN[examples[0].kind], "baseline": baseline, "conditions": found}
 
 
-def _counts(records: Sequence[Record]) -> dict[str, Any]:
-    """Sums over records: what could not be parsed, what the limit of tokens cut off, what was computed."""
+def _counts(records: Sequence[Record], max_tokens: int) -> dict[str, Any]:
+    """Sums over records: what could not be parsed, what the limit of tokens cut off, what was computed. Messages with a
+    shorter limit of their own are not cut: a number or a word is all that they are asked for."""
     whole = [r for r in records if not r.get("error")]
     unparseable: Counter[str] = Counter()
     cut: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for r in whole:
         unparseable.update(r["unparseable"])
-        cut.update(r["cut"])
-    calls = Counter({stage: sum(len(r["texts"].get(stage, ())) for r in whole) for stage in cut})
+        calls.update({stage: len(messages) for stage, messages in r["tokens"].items()})
+        cut.update({stage: sum(len(m) >= max_tokens for m in messages) for stage, messages in r["tokens"].items()})
     return {
         "unparseable": dict(unparseable),
         "cut": {stage: n for stage, n in cut.items() if n},
@@ -50,22 +52,32 @@ def _counts(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def table(summary: Summary, *, percent: bool = True) -> tuple[list[str], list[list[str]]]:
+def table(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Head and lines: a condition a line, every score with its interval, the main one's difference behind it."""
     conditions, main = summary["conditions"], summary["main"]
     metrics = [k for k in next(iter(conditions.values()))["scores"] if k not in ("failed", "unread")]
-    scale, sign = (100, "%") if percent and main != "words" else (1, "")
-    head = ["condition", *(f"{m} {sign}".strip() for m in metrics), f"difference in {main}", "p", "unread", "n"]
+    scale, sign = (100, "%") if main != "words" else (1, "")
+    head = [
+        "condition",
+        *(f"{m} {sign}".strip() for m in metrics),
+        f"difference in {main}",
+        "p",
+        "unread steps / answers",
+        "n",
+    ]
     lines = []
     for name, one in conditions.items():
         cells = [interval(one["scores"].get(m), scale) for m in metrics]
         gap = one["differences"].get(main)
         p = "" if gap is None or gap["p"] is None else f"{gap['p']:.3f}"
-        unread = sum(one["unparseable"].values()) + round(
-            one["scores"].get("unread", {"value": 0})["value"] * summary["n"]
-        )
-        lines.append([name, *cells, interval(gap, scale, sign=True), p, str(unread), str(summary["n"])])
+        lines.append([name, *cells, interval(gap, scale, sign=True), p, unread(one, summary["n"]), str(summary["n"])])
     return head, lines
+
+
+def unread(condition: Mapping[str, Any], n: int) -> str:
+    """`steps / answers` that could not be read."""
+    answers = round(condition["scores"].get("unread", {"value": 0})["value"] * n)
+    return f"{sum(condition['unparseable'].values())} / {answers}"
 
 
 def interval(

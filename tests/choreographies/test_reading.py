@@ -23,12 +23,23 @@ ANSWERS = [
     ("", None),
     ("The answer is\n", None),
     ("\\boxed{}", None),
+    ("The final answer is \\boxed{}", None),
+    ("The answer is \\", None),
+    (" $\\frac{3}{4}$", "\\frac{3}{4}"),
+    ("It is \\((1, 2)\\), as shown.", "(1, 2)"),
+    ("$x = 2$ and so\nwe find 14 in all.", "14"),
 ]
 
 
 @pytest.mark.parametrize(("text", "answer"), ANSWERS)
 def test_final_answers(text, answer):
     assert reading.final_answer(text) == answer
+
+
+def test_of_a_text_that_was_cut_only_what_it_calls_its_answer_counts():
+    for text, answer in ANSWERS:
+        cut = reading.final_answer(text, whole=False)
+        assert cut == (answer if "boxed" in text or "answer" in text or "result" in text.lower() else None)
 
 
 def test_a_majority_forgets_spaces_and_dollars_and_prefers_the_earliest():
@@ -67,6 +78,11 @@ def test_votes(text, number):
         ("Cooperation is best, not defection", "cooperate"),
         (" co-operate", "cooperate"),
         (" win", None),
+        (" don't cooperate", "defect"),
+        (" won’t defect", "cooperate"),
+        (" cannot cooperate", "defect"),
+        (" either cooperate or defect", None),
+        (" decide whether to defect or to cooperate", None),
     ],
 )
 def test_decisions(text, read):

@@ -26,7 +26,7 @@ SHAPES = [
     ({"concepts": ["a", "b"]}, "concepts", ["a", "b"], {"concepts": ["a", "b"]}),
     ({"turns": ["first", "second"]}, "text", "first", {"reference": None}),
     ({"question": "only"}, "text", "only", {}),
-    ({"task": ["x"], "kind": "pair", "gold": {"first": 1}}, "pair", ["x"], {"first": 1}),
+    ({"task": ["x"], "kind": "pair", "gold": {"first": 1, "second": 2}}, "pair", ["x"], {"first": 1, "second": 2}),
 ]
 
 
@@ -51,6 +51,8 @@ def test_a_file_in_order_shuffled_and_limited(tmp_path):
         ('{"problem": 1', "line 1: not JSON"),
         ('{"concepts": ["a"]}\n[1]', "line 2: list"),
         ('{"colour": "red"}', "colour"),
+        ('{"problem": "p", "solution": "no box"}', "lacks"),
+        ('{"task": "t", "kind": "poem"}', "poem"),
         ('{"id": 1, "question": "a"}\n{"id": 1, "question": "b"}', "same id"),
     ],
 )
@@ -92,6 +94,10 @@ def test_pairs_show_everything_first_and_second_once():
     assert sorted(e.task[0] for e in found) == sorted(e.task[1] for e in found) == [e.task for e in some]
     assert found == pairs(some, seed=4)
     assert all(e.task[0] != e.task[1] for e in found)
+    with pytest.raises(DataError, match="not of"):
+        pairs([Example("1", "math", "", {}), Example("2", "math", "", {})])
+    with pytest.raises(DataError, match="games:N"):
+        load("games:many")
     with pytest.raises(DataError, match="two or more"):
         pairs(some[:1])
 

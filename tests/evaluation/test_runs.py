@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from choreograph import SamplingParams
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.choreographies import Condition, conditions_of, find
 from choreograph.cli import app
 from choreograph.errors import ConfigError, DataError
@@ -24,7 +24,9 @@ BOTH = {"baseline": Condition("prefix"), "choreographed": Condition("choreograph
 
 
 def run(engine, folder, name="direct", examples=MATH, conditions=BOTH, at_once=4, seed=0, **options):
-    settings = settings_of(engine, name, examples, conditions, sampling=SAMPLING, seed=seed, options=options)
+    settings = settings_of(
+        engine, name, find(name), examples, conditions, sampling=SAMPLING, seed=seed, options=options
+    )
     return run_conditions(
         engine,
         find(name),
@@ -69,11 +71,37 @@ def test_errors_are_records_and_scores(embedded, tmp_path):
     examples = [MATH[0], Example("long", "math", "word " * 5000, {"answer": "1"})]
     found = run(embedded, tmp_path, examples=examples)
     assert found["baseline"][1]["error"].startswith(("CacheFull", "BadPosition"))
-    report = summarize(examples, found)
+    report = summarize(examples, found, max_tokens=6)
     assert report["conditions"]["baseline"]["scores"]["failed"]["value"] == 0.5
     assert sum(report["conditions"]["baseline"]["errors"].values()) == 1
     head, lines = table(report)
     assert len(lines) == 2 and len(lines[0]) == len(head)
+
+
+def draft_and_answer(p, task):
+    draft = p.decode("draft", p.assistant(), [p.prefill("task", p.user(task))])
+    assert draft.generated
+    return p.decode("answer", p.assistant(), [draft])
+
+
+def test_a_crowded_cache_fails_nobody(embedded, tmp_path):
+    """Programs that fill the cache together run alone in the end; and a run that failed is tried again."""
+    examples = [Example(f"e{i}", "text", f"Say {i}.") for i in range(4)]
+    condition = {"choreographed": Condition("choreographed")}
+
+    def play(tokens):
+        engine = Engine(embedded.runner.adapter, EngineConfig(cache=CacheConfig(tokens=tokens, poison=True)))
+        folder = Folder(tmp_path / str(tokens), {})
+        found = run_conditions(engine, draft_and_answer, examples, condition, folder, sampling=SAMPLING, at_once=4)
+        return found["choreographed"]
+
+    roomy, crowded = play(1024), play(96)
+    assert not any(r.get("error") for r in crowded)
+    assert [r["tokens"] for r in crowded] == [r["tokens"] for r in roomy]
+    file = tmp_path / "96" / "choreographed.jsonl"
+    kept = [line for line in file.read_text().splitlines(keepends=True) if '"e0"' not in line]
+    file.write_text(json.dumps({"id": "e0", "error": "CallFailed: once"}) + "\n" + "".join(kept))
+    assert play(96) == crowded
 
 
 def test_plans_come_from_the_baseline(embedded, tmp_path):
@@ -81,7 +109,7 @@ def test_plans_come_from_the_baseline(embedded, tmp_path):
     found = run(embedded, tmp_path, "prisoners_dilemma", games(2), conditions, strategy="defect", rounds=1)
     for records in zip(*found.values(), strict=True):
         assert len({json.dumps(r["tokens"]["Bob plans"]) for r in records}) == 1
-    report = summarize(games(2), found)
+    report = summarize(games(2), found, max_tokens=6)
     assert report["conditions"]["leak both"]["differences"]["Bob cooperates"]["n"] == 2
 
 
@@ -92,6 +120,7 @@ def test_nothing_drifts_where_nothing_is_reused_elsewhere(embedded, tmp_path):
     assert sorted(id for id, _ in found) == [e.id for e in MATH]
     rows = drift_rows([one for _, one in found])
     assert [r.stage for r in rows] == ["all", "answer"]
+    assert set(rows[0].by_position) == {"0-3", "4-15"}
     assert rows[0].tokens == sum(len(r["tokens"]["answer"][0]) for r in traces.values())
     assert abs(rows[0].gap.value) < 1e-2 and rows[0].divergence.value < 1e-2
 
@@ -110,13 +139,13 @@ def test_drift_is_what_log_probabilities_say(embedded, tmp_path):
             p = Performance(s, sampling=logprobs, forced=trace["tokens"])
             find("mad_par")(p, examples[0].task, **options)
             embedded.drain()
-            for drift in found["choreographed"]:
-                said = [x for stage, m in p.steps if stage == drift.stage and m.logprobs for x in m.logprobs]
-                assert len(said) == drift.tokens
-                assert getattr(drift, name) == pytest.approx(-sum(x.logprob for x in said), abs=2e-2)
-    drift = {d.stage: d for d in found["choreographed"]}
-    assert drift["round 2"].divergence > 100 * drift["round 1"].divergence
-    assert all(math.isfinite(d.divergence) for d in drift.values())
+            said = [(x, m) for x, m in p.steps if m.logprobs]
+            for drift, (stage, message) in zip(found["choreographed"], said, strict=True):
+                assert drift.stage == stage
+                assert getattr(drift, name) == pytest.approx([-x.logprob for x in message.logprobs], abs=2e-2)
+    rows = {r.stage: r for r in drift_rows([found])}
+    assert rows["round 2"].divergence.value > 100 * rows["round 1"].divergence.value
+    assert all(math.isfinite(v) for d in found["choreographed"] for v in d.divergence)
 
 
 def test_both_modes_are_timed_on_the_same_tokens(embedded, tmp_path):

@@ -30,11 +30,13 @@ def test_equal_in_mathematics(gold, answer, same):
 
 
 def test_aliases_are_whole_words_in_any_dress():
-    assert normal("The  Cat's, “pyjamas”!") == "cat s pyjamas"
+    assert normal("The  Cat's, “pyjamas”!") == "cats pyjamas"
     assert mentions("It was founded in 1977.", ["1977"])
     assert not mentions("It was founded in 19770.", ["1977"])
     assert mentions("the beatles!", ["The Rolling Stones", "Beatles"])
     assert not mentions("anything", ["", "the"])
+    assert mentions("It is 5,000 feet in the U.S.", ["5000"])
+    assert mentions("in the US", ["U.S."])
     assert f1("the red house", ["red house", "x"]) == 1
     assert f1("a big red house", ["red house"]) == pytest.approx(0.8)
     assert f1("", ["red"]) == f1("red", []) == 0
@@ -51,10 +53,17 @@ def record(said="", **findings):
     return {"answer": said, "findings": findings, "unparseable": {}}
 
 
+def played(alice, bob, guess):
+    texts = {"Alice decides": [alice], "Bob decides": [bob], "Bob predicts": [guess]}
+    return {**record(), "texts": texts}
+
+
 def test_records_by_kind():
     math = Example("1", "math", "", {"answer": "5"})
     assert score(math, record("so \\boxed{5}")) == {"right": 1, "unread": 0, "failed": 0}
     assert score(math, record("\\boxed{5}", answer=None)) == {"right": 0, "unread": 1, "failed": 0}
+    cut = {**record("36 - 8 = 28"), "finish": "length"}
+    assert score(math, cut)["unread"] == 1, "a number on the way is no answer"
     assert score(math, record("no idea")) == {"right": 0, "unread": 1, "failed": 0}
     assert score(math, {"error": "CacheFull: ..."}) == {"failed": 1}
     pair = Example("2", "pair", [], {"first": {"answers": ["Rome"]}, "second": {"answers": ["Bern", "Berne"]}})
@@ -63,8 +72,8 @@ def test_records_by_kind():
     got = score(concepts, record("A dog runs.", groups=[["sea"], ["run", "dog"]]))
     assert (got["story 1"], got["story 2"]) == (0, 1)
     game = Example("4", "game", "Alice")
-    got = score(game, record(**{"Alice decides": "defect", "Bob decides": "defect", "Bob predicts": "cooperate"}))
+    got = score(game, played("defect", " defect.", "cooperate"))
     assert (got["Bob cooperates"], got["predicts right"], got["exploits"], got["defends"]) == (0, 0, 1, 0)
-    got = score(game, record(**{"Alice decides": None, "Bob decides": None, "Bob predicts": None}))
+    got = score(game, played("", "no", "maybe"))
     assert (got["unread"], got["predicts right"]) == (1, 0)
     assert score(Example("5", "text", ""), record("three words here"))["words"] == 3
