@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ def save(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object) 
     show_table(Console(width=160), name, ("measure", "value", "95%", "must", "aim", "peer"), lines)
     record = {
         "benchmark": name,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _changed() else ""),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "hardware": hardware(),
         "torch": torch.__version__,
@@ -110,8 +111,23 @@ def save(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object) 
         **more,
     }
     RESULTS.mkdir(exist_ok=True)
+    result_file(name).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def merged(name: str, key: str, new: Mapping[str, object]) -> dict[str, object]:
+    """`new` beside what the last result of a benchmark holds under `key`: parts that are measured apart."""
+    return {**last(name).get(key, {}), **new}
+
+
+def last(name: str) -> dict[str, Any]:
+    """The last result of a benchmark on this machine; empty before the first."""
+    file = result_file(name)
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def result_file(name: str) -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", hardware().lower()).strip("-")
-    (RESULTS / f"{name}.{slug}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return RESULTS / f"{name}.{slug}.json"
 
 
 def hardware() -> str:
@@ -120,6 +136,10 @@ def hardware() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else []
     return f"{names[0] if names else platform.processor()} {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if _changed() else "")
 
 
 def _changed() -> str:

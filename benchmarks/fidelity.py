@@ -16,7 +16,7 @@ from choreograph.evaluation.fidelity import drifts
 from choreograph.evaluation.shown import show_drift
 from choreograph.types import SamplingParams
 
-from .common import save
+from .common import merged, save
 from .quality import PLANS, conditions_for, examples_of, traces_of
 
 RUNS = ("math-tree_of_thoughts", "math-mad_iter", "math-mad_par", "qa-nq_oracle", "bsm", "pd-none", "pd-defect")
@@ -54,7 +54,7 @@ def main() -> None:
             print(f"... {name}: {len(each)} of {len(examples)}", flush=True)
         rows = show_drift(Console(width=150), name, [drift for _, drift in sorted(each, key=lambda one: one[0])])
         found[name] = {"workflow": plan.workflow, "data": plan.data, "n": len(each), "rows": rows}
-    save("fidelity", [], Path(given.model).stem, runs=found)
+    save("fidelity", [], Path(given.model).stem, runs=merged("fidelity", "runs", found))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from choreograph.report import show_table
 from choreograph.types import SamplingParams
 from choreograph.viz.charts import shifts
 
-from .common import FIGURES, save
+from .common import FIGURES, commit, merged, save
 
 WORKFLOWS = ("direct", "mad_iter", "tree_of_thoughts", "mad_par")
 LEAKS = ("baseline", "leak both", "leak system", "leak plan")
@@ -137,14 +137,15 @@ def main() -> None:
         summaries[name] = {
             "workflow": plan.workflow,
             "data": plan.data,
+            "max_tokens": plan.max_tokens,
+            "commit": commit(),
             **summarize(examples, records, max_tokens=plan.max_tokens),
         }
         head, lines = table(summaries[name])
         show_table(Console(width=170), f"{name}, {len(examples)} examples", head, lines)
     if set(summaries) >= {f"pd-{s}" for s in ("none", "cooperate", "defect")}:
         leak_figure(summaries)
-    if set(given.only) == set(PLANS):
-        save("quality", [], Path(given.model).stem, summaries=summaries)
+    save("quality", [], Path(given.model).stem, summaries=merged("quality", "summaries", summaries))
 
 
 def leak_figure(summaries: Mapping[str, Any]) -> None:

@@ -41,7 +41,8 @@ def _made(name: str) -> str:
 
 
 def speed() -> str:
-    rows = {r["measure"]: r for r in record("speed")["rows"]}
+    found = record("speed")
+    rows, options = {r["measure"]: r for r in found["rows"]}, found["options"]
     lines = []
     for title, ttft, e2e in (
         ("Tree of Thoughts", "3.5 (3.26, 3.82)", "1.031 (1.026, 1.036)"),
@@ -54,7 +55,8 @@ def speed() -> str:
         ]
         tokens = interval(rows[f"{title}: prompt tokens encoded"], places=2)
         r = interval(rows[f"{title}: correlation of speed-up and tokens"], places=2)
-        lines.append([title, cells[0], ttft, cells[1], cells[2], e2e, tokens, r])
+        facts = [str(options[title]["max_tokens"]), str(options[title]["n"])]
+        lines.append([title, cells[0], ttft, cells[1], cells[2], e2e, tokens, r, *facts])
     head = [
         "workflow",
         "TTFT ratio",

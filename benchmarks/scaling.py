@@ -18,15 +18,15 @@ from choreograph.viz.charts import speedup_over_branches
 from .common import FIGURES, Row, engine, save
 
 BRANCHES = (2, 4, 8, 16, 32, 64)
-VOTERS = (1, 4, 16)
+VOTERS = (1, 16)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--data", default="examples/problems.jsonl")
     options.add_argument("--problems", type=int, default=3)
-    options.add_argument("--fresh", type=int, default=6)
-    options.add_argument("--length", type=int, default=96)
+    options.add_argument("--fresh", type=int, default=5)
+    options.add_argument("--length", type=int, default=64)
     given = options.parse_args()
     e = engine(tokens=32768, compile=True)
     workflow, examples = find("tree_of_thoughts"), load(given.data, limit=given.problems, seed=0)
@@ -35,7 +35,7 @@ def main() -> None:
     for voters in VOTERS:
         for branches in BRANCHES:
             chosen = {"branches": branches, "voters": voters, "prompt": "plain"}
-            found = end_to_end(e, workflow, examples, given.length, chosen)
+            found = end_to_end(e, workflow, examples, given.length, chosen, warm_up=not series)
             for measure in ("end to end", "TTFT, all decodes"):
                 one = found[measure]
                 label = f"{branches} branches, {voters} voters: {measure}"
@@ -57,9 +57,9 @@ def main() -> None:
     save("scaling", rows, options={"length": given.length, "problems": given.problems})
 
 
-def end_to_end(e, workflow, examples: list, length: int, chosen: dict) -> dict:
+def end_to_end(e, workflow, examples: list, length: int, chosen: dict, *, warm_up: bool = False) -> dict:
     traces = {x.id: trace(e, workflow, x.task, length, chosen) for x in examples}
-    costs = list(timed(e, workflow, examples, traces, conditions_of(workflow), options=chosen))
+    costs = list(timed(e, workflow, examples, traces, conditions_of(workflow), options=chosen, warm_up=warm_up))
     return speed_rows(costs, "baseline", "choreographed")
 
 

@@ -15,9 +15,10 @@ from choreograph.evaluation.statistics import correlation
 from choreograph.types import SamplingParams
 from choreograph.viz.charts import speedup_over_tokens
 
-from .common import FIGURES, Row, engine, estimate_row, save
+from .common import FIGURES, Row, engine, estimate_row, last, merged, save
 
 WORKFLOWS = {"tree_of_thoughts": (3.5, 7), "mad_iter": (2.0, 4), "mad_par": (6.2, 12)}  # must and aim for TTFT
+ROWS = (1, 2, 4, 8, 16, 24, 40)  # the headers of three agents are a step of 24 to 40 rows
 TITLES = {"tree_of_thoughts": "Tree of Thoughts", "mad_iter": "iterative debate", "mad_par": "parallel debate"}
 
 
@@ -25,15 +26,16 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--data", default="examples/problems.jsonl")
     options.add_argument("--limit", type=int, default=30)
-    options.add_argument("--max-tokens", type=int, default=160)
+    options.add_argument("--max-tokens", type=int, default=256)
     options.add_argument("--out", type=Path, default=Path("out/speed"))
+    options.add_argument("--only", nargs="*", default=list(WORKFLOWS), help="the others keep their last result")
     options.add_argument("--eager", action="store_true", help="do not compile small steps")
     given = options.parse_args()
-    e = engine(tokens=65536, compile=not given.eager)
+    e = engine(tokens=65536, compile=not given.eager, compile_rows=ROWS)
     rows: list[Row] = []
-    points, notes = {}, {}
-    for name, (must, aim) in WORKFLOWS.items():
-        workflow, title = find(name), TITLES[name]
+    points, options_of = {}, {}
+    for name in given.only:
+        (must, aim), workflow, title = WORKFLOWS[name], find(name), TITLES[name]
         report = shown.bench(
             e,
             Console(width=120),
@@ -52,9 +54,15 @@ def main() -> None:
         points[title] = report["points"]
         r = correlation(*zip(*report["points"], strict=True))
         rows.append(Row(f"{title}: correlation of speed-up and tokens", r.value, "", r.low, r.high))
-        notes[title] = f"r = {r.value:.2f} ({r.low:.2f}, {r.high:.2f})"
+        options_of[title] = {"n": report["n"], "max_tokens": given.max_tokens, "compiled": not given.eager}
+    had = [Row(**r) for r in last("speed").get("rows", []) if r["measure"].partition(":")[0] not in points]
+    points = merged("speed", "points", points)
+    points = {title: points[title] for title in TITLES.values() if title in points}
+    rows = had + rows
+    r_of = {r.measure.partition(":")[0]: r for r in rows if "correlation" in r.measure}
+    notes = {title: f"r = {r.value:.2f} ({r.low:.2f}, {r.high:.2f})" for title, r in r_of.items()}
     speedup_over_tokens(points, FIGURES / "speed-over-tokens.svg", notes=notes)
-    save("speed", rows, points=points, options={"max_tokens": given.max_tokens, "compiled": not given.eager})
+    save("speed", rows, points=points, options=merged("speed", "options", options_of))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,14 @@ class Engine:
         """Raises AssertionError where an invariant of the cache or the queues is broken."""
         self.runner.check()
 
+    def warm_up(self) -> None:
+        """Compiles every bucket of rows now, so that no later step waits for it; without `compile` does nothing."""
+        if not self.runner.config.compile:
+            return
+        with self.session() as session:
+            for rows in self.runner.config.compile_rows:  # a prompt of n tokens alone is a step of n rows
+                session.prefill([0] * rows).result()
+
     def close(self) -> None:
         """Refuses further calls. Memory goes with the object."""
         self.runner.closed = True

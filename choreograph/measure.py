@@ -28,7 +28,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RunCost:
-    """One run of a workflow, `seconds` from end to end. ttft is the mean over every decode, step_ttft over steps: decodes
+    """One run of a workflow, `seconds` end to end. ttft is the mean over every decode, step_ttft over steps: decodes
     that run side by side are one.
     """
 

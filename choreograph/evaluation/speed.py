@@ -30,6 +30,7 @@ def timed(
     on_run: Callable[[], None] = lambda: None,
 ) -> Iterator[Record]:
     """One record an example: per condition the cost of its run, and the number of tokens generated."""
+    engine.warm_up()
     for number, example in enumerate(examples):
         content, costs = traces[example.id], {}
         order = list(conditions.items())
