@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from choreograph.evaluation.summary import interval, unread
+from choreograph.evaluation.summary import interval, probability, unread
 
 from .common import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+MACHINE = "amd-epyc-2-cores"
 MARK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TITLES = {
     "direct": "Direct",
@@ -25,8 +26,8 @@ STRATEGIES = {"pd-none": "none", "pd-cooperate": "always cooperate", "pd-defect"
 
 
 def record(name: str) -> dict[str, Any]:
-    """The only, or the last, result of a benchmark."""
-    return json.loads(sorted(RESULTS.glob(f"{name}.*.json"))[-1].read_text())
+    """The result of a benchmark on the machine that the page speaks of."""
+    return json.loads((RESULTS / f"{name}.{MACHINE}.json").read_text())
 
 
 def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -71,12 +72,12 @@ def speed() -> str:
 
 
 def stages() -> str:
-    lines = [
-        [r["measure"].replace(": TTFT,", ":"), interval(r, places=2)]
-        for r in record("speed")["rows"]
-        if ": TTFT, " in r["measure"] and not r["measure"].endswith(("all decodes", "steps"))
-    ]
-    return markdown(["stage", "TTFT ratio"], lines)
+    found, lines = record("speed"), []
+    for r in found["rows"]:
+        title, _, measure = r["measure"].partition(": TTFT, ")
+        if measure and measure not in ("all decodes", "steps"):
+            lines.append([title, measure, interval(r, places=2), str(found["options"][title]["n"])])
+    return markdown(["workflow", "stage", "TTFT ratio", "n"], lines)
 
 
 def scaling() -> str:
@@ -85,11 +86,12 @@ def scaling() -> str:
     cells = {(int(g[1]), int(g[2])): rows[g[0]] for g in grid if g}
     voters = sorted({v for _, v in cells})
     lines = [[str(b), *(interval(cells[b, v], places=2) for v in voters)] for b in sorted({b for b, _ in cells})]
-    return (
-        markdown(["branches", *(f"{v} voters" if v > 1 else "1 voter" for v in voters)], lines)
-        + "\n\n"
-        + _made("scaling")
-    )
+    found = record("scaling")
+    note = f"Solutions of {found['options']['length']} tokens, n = {found['options']['problems']} problems a point. "
+    again = next(r for r in found["rows"] if r["measure"].startswith("best"))
+    head = ["branches", *(f"{v} voters" if v > 1 else "1 voter" for v in voters)]
+    best = f"The {again['measure']}: {interval(again, places=2)}. "
+    return markdown(head, lines) + f"\n\n{note}{best}" + _made("scaling")
 
 
 def accuracy() -> str:
@@ -99,7 +101,7 @@ def accuracy() -> str:
             one = summaries.get(f"{data}-{workflow}")
             for condition, found in one["conditions"].items() if one else ():
                 gap = found["differences"].get("right")
-                p = f"{gap['p']:.3f}" if gap else ""
+                p = probability(gap)
                 cut = f"{100 * sum(found['cut'].values()) / sum(found['calls'].values()):.0f}"
                 right = interval(found["scores"]["right"], 100)
                 cells = [right, interval(gap, 100, sign=True), p, unread(found, one["n"]), cut, str(one["n"])]
@@ -116,7 +118,7 @@ def multi_qa() -> str:
             scores = found["scores"]
             gap = found["differences"].get("both")
             cells = [interval(scores[k], 100) for k in ("first", "second", "both")]
-            p = f"{gap['p']:.4f}" if gap else ""
+            p = probability(gap)
             cut = f"{100 * found['cut'].get('answer', 0) / one['n']:.0f}"
             lines.append([title, condition, *cells, interval(gap, 100, sign=True), p, cut, str(one["n"])])
     head = ["data", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p", "cut %", "n"]
@@ -132,13 +134,18 @@ def stories() -> str:
     return markdown(["implementation", "concepts %", "of story 1", "of story 2", "difference", "n"], lines)
 
 
+def games() -> dict[str, Any]:
+    summaries = record("quality")["summaries"]
+    return {strategy: summaries[name] for name, strategy in STRATEGIES.items() if name in summaries}
+
+
 def leak() -> str:
-    summaries, lines = record("quality")["summaries"], []
-    for name, strategy in STRATEGIES.items():
-        for condition, found in summaries[name]["conditions"].items():
+    lines = []
+    for strategy, one in games().items():
+        for condition, found in one["conditions"].items():
             gap = found["differences"].get("Bob cooperates")
             cells = [interval(found["scores"]["Bob cooperates"], 100), interval(gap, 100, sign=True)]
-            p, n = f"{gap['p']:.3f}" if gap else "", summaries[name]["n"]
+            p, n = probability(gap), one["n"]
             lines.append([strategy, condition, *cells, p, f"{100 * found['scores']['unread']['value']:.0f}", str(n)])
     return markdown(
         ["Alice's strategy", "implementation", "Bob cooperates %", "difference", "p", "unread %", "n"], lines
@@ -146,13 +153,13 @@ def leak() -> str:
 
 
 def prediction() -> str:
-    summaries, lines = record("quality")["summaries"], []
+    lines = []
     shown = ("Alice cooperates", "predicts cooperation", "predicts right", "exploits", "defends")
     for condition, title in (("baseline", "Baseline"), ("leak both", "Choreographed")):
-        for name, strategy in STRATEGIES.items():
-            scores = summaries[name]["conditions"][condition]["scores"]
+        for strategy, one in games().items():
+            scores = one["conditions"][condition]["scores"]
             cells = [interval(scores[k], 100, places=0) for k in shown]
-            lines.append([title, strategy, *cells, str(summaries[name]["n"])])
+            lines.append([title, strategy, *cells, str(one["n"])])
     head = ["implementation", "Alice's strategy", *(f"{k} %" for k in shown), "n"]
     return markdown(head, lines)
 
@@ -183,7 +190,14 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 def filled(text: str) -> str:
     """The page with every table written anew."""
-    return MARK.sub(lambda m: f"{m[1]}{TABLES[m['name']]()}\n{m[3]}", text)
+    return MARK.sub(lambda m: f"{m[1]}{_table(m['name'])}\n{m[3]}", text)
+
+
+def _table(name: str) -> str:
+    try:
+        return TABLES[name]()
+    except (FileNotFoundError, KeyError) as missing:  # a benchmark, or a part of one, that nobody has run yet
+        return f"Not measured yet ({missing})." if isinstance(missing, KeyError) else "Not measured yet."
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def run_conditions(
         engine.clear_cache()
         for outcome in together(engine, map(program, missing), at_once=at_once, calls=calls):
             example = missing[outcome.index]
-            if isinstance(outcome.error, CacheFull) and at_once > 1:
+            if isinstance(outcome.error, (CacheFull, CallFailed)) and at_once > 1:
                 crowded.append(example)
                 continue
             _keep(folder, name, example, outcome, found[name], on_done)

@@ -30,10 +30,11 @@ def timed(
     on_run: Callable[[], None] = lambda: None,
 ) -> Iterator[Record]:
     """One record an example: per condition the cost of its run, and the number of tokens generated."""
-    engine.warm_up()
     for number, example in enumerate(examples):
         content, costs = traces[example.id], {}
         order = list(conditions.items())
+        if number == 0:
+            engine.warm_up()
         if number == 0 and warm_up:  # once in each mode without being counted
             for _, condition in order:
                 _cost(engine, workflow, example, content, condition, options)

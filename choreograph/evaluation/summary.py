@@ -69,9 +69,23 @@ def table(summary: Summary) -> tuple[list[str], list[list[str]]]:
     for name, one in conditions.items():
         cells = [interval(one["scores"].get(m), scale) for m in metrics]
         gap = one["differences"].get(main)
-        p = "" if gap is None or gap["p"] is None else f"{gap['p']:.3f}"
-        lines.append([name, *cells, interval(gap, scale, sign=True), p, unread(one, summary["n"]), str(summary["n"])])
+        lines.append(
+            [
+                name,
+                *cells,
+                interval(gap, scale, sign=True),
+                probability(gap),
+                unread(one, summary["n"]),
+                str(summary["n"]),
+            ]
+        )
     return head, lines
+
+
+def probability(gap: Mapping[str, Any] | None) -> str:
+    """The p of a difference as text, where there is one."""
+    p = gap["p"] if gap else None
+    return "" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def unread(condition: Mapping[str, Any], n: int) -> str:

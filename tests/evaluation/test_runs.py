@@ -101,7 +101,7 @@ def test_a_crowded_cache_fails_nobody(embedded, tmp_path):
     file = tmp_path / "96" / "choreographed.jsonl"
     kept = [line for line in file.read_text().splitlines(keepends=True) if '"e0"' not in line]
     file.write_text(json.dumps({"id": "e0", "error": "CallFailed: once"}) + "\n" + "".join(kept))
-    assert play(96) == crowded
+    assert [r["tokens"] for r in play(96)] == [r["tokens"] for r in crowded]
 
 
 def test_plans_come_from_the_baseline(embedded, tmp_path):
