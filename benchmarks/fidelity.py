@@ -1,10 +1,11 @@
 """How far reuse moves a model from itself, whatever the task: log-loss of the baseline's own traces, and KL.
 
 `make bench NAME=fidelity ARGS="--model model.gguf --data folder --traces out/quality"`: the traces are those of a
-`quality` run, forced under every condition of their workflow.
+`quality` run, forced under every condition of their workflow; what is not there is run first.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from choreograph.evaluation.shown import show_drift
 from choreograph.types import SamplingParams
 
 from .common import merged, save
-from .quality import PLANS, conditions_for, examples_of, traces_of
+from .quality import PLANS, conditions_for, examples_of, run, traces_of
 
 RUNS = ("math-tree_of_thoughts", "math-mad_iter", "math-mad_par", "qa-nq_oracle", "bsm", "pd-none", "pd-defect")
 
@@ -37,8 +38,12 @@ def main() -> None:
     for name in given.only:
         plan = PLANS[name]
         workflow = find(plan.workflow)
+        examples = examples_of(plan, given.data)[: given.limit]
         traces = traces_of(given.traces, name, "baseline")
-        examples = [e for e in examples_of(plan, given.data) if e.id in traces][: given.limit]
+        if any(e.id not in traces for e in examples):
+            alone = replace(plan, conditions=("baseline",))
+            records = run(engine, f"{name}-baseline-{len(examples)}", alone, examples, given.traces)["baseline"]
+            traces = {record["id"]: record for record in records}
         each = []
         for id, drift in drifts(
             engine,

@@ -47,13 +47,13 @@ class ChatFormat:
     def plain(self, text: str, *, opening: bool) -> list[int]:
         """Text without roles; the beginning-of-sequence token in front only where it opens a conversation."""
         ids = self._ids(text)
-        return [*self._beginning, *ids] if opening else ids
+        return [*self.beginning, *ids] if opening else ids
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     @cached_property
-    def _beginning(self) -> list[int]:
+    def beginning(self) -> list[int]:
         """What the tokenizer puts in front of any text."""
         with_it, without = self._tokenizer("a")["input_ids"], self._ids("a")
         places = range(len(with_it) - len(without) + 1)
@@ -100,5 +100,5 @@ class ChatFormat:
             return None
 
     def _without_template(self, turn: Turn, opening: bool) -> str:
-        front = getattr(self._tokenizer, "bos_token", None) or "" if opening and self._beginning else ""
+        front = getattr(self._tokenizer, "bos_token", None) or "" if opening and self.beginning else ""
         return f"{front}{turn.role.capitalize()}: {turn.text}\n"

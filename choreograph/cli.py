@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .cli_pml import app as pml
+
 app = typer.Typer(
     name="choreograph",
     help="Multi-step LLM workflows that never encode the same message twice.",
@@ -18,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.add_typer(pml)
 
 
 class ModeName(StrEnum):

@@ -4,6 +4,11 @@ ChoreographError
 ├── ConfigError (ValueError)         an option that does not exist or is out of range
 │   └── SamplingError                the same for a sampling option
 ├── DataError (ValueError)           a dataset, record or result file that cannot be read
+│   └── CacheFileError               saved encodings that are stale, cut off or changed
+├── PMLError (ValueError)            a schema or prompt in PML that cannot mean anything
+│   ├── PMLSyntaxError               text that is not PML; carries `line` and `column`
+│   ├── SchemaError                  a schema that contradicts itself or does not fit the model
+│   └── PromptError                  a prompt that does not follow its schema
 ├── ModelError (OSError)             a model that cannot be found, read or served
 ├── CallError (ValueError)           a `prefill` or `decode` that cannot mean anything
 │   ├── UnknownMessage               a parent that is not a message
@@ -32,6 +37,30 @@ class SamplingError(ConfigError):
 
 class DataError(ChoreographError, ValueError):
     """A dataset, a record or a file of results that cannot be read."""
+
+
+class CacheFileError(DataError):
+    """Saved encodings that do not belong to this model, tokenizer and schema, or are not whole."""
+
+
+class PMLError(ChoreographError, ValueError):
+    """A schema or prompt in the Prompt Markup Language that cannot mean anything."""
+
+
+class PMLSyntaxError(PMLError):
+    """Text that is not PML."""
+
+    def __init__(self, problem: str, source: str, line: int, column: int) -> None:
+        super().__init__(f"{source}, line {line}, column {column}: {problem}")
+        self.line, self.column = line, column
+
+
+class SchemaError(PMLError):
+    """A schema that contradicts itself, or does not fit the model."""
+
+
+class PromptError(PMLError):
+    """A prompt that does not follow its schema."""
 
 
 class ModelError(ChoreographError, OSError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Event:
-    """kind: submitted admitted hit step token finished failed cancelled released evicted.
+    """kind: submitted admitted hit step token finished failed cancelled released evicted restored.
 
     facts are plain values (ids of calls and encodings, counts), so that an event keeps nothing alive.
     """

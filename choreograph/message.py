@@ -6,16 +6,41 @@ that was submitted in the meantime runs in the same steps, so sequential code ba
 
 import asyncio
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .engine.call import Call, State
 from .engine.modes import resolve_offsets
 from .engine.runner import Runner
-from .errors import CallError, ConfigError
+from .errors import BadPosition, CallError, ConfigError
 from .types import FinishReason, Timing, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .kv.arena import Layer
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens first <= k < last of a message, as a parent."""
+
+    message: "Message"
+    first: int
+    last: int
+
+    @property
+    def id(self) -> int:
+        return self.message.id
+
+    @property
+    def length(self) -> int:
+        return self.last - self.first
+
+    @property
+    def start(self) -> int:
+        """Logical position of its first token where the message was encoded."""
+        return self.message.start + self.first
 
 
 class Message:
@@ -25,7 +50,7 @@ class Message:
         self._call = call
         self._runner = runner
         self._decode_text = decode_text
-        self.parents: tuple[Message, ...] = ()
+        self.parents: tuple[Message | Part, ...] = ()
         self.on_release: Callable[[Message], None] | None = None
 
     def __repr__(self) -> str:
@@ -66,6 +91,15 @@ class Message:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    def part(self, first: int, last: int) -> Part:
+        """Tokens first <= k < last, to be a parent in place of the whole message."""
+        for name, value in (("first", first), ("last", last)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise BadPosition(f"{name}={value!r}: use a whole number")
+        if not 0 <= first < last:
+            raise BadPosition(f"part {first}:{last}: use 0 <= first < last")
+        return Part(self, first, last)
 
     @property
     def start(self) -> int:
@@ -143,6 +177,11 @@ class Message:
                 sent = len(text)
         if len(generation.text) > sent:
             yield generation.text[sent:]
+
+    def copy_out(self) -> "list[Layer]":
+        """Copies of its keys and values, layer by layer, in host memory; `Session.restore` takes them back."""
+        self._wait_done()
+        return self._runner.copy_out(self._call)
 
     def release(self) -> None:
         """Gives the encoding up. Unfinished work that nobody else needs is cancelled; known values stay readable."""

@@ -26,7 +26,7 @@ from .errors import (
     SessionClosed,
     UnknownMessage,
 )
-from .message import Message
+from .message import Message, Part
 from .types import Mode, SamplingParams
 
 Text = str | Sequence[int] | Turn
@@ -48,6 +48,7 @@ class Session:
         self.id = runner.new_id()
         self._messages: dict[int, Message] = {}  # not released yet, in order
         self.closed = False
+        self.client_id = client_id
         self._salt = f"{runner.adapter.facts.fingerprint}\0{client_id}"
         self._seeds = random.Random(seed)
 
@@ -85,13 +86,13 @@ class Session:
     def prefill(self, tokens: list[dict[str, Any]]) -> list[Message]: ...
     @overload
     def prefill(
-        self, tokens: Text, parents: Iterable[Message] = (), offsets: Offsets = None, new_offset: int | None = None
+        self, tokens: Text, parents: Iterable[Message | Part] = (), offsets: Offsets = None, new_offset: int | None = None
     ) -> Message: ...
     def prefill(self, tokens, parents=(), offsets=None, new_offset=None):
         """Encodes `tokens` with attention to all of `parents`, and to themselves causally.
 
         Parent i is placed from position offsets[i] on, the message from `new_offset` on; None follows the
-        parent before. A list of calls (dicts of these arguments) gives a list of messages, computed together.
+        parent before. A parent is a message or a part of one (`Message.part`). A list of calls (dicts of these arguments) gives a list of messages, computed together.
         """
         beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
         if _is_calls(tokens):
@@ -104,7 +105,7 @@ class Session:
     def decode(
         self,
         header: Text,
-        parents: Iterable[Message] = (),
+        parents: Iterable[Message | Part] = (),
         offsets: Offsets = None,
         new_offset: int | None = None,
         *,
@@ -125,6 +126,44 @@ class Session:
         if _is_calls(header):
             return self._submit(_each(header, self._decode_call, beside))
         return self._submit([self._decode_call(header, **beside)])[0]
+
+    def borrow(self, message: Message) -> Message:
+        """A complete message of another session of this client, as one of this session's. Costs nothing.
+
+        What it means depends on the mode: the same encoding when choreographed, else the same text.
+        """
+        if self.closed:
+            raise SessionClosed("the session is closed: open a new one")
+        if not isinstance(message, Message):
+            raise UnknownMessage(f"{message!r} is not a message")
+        if message._runner is not self._runner or message._call.salt != self._salt:
+            raise ForeignMessage(f"message {message.id} belongs to another engine or client: make it here")
+        if message._call.released:
+            raise ReleasedMessage(f"message {message.id} was released: keep it until its last use")
+        if self.mode != "choreographed" or message._call.mode != "choreographed":
+            return self.prefill(message.tokens)
+        message.result()
+        copy = self._message(message.tokens, (), None, message.start)
+        copy._call.start = message.start
+        self._runner.share(copy._call, message._call.work)
+        return self._keep(copy)
+
+    def restore(
+        self,
+        tokens: Sequence[int],
+        layers: list[Any],
+        parents: Iterable[Message | Part] = (),
+        offsets: Offsets = None,
+        new_offset: int | None = None,
+    ) -> Message:
+        """`prefill` with keys and values that were copied out before (`Message.copy_out`); computes nothing.
+
+        Falls back to computing where there is no room for them just now. Parents have to be complete.
+        """
+        message = self._prefill_call(tokens, parents, offsets, new_offset)
+        if self.mode == "choreographed" and self._runner.copy_in(message._call, layers):
+            return self._keep(message)
+        return self._submit([message])[0]
 
     # -- validation: everything is checked before anything is changed ---------------------------------------
 
@@ -149,7 +188,7 @@ class Session:
     def _message(
         self,
         ids: list[int],
-        parents: tuple[Message, ...],
+        parents: tuple[Message | Part, ...],
         offsets: Offsets,
         new_offset: int | None,
         generation: Generation | None = None,
@@ -165,7 +204,8 @@ class Session:
             mode=self.mode,
             salt=self._salt,
             prompt=ids,
-            parents=tuple(p._call for p in parents),
+            parents=tuple(_whole(p)._call for p in parents),
+            cuts=tuple((p.first, p.last) if isinstance(p, Part) else None for p in parents),
             offsets=placed,
             new_offset=new_offset,
             generation=generation,
@@ -188,24 +228,27 @@ class Session:
         except ChoreographError:
             self._seeds.setstate(before)
             raise
-        for message in messages:
-            message.on_release = self._forget
-            self._messages[message.id] = message
-        return messages
+        return [self._keep(message) for message in messages]
+
+    def _keep(self, message: Message) -> Message:
+        message.on_release = self._forget
+        self._messages[message.id] = message
+        return message
 
     def _forget(self, message: Message) -> None:
         self._messages.pop(message.id, None)
 
-    def _parents(self, parents: Iterable[Message]) -> tuple[Message, ...]:
+    def _parents(self, parents: Iterable[Message | Part]) -> tuple[Message | Part, ...]:
         if self.closed:
             raise SessionClosed("the session is closed: open a new one")
-        if isinstance(parents, Message):
+        if isinstance(parents, (Message, Part)):
             raise CallError("parents is one message: put it into a list")
         if not isinstance(parents, Iterable):
             raise CallError(f"parents={parents!r}: use a list of messages")
         parents = tuple(parents)
-        seen: set[int] = set()
-        for parent in parents:
+        seen: dict[int, list[range]] = {}
+        for given in parents:
+            parent = _whole(given)
             if not isinstance(parent, Message):
                 raise UnknownMessage(f"parent {parent!r} is not a message of this session")
             if parent._runner is not self._runner or parent._call.session != self.id:
@@ -214,9 +257,11 @@ class Session:
                 raise ReleasedMessage(f"parent {parent.id} was released: keep it until its last use")
             if parent._call.state is State.FAILED:
                 raise CallError(f"parent {parent.id} failed: {parent._call.error}")
-            if parent.id in seen:
+            tokens = range(given.first, given.last) if isinstance(given, Part) else range(1 << 40)
+            others = seen.setdefault(parent.id, [])
+            if any(tokens.start < other.stop and other.start < tokens.stop for other in others):
                 raise RepeatedParent(f"parent {parent.id} is given twice: prefill it again to show it twice")
-            seen.add(parent.id)
+            others.append(tokens)
         return parents
 
     def _offsets(self, offsets: Offsets, count: int) -> tuple[int | None, ...]:
@@ -294,6 +339,10 @@ class Session:
     def _decode_text(self) -> Callable[[list[int]], str] | None:
         tokenizer = self._tokenizer
         return None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _whole(parent: Message | Part) -> Message:
+    return parent.message if isinstance(parent, Part) else parent
 
 
 def _is_calls(given: object) -> bool:

@@ -26,7 +26,7 @@ class Call:
     """prompt: the tokens of a prefill, or the header of a decode. generation is None for a prefill.
 
     offsets[i] is None where the default rule places parent i; likewise new_offset. `start` and `placed` are
-    known once every parent's length is.
+    known once every parent's length is. cuts[i]: the tokens first <= k < last of parent i that are seen; None: all.
     """
 
     id: int
@@ -37,6 +37,7 @@ class Call:
     parents: tuple["Call", ...]
     offsets: tuple[int | None, ...]
     new_offset: int | None
+    cuts: tuple[tuple[int, int] | None, ...] = ()
     generation: Generation | None = None
     footer: list[int] = field(default_factory=list)
     state: State = State.WAITING
@@ -85,6 +86,11 @@ class Call:
         if self.generation is None:
             return self.prompt
         return self.prompt + self.generation.tokens + (self.footer if self.tokens_known else [])
+
+    def seen_tokens(self) -> list[list[int]]:
+        """What is seen of each parent, once every parent's tokens are known."""
+        cuts = self.cuts or (None,) * len(self.parents)
+        return [p.tokens if cut is None else p.tokens[slice(*cut)] for p, cut in zip(self.parents, cuts, strict=True)]
 
     @property
     def message_holder(self) -> tuple[str, int]:

@@ -56,12 +56,13 @@ def _check_position(what: str, end: int, most: int) -> None:
 
 
 def choreographed(call: Call, store: Store, most: int) -> Placement:
-    lengths = [len(p.tokens) for p in call.parents]
+    lengths = _lengths(call)
     check_positions(call, lengths, most)
     call.placed, call.start = resolve_offsets(lengths, call.offsets, call.new_offset)
+    firsts = [cut[0] if cut else 0 for cut in call.cuts or (None,) * len(lengths)]
     sights = tuple(
-        Sight(p.encoding, 0, n, offset)  # type: ignore[arg-type]
-        for p, n, offset in zip(call.parents, lengths, call.placed, strict=True)
+        Sight(p.encoding, first, n, offset)  # type: ignore[arg-type]
+        for p, first, n, offset in zip(call.parents, firsts, lengths, call.placed, strict=True)
     )
     if call.is_decode:
         return Placement(list(call.prompt), call.start, sights)
@@ -69,9 +70,18 @@ def choreographed(call: Call, store: Store, most: int) -> Placement:
     return Placement(list(call.prompt), call.start, sights, key, store.find(key))
 
 
+def _lengths(call: Call) -> list[int]:
+    """How many tokens are seen of each parent; a part that reaches past its message is an error."""
+    for parent, cut in zip(call.parents, call.cuts, strict=bool(call.cuts)):
+        if cut is not None and cut[1] > len(parent.tokens):
+            raise BadPosition(f"part {cut[0]}:{cut[1]} of message {parent.id}, which has {len(parent.tokens)} tokens")
+    return [len(tokens) for tokens in call.seen_tokens()]
+
+
 def _concatenated(call: Call, most: int) -> list[int]:
-    tokens = [token for p in call.parents for token in p.tokens]
-    call.placed, call.start = resolve_offsets([len(p.tokens) for p in call.parents], (None,) * len(call.parents), None)
+    lengths = _lengths(call)
+    tokens = [token for seen in call.seen_tokens() for token in seen]
+    call.placed, call.start = resolve_offsets(lengths, (None,) * len(lengths), None)
     _check_position("the concatenated prompt", len(tokens) + len(call.prompt) + _least_generated(call), most)
     return tokens + call.prompt
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ..config import EngineConfig
 from ..errors import CacheFull, CallFailed, ChoreographError, ReleasedMessage, SessionClosed
 from ..events import EventLog
-from ..kv.arena import Arena
-from ..kv.encoding import Sight, content_key
+from ..kv.arena import Arena, Layer
+from ..kv.encoding import Encoding, Sight, content_key
 from ..kv.store import Store
 from ..models.adapter import Adapter
 from ..ops.attend import Step, make_backend
@@ -128,7 +128,7 @@ class Runner:
             return
         if call.generation is not None:
             if call.generation.sampling.repetition_penalty != 1.0:  # the one option that looks at what was seen
-                call.generation.prompt = [t for p in call.parents for t in p.tokens] + call.prompt
+                call.generation.prompt = [t for seen in call.seen_tokens() for t in seen] + call.prompt
             room = facts.max_positions - work.start - len(work.tokens) - len(call.footer)
             if call.generation.forced is None:
                 call.generation.limit = max(1, min(call.generation.limit, room))
@@ -171,6 +171,47 @@ class Runner:
         before = [t for s in encoding.context for t in s.encoding.tokens[s.first : s.first + s.count]]
         if self.store.tree(call.salt).insert(encoding, before):
             encoding.reusable = True
+
+    # -- encodings from elsewhere -------------------------------------------------------------------------
+
+    def share(self, call: Call, encoding: Encoding) -> None:
+        """Ends a call, never queued, with an encoding that exists."""
+        with self.lock:
+            call.encoding, call.state = encoding, State.RUNNING
+            self.store.hold(encoding, call.message_holder)
+            call.usage = Usage(cached_tokens=len(call.prompt))
+            self._end(call, State.DONE, "cached")
+        self.events.deliver()
+
+    def copy_out(self, call: Call) -> list[Layer]:
+        """Keys and values of a complete message, layer by layer, in host memory."""
+        with self.lock:
+            if call.state is not State.DONE or call.encoding is None or not call.encoding.holders:
+                raise ReleasedMessage(f"message {call.id} has no encoding to copy: keep it until then")
+            return self.store.arena.read(call.encoding.slots)
+
+    def copy_in(self, call: Call, layers: list[Layer]) -> bool:
+        """Ends a prefill, never queued, whose keys and values were computed before; False if there is no room."""
+        with self.lock:
+            call.find_ready_time()
+            work = PLACE[call.mode](call, self.store, self.adapter.facts.max_positions)
+            if work.ready is not None:
+                self.share(call, work.ready)
+                return True
+            assert work.key is not None, "only choreographed prefills are copied in"
+            count = len(work.tokens)
+            try:
+                encoding = self.store.create(
+                    work.tokens, work.start, work.sights, capacity=count, holder=call.message_holder
+                )
+            except CacheFull:
+                return False
+            self.store.arena.write(encoding.slots, layers)
+            encoding.scheduled = encoding.encoded = count
+            self.store.publish(encoding, work.key)
+            self.events.write("restored", call=call.id, tokens=count)
+            self.share(call, encoding)
+        return True
 
     # -- the step -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,9 @@ from torch import Tensor
 from ..errors import CacheFull
 
 
+Layer = tuple[Tensor, Tensor]  # keys and values of some tokens in one layer, each (T, G, D)
+
+
 class Arena:
     """keys[l], values[l]: (S, G, D) of layer l. Page 0 is a bin for padding rows and is never allocated."""
 
@@ -107,6 +110,18 @@ class Arena:
         else:
             self._starts.insert(at, first)
             self._lengths[first] = length
+
+    def read(self, slots: list[int]) -> list[Layer]:
+        """Copies of keys and values, layer by layer, in host memory."""
+        at = torch.tensor(slots, dtype=torch.long, device=self.keys[0].device)
+        pairs = zip(self.keys, self.values, strict=True)
+        return [(keys[at].cpu(), values[at].cpu()) for keys, values in pairs]
+
+    def write(self, slots: list[int], layers: list[Layer]) -> None:
+        """What `read` gave, into other slots."""
+        at = torch.tensor(slots, dtype=torch.long, device=self.keys[0].device)
+        for keys, values, (k, v) in zip(self.keys, self.values, layers, strict=True):
+            keys[at], values[at] = k.to(keys.device), v.to(values.device)
 
     def _poison(self, pages: Iterable[int]) -> None:
         slots = [p * self.page_size + i for p in pages for i in range(self.page_size)]

@@ -73,6 +73,10 @@ class Encoding:
     def slot(self, token: int) -> int:
         return self.pages[token // self.page_size] * self.page_size + token % self.page_size
 
+    @property
+    def slots(self) -> list[int]:
+        return [self.slot(token) for token in range(len(self.tokens))]
+
     def keep_pages(self, count: int) -> list[int]:
         """Cuts the encoding down to its first `count` pages; returns the others."""
         self.pages, rest = self.pages[:count], self.pages[count:]

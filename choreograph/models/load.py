@@ -54,6 +54,17 @@ def load(
     return Adapter(_placed(loaded, None, device), tokenizer, name=name)
 
 
+def tokenizer_of(model: str | os.PathLike[str]) -> tuple[Any, int]:
+    """A model's tokenizer and how many positions it has, without its weights."""
+    source, name = _source(str(model))
+    try:
+        with _no_bars():
+            config = AutoConfig.from_pretrained(source)
+            return AutoTokenizer.from_pretrained(source), config.get_text_config().max_position_embeddings
+    except Exception as problem:
+        raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
+
+
 def _placed(model: PreTrainedModel, dtype: torch.dtype | None, device: str | torch.device | None) -> PreTrainedModel:
     """Moves parameters only: rotary frequencies stay in float32."""
     if dtype is not None:

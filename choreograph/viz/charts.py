@@ -78,3 +78,16 @@ def shifts(groups: Mapping[str, Mapping[str, Bar]], path: Path, *, ylabel: str) 
     axes.set_ylabel(ylabel)
     axes.legend(fontsize=8)
     _save(figure, path)
+
+
+def growth(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, new: int) -> None:
+    """Time to first token over cached tokens (Prompt Cache, Figure 5): all of it, and the cached line alone."""
+    figure, axes = _figure(7.2, 3.2, panels=2)
+    for panel, chosen in zip(axes, (series, dict(list(series.items())[:1])), strict=True):
+        for label, points in chosen.items():
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.2, label=label)
+        panel.set_xlabel("cached tokens")
+        panel.set_ylim(bottom=0)
+        panel.legend()
+    axes[0].set_ylabel(f"ms to the first token, {new} new tokens")
+    _save(figure, path)

@@ -60,7 +60,7 @@ def svg(steps: Iterable[tuple[str, Message]], title: str = "Message graph") -> s
         f'<rect width="100%" height="100%" fill="white"/><text x="12" y="22" font-size="16">{escape(title)}</text>',
         '<text x="12" y="40" fill="#555">solid: the message at its own positions; pale: what it saw, by number; '
         "dashed outline: seen elsewhere than where it was encoded</text>",
-        *_axis(end, scale, height),
+        *axis(end, scale, LEFT, TOP - 6, height),
     ]
     for index, row in enumerate(drawn):
         y = TOP + index * (ROW + GAP)
@@ -83,11 +83,12 @@ def _bar(bar: Bar, y: int, scale: float, colour: str, *, pale: bool) -> str:
     return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="3" {look}/>{label}'
 
 
-def _axis(end: int, scale: float, height: int) -> Sequence[str]:
+def axis(end: int, scale: float, left: int, top: int, height: int) -> Sequence[str]:
+    """Lines at round positions from `top` down to a picture's lower edge, with their numbers below."""
     step = next((s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000) if end / s <= 12), 20000)
     lines = []
     for at in range(0, end + 1, step):
-        x = LEFT + at * scale
-        lines.append(f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{height - 26}" stroke="#ddd"/>')
+        x = left + at * scale
+        lines.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{height - 26}" stroke="#ddd"/>')
         lines.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle" fill="#555">{at}</text>')
     return lines

@@ -1,0 +1,158 @@
+"""Time to first token from cached modules against computing the whole prompt (Prompt Cache, sections 5.2 and 5.4).
+
+`make bench NAME=prompt_cache`. Prompts of the same tokens, in turns: from modules; on the same engine without reuse
+(mode "naive"); and through Hugging Face's own model, uncompiled. Times are from handing over the prompt to the first
+token, PML, planning and all.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from choreograph import Engine, SamplingParams
+from choreograph.pml import Import, Prompt, PromptCache, module, schema
+from choreograph.viz.charts import growth
+
+from .common import FIGURES, Row, engine, in_turns, median_row, ratio_row, save
+
+CACHED, NEW = 5120, (8, 32, 64, 128)
+LENGTHS = (512, 1024, 2048, 4096, 7680)
+MODULES = 5
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+def text_of(e: Engine, tokens: int, seed: int) -> str:
+    """Words that are one token each, behind a blank, in random order: exactly so many tokens."""
+    vocabulary = e.tokenizer.get_vocab()
+    words = sorted(w for w in vocabulary if w[0] == "\u0120" and w[1:].isascii() and w[1:].isalpha())[:4000]
+    picked = np.random.default_rng(seed).choice(words, tokens)
+    text = "".join(picked).replace("\u0120", " ")
+    assert len(e.chat.plain(text, opening=False)) == tokens
+    return text
+
+
+def documents(e: Engine, tokens: int) -> PromptCache:
+    """A schema of so many tokens in five modules, all of them encoded."""
+    parts = [module(f"part-{i}", text_of(e, tokens // MODULES + (tokens % MODULES) * (i == 0), i)) for i in range(MODULES)]
+    cache = PromptCache(e, schema("documents", *parts))
+    cache.warm()
+    return cache
+
+
+def asking(cache: PromptCache, new: int, seed: int) -> Prompt:
+    imports = tuple(Import(child.name) for child in cache.schema.children)
+    return Prompt("documents", (*imports, text_of(cache.engine, new, 1000 + seed)))
+
+
+def first_token(cache: PromptCache, mode: str, new: int) -> Callable[[], float]:
+    """Seconds to the first token of a prompt that was never asked before."""
+    seeds = iter(range(1, 1 << 20))
+
+    def measure() -> float:
+        prompt = asking(cache, new, next(seeds))
+        with cache.engine.session(mode=mode) as session:
+            began = time.perf_counter()
+            cache.serve(session, prompt, sampling=ONE).result()
+            taken = time.perf_counter() - began
+        cache.engine.drain()
+        return taken
+
+    return measure
+
+
+def hugging_face(cache: PromptCache, new: int) -> Callable[[], float]:
+    model = cache.engine.runner.adapter.model
+    tokens = cache.plan(asking(cache, new, 0)).linear(cache.layout)
+
+    def measure() -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1).logits
+            int(logits[0, -1].argmax())
+        return time.perf_counter() - began
+
+    return measure
+
+
+def main() -> None:
+    e = engine(tokens=40960, compile=True, compile_rows=(1, 2, 4, 8, 16, 32, 64, 128))
+    e.warm_up()
+    cache = documents(e, CACHED)
+    rows: list[Row] = []
+    for new in NEW:
+        sides = [first_token(cache, "choreographed", new), first_token(cache, "naive", new), hugging_face(cache, new)]
+        rounds = 7 if new == 32 else 4
+        for side in sides[:1]:
+            side()
+        cached, whole, theirs = in_turns(rounds, *sides)
+        label = f"{CACHED} cached, {new} new"
+        facts = {"must": 60.0} if new == 32 else {}
+        rows += [
+            ratio_row(f"{label}: against no reuse", whole, cached, **facts),
+            ratio_row(f"{label}: against Hugging Face", theirs, cached, **facts),
+            median_row(f"{label}: from modules", [t * 1e3 for t in cached], "ms", better="lower"),
+            median_row(f"{label}: no reuse", [t * 1e3 for t in whole], "ms", better="lower"),
+            median_row(f"{label}: Hugging Face", [t * 1e3 for t in theirs], "ms", better="lower"),
+        ]
+        print(f"{label}: {rows[-5].value:.1f}x, {rows[-4].value:.1f}x", flush=True)
+    rows += from_host(e)
+    cache.close()
+    points = over_length(e)
+    rows += slopes(points)
+    growth(points, FIGURES / "prompt-cache-growth.svg", new=32)
+    save("prompt_cache", rows, points=points)
+
+
+def from_host(e: Engine) -> list[Row]:
+    """Modules that wait in host memory and are copied in for every prompt."""
+    with documents(e, CACHED) as held, PromptCache(e, held.schema, keep="host", client_id="host") as cache:
+        cache.warm()
+
+        def measure() -> float:
+            e.clear_cache()
+            with e.session(client_id="host") as session:
+                began = time.perf_counter()
+                cache.serve(session, asking(cache, 32, 5), sampling=ONE).result()
+                return time.perf_counter() - began
+
+        taken, resident = in_turns(5, measure, first_token(held, "choreographed", 32))
+    label = f"{CACHED} cached, 32 new"
+    return [
+        median_row(f"{label}: modules copied in from host memory", [t * 1e3 for t in taken], "ms", better="lower"),
+        ratio_row(f"{label}: copied in against resident", taken, resident, better="lower"),
+    ]
+
+
+def over_length(e: Engine) -> dict[str, list[tuple[int, float]]]:
+    """Figure 5: milliseconds over cached tokens, 32 new ones behind them."""
+    points: dict[str, list[tuple[int, float]]] = {"from modules": [], "no reuse": []}
+    for length in LENGTHS:
+        with documents(e, length) as cache:
+            sides = [first_token(cache, "choreographed", 32), first_token(cache, "naive", 32)]
+            sides[0]()
+            cached, whole = in_turns(3, *sides)
+        e.clear_cache()
+        points["from modules"].append((length, 1e3 * float(np.median(cached))))
+        points["no reuse"].append((length, 1e3 * float(np.median(whole))))
+        print(f"{length}: {points['from modules'][-1][1]:.1f} ms, {points['no reuse'][-1][1]:.0f} ms", flush=True)
+    return points
+
+
+def slopes(points: dict[str, list[tuple[int, float]]]) -> list[Row]:
+    """A straight line through the cached points; how much of the whole prefill grows with the square."""
+    rows = []
+    for label, measured in points.items():
+        x, y = (np.array(one, dtype=float) / s for one, s in zip(zip(*measured, strict=True), (1000, 1), strict=True))
+        slope, level = np.polyfit(x, y, 1)
+        square, linear, _ = np.polyfit(x, y, 2)
+        rows.append(Row(f"growth, {label}: line through all points", slope, "ms per 1k tokens", slope, slope, "lower"))
+        share = square * x[-1] ** 2 / (square * x[-1] ** 2 + linear * x[-1])
+        rows.append(Row(f"growth, {label}: share of the square term at {LENGTHS[-1]}", share, "", share, share, "lower"))
+        rows.append(Row(f"growth, {label}: where the line starts", level, "ms", level, level, "lower"))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""A schema at work on an engine (Prompt Cache, sections 3.3 and 3.4). Owns the messages that hold its modules.
+
+Every run of a piece is one message, encoded on first need and found again by content, so that all prompts and
+sessions of a client share it. A prompt borrows the runs that it imports, prefills its own text, and decodes: all
+that is new goes through the model in one pass, and nothing that is cached is copied.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path as File
+
+from ..core import Engine
+from ..errors import ConfigError, ForeignMessage, PromptError
+from ..kv.arena import Layer
+from ..message import Message, Part
+from ..session import Session
+from ..types import SamplingParams
+from . import storage
+from .layout import Layout, Path, Piece, lay_out
+from .objects import Prompt, Schema
+from .read import read_prompt, read_schema
+from .serving import New, Seen, Serving, serve
+from .tokens import ChatTokens, fingerprint
+
+Key = tuple[Path, int, tuple[Path, ...]]  # piece, run, and the scaffold that it is encoded in (or nothing)
+KEEP = ("device", "host")
+DEFAULTS = SamplingParams()
+
+
+class PromptCache:
+    """One schema on one engine, for one client. keep: where encoded modules stay between prompts; "host" leaves
+    device memory to others and copies a module in when a prompt imports it.
+    """
+
+    def __init__(
+        self, engine: Engine, schema: Schema | str | File, *, client_id: str = "default", keep: str = "device"
+    ) -> None:
+        if keep not in KEEP:
+            raise ConfigError(f"keep={keep!r}: use one of {KEEP}")
+        self.engine = engine
+        self.schema = schema if isinstance(schema, Schema) else read_schema(schema)
+        self.keep = keep
+        self._tokens = ChatTokens(engine.chat, engine.tokenizer)
+        self.layout: Layout = lay_out(self.schema, self._tokens, engine.facts.max_positions)
+        self.client_id = client_id
+        self._session = engine.session(client_id=client_id)
+        self._held: dict[Key, Message] = {}
+        self._host: dict[Key, list[Layer]] = {}
+
+    def __enter__(self) -> "PromptCache":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of every module; other caches and sessions keep what they hold."""
+        self._session.close()
+        self._held.clear()
+        self._host.clear()
+
+    # -- modules ------------------------------------------------------------------------------------------
+
+    def warm(self, paths: Iterable[Path] | None = None) -> int:
+        """Encodes modules ahead (all, or those of `paths`); returns how many tokens had to be computed."""
+        wanted = set(self.layout.pieces if paths is None else paths)
+        for path in wanted:
+            if path not in self.layout.pieces:
+                raise PromptError(f"the schema has no module {'/'.join(path)!r}")
+        keys = [key for key in self._single_keys() if key[0] in wanted and key not in self._host]
+        if self.keep == "host":  # one at a time: the device never has to hold them all
+            return sum(self._warm_on_host(key) for key in keys)
+        messages = [self._message(key) for key in keys]
+        return sum(message.result().usage.encoded_tokens for message in messages)
+
+    def _warm_on_host(self, key: Key) -> int:
+        computed = self._message(key).result().usage.encoded_tokens
+        self._to_host()
+        return computed
+
+    def _single_keys(self) -> list[Key]:
+        """Every run of every cached piece, encoded apart."""
+        pieces = [piece for piece in self.layout.pieces.values() if piece.cache]
+        return [(piece.path, run, ()) for piece in pieces for run in range(len(piece.runs))]
+
+    def _piece(self, key: Key) -> Piece:
+        return self.layout.pieces[key[0]]
+
+    def _message(self, key: Key) -> Message:
+        """The message of one run: held, copied in from host memory, found by content, or encoded now."""
+        held = self._held.get(key)
+        if held is not None:
+            return held
+        run = self._piece(key).runs[key[1]]
+        before = self._before(key)
+        parents = [self._message(one) for one in before]
+        offsets = [self._piece(one).runs[one[1]].start for one in before]
+        if key in self._host:
+            for parent in parents:
+                parent.result()
+            message = self._session.restore(run.tokens, self._host[key], parents, offsets, run.start)
+        else:
+            message = self._session.prefill(run.tokens, parents, offsets, run.start)
+        self._held[key] = message
+        return message
+
+    def _before(self, key: Key) -> list[Key]:
+        """The runs that a run was encoded in sight of: those of its own piece and of its scaffold before it."""
+        path, index, together = key
+        pieces = [self.layout.pieces[p] for p in together] or [self.layout.pieces[path]]
+        runs = [(piece.path, run) for piece in pieces for run in range(len(piece.runs))]
+        runs.sort(key=lambda one: self.layout.pieces[one[0]].runs[one[1]].start)
+        return [(*one, together) for one in runs[: runs.index((path, index))]]
+
+    def _to_host(self) -> None:
+        """Copies what was encoded to host memory and lets go of it."""
+        for key, message in self._held.items():
+            if key not in self._host:
+                self._host[key] = message.copy_out()
+            message.release()
+        self._held.clear()
+
+    # -- prompts ------------------------------------------------------------------------------------------
+
+    def plan(self, prompt: Prompt | str | File) -> Serving:
+        """What a prompt shows the model and where. Raises PMLError."""
+        prompt = prompt if isinstance(prompt, Prompt) else read_prompt(prompt)
+        return serve(prompt, self.layout, self._tokens)
+
+    def serve(
+        self,
+        session: Session,
+        prompt: Prompt | str | File,
+        *,
+        sampling: SamplingParams = DEFAULTS,
+        forced_tokens: Sequence[int] | None = None,
+    ) -> Message:
+        """The answer to a prompt, as a message of `session`: reading it runs the engine.
+
+        In a session of mode "prefix" or "naive" the prompt is the same text without modules, for comparison.
+        """
+        serving = self.plan(prompt)
+        if session.engine is not self.engine or session.client_id != self.client_id:
+            raise ForeignMessage("the session belongs to another engine or client than the cache: open one there")
+        if not serving.seen and not serving.new:
+            raise PromptError("the prompt is empty: import a module or say something")
+        header, footer = self._answer(serving)
+        most = self.engine.facts.max_positions
+        if serving.end + len(header) >= most:
+            raise PromptError(f"the prompt ends at position {serving.end} of {most}: no room for an answer")
+        if session.mode == "choreographed":
+            parents, header, start = self._parents(session, serving, header)
+        else:
+            linear = serving.linear(self.layout)
+            cut = len(linear) - (0 if header else 1)
+            parents = [(session.prefill(linear[:cut]), 0)] if cut else []
+            header, start = header or linear[cut:], None
+        messages, offsets = [p for p, _ in parents], [o for _, o in parents]
+        given = {"sampling": sampling, "footer": footer, "forced_tokens": forced_tokens}
+        return session.decode(header, messages, offsets, start, **given)
+
+    def _answer(self, serving: Serving) -> tuple[list[int], list[int]]:
+        """Header and footer of the answer: the assistant's turn where the prompt is a conversation."""
+        if not serving.talks:
+            return [], []
+        return self._tokens.turn("assistant", "", opening=False, whole=False)
+
+    def _parents(
+        self, session: Session, serving: Serving, header: list[int]
+    ) -> tuple[list[tuple[Message | Part, int]], list[int], int]:
+        """What the answer sees, each at its place; the answer's header and start.
+
+        An answer without a header of its own starts with the last token of the prompt, computed again (or with
+        the last new text, where that stands last), now in sight of everything.
+        """
+        seen, new, start = list(serving.seen), list(serving.new), serving.end
+        if not header:
+            seen, new, header, start = self._last(seen, new, serving.end)
+        parents: list[tuple[Message | Part, int]] = []
+        for one in seen:
+            key = (one.path, one.run, serving.together.get(one.path, ()))
+            whole = session.borrow(self._message(key))
+            count = len(self._piece(key).runs[one.run].tokens)
+            parents.append((whole if one.count == count else whole.part(one.first, one.first + one.count), one.start))
+        if self.keep == "host":
+            self._to_host()
+        for text in new:
+            message = session.prefill(list(text.tokens), [p for p, _ in parents], [o for _, o in parents], text.start)
+            parents.append((message, text.start))
+        return parents, header, start
+
+    def _last(self, seen: list[Seen], new: list[New], end: int) -> tuple[list[Seen], list[New], list[int], int]:
+        if new and new[-1].end == end:
+            return seen, new[:-1], list(new[-1].tokens), new[-1].start
+        last = next(one for one in seen if one.start + one.count == end)
+        token = self.layout.pieces[last.path].runs[last.run].tokens[last.first + last.count - 1]
+        rest = [one for one in seen if one is not last]
+        if last.count > 1:
+            rest.append(last._replace(count=last.count - 1))
+        return rest, new, [token], end - 1
+
+    # -- files --------------------------------------------------------------------------------------------
+
+    def save(self, file: str | File) -> int:
+        """Writes every module's encoding to a safetensors file with a JSON manifest beside it; returns the bytes."""
+        keys = self._single_keys()
+        runs = []
+        for key in keys:
+            layers = self._host.get(key) or self._message(key).copy_out()
+            runs.append(layers)
+            if self.keep == "host":
+                self._to_host()
+        return storage.save(File(file), self._facts(), [self._name(key) for key in keys], runs)
+
+    def load(self, file: str | File) -> int:
+        """Takes encodings from a file that `save` wrote, for this model, tokenizer and schema; returns how many
+        tokens. Raises CacheFileError, with nothing changed, where the file is stale, cut off or tampered with."""
+        keys = self._single_keys()
+        facts = self.engine.facts
+        shapes = [(len(self._piece(k).runs[k[1]].tokens), facts.kv_heads, facts.head_dim) for k in keys]
+        names = [self._name(key) for key in keys]
+        runs = storage.load(File(file), self._facts(), names, shapes, facts.layers, facts.dtype)
+        self._host |= dict(zip(keys, runs, strict=True))
+        if self.keep == "device":
+            for key in keys:
+                self._message(key)
+                del self._host[key]
+        return sum(shape[0] for shape in shapes)
+
+    def _facts(self) -> dict[str, str]:
+        facts = self.engine.facts
+        return {
+            "model": facts.fingerprint,
+            "tokenizer": fingerprint(self.engine.tokenizer),
+            "schema": self.schema.fingerprint,
+            "dtype": str(facts.dtype).removeprefix("torch."),
+        }
+
+    @staticmethod
+    def _name(key: Key) -> str:
+        return f"{'/'.join(key[0])}#{key[1]}"

@@ -1,0 +1,54 @@
+"""One prompt answered from modules or as plain text, timed from handing it over."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..types import Mode, SamplingParams
+from .cache import PromptCache
+from .objects import Prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """ttft: seconds to the first token. cached: prompt tokens that were not computed again."""
+
+    text: str
+    ttft: float
+    cached: int
+    generated: int
+
+
+def answer(
+    cache: PromptCache,
+    prompt: Prompt | str | Path,
+    mode: Mode,
+    *,
+    sampling: SamplingParams,
+    seed: int = 0,
+    on_text: Callable[[str], None] | None = None,
+) -> Answer:
+    """mode "choreographed" answers from modules, "naive" computes the same text anew. on_text hears the answer."""
+    first: list[float] = []
+    with cache.engine.session(mode=mode, seed=seed, client_id=cache.client_id) as session:
+        began = time.perf_counter()
+        message = cache.serve(session, prompt, sampling=sampling)
+        message.watch(lambda _: first.append(time.perf_counter() - began) if not first else None)
+        for piece in message.stream():
+            if on_text is not None:
+                on_text(piece)
+        usage = message.usage
+        return Answer(message.text, first[0], usage.cached_tokens, usage.generated_tokens)
+
+
+def side_by_side(cache: PromptCache, prompt: Prompt | str | Path, *, max_tokens: int = 80) -> str:
+    """Both answers, greedy, and what they cost, as text for people."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    cache.warm()
+    lines = []
+    for how, mode in (("from modules", "choreographed"), ("as plain text", "naive")):
+        found = answer(cache, prompt, mode, sampling=sampling)  # type: ignore[arg-type]
+        cost = f"first token after {found.ttft * 1e3:.0f} ms, {found.cached} tokens reused"
+        lines.append(f"-- {how}: {cost}\n{found.text.strip()}\n")
+    return "\n".join(lines)

@@ -1,0 +1,161 @@
+"""Schemas from Python: a function whose text is the prompt, whose `if` is an optional module, whose `match` a union.
+
+    @program
+    def trip(plan: bool, days: Param(5), place: str):
+        with system:
+            "You plan trips."
+        if plan:
+            f"I have {days} days."
+            match place:
+                case "coast":
+                    "I want to swim."
+                case "alps":
+                    "I want to climb."
+
+    trip.schema                                             # what a PromptCache takes
+    trip("And then?", plan=True, days="3", place="alps")    # a prompt of that schema
+
+The function is read, never run; every string that stands as a statement is text, the first one too. An `if` tests one argument by name; a `match` has cases of plain strings.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PromptError, SchemaError
+from .objects import ROLES, Child, Import, Module, Parameter, Prompt, Role, Schema, Union
+
+
+@dataclass(frozen=True)
+class Param:
+    """An argument that is a text of at most `length` tokens."""
+
+    length: int
+    default: str | None = None
+
+
+def program(function: Callable[..., Any]) -> "Program":
+    """Reads a function as a schema of the same name."""
+    return Program(function)
+
+
+class Program:
+    """A schema, and prompts of it by a call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        try:
+            source = textwrap.dedent(inspect.getsource(function))
+        except (OSError, TypeError):
+            raise SchemaError("a program is read from its source: define it in a file") from None
+        definition = ast.parse(source).body[0]
+        if not isinstance(definition, ast.FunctionDef):
+            raise SchemaError("a program is one function")
+        self.name = function.__name__
+        self._texts = {k: v for k, v in inspect.get_annotations(function, eval_str=True).items() if isinstance(v, Param)}
+        self._known = list(inspect.signature(function).parameters)
+        self._subjects: dict[int, str] = {}  # what chooses a union's member, by the identity of the union
+        self.schema = Schema(self.name, tuple(self._block(definition.body)))
+
+    def __call__(self, *said: str | Role, **arguments: object) -> Prompt:
+        """A prompt: what is said in it, and the arguments that choose and fill modules."""
+        for name in arguments:
+            if name not in self._known:
+                raise PromptError(f"{self.name} has no argument {name!r}; it has {self._known}")
+        taken: set[str] = set()
+        imports, texts = self._imports(self.schema.children, arguments, taken)
+        idle = [name for name in arguments if name not in taken and arguments[name] not in (False, None)]
+        if idle:
+            raise PromptError(f"{self.name}: {idle} change nothing here: choose the module that they belong to")
+        return Prompt(self.name, (*imports, *said), texts)
+
+    # -- the schema ---------------------------------------------------------------------------------------
+
+    def _block(self, statements: Iterable[ast.stmt]) -> Iterable[Child]:
+        for statement in statements:
+            yield from self._statement(statement)
+
+    def _statement(self, statement: ast.stmt) -> Iterable[Child]:
+        match statement:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield _dedented(text)
+            case ast.Expr(value=ast.JoinedStr(values=parts)):
+                yield from map(self._part, parts)
+            case ast.If(test=ast.Name(id=name), body=body, orelse=[]):
+                self._argument(name, statement)
+                yield Module(name, tuple(self._block(body)))
+            case ast.Match(subject=ast.Name(id=name), cases=cases):
+                self._argument(name, statement)
+                union = Union(tuple(self._case(case, statement) for case in cases))
+                self._subjects[id(union)] = name
+                yield union
+            case ast.With(items=[ast.withitem(context_expr=ast.Name(id=role))], body=body) if role in ROLES:
+                yield Role(role, tuple(self._block(body)))
+            case ast.Pass():
+                return
+            case _:
+                raise self._problem("text, `if name:`, `match name:` or `with system|user|assistant:` is expected", statement)
+
+    def _part(self, part: ast.expr) -> Child:
+        match part:
+            case ast.Constant(value=str(text)):
+                return text
+            case ast.FormattedValue(value=ast.Name(id=name), conversion=-1, format_spec=None) if name in self._texts:
+                return Parameter(name, self._texts[name].length, self._texts[name].default)
+        raise self._problem("inside text, {name} stands for an argument that is annotated with Param(length)", part)
+
+    def _case(self, case: ast.match_case, statement: ast.stmt) -> Module:
+        match case:
+            case ast.match_case(pattern=ast.MatchValue(value=ast.Constant(value=str(name))), guard=None):
+                return Module(name, tuple(self._block(case.body)))
+        raise self._problem('a case is one string: case "name":', statement)
+
+    def _argument(self, name: str, statement: ast.AST) -> None:
+        if name not in self._known or name in self._texts:
+            raise self._problem(f"{name!r} has to be an argument of the function, without Param", statement)
+
+    def _problem(self, problem: str, at: ast.AST) -> SchemaError:
+        return SchemaError(f"program {self.name}, line {getattr(at, 'lineno', '?')} of it: {problem}")
+
+    # -- prompts ------------------------------------------------------------------------------------------
+
+    def _imports(
+        self, children: Iterable[Child], arguments: dict[str, Any], taken: set[str]
+    ) -> tuple[list[Import], dict[str, str]]:
+        """What the arguments choose at one level, and the texts that fill its own parameters."""
+        imports: list[Import] = []
+        texts: dict[str, str] = {}
+        for child in children:
+            if isinstance(child, Parameter) and arguments.get(child.name) is not None:
+                taken.add(child.name)
+                texts[child.name] = str(arguments[child.name])
+            elif isinstance(child, Role):
+                more, filled = self._imports(child.children, arguments, taken)
+                imports, texts = imports + more, texts | filled
+            elif isinstance(child, Module) and arguments.get(child.name):
+                taken.add(child.name)
+                imports.append(self._import(child, arguments, taken))
+            elif isinstance(child, Union):
+                imports += self._member(child, arguments, taken)
+        return imports, texts
+
+    def _member(self, union: Union, arguments: dict[str, Any], taken: set[str]) -> list[Import]:
+        subject = self._subjects[id(union)]
+        wanted = arguments.get(subject)
+        if wanted is None:
+            return []
+        member = next((m for m in union.members if m.name == wanted), None)
+        if member is None:
+            raise PromptError(f"{self.name}: {subject}={wanted!r}: use one of {[m.name for m in union.members]}")
+        taken.add(subject)
+        return [self._import(member, arguments, taken)]
+
+    def _import(self, module: Module, arguments: dict[str, Any], taken: set[str]) -> Import:
+        imports, texts = self._imports(module.children, arguments, taken)
+        return Import(module.name, tuple(imports), texts)
+
+
+def _dedented(text: str) -> str:
+    return textwrap.dedent(text).removeprefix("\n") if "\n" in text else text

@@ -1,0 +1,259 @@
+"""What a prompt shows the model (Prompt Cache, section 3.4): cached runs, new text, where each stands. Pure.
+
+New text starts where what is used before it ends: after the import in front of it and the always present text
+behind that, up to the next imported module; text behind all imports starts after everything that is used. It may
+reach into positions that are taken, which is legal and what the paper leaves open.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import PromptError
+from .layout import Layout, Path, Piece, Run, Slot, Tokens, required_unions, union_of
+from .objects import Import, Prompt, Role, has_roles, modules
+
+
+class Seen(NamedTuple):
+    """Tokens first <= k < first + count of a run of a cached piece, the first of them at position `start`."""
+
+    path: Path
+    run: int
+    first: int
+    count: int  # type: ignore[assignment] # not tuple.count
+    start: int
+
+
+class New(NamedTuple):
+    """Tokens to encode at the positions from `start` on."""
+
+    start: int
+    tokens: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a prompt consists of. together: imported modules that a scaffold encodes in sight of one another, in
+    document order. end: the first position behind all that is used. talks: an answer is a chat turn.
+    """
+
+    seen: list[Seen]
+    new: list[New]
+    together: dict[Path, tuple[Path, ...]]
+    end: int
+    talks: bool
+
+    def linear(self, layout: Layout) -> list[int]:
+        """The same prompt as plain text: all tokens in the order of their positions."""
+        parts = [(one.start, 0, list(one.tokens)) for one in self.new]
+        for one in self.seen:
+            run = layout.pieces[one.path].runs[one.run]
+            parts.append((one.start, 1, run.tokens[one.first : one.first + one.count]))
+        return [token for _, _, tokens in sorted(parts, key=lambda part: part[:2]) for token in tokens]
+
+
+def serve(prompt: Prompt, layout: Layout, tokens: Tokens) -> Serving:
+    """Checks a prompt against its schema and places it. Raises PromptError."""
+    if prompt.schema != layout.schema.name:
+        raise PromptError(f"the prompt is for schema {prompt.schema!r}, not for {layout.schema.name!r}")
+    chosen = _chosen(prompt, layout)
+    filled = {path: _filled(layout.pieces[path], given, tokens) for path, given in chosen.items()}
+    used = [layout.pieces[path] for path in layout.pieces if path in chosen]
+    seen = [one for piece in used if piece.cache for one in _seen(piece, filled[piece.path])]
+    new = [one for piece in used for one in _own_new(piece, filled[piece.path])]
+    if layout.beginning and not any(run.start == 0 for piece in used for run in piece.runs):
+        new.append(New(0, tuple(layout.beginning)))
+    talks = layout.talks or has_roles(prompt.children)
+    new = _Placer(layout, used, new, tokens).place(prompt)
+    end = max((*(one.start + one.count for one in seen), *(one.end for one in new)), default=0)
+    return Serving(seen, merged(new), _together(layout, chosen), end, talks)
+
+
+# -- which modules ------------------------------------------------------------------------------------------
+
+
+def _chosen(prompt: Prompt, layout: Layout) -> dict[Path, Mapping[str, str]]:
+    """Every imported module with its arguments; the anonymous piece with the prompt's own."""
+    chosen: dict[Path, Mapping[str, str]] = {(): prompt.arguments}
+    _choose(prompt, (), layout, chosen)
+    for path in chosen:
+        for union in required_unions(layout, path):
+            if not any((*path, member.name) in chosen for member in union.members):
+                names = ", ".join(member.name for member in union.members)
+                raise PromptError(f"{_name(path)}: one of {names} is required: import it")
+    return chosen
+
+
+def _choose(level: Prompt | Import, path: Path, layout: Layout, chosen: dict[Path, Mapping[str, str]]) -> None:
+    for child in level.children:
+        if not isinstance(child, Import):
+            continue
+        inner = (*path, child.name)
+        if inner not in layout.pieces:
+            raise PromptError(_unknown(child.name, path, layout))
+        if inner in chosen:
+            raise PromptError(f"{_name(path)}: {child.name!r} is imported twice: remove one")
+        union = union_of(layout, inner)
+        for other in union.members if union else ():
+            if (*path, other.name) in chosen:
+                raise PromptError(f"{_name(path)}: {other.name!r} and {child.name!r} exclude each other: import one")
+        chosen[inner] = child.arguments
+        _choose(child, inner, layout, chosen)
+
+
+def _unknown(name: str, path: Path, layout: Layout) -> str:
+    elsewhere = [p for p in layout.pieces if p and p[-1] == name]
+    if len(elsewhere) == 1:
+        nested = "".join(f"<{n}>" for n in elsewhere[0][:-1]) + f"<{name}/>"
+        return f"{_name(path)} has no module {name!r}; it stands inside another one: write {nested}..."
+    if elsewhere:
+        places = ", ".join("/".join(p) for p in elsewhere)
+        return f"{_name(path)}: {name!r} is ambiguous, it may be {places}: nest it in the one you mean"
+    known = [m.name for m, _ in modules(layout.parents[path].children)]
+    return f"{_name(path)} has no module {name!r}; it has {known or 'none'} (text that starts with < goes into CDATA)"
+
+
+def _name(path: Path) -> str:
+    return f"module {'/'.join(path)!r}" if path else "the schema"
+
+
+# -- arguments ----------------------------------------------------------------------------------------------
+
+
+def _filled(piece: Piece, given: Mapping[str, str], tokens: Tokens) -> list[tuple[Slot, tuple[int, ...]]]:
+    """Every slot of a piece with the tokens that take it over."""
+    for name in given:
+        if name not in piece.slots:
+            raise PromptError(f"{_name(piece.path)}: no parameter {name!r}; it has {list(piece.slots) or 'none'}")
+    filled = []
+    for slot in piece.slots.values():
+        argument = tuple(tokens.text(given[slot.name])) if slot.name in given else slot.default
+        if argument is None:
+            raise PromptError(f"{_name(piece.path)}: parameter {slot.name!r} needs an argument: {slot.name}=\"...\"")
+        if len(argument) > slot.length:
+            raise PromptError(
+                f"{_name(piece.path)}: the argument {slot.name}={given[slot.name]!r} has {len(argument)} tokens, "
+                f"its parameter holds {slot.length}: shorten it or raise length"
+            )
+        filled.append((slot, argument))
+    return filled
+
+
+def _seen(piece: Piece, filled: list[tuple[Slot, tuple[int, ...]]]) -> Iterable[Seen]:
+    """The runs of a cached piece without its slots: placeholders stand in for text that now is there."""
+    for index, run in enumerate(piece.runs):
+        for first, last in _between_slots(run, filled):
+            yield Seen(piece.path, index, first, last - first, run.start + first)
+
+
+def _own_new(piece: Piece, filled: list[tuple[Slot, tuple[int, ...]]]) -> Iterable[New]:
+    """Arguments in their slots, and all text of a piece that is not cached."""
+    for slot, argument in filled:
+        if argument:
+            yield New(slot.start, argument)
+    if not piece.cache:
+        for run in piece.runs:
+            for first, last in _between_slots(run, filled):
+                yield New(run.start + first, tuple(run.tokens[first:last]))
+
+
+def _between_slots(run: Run, filled: list[tuple[Slot, tuple[int, ...]]]) -> Iterable[tuple[int, int]]:
+    at = 0
+    for slot, _ in sorted(filled, key=lambda one: one[0].start):
+        if run.start <= slot.start < run.end:
+            if slot.start - run.start > at:
+                yield at, slot.start - run.start
+            at = slot.start - run.start + slot.length
+    if at < len(run.tokens):
+        yield at, len(run.tokens)
+
+
+def _together(layout: Layout, chosen: Mapping[Path, object]) -> dict[Path, tuple[Path, ...]]:
+    """The scaffolds that are imported as a whole: of each union one member, of the rest all."""
+    together = {}
+    for group in reversed(layout.groups):  # an outer scaffold has the last word
+        here = [path for path in layout.pieces if path in group and path in chosen]
+        missing = [path for path in group if path not in chosen]
+        whole = all((u := union_of(layout, p)) and any((*p[:-1], m.name) in chosen for m in u.members) for p in missing)
+        if whole and len(here) > 1:
+            inside = [p for p in layout.pieces if p in chosen and any(p[: len(h)] == h for h in here)]
+            members = tuple(path for path in inside if layout.pieces[path].cache)
+            together |= dict.fromkeys(members, members)
+    return together
+
+
+# -- new text -----------------------------------------------------------------------------------------------
+
+
+class _Placer:
+    """Gives the prompt's own text its positions, in the order of the prompt."""
+
+    def __init__(self, layout: Layout, used: list[Piece], new: list[New], tokens: Tokens) -> None:
+        self._used = used
+        self._tokens = tokens
+        self._new = new
+        self._opening = not new and not any(piece.runs for piece in used)
+        self._starts = sorted(piece.start for piece in used if piece.path)
+        self._layout = layout
+
+    def place(self, prompt: Prompt) -> list[New]:
+        self._walk(prompt, (), None, last=True)
+        return self._new
+
+    def _walk(self, level: Prompt | Import, path: Path, before: Piece | None, *, last: bool) -> None:
+        """before: the piece in front of the level's first text; last: whether no import follows the level."""
+        imports = [index for index, child in enumerate(level.children) if isinstance(child, Import)]
+        for index, child in enumerate(level.children):
+            more = any(at > index for at in imports)
+            if isinstance(child, Import):
+                inner = self._layout.pieces[(*path, child.name)]
+                self._walk(child, inner.path, inner, last=last and not more)
+                before = inner
+            else:
+                start = self._end() if last and not more else self._after(before, path)
+                self._new.append(New(start, tuple(self._text(child))))
+                self._opening = False
+
+    def _text(self, child: str | Role) -> list[int]:
+        if isinstance(child, str):
+            return (self._tokens.beginning() if self._opening else []) + self._tokens.text(child)
+        text = "".join(part for part in child.children if isinstance(part, str))
+        header, footer = self._tokens.turn(child.name, text, opening=self._opening, whole=True)
+        return header + footer
+
+    def _parts(self) -> Iterable[tuple[int, int]]:
+        """(start, end) of everything that is used so far."""
+        yield from ((run.start, run.end) for piece in self._used for run in piece.runs)
+        yield from ((one.start, one.end) for one in self._new)
+
+    def _end(self) -> int:
+        return max((end for _, end in self._parts()), default=0)
+
+    def _after(self, before: Piece | None, path: Path) -> int:
+        """The end of what is used from `before` on, up to the next imported module."""
+        if before is None:
+            start, limit = 0, self._starts[0] if self._starts else None
+        elif before.path == path:  # inside an import, in front of what is nested in it
+            start, limit = before.start, next((s for s in self._starts if s > before.start), None)
+        else:
+            start = before.start
+            limit = next((s for s in self._starts if s >= before.end and s > before.start), None)
+        ends = [end for at, end in self._parts() if start <= at and (limit is None or at < limit)]
+        return max(ends, default=start)
+
+
+def merged(new: Iterable[New]) -> list[New]:
+    """By position, neighbours joined: fewer calls, and later text sees earlier text."""
+    joined: list[New] = []
+    for one in sorted(new, key=lambda one: one.start):
+        if not one.tokens:
+            continue
+        if joined and joined[-1].end == one.start:
+            joined[-1] = New(joined[-1].start, joined[-1].tokens + one.tokens)
+        else:
+            joined.append(one)
+    return joined

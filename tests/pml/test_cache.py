@@ -1,0 +1,278 @@
+"""The cache on an engine: files, clients, limits, programs, and the command line."""
+
+import json
+
+import pytest
+import tiny
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.cli import app
+from choreograph.errors import CacheFileError, ConfigError, ForeignMessage, PromptError, ReleasedMessage, SchemaError
+from choreograph.pml import Param, PromptCache, module, program, read_prompt, schema, system, union, user, write
+from choreograph.pml.tokens import placeholder_of
+
+STORY = schema("story", system("Short."), module("a", "Once upon a time. "), module("b", "There was a fox. "))
+ASK = '<prompt schema="story"><b/><a/><user>What was there?</user></prompt>'
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def answer(cache: PromptCache, prompt=ASK) -> list[int]:
+    with cache.engine.session() as session:
+        return cache.serve(session, prompt, sampling=GREEDY).tokens
+
+
+def test_an_answer_is_a_chat_turn(engine, characters):
+    with PromptCache(engine, STORY) as cache, engine.session() as session:
+        told = cache.serve(session, ASK, sampling=GREEDY)
+        assert characters.decode(told.tokens).startswith("<|assistant|>") and told.tokens[-1] == characters.eos_token_id
+        assert told.start == cache.plan(ASK).end
+        more = session.decode("And", parents=[told], sampling=GREEDY)  # an ordinary message: workflows go on from it
+        assert more.start == len(told.tokens)
+
+
+def test_a_part_of_a_message_is_a_parent(engine):
+    with engine.session() as session:
+        whole = session.prefill("abcdefgh")
+        two = [whole.part(0, 3), whole.part(5, 8)]
+        placed = session.prefill("xy", parents=two, offsets=[0, 5])
+        assert placed.start == 8 and placed.offsets == (0, 5)
+        assert [p.length for p in placed.parents] == [3, 3]
+        packed = session.prefill("xy", parents=two)
+        assert packed.start == 6 and packed.offsets == (0, 3)
+        for bad, says in (
+            ([whole.part(0, 3), whole.part(2, 4)], "given twice"),
+            ([whole, whole.part(2, 4)], "given twice"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                session.prefill("z", parents=bad)
+        with pytest.raises(ValueError, match="part 0:9 of message"):
+            session.prefill("z", parents=[whole.part(0, 9)]).result()
+        with pytest.raises(ValueError, match="use 0 <= first < last"):
+            whole.part(3, 3)
+    with engine.session(mode="prefix") as session:
+        whole = session.prefill("abcdefgh")
+        text = session.decode("x", parents=[whole.part(1, 3)], forced_tokens=[40])
+        assert text.result().start == 2
+
+
+def test_borrowing_shares_and_refuses(engine):
+    with engine.session() as owner, engine.session() as other, engine.session(client_id="x") as stranger:
+        message = owner.prefill("a shared text")
+        copy = other.borrow(message)
+        assert copy.tokens == message.tokens and copy.usage.cached_tokens == len(message.tokens)
+        engine.check()
+        with pytest.raises(ForeignMessage):
+            stranger.borrow(message)
+        owner.close()
+        assert other.decode("x", parents=[copy], sampling=GREEDY).tokens
+        with pytest.raises(ReleasedMessage):
+            other.borrow(message)
+
+
+class TestFiles:
+    @pytest.fixture
+    def saved(self, engine, tmp_path):
+        with PromptCache(engine, STORY) as cache:
+            cache.warm()
+            expected = answer(cache)
+            cache.save(tmp_path / "story.safetensors")
+        engine.clear_cache()
+        return tmp_path / "story.safetensors", expected
+
+    @pytest.mark.parametrize("keep", ["device", "host"])
+    def test_a_file_is_as_good_as_computing(self, engine, saved, keep):
+        file, expected = saved
+        with PromptCache(engine, STORY, keep=keep) as cache:
+            rows = engine.runner.rows
+            assert cache.load(file) == cache.layout.cached_tokens
+            assert cache.warm() == 0 and engine.runner.rows == rows
+            assert answer(cache) == expected
+
+    def test_another_schema_model_or_tokenizer(self, engine, model, characters, saved):
+        file, _ = saved
+        other = Engine.from_pretrained(
+            tiny.build(seed=9, vocabulary=len(characters), positions=400), tokenizer=characters
+        )
+        changed = schema("story", *STORY.children[:-1], module("b", "There was a cat. "))
+        for cache, says in (
+            (PromptCache(engine, changed), "made for schema"),
+            (PromptCache(other, STORY), "made for model"),
+        ):
+            with pytest.raises(CacheFileError, match=says):
+                cache.load(file)
+        manifest = json.loads(file.with_suffix(".json").read_text())
+        file.with_suffix(".json").write_text(json.dumps({**manifest, "tokenizer": "0" * 16}))
+        with pytest.raises(CacheFileError, match="made for tokenizer"):
+            PromptCache(engine, STORY).load(file)
+
+    def test_damage(self, engine, saved):
+        file, expected = saved
+        whole, manifest = file.read_bytes(), file.with_suffix(".json").read_text()
+        flipped = bytearray(whole)
+        flipped[-7] ^= 1
+
+        def damage(data: bytes = whole, text: str = manifest) -> None:
+            file.write_bytes(data)
+            file.with_suffix(".json").write_text(text)
+
+        with PromptCache(engine, STORY) as cache:
+            for data, text, says in (
+                (whole[:-10], manifest, "cut off"),
+                (bytes(flipped), manifest, "digest differs"),
+                (whole, "{", "not JSON"),
+                (whole, "[]", "no manifest"),
+                (whole, manifest.replace('"version": 1', '"version": 7'), "version 7"),
+                (whole, manifest.replace("b#0", "c#0"), "other modules"),
+            ):
+                damage(data, text)
+                with pytest.raises(CacheFileError, match=says):
+                    cache.load(file)
+            damage()
+            file.with_suffix(".json").unlink()
+            with pytest.raises(CacheFileError, match=r"story\.json: no such file"):
+                cache.load(file)
+            damage()
+            cache.load(file)
+            assert answer(cache) == expected
+
+    def test_a_forged_manifest_cannot_bring_in_other_shapes(self, engine, saved):
+        """Whoever rewrites both files still cannot make the engine read what does not fit."""
+        import hashlib
+
+        file, _ = saved
+        tensors = {name: tensor[:, :-1].contiguous() for name, tensor in load_file(file).items()}
+        save_file(tensors, file)
+        manifest = json.loads(file.with_suffix(".json").read_text())
+        manifest |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        file.with_suffix(".json").write_text(json.dumps(manifest))
+        with pytest.raises(CacheFileError, match="expected"):
+            PromptCache(engine, STORY).load(file)
+
+
+def test_a_restored_module_that_finds_no_room_is_computed(model, characters, tmp_path):
+    config = EngineConfig(cache=CacheConfig(tokens=128, page_size=4, poison=True))
+    engine = Engine.from_pretrained(model, tokenizer=characters, config=config)
+    with PromptCache(engine, STORY, keep="host") as cache:
+        cache.warm()
+        engine.clear_cache()
+        with engine.session() as session:
+            busy = session.decode("x", sampling=SamplingParams(max_tokens=90, ignore_eos=True))
+            busy.stream().__next__()
+            told = cache.serve(session, ASK, sampling=GREEDY)
+            busy.result()
+            busy.release()
+            assert told.tokens == answer(cache)
+        engine.check()
+
+
+def test_options_are_checked(engine):
+    with pytest.raises(ConfigError, match="keep='disk'"):
+        PromptCache(engine, STORY, keep="disk")
+    with PromptCache(engine, STORY) as cache:
+        with engine.session(client_id="other") as session, pytest.raises(ForeignMessage, match="another engine or client"):
+            cache.serve(session, ASK)
+        with pytest.raises(PromptError, match="no module 'zzz'"):
+            cache.warm([("zzz",)])
+    empty = PromptCache(engine, schema("none"))
+    with engine.session() as session, pytest.raises(PromptError, match="the prompt is empty"):
+        empty.serve(session, '<prompt schema="none"/>')
+    full = PromptCache(engine, schema("full", "x" * 399))
+    with engine.session() as session, pytest.raises(PromptError, match="no room for an answer"):
+        full.serve(session, '<prompt schema="full"><user>x</user></prompt>')
+
+
+def test_the_placeholder_tells_nothing(embedded, characters):
+    assert placeholder_of(characters) == characters.unk_token_id
+    tokenizer = embedded.tokenizer  # its unknown token also ends texts
+    assert tokenizer.decode([placeholder_of(tokenizer)]) == " "
+
+
+# -- programs -------------------------------------------------------------------------------------------------
+
+
+@program
+def trip(plan: bool, days: Param(3), place: str, peak: Param(6, default="any")):
+    with system:
+        "You plan trips."
+    with user:
+        if plan:
+            f"I have {days} days."
+            match place:
+                case "coast":
+                    "I want to swim."
+                case "alps":
+                    f"I want to climb {peak}."
+
+
+class TestPrograms:
+    def test_the_function_is_the_schema(self):
+        from choreograph.pml import parameter
+
+        alps = module("alps", "I want to climb ", parameter("peak", 6, default="any"), ".")
+        plan = module("plan", "I have ", parameter("days", 3), " days.", union(module("coast", "I want to swim."), alps))
+        assert trip.schema == schema("trip", system("You plan trips."), user(plan))
+
+    def test_a_call_is_a_prompt(self, engine):
+        prompt = trip("And then?", plan=True, days="3", place="alps", peak="Eiger")
+        assert prompt == read_prompt('<prompt schema="trip"><plan days="3"><alps peak="Eiger"/></plan>And then?</prompt>')
+        assert trip() == read_prompt('<prompt schema="trip"/>')
+        with PromptCache(engine, trip.schema) as cache:
+            assert answer(cache, trip(plan=True, days=3, place="coast"))
+
+    def test_mistakes(self):
+        for arguments, says in (
+            ({"plan": True, "days": "3", "place": "moon"}, "use one of"),
+            ({"plam": True}, "no argument 'plam'"),
+            ({"place": "alps"}, "change nothing"),
+        ):
+            with pytest.raises(PromptError, match=says):
+                trip(**arguments)
+        with pytest.raises(SchemaError, match="line 2 of it: text, `if name:`"):
+
+            @program
+            def wrong():
+                print("hello")
+
+        with pytest.raises(SchemaError, match="annotated with Param"):
+
+            @program
+            def missing(days: str):
+                f"{days} days"
+
+
+# -- the command line -----------------------------------------------------------------------------------------
+
+
+class TestCommands:
+    @pytest.fixture
+    def files(self, tmp_path):
+        big = schema("story", system("Answer briefly."), user(module("fox", "The fox is called Rusty."), module("owl", "The owl is called Sage.")))
+        (tmp_path / "story.pml").write_text(write(big))
+        (tmp_path / "ask.pml").write_text('<prompt schema="story"><fox/><user>What is the name of the fox?</user></prompt>')
+        (tmp_path / "bad.pml").write_text('<prompt schema="story"><wolf/></prompt>')
+        return tmp_path
+
+    def call(self, *arguments):
+        from choreograph.errors import ChoreographError
+
+        result = CliRunner().invoke(app, ["pml", *map(str, arguments)])
+        if result.exception and not isinstance(result.exception, (SystemExit, ChoreographError)):
+            raise result.exception
+        return result
+
+    def test_check_and_show(self, files):
+        told = self.call("check", files / "story.pml", files / "ask.pml")
+        assert told.exit_code == 0 and "2 modules" in told.output and "ask.pml:" in told.output
+        assert "no module 'wolf'" in str(self.call("check", files / "story.pml", files / "bad.pml").exception)
+        told = self.call("show", files / "story.pml", "--picture", files / "story.svg")
+        assert "fox" in told.output and "owl" in told.output
+        assert (files / "story.svg").read_text().count("<rect") >= 6
+
+    def test_warm_and_run(self, files):
+        told = self.call("warm", files / "story.pml", "--save", files / "story.safetensors")
+        assert told.exit_code == 0, told.output
+        told = self.call("run", files / "story.pml", files / "ask.pml", "--cache", files / "story.safetensors", "--compare", "--max-tokens", 12, "--json")
+        report = json.loads(told.stdout)
+        assert "Rusty" in report["cached"]["text"] and report["cached"]["cached"] > report["plain"]["cached"] == 0

@@ -1,0 +1,134 @@
+"""Positions of schemas and prompts, against the recursion of `pictures` and by example."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import blocks
+from random_schemas import prompts, schemas
+
+from choreograph.chat import ChatFormat
+from choreograph.errors import PromptError, SchemaError
+from choreograph.pml import module, parameter, read_prompt, schema, union, user
+from choreograph.pml.layout import lay_out
+from choreograph.pml.serving import serve
+from choreograph.pml.tokens import ChatTokens
+
+
+@pytest.fixture(scope="session")
+def tokens(characters):
+    return ChatTokens(ChatFormat(characters), characters)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_positions_are_those_of_the_picture(data, characters, tokens):
+    s = data.draw(schemas(scaffolds=True))
+    layout, expected = lay_out(s, tokens, 10_000), blocks(s, characters)
+    assert list(layout.pieces) == list(expected)
+    for path, piece in layout.pieces.items():
+        found = [(run.start + i, t) for run in piece.runs for i, t in enumerate(run.tokens)]
+        assert found == list(zip(expected[path].positions, expected[path].tokens, strict=True))
+        assert {n: range(x.start, x.start + x.length) for n, x in piece.slots.items()} == expected[path].slots
+    prompt = data.draw(prompts(s))
+    serving = serve(prompt, layout, tokens)
+    shown = [one.start + i for one in serving.seen for i in range(one.count)]
+    assert len(shown) == len(set(shown)), "no position is shown twice"
+    assert serving.end >= max((one.end for one in serving.new), default=0)
+
+
+TRIP = schema(
+    "trip",
+    "0123456789",
+    module("a", "aaaaa"),
+    union(module("b", "bb"), module("c", "cccccccc")),
+    "mid",
+    module("d", "ddddd", module("e", "ee"), "DD"),
+    "end",
+)  # 0-9 text, 10-14 a, 15-16 b or 15-22 c, 23-25 text, 26-30 d, 31-32 e, 33-34 d, 35-37 text
+
+
+def placed(tokens, inside: str) -> list[tuple[int, int]]:
+    serving = serve(read_prompt(f'<prompt schema="trip">{inside}</prompt>'), lay_out(TRIP, tokens, 1000), tokens)
+    return [(one.start, one.end) for one in serving.new]
+
+
+@pytest.mark.parametrize(
+    ("inside", "expected"),
+    [
+        ("hi", [(38, 40)]),  # nothing is imported: behind everything
+        ("<a/>hi", [(38, 40)]),
+        ("hi<a/>", [(10, 12)]),  # behind the text that stands before a
+        ("<a/>hi<d/>", [(26, 28)]),  # behind what stands between a and d: here the text before d
+        ("<a/>hi<b/>", [(15, 17)]),  # no gap: it starts where a ends
+        ("<b/>hi<d/>", [(26, 28)]),
+        ("<a/>hi<b/>ho<d/>", [(15, 17), (26, 28)]),
+        ("<a/>hi<!-- one text -->ho<d/>", [(26, 30)]),
+        ("<d>hi<e/>ho</d>", [(31, 33), (38, 40)]),  # inside d, behind its own text
+        ("<d><e/></d>hi<a/>", [(38, 40)]),  # behind d, whatever comes after it in the prompt
+        ("<c/><user>x</user>", [(38, 41)]),
+    ],
+)
+def test_new_text_stands_where_the_paper_puts_it(tokens, inside, expected):
+    assert placed(tokens, inside) == expected
+
+
+def test_decoding_starts_behind_the_largest_used_position(tokens):
+    s = schema("s", module("m", "abc", parameter("p", 10)), union(module("short", "x"), module("long", "y" * 50)))
+    layout = lay_out(s, tokens, 1000)
+    assert serve(read_prompt('<prompt schema="s"><m p="hi"/></prompt>'), layout, tokens).end == 5
+    assert serve(read_prompt('<prompt schema="s"><m p="hi"/><short/></prompt>'), layout, tokens).end == 14
+    assert layout.length == 13 + 50
+
+
+def test_a_default_stands_in_for_a_missing_argument(tokens):
+    layout = lay_out(schema("s", module("m", "ab", parameter("p", 4, default="xy"), "c")), tokens, 1000)
+    (new,) = serve(read_prompt('<prompt schema="s"><m/></prompt>'), layout, tokens).new
+    assert (new.start, len(new.tokens)) == (2, 2)
+    nothing = serve(read_prompt('<prompt schema="s"><m p=""/></prompt>'), layout, tokens)
+    assert nothing.new == [] and [(one.start, one.count) for one in nothing.seen] == [(0, 2), (6, 1)]
+
+
+@pytest.mark.parametrize(
+    ("inside", "says"),
+    [
+        ("<x/>", r"the schema has no module 'x'; it has \['a', 'b', 'c'"),
+        ("<e/>", "stands inside another one: write <d><e/>"),
+        ("<a/><a/>", "imported twice"),
+        ("<b/><c/>", "'b' and 'c' exclude each other"),
+        ('<a days="3"/>', r"no parameter 'days'; it has none"),
+    ],
+)
+def test_prompts_that_do_not_follow(tokens, inside, says):
+    with pytest.raises(PromptError, match=says):
+        placed(tokens, inside)
+
+
+def test_arguments_are_checked(tokens):
+    layout = lay_out(schema("s", module("m", parameter("p", 3)), parameter("q", 2)), tokens, 1000)
+    for text, says in (
+        ('<prompt schema="s" q="x"><m/></prompt>', "parameter 'p' needs an argument"),
+        ('<prompt schema="s"><m p="a"/></prompt>', "parameter 'q' needs an argument"),
+        ('<prompt schema="s" q="x"><m p="long"/></prompt>', "has 4 tokens, its parameter holds 3"),
+        ('<prompt schema="t"/>', "is for schema 't', not for 's'"),
+    ):
+        with pytest.raises(PromptError, match=says):
+            serve(read_prompt(text), layout, tokens)
+
+
+def test_an_ambiguous_name_lists_the_places(tokens):
+    s = schema("s", module("a", module("x", "1")), module("b", module("x", "2")))
+    with pytest.raises(PromptError, match="'x' is ambiguous, it may be a/x, b/x"):
+        serve(read_prompt('<prompt schema="s"><x/></prompt>'), lay_out(s, tokens, 1000), tokens)
+
+
+def test_a_required_union(tokens):
+    s = schema("s", user(union(module("a", "x"), module("b", "y"), required=True)))
+    with pytest.raises(PromptError, match="one of a, b is required"):
+        serve(read_prompt('<prompt schema="s"/>'), lay_out(s, tokens, 1000), tokens)
+
+
+def test_a_schema_that_the_model_cannot_hold(tokens):
+    with pytest.raises(SchemaError, match="takes 50 positions; the model has 40"):
+        lay_out(schema("s", "x" * 50), tokens, 40)
+    with pytest.raises(SchemaError, match="its default has 3 tokens, its length is 2"):
+        lay_out(schema("s", parameter("p", 2, default="abc")), tokens, 40)

@@ -1,0 +1,156 @@
+"""What a prompt from cached modules computes, against one dense mask over a plain model (`pictures`)."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pictures import logprobs
+from random_schemas import prompts, schemas
+
+from choreograph import SamplingParams
+from choreograph.pml import Prompt, PromptCache, module, parameter, read_prompt, read_schema, scaffold, schema, user
+
+FORCED = [40, 41, 42]
+QUIET = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def measured(cache: PromptCache, prompt: Prompt, *, mode: str = "choreographed", forced=FORCED) -> torch.Tensor:
+    """Log-probabilities of every token in front of each forced one."""
+    heard: list[torch.Tensor] = []
+    with cache.engine.session(mode=mode, client_id=cache.client_id) as session:
+        answer = cache.serve(session, prompt, sampling=SamplingParams(temperature=0), forced_tokens=forced)
+        answer.watch(lambda row: heard.append(row.clone()))
+        answer.result()
+    cache.engine.drain()
+    cache.engine.check()
+    return torch.stack(heard)
+
+
+@QUIET
+@given(data=st.data())
+def test_modules_are_the_block_diagonal_mask_at_absolute_positions(data, engine, model, characters):
+    s = data.draw(schemas())
+    keep = data.draw(st.sampled_from(["device", "host"]))
+    with PromptCache(engine, s, keep=keep) as cache:
+        for _ in range(2):  # a second prompt finds some modules and not others
+            prompt = data.draw(prompts(s))
+            expected = logprobs(model, s, prompt, characters, FORCED)
+            torch.testing.assert_close(measured(cache, prompt), expected, atol=2e-4, rtol=1e-3)
+
+
+def test_a_whole_schema_in_one_module_is_the_plain_model(engine, model, characters):
+    text = "It was a dark and stormy night; the rain fell in torrents."
+    with PromptCache(engine, schema("all", module("story", text))) as cache:
+        found = measured(cache, read_prompt('<prompt schema="all"><story/></prompt>'))
+    tokens = characters(text, add_special_tokens=False)["input_ids"] + FORCED
+    with torch.no_grad():
+        plain = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    at = len(tokens) - len(FORCED) - 1
+    torch.testing.assert_close(found, plain[at : at + len(FORCED)], atol=1e-5, rtol=1e-5)
+
+
+def test_a_scaffold_is_encoded_jointly_where_all_of_it_is_imported(engine, model, characters):
+    s = schema("s", "Look: ", scaffold(module("a", "first thing "), module("b", "second ", module("c", "inner "))), "end")
+    with PromptCache(engine, s) as cache:
+        for text, together in (
+            ("<a/><b><c/></b>", [("a",), ("b",), ("b", "c")]),
+            ("<b/><a/>", [("a",), ("b",)]),
+            ("<a/>", []),
+            ("<b><c/></b>", []),
+        ):
+            prompt = read_prompt(f'<prompt schema="s">{text}<user>So?</user></prompt>')
+            expected = logprobs(model, s, prompt, characters, FORCED, together)
+            torch.testing.assert_close(measured(cache, prompt), expected, atol=1e-4, rtol=1e-4)
+
+
+@QUIET
+@given(data=st.data())
+def test_a_scaffolded_schema_serves_what_a_fresh_cache_serves(data, engine):
+    """Random sequences of requests are recomputation without a store."""
+    s = data.draw(schemas(scaffolds=True))
+    with PromptCache(engine, s) as cache:
+        for _ in range(3):
+            prompt = data.draw(prompts(s))
+            found = measured(cache, prompt)
+            with PromptCache(engine, s, client_id="somebody else") as fresh:
+                alone = measured(fresh, prompt)
+            engine.clear_cache()
+            torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_an_unselected_module_has_no_influence(engine):
+    shown = '<module name="a">Apples. </module><module name="b">{}</module>'
+    answers = []
+    for other in ("Bananas.", "Cherry!!"):
+        text = f'<schema name="s">{shown.format(other)}</schema>'
+        with PromptCache(engine, read_schema(text)) as cache:
+            cache.warm()
+            answers.append(measured(cache, read_prompt('<prompt schema="s"><a/><user>Hm?</user></prompt>')))
+    assert torch.equal(*answers)
+
+
+def test_an_argument_replaces_its_placeholder(engine):
+    """With an argument of full length nothing of the placeholder is seen: the module's text alone, and the argument."""
+    s = schema("s", module("m", "For ", parameter("days", 2), "!"))
+    told = {}
+    with PromptCache(engine, s) as cache:
+        for days in ("12", "34", "1"):
+            told[days] = measured(cache, read_prompt(f'<prompt schema="s"><m days="{days}"/><user>?</user></prompt>'))
+        serving = cache.plan('<prompt schema="s"><m days="1"/></prompt>')
+    assert not torch.equal(told["12"], told["34"])
+    assert [(one.start, one.count) for one in serving.seen] == [(0, 4), (6, 1)]  # 4 and 5 are nobody's
+    assert [(one.start, len(one.tokens)) for one in serving.new] == [(4, 1)]
+
+
+def test_the_order_of_imports_is_irrelevant(engine):
+    s = schema("s", "Now: ", module("a", "one "), module("b", "two "), module("c", "three "))
+    with PromptCache(engine, s) as cache:
+        found = [
+            measured(cache, read_prompt(f'<prompt schema="s">{imports}<user>Well?</user></prompt>'))
+            for imports in ("<a/><b/><c/>", "<c/><a/><b/>", "<b/><c/><a/>")
+        ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_other_modes_read_the_same_text(engine, characters):
+    s = schema("s", "Go to ", module("m", parameter("town", 8), " soon. "), user(module("n", "Please. ")))
+    prompt = read_prompt('<prompt schema="s"><m town="Rome"/><n/> Now?</prompt>')
+    with PromptCache(engine, s) as cache:
+        linear = cache.plan(prompt).linear(cache.layout)
+        assert characters.decode(linear) == "Go to Rome soon. <|user|>Please. <end> Now?"
+        prefix, naive = (measured(cache, prompt, mode=mode) for mode in ("prefix", "naive"))
+        torch.testing.assert_close(prefix, naive, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_what_is_cached_is_not_computed_again(engine, keep):
+    s = schema("s", "x" * 20, module("a", "y" * 30, parameter("p", 4), "z" * 10), module("b", "w" * 50))
+    with PromptCache(engine, s, keep=keep) as cache:
+        assert cache.warm() == 20 + 44 + 50
+        assert cache.warm() == 0
+        before = engine.runner.rows
+        with engine.session() as session:
+            answer = cache.serve(session, '<prompt schema="s"><b/><a p="hi"/><user>So</user></prompt>', forced_tokens=[40])
+            answer.result()
+            assert answer.usage.cached_tokens == 20 + 40 + 50 + 2 + 4
+        engine.drain()
+        assert engine.runner.rows - before == 2 + 4 + 1 + 2  # argument, turn, header, and the answer with its end
+        if keep == "host":
+            engine.clear_cache()
+            assert engine.runner.store.counts["free_pages"] == engine.runner.store.counts["pages"]
+
+
+def test_new_text_is_encoded_in_one_step(engine):
+    s = schema("s", module("a", "y" * 30, parameter("p", 4)), module("b", "w" * 50))
+    with PromptCache(engine, s) as cache:
+        cache.warm()
+        steps = engine.runner.steps
+        with engine.session() as session:
+            cache.serve(session, '<prompt schema="s"><a p="hi"/> then <b/><user>So</user></prompt>', forced_tokens=[40]).text
+            assert engine.runner.steps == steps + 1
+
+
+def test_another_client_shares_nothing(engine):
+    s = schema("s", "x" * 20)
+    with PromptCache(engine, s) as one, PromptCache(engine, s, client_id="other") as two, PromptCache(engine, s) as same:
+        assert (one.warm(), two.warm(), same.warm()) == (20, 20, 0)
