@@ -35,9 +35,15 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         for measure, words in (("TTFT, steps", "time to first token"), ("end to end", "end to end"))
     },
     "scaling": {
-        (measure, None): f"Tree of Thoughts with {branches} branches: end to end, prefix mode over choreographed"
-        for branches in (32, 64)
-        for measure in (f"{branches} branches, 4 voters: end to end",)
+        (
+            f"{branches} branches, 16 voters: end to end",
+            None,
+        ): f"Tree of Thoughts, {branches} branches and 16 voters: end to end, prefix mode over choreographed"
+        for branches in (16, 64)
+    },
+    "prompt_cache": {
+        ("5120 cached, 32 new: against no reuse", None): "time to first token, 5120 tokens in cached modules and 32 new",
+        ("5120 cached, 32 new: against Hugging Face", None): "the same, against eager Hugging Face",
     },
 }
 

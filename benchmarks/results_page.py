@@ -175,6 +175,37 @@ def fidelity() -> str:
     return markdown(head, lines) + "\n\n" + _made("fidelity")
 
 
+def prompt_cache() -> str:
+    found = record("prompt_cache")
+    rows = {r["measure"]: r for r in found["rows"]}
+    lines = []
+    for label in dict.fromkeys(m.partition(":")[0] for m in rows if m.endswith("against no reuse")):
+        ratios = [interval(rows[f"{label}: {m}"]) for m in ("against no reuse", "against Hugging Face")]
+        times = [f"{rows[f'{label}: {m}']['value']:.0f}" for m in ("from modules", "no reuse", "Hugging Face")]
+        lines.append([label, *ratios, *times])
+    host = rows["5120 cached, 32 new: modules copied in from host memory"]
+    slopes = {how: rows[f"growth, {how}: line through all points"]["value"] for how in ("from modules", "no reuse")}
+    share = rows[f"growth, no reuse: share of the square term at {found['points']['no reuse'][-1][0]}"]["value"]
+    notes = (
+        f"With modules that wait in host memory (5120 cached, 32 new): {interval(host, places=0)} ms. "
+        f"Growth: {slopes['from modules']:.1f} ms for every 1,000 cached tokens (whole prefill: "
+        f"{slopes['no reuse']:.0f} ms on average, {100 * share:.0f}% of its growth to the last point in a square term). "
+    )
+    head = ["tokens", "against no reuse", "against Hugging Face", "from modules, ms", "no reuse, ms", "Hugging Face, ms"]
+    return markdown(head, lines) + "\n\n" + notes + _made("prompt_cache")
+
+
+def prompt_cache_quality() -> str:
+    lines = []
+    for label, one in record("prompt_cache_quality")["tables"].items():
+        cells = [interval(one[k], 100) for k in ("whole", "modules")]
+        gap = interval(one["difference"], 100, sign=True)
+        facts = [f"{100 * one['same']:.0f}", f"{one['documents']:.0f}", str(one["n"]), str(one["too_long"])]
+        lines.append([label, one["measure"], *cells, gap, *facts])
+    head = ["data", "score", "read whole", "from modules", "difference", "same answer %", "modules", "n", "too long"]
+    return markdown(head, lines) + "\n\n" + _made("prompt_cache_quality")
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "speed": speed,
     "stages": stages,
@@ -185,6 +216,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "leak": leak,
     "prediction": prediction,
     "fidelity": fidelity,
+    "prompt-cache": prompt_cache,
+    "prompt-cache-quality": prompt_cache_quality,
 }
 
 

@@ -17,8 +17,9 @@ from choreograph.viz.charts import speedup_over_branches
 
 from .common import FIGURES, Row, engine, save
 
-BRANCHES = (2, 4, 8, 16, 32, 64)
-VOTERS = (1, 16)
+BRANCHES = (4, 16, 64)
+VOTERS = (1, 4, 16)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def main() -> None:
@@ -26,9 +27,9 @@ def main() -> None:
     options.add_argument("--data", default="examples/problems.jsonl")
     options.add_argument("--problems", type=int, default=3)
     options.add_argument("--fresh", type=int, default=5)
-    options.add_argument("--length", type=int, default=64)
+    options.add_argument("--length", type=int, default=104, help="64 such solutions just fit the model")
     given = options.parse_args()
-    e = engine(tokens=32768, compile=True)
+    e = engine(tokens=32768, compile=True, compile_rows=ROWS)
     workflow, examples = find("tree_of_thoughts"), load(given.data, limit=given.problems, seed=0)
     series: dict[str, list] = {}
     rows = []

@@ -339,7 +339,9 @@ def main(command: Callable[[], None] = app) -> None:
     try:
         command()
     except ChoreographError as problem:
-        Console(stderr=True).print(f"[red]error[/red]: {problem}", highlight=False)
+        console = Console(stderr=True)
+        console.print("[red]error[/red]: ", end="")
+        console.print(str(problem), markup=False, highlight=False)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -54,7 +54,7 @@ def show(
     layout, _ = _layout(schema, model)
     console = Console()
     title = f"{layout.schema.name}: {layout.length} positions, {layout.cached_tokens} tokens cached"
-    show_table(console, title, ("module", "positions", "own tokens", "notes"), lines(layout))
+    show_table(console, title, ("module", "layout", "positions", "own tokens", "notes"), lines(layout))
     if picture is not None:
         picture.parent.mkdir(parents=True, exist_ok=True)
         picture.write_text(svg(layout), encoding="utf-8")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .engine.call import Call, State
+from .engine.copies import Copy, copy_out
 from .engine.modes import resolve_offsets
 from .engine.runner import Runner
 from .errors import BadPosition, CallError, ConfigError
@@ -17,8 +18,6 @@ from .types import FinishReason, Timing, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .kv.arena import Layer
 
 
 @dataclass(frozen=True)
@@ -178,10 +177,15 @@ class Message:
         if len(generation.text) > sent:
             yield generation.text[sent:]
 
-    def copy_out(self) -> "list[Layer]":
-        """Copies of its keys and values, layer by layer, in host memory; `Session.restore` takes them back."""
-        self._wait_done()
-        return self._runner.copy_out(self._call)
+    def encode(self) -> "Message":
+        """Runs the engine until every token is encoded, the last ones of a decode too; returns the message."""
+        call = self._call
+        self._wait(lambda: call.tokens_known and call.encoding is not None and call.encoding.whole)
+        return self
+
+    def copy_out(self) -> Copy:
+        """Its keys and values in host memory; `Session.restore` takes them back."""
+        return copy_out(self._runner, self.encode()._call)
 
     def release(self) -> None:
         """Gives the encoding up. Unfinished work that nobody else needs is cancelled; known values stay readable."""

@@ -10,6 +10,7 @@ import torch
 
 from .chat import ChatFormat, Turn
 from .engine.call import Call, State
+from .engine.copies import Copy, copy_in, share
 from .engine.generation import Generation
 from .engine.runner import Runner
 from .engine.text import make_detokenizer
@@ -145,24 +146,27 @@ class Session:
         message.result()
         copy = self._message(message.tokens, (), None, message.start)
         copy._call.start = message.start
-        self._runner.share(copy._call, message._call.work)
+        share(self._runner, copy._call, message._call.work)
         return self._keep(copy)
 
     def restore(
         self,
         tokens: Sequence[int],
-        layers: list[Any],
+        copy: Copy,
         parents: Iterable[Message | Part] = (),
         offsets: Offsets = None,
         new_offset: int | None = None,
     ) -> Message:
         """`prefill` with keys and values that were copied out before (`Message.copy_out`); computes nothing.
 
-        Falls back to computing where there is no room for them just now. Parents have to be complete.
+        Completes the parents first. Falls back to computing where there is no room just now.
         """
         message = self._prefill_call(tokens, parents, offsets, new_offset)
-        if self.mode == "choreographed" and self._runner.copy_in(message._call, layers):
-            return self._keep(message)
+        if self.mode == "choreographed":
+            for parent in message.parents:
+                _whole(parent).encode()
+            if copy_in(self._runner, message._call, copy):
+                return self._keep(message)
         return self._submit([message])[0]
 
     # -- validation: everything is checked before anything is changed ---------------------------------------

@@ -1,7 +1,7 @@
 """A trip with parameters and nested unions (Prompt Cache, section 5.6.3), as a Python function instead of PML."""
 
 from choreograph import Engine
-from choreograph.pml import Param, PromptCache, Role, program, system, user, write  # noqa: F401 - read by `program`
+from choreograph.pml import Param, PromptCache, Role, assistant, program, system, user
 from choreograph.pml.compare import side_by_side
 
 
@@ -24,7 +24,7 @@ def trip(plan: bool, days: Param(5), place: str, town: Param(8), season: str):
                     "It will be hot, so I need shade at noon."
                 case "winter":
                     "It will be cold and dark early, so I need warm places in the afternoon."
-    with assistant:  # noqa: F821 - a word of the language, never run
+    with assistant:
         "I have understood your wishes."
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ..config import EngineConfig
 from ..errors import CacheFull, CallFailed, ChoreographError, ReleasedMessage, SessionClosed
 from ..events import EventLog
-from ..kv.arena import Arena, Layer
-from ..kv.encoding import Encoding, Sight, content_key
+from ..kv.arena import Arena
+from ..kv.encoding import Sight, content_key
 from ..kv.store import Store
 from ..models.adapter import Adapter
 from ..ops.attend import Step, make_backend
@@ -90,7 +90,7 @@ class Runner:
         for parent in call.parents:
             parent.children_waiting += 1
         if call.mode != "choreographed" and not call.is_decode:
-            self._end(call, State.DONE, "encoded")  # a text: nothing to compute
+            self.end(call, State.DONE, "encoded")  # a text: nothing to compute
         else:
             self.scheduler.waiting.append(call)
         self.events.write("submitted", call=call.id)
@@ -124,7 +124,7 @@ class Runner:
             self.store.hold(work.ready, call.message_holder)
             call.usage = Usage(cached_tokens=seen + len(work.tokens))
             self.events.write("hit", call=call.id, tokens=len(work.tokens))
-            self._end(call, State.DONE, "cached")
+            self.end(call, State.DONE, "cached")
             return
         if call.generation is not None:
             if call.generation.sampling.repetition_penalty != 1.0:  # the one option that looks at what was seen
@@ -172,47 +172,6 @@ class Runner:
         if self.store.tree(call.salt).insert(encoding, before):
             encoding.reusable = True
 
-    # -- encodings from elsewhere -------------------------------------------------------------------------
-
-    def share(self, call: Call, encoding: Encoding) -> None:
-        """Ends a call, never queued, with an encoding that exists."""
-        with self.lock:
-            call.encoding, call.state = encoding, State.RUNNING
-            self.store.hold(encoding, call.message_holder)
-            call.usage = Usage(cached_tokens=len(call.prompt))
-            self._end(call, State.DONE, "cached")
-        self.events.deliver()
-
-    def copy_out(self, call: Call) -> list[Layer]:
-        """Keys and values of a complete message, layer by layer, in host memory."""
-        with self.lock:
-            if call.state is not State.DONE or call.encoding is None or not call.encoding.holders:
-                raise ReleasedMessage(f"message {call.id} has no encoding to copy: keep it until then")
-            return self.store.arena.read(call.encoding.slots)
-
-    def copy_in(self, call: Call, layers: list[Layer]) -> bool:
-        """Ends a prefill, never queued, whose keys and values were computed before; False if there is no room."""
-        with self.lock:
-            call.find_ready_time()
-            work = PLACE[call.mode](call, self.store, self.adapter.facts.max_positions)
-            if work.ready is not None:
-                self.share(call, work.ready)
-                return True
-            assert work.key is not None, "only choreographed prefills are copied in"
-            count = len(work.tokens)
-            try:
-                encoding = self.store.create(
-                    work.tokens, work.start, work.sights, capacity=count, holder=call.message_holder
-                )
-            except CacheFull:
-                return False
-            self.store.arena.write(encoding.slots, layers)
-            encoding.scheduled = encoding.encoded = count
-            self.store.publish(encoding, work.key)
-            self.events.write("restored", call=call.id, tokens=count)
-            self.share(call, encoding)
-        return True
-
     # -- the step -----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -258,9 +217,9 @@ class Runner:
             if call.ended or call.encoding is None or not call.encoding.whole:
                 continue
             if call.abandoned and call.state is State.RUNNING and call.is_decode:
-                self._end(call, State.CANCELLED, "cancelled")
+                self.end(call, State.CANCELLED, "cancelled")
             elif call.state is State.KNOWN or not call.is_decode:
-                self._end(call, State.DONE, call.finish_reason or "encoded")
+                self.end(call, State.DONE, call.finish_reason or "encoded")
 
     def _accept(self, call: Call, token: int, now: float) -> None:
         generation, encoding = call.generation, call.encoding
@@ -294,11 +253,11 @@ class Runner:
         encoding.tokens.pop()  # nobody has computed the last token; a later prompt will if it needs it
         if call.mode == "prefix":
             self._hang(call)
-        self._end(call, State.DONE, reason)
+        self.end(call, State.DONE, reason)
 
     # -- endings ------------------------------------------------------------------------------------------
 
-    def _end(self, call: Call, state: State, reason: FinishReason | None) -> None:
+    def end(self, call: Call, state: State, reason: FinishReason | None) -> None:
         """The one way out of the queues: trims the encoding and lets go of everything but the message."""
         was = call.state
         call.state, call.finish_reason = state, reason
@@ -324,7 +283,7 @@ class Runner:
 
     def _fail(self, call: Call, problem: ChoreographError) -> None:
         call.error = problem
-        self._end(call, State.FAILED, None)
+        self.end(call, State.FAILED, None)
 
     def _let_go_of(self, call: Call, sights: Iterable[Sight]) -> None:
         for sight in sights:
@@ -350,7 +309,7 @@ class Runner:
 
     def _release_now(self, call: Call) -> None:
         if call.state is State.WAITING:
-            self._end(call, State.CANCELLED, "cancelled")
+            self.end(call, State.CANCELLED, "cancelled")
         elif call.state in (State.RUNNING, State.KNOWN):
             self._abandon(call)
         elif call.encoding is not None:
@@ -365,9 +324,9 @@ class Runner:
             call.abandoned = True
             call.finish_reason = call.finish_reason or "cancelled"
         elif call.state is State.KNOWN:
-            self._end(call, State.DONE, call.finish_reason)
+            self.end(call, State.DONE, call.finish_reason)
         else:
-            self._end(call, State.CANCELLED, "cancelled")
+            self.end(call, State.CANCELLED, "cancelled")
 
     # -- driving ------------------------------------------------------------------------------------------
 

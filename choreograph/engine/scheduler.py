@@ -80,19 +80,21 @@ class Scheduler:
         self._admit_waiting()
         batch, left = Batch(), self._max_step_tokens
         self._step += 1
-        for call in self._order():
-            pending = _pending(call)
-            if not pending or left <= 0 or not _is_ready(call) or call.work.scheduled > call.work.encoded:
-                continue
-            count = min(pending, left)
-            _take(batch, call, count)
-            call.served_at = self._step
-            left -= count
+        order, before = self._order(), -1
+        while before < len(batch.takes):  # once more, as long as what was taken makes others ready
+            before = len(batch.takes)
+            for call in order:
+                pending = _pending(call)
+                if not pending or left <= 0 or not _is_ready(call) or call.work.scheduled > call.work.encoded:
+                    continue
+                count = min(pending, left)
+                _take(batch, call, count)
+                call.served_at = self._step
+                left -= count
         return batch if batch.takes else None
 
     def _order(self) -> list[Call]:
-        """Single rows first, those that waited longest before others; then prompts as they came; then single rows
-        again, for the ones that see what a prompt of this step computes.
+        """Single rows first, those that waited longest before others; then prompts as they came.
 
         A prompt that no running decode sees yet stays behind while somebody waits for a first token (for at most
         PATIENCE steps): it costs the same later, when it delays nobody.
@@ -110,7 +112,7 @@ class Scheduler:
             for call in prompts:
                 call.passed_over += call not in ahead
             prompts = ahead
-        return [*single, *(prompts or ahead), *single]
+        return [*single, *(prompts or ahead)]
 
     def _admit_waiting(self) -> None:
         """Admits calls in order until one has to wait for room; calls that wait for parents are passed over."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import CacheFull
 
 
-Layer = tuple[Tensor, Tensor]  # keys and values of some tokens in one layer, each (T, G, D)
+Layer = tuple[Float[Tensor, "T G D"], Float[Tensor, "T G D"]]  # keys and values of some tokens in one layer
 
 
 class Arena:

@@ -186,9 +186,9 @@ def _read_rotary(model: PreTrainedModel, interleaved: bool, name: str) -> Rotary
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
-    """Names the weights: shapes, types, and a sample of every tensor."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    """Names the weights and the rotary tables: shapes, types, and a sample of every tensor."""
+    digest = hashlib.sha256(str(getattr(model.config.get_text_config(), "rope_parameters", None)).encode())
+    for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64]
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())

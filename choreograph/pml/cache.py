@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path as File
 
 from ..core import Engine
+from ..engine.copies import Copy
 from ..errors import ConfigError, ForeignMessage, PromptError
-from ..kv.arena import Layer
 from ..message import Message, Part
 from ..session import Session
 from ..types import SamplingParams
@@ -44,7 +44,7 @@ class PromptCache:
         self.client_id = client_id
         self._session = engine.session(client_id=client_id)
         self._held: dict[Key, Message] = {}
-        self._host: dict[Key, list[Layer]] = {}
+        self._host: dict[Key, Copy] = {}
 
     def __enter__(self) -> "PromptCache":
         return self
@@ -60,17 +60,18 @@ class PromptCache:
 
     # -- modules ------------------------------------------------------------------------------------------
 
-    def warm(self, paths: Iterable[Path] | None = None) -> int:
-        """Encodes modules ahead (all, or those of `paths`); returns how many tokens had to be computed."""
-        wanted = set(self.layout.pieces if paths is None else paths)
+    def warm(self, paths: Iterable[Path | str] | None = None) -> int:
+        """Encodes modules ahead, all or some ("plan/alps"); returns how many tokens had to be computed."""
+        wanted = set(self.layout.pieces if paths is None else map(_path, paths))
         for path in wanted:
             if path not in self.layout.pieces:
                 raise PromptError(f"the schema has no module {'/'.join(path)!r}")
-        keys = [key for key in self._single_keys() if key[0] in wanted and key not in self._host]
+        there = {key for key, message in self._held.items() if message.error is None} | set(self._host)
+        keys = [key for key in self._single_keys() if key[0] in wanted and key not in there]
         if self.keep == "host":  # one at a time: the device never has to hold them all
             return sum(self._warm_on_host(key) for key in keys)
         messages = [self._message(key) for key in keys]
-        return sum(message.result().usage.encoded_tokens for message in messages)
+        return sum(message.encode().usage.encoded_tokens for message in messages)
 
     def _warm_on_host(self, key: Key) -> int:
         computed = self._message(key).result().usage.encoded_tokens
@@ -88,15 +89,13 @@ class PromptCache:
     def _message(self, key: Key) -> Message:
         """The message of one run: held, copied in from host memory, found by content, or encoded now."""
         held = self._held.get(key)
-        if held is not None:
+        if held is not None and held.error is None:
             return held
         run = self._piece(key).runs[key[1]]
         before = self._before(key)
         parents = [self._message(one) for one in before]
         offsets = [self._piece(one).runs[one[1]].start for one in before]
         if key in self._host:
-            for parent in parents:
-                parent.result()
             message = self._session.restore(run.tokens, self._host[key], parents, offsets, run.start)
         else:
             message = self._session.prefill(run.tokens, parents, offsets, run.start)
@@ -113,11 +112,14 @@ class PromptCache:
 
     def _to_host(self) -> None:
         """Copies what was encoded to host memory and lets go of it."""
-        for key, message in self._held.items():
-            if key not in self._host:
-                self._host[key] = message.copy_out()
-            message.release()
-        self._held.clear()
+        try:
+            for key, message in self._held.items():
+                if key not in self._host:
+                    self._host[key] = message.copy_out()
+        finally:
+            for message in self._held.values():
+                message.release()
+            self._held.clear()
 
     # -- prompts ------------------------------------------------------------------------------------------
 
@@ -156,7 +158,10 @@ class PromptCache:
             header, start = header or linear[cut:], None
         messages, offsets = [p for p, _ in parents], [o for _, o in parents]
         given = {"sampling": sampling, "footer": footer, "forced_tokens": forced_tokens}
-        return session.decode(header, messages, offsets, start, **given)
+        answer = session.decode(header, messages, offsets, start, **given)
+        for parent in messages:  # the answer holds what it sees until it ends
+            (parent.message if isinstance(parent, Part) else parent).release()
+        return answer
 
     def _answer(self, serving: Serving) -> tuple[list[int], list[int]]:
         """Header and footer of the answer: the assistant's turn where the prompt is a conversation."""
@@ -175,11 +180,12 @@ class PromptCache:
         seen, new, start = list(serving.seen), list(serving.new), serving.end
         if not header:
             seen, new, header, start = self._last(seen, new, serving.end)
+        keys = [(one.path, one.run, serving.together.get(one.path, ())) for one in seen]
+        held = [self._message(key) for key in keys]  # all of them first, so that new ones are encoded together
+        mine = {key: session.borrow(message) for key, message in zip(keys, held, strict=True)}
         parents: list[tuple[Message | Part, int]] = []
-        for one in seen:
-            key = (one.path, one.run, serving.together.get(one.path, ()))
-            whole = session.borrow(self._message(key))
-            count = len(self._piece(key).runs[one.run].tokens)
+        for key, one in zip(keys, seen, strict=True):
+            whole, count = mine[key], len(self._piece(key).runs[one.run].tokens)
             parents.append((whole if one.count == count else whole.part(one.first, one.first + one.count), one.start))
         if self.keep == "host":
             self._to_host()
@@ -189,14 +195,23 @@ class PromptCache:
         return parents, header, start
 
     def _last(self, seen: list[Seen], new: list[New], end: int) -> tuple[list[Seen], list[New], list[int], int]:
-        if new and new[-1].end == end:
-            return seen, new[:-1], list(new[-1].tokens), new[-1].start
+        final = max(new, key=lambda one: one.end, default=None)
+        if final is not None and final.end == end:
+            return seen, [one for one in new if one is not final], list(final.tokens), final.start
         last = next(one for one in seen if one.start + one.count == end)
         token = self.layout.pieces[last.path].runs[last.run].tokens[last.first + last.count - 1]
         rest = [one for one in seen if one is not last]
         if last.count > 1:
             rest.append(last._replace(count=last.count - 1))
         return rest, new, [token], end - 1
+
+    def check(self) -> None:
+        """What is held or copied belongs to the schema; host caches hold nothing between prompts."""
+        for key in (*self._held, *self._host):
+            assert self._piece(key).cache and key[1] < len(self._piece(key).runs), f"{key} is no run of the schema"
+        assert self.keep == "device" or not self._held, "a cache in host memory holds device memory"
+        for key, copy in self._host.items():
+            assert len(copy.layers[0][0]) == len(self._piece(key).runs[key[1]].tokens)
 
     # -- files --------------------------------------------------------------------------------------------
 
@@ -205,8 +220,7 @@ class PromptCache:
         keys = self._single_keys()
         runs = []
         for key in keys:
-            layers = self._host.get(key) or self._message(key).copy_out()
-            runs.append(layers)
+            runs.append(self._host.get(key) or self._message(key).copy_out())
             if self.keep == "host":
                 self._to_host()
         return storage.save(File(file), self._facts(), [self._name(key) for key in keys], runs)
@@ -233,8 +247,13 @@ class PromptCache:
             "tokenizer": fingerprint(self.engine.tokenizer),
             "schema": self.schema.fingerprint,
             "dtype": str(facts.dtype).removeprefix("torch."),
+            "layout": self.layout.fingerprint,
         }
 
     @staticmethod
     def _name(key: Key) -> str:
         return f"{'/'.join(key[0])}#{key[1]}"
+
+
+def _path(given: Path | str) -> Path:
+    return tuple(given.split("/")) if isinstance(given, str) and given else tuple(given)

@@ -12,7 +12,7 @@ from .objects import Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """ttft: seconds to the first token. cached: prompt tokens that were not computed again."""
+    """ttft: seconds to the first token. cached: tokens of modules that were not computed again."""
 
     text: str
     ttft: float
@@ -38,8 +38,8 @@ def answer(
         for piece in message.stream():
             if on_text is not None:
                 on_text(piece)
-        usage = message.usage
-        return Answer(message.text, first[0], usage.cached_tokens, usage.generated_tokens)
+        seen = sum(one.count for one in cache.plan(prompt).seen) if mode == "choreographed" else message.usage.cached_tokens
+        return Answer(message.text, first[0], seen, message.usage.generated_tokens)
 
 
 def side_by_side(cache: PromptCache, prompt: Prompt | str | Path, *, max_tokens: int = 80) -> str:

@@ -6,6 +6,7 @@ so is what stands outside of modules (the anonymous piece, part of every prompt)
 consecutive positions: where nested modules stand, it has a gap.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -84,6 +85,12 @@ class Layout:
     talks: bool
 
     @property
+    def fingerprint(self) -> str:
+        """Names every token and its position."""
+        runs = [(path, run.start, run.tokens) for path, piece in self.pieces.items() for run in piece.runs]
+        return hashlib.sha256(repr(runs).encode()).hexdigest()[:16]
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens that are encoded once, placeholders included."""
         return sum(piece.tokens for piece in self.pieces.values() if piece.cache)
@@ -106,7 +113,7 @@ class _Writer:
         self._pieces: dict[Path, Piece] = {}
         self._parents: dict[Path, Module | Schema] = {(): schema}
         self._groups: list[frozenset[Path]] = []
-        self._beginning = [] if _opens_with_turn(schema.children) else tokens.beginning()
+        self._beginning = tokens.beginning()
 
     def layout(self) -> Layout:
         anonymous = self._pieces[()] = Piece((), True, 0)
@@ -136,7 +143,7 @@ class _Writer:
                 return self._children(child.children, piece, at)  # type: ignore[arg-type]
 
     def _open(self, piece: Piece, at: int) -> int:
-        """The beginning-of-sequence token stands in front of whatever text comes first."""
+        """The beginning-of-sequence token stands in front of whatever text comes first; a turn brings its own."""
         return piece.add(at, self._beginning) if at == 0 else at
 
     def _module(self, module: Module, outer: Piece, at: int) -> int:
@@ -163,20 +170,6 @@ class _Writer:
         at = piece.add(at, header)
         at = self._children(role.children[1:] if first else role.children, piece, at)
         return piece.add(at, footer)
-
-
-def _opens_with_turn(children: tuple[Child, ...]) -> bool:
-    """Whether the first text of a schema is a chat turn, whose template brings its own beginning."""
-    for child in children:
-        if isinstance(child, Role):
-            return True
-        if isinstance(child, Union):
-            return all(_opens_with_turn(member.children) for member in child.members)
-        if not isinstance(child, (Module, Scaffold)):
-            return False
-        if child.children:
-            return _opens_with_turn(child.children)
-    return False
 
 
 def union_of(layout: Layout, path: Path) -> Union | None:

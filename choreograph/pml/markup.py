@@ -16,7 +16,8 @@ NAME = r"[^\s<>/&\"'=!?]+"
 _ATTRIBUTE = rf"({NAME})\s*=\s*(\"[^\"]*\"|'[^']*')"
 _TAG = re.compile(rf"<(/?)({NAME})((?:\s+{_ATTRIBUTE})*)\s*(/?)>")
 _START = re.compile(rf"<(/?)({NAME})")
-_ENTITY = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#(\d+)|#x([0-9a-fA-F]+));")
+_HALF = re.compile(rf"</?{NAME}\s+{NAME}\s*=[^<]*>")
+_ENTITY = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#(\d{1,7})|#x([0-9a-fA-F]{1,6}));")
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 _REFUSED = re.compile(r"<!(DOCTYPE|ENTITY|ELEMENT|ATTLIST|NOTATION)\b", re.IGNORECASE)
 DEPTH = 200
@@ -42,7 +43,8 @@ class Tag:
 
 
 class Markup:
-    """One document. is_tag decides which names are tags; others are text. near: names to suggest for a slip."""
+    """One document. is_tag decides which names are tags; others are text. near: the names where they
+    are few: a slip in one of them is an error."""
 
     def __init__(self, text: str, *, source: str, is_tag: Callable[[str], bool], near: tuple[str, ...] = ()) -> None:
         self._text = text.removeprefix("\ufeff")
@@ -74,7 +76,7 @@ class Markup:
             at = after
         if self._open:
             tag, where = self._open[-1]
-            raise self.error(f"<{tag.name}> is never closed: write </{tag.name}>", where)
+            raise self.error(f"<{tag.name}> is never closed: write </{tag.name}>, or &lt; for text", where)
         return top
 
     def _skip_declaration(self) -> int:
@@ -108,7 +110,10 @@ class Markup:
             here.append(Text("<"))
             return at + 1
         whole = _TAG.match(self._text, at)
-        if whole is None or whole[2] != start[2] or (whole[1] and (whole[3].strip() or whole[6])):
+        if whole is None and not self._near and not _HALF.match(self._text, at):
+            here.append(Text("<"))  # any name may be a tag here, so only what looks like one has to be whole
+            return at + 1
+        if whole is None or (whole[1] and (whole[3].strip() or whole[6])):
             raise self.error(f'{start[0]} is not a whole tag: write <name key="value"> or </name>', at)
         if whole[1]:
             self._close(whole[2], at)
@@ -122,20 +127,22 @@ class Markup:
         return whole.end()
 
     def _refuse_slip(self, at: int, start: re.Match[str] | None) -> None:
-        """A whole tag whose name is almost one that counts is an error, not text."""
-        if start is None or not (whole := _TAG.match(self._text, at)):
+        """A whole tag with attributes whose name is almost one that counts is an error, not text."""
+        whole = _TAG.match(self._text, at)
+        if start is None or whole is None or not whole[3]:
             return
         close = difflib.get_close_matches(whole[2], self._near, n=1, cutoff=0.8)
         if close:
             raise self.error(f"<{whole[2]}> is not a tag: write <{close[0]}>, or &lt;{whole[2]}> for text", at)
 
     def _close(self, name: str, at: int) -> None:
-        if not self._open:
-            raise self.error(f"</{name}> closes nothing", at)
-        tag, _ = self._open.pop()
+        if all(tag.name != name for tag, _ in self._open):
+            raise self.error(f"</{name}> closes nothing that is open", at)
+        tag, where = self._open.pop()
         if tag.name != name:
-            place = f"line {tag.line}, column {tag.column}"
-            raise self.error(f"</{name}> stands where <{tag.name}> ({place}) has to be closed first", at)
+            line, column = self._place(at)
+            end = f"before </{name}> in line {line}, column {column}"
+            raise self.error(f"<{tag.name}> is not closed {end}: write </{tag.name}>, or &lt; for text", where)
 
     def _attributes(self, text: str, at: int) -> dict[str, str]:
         found: dict[str, str] = {}

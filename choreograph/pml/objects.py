@@ -28,7 +28,7 @@ class Parameter:
     default: str | None = None
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "parameter")
+        _check_name(self.name, "parameter", ())
         if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1:
             raise SchemaError(f"parameter {self.name!r}: length={self.length!r}: use a whole number of 1 or more")
 
@@ -42,7 +42,7 @@ class Module:
     cache: bool = True
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "module")
+        _check_name(self.name, "module", RESERVED)
         object.__setattr__(self, "children", _joined(self.children))
 
 
@@ -93,9 +93,12 @@ class Schema:
     children: tuple[Child, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "schema", word=False)
+        if not isinstance(self.name, str) or not re.fullmatch(r"[^<>\"]+", self.name):
+            raise SchemaError(f"schema name={self.name!r}: use text without <, > and quotes")
         object.__setattr__(self, "children", _joined(self.children))
         _check_level(self.children, f"schema {self.name!r}", in_role=False)
+        if any(p.name == "schema" for p in parameters(self.children)):
+            raise SchemaError("a parameter of the schema itself cannot be called 'schema': prompts name theirs so")
 
     @property
     def fingerprint(self) -> str:
@@ -131,34 +134,42 @@ class Prompt:
 
 
 def schema(name: str, *children: Child) -> Schema:
+    """A schema of these parts."""
     return Schema(name, children)
 
 
 def module(name: str, *children: Child, cache: bool = True) -> Module:
+    """A piece that prompts import by name."""
     return Module(name, children, cache)
 
 
 def union(*members: Module, required: bool = False) -> Union:
+    """Modules of which a prompt imports at most one."""
     return Union(members, required)
 
 
 def scaffold(*children: Module | Union) -> Scaffold:
+    """Modules that are encoded in sight of one another where all are imported."""
     return Scaffold(children)
 
 
 def parameter(name: str, length: int, default: str | None = None) -> Parameter:
+    """A place for at most `length` tokens."""
     return Parameter(name, length, default)
 
 
 def system(*children: Child) -> Role:
+    """A system turn."""
     return Role("system", children)
 
 
 def user(*children: Child) -> Role:
+    """A user's turn."""
     return Role("user", children)
 
 
 def assistant(*children: Child) -> Role:
+    """An assistant's turn."""
     return Role("assistant", children)
 
 
@@ -231,10 +242,10 @@ def _joined(children: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(joined)
 
 
-def _check_name(name: object, what: str, *, word: bool = True) -> None:
-    if not isinstance(name, str) or not re.fullmatch(NAME if word else r"[^<>\"]+", name):
-        raise SchemaError(f"{what} name={name!r}: use one word without quotes, <, >, /, &, = or !")
-    if word and name in RESERVED:
+def _check_name(name: object, what: str, reserved: tuple[str, ...]) -> None:
+    if not isinstance(name, str) or not re.fullmatch(NAME, name):
+        raise SchemaError(f"{what} name={name!r}: use one word without quotes, <, >, /, &, =, ? or !")
+    if name in reserved:
         raise SchemaError(f"{what} name={name!r} is a word of the language: choose another")
 
 
@@ -247,8 +258,6 @@ def _check_level(children: tuple[Child, ...], where: str, *, in_role: bool) -> N
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise SchemaError(f"{where}: {what} {twice!r} is declared twice: give each its own name")
-    if where.startswith("schema") and any(p.name == "schema" for p in parameters(children)):
-        raise SchemaError(f"{where}: a parameter of the schema itself cannot be called 'schema'")
     _check_children(children, where, in_role)
 
 

@@ -15,12 +15,11 @@
     trip.schema                                             # what a PromptCache takes
     trip("And then?", plan=True, days="3", place="alps")    # a prompt of that schema
 
-The function is read, never run; every string that stands as a statement is text, the first one too. An `if` tests one argument by name; a `match` has cases of plain strings.
+The function is read, never run. Every string that stands as a statement is text as it stands, the first one too. An `if` tests one argument by name; a `match` has cases of plain strings.
 """
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -42,20 +41,31 @@ def program(function: Callable[..., Any]) -> "Program":
     return Program(function)
 
 
+def _definition(function: Callable[..., Any]) -> ast.FunctionDef:
+    try:
+        lines, first = inspect.getsourcelines(function)
+        wrap = "if True:\n" if lines[0][:1].isspace() else ""  # a function inside something is indented
+        module = ast.parse(wrap + "".join(lines))
+        ast.increment_lineno(module, first - 1 - wrap.count("\n"))
+    except (OSError, TypeError, SyntaxError):
+        raise SchemaError("a program is read from its source: define it in a file, as one function") from None
+    found = next((node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)), None)
+    if found is None:
+        raise SchemaError("a program is one function")
+    return found
+
+
 class Program:
     """A schema, and prompts of it by a call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        try:
-            source = textwrap.dedent(inspect.getsource(function))
-        except (OSError, TypeError):
-            raise SchemaError("a program is read from its source: define it in a file") from None
-        definition = ast.parse(source).body[0]
-        if not isinstance(definition, ast.FunctionDef):
-            raise SchemaError("a program is one function")
+        definition = _definition(function)
         self.name = function.__name__
-        self._texts = {k: v for k, v in inspect.get_annotations(function, eval_str=True).items() if isinstance(v, Param)}
-        self._known = list(inspect.signature(function).parameters)
+        annotations = inspect.get_annotations(function)
+        self._texts = {name: value for name, value in annotations.items() if isinstance(value, Param)}
+        known = inspect.signature(function).parameters
+        self._known = list(known)
+        self._defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}
         self._subjects: dict[int, str] = {}  # what chooses a union's member, by the identity of the union
         self.schema = Schema(self.name, tuple(self._block(definition.body)))
 
@@ -65,7 +75,7 @@ class Program:
             if name not in self._known:
                 raise PromptError(f"{self.name} has no argument {name!r}; it has {self._known}")
         taken: set[str] = set()
-        imports, texts = self._imports(self.schema.children, arguments, taken)
+        imports, texts = self._imports(self.schema.children, self._defaults | arguments, taken)
         idle = [name for name in arguments if name not in taken and arguments[name] not in (False, None)]
         if idle:
             raise PromptError(f"{self.name}: {idle} change nothing here: choose the module that they belong to")
@@ -80,7 +90,7 @@ class Program:
     def _statement(self, statement: ast.stmt) -> Iterable[Child]:
         match statement:
             case ast.Expr(value=ast.Constant(value=str(text))):
-                yield _dedented(text)
+                yield text
             case ast.Expr(value=ast.JoinedStr(values=parts)):
                 yield from map(self._part, parts)
             case ast.If(test=ast.Name(id=name), body=body, orelse=[]):
@@ -117,7 +127,7 @@ class Program:
             raise self._problem(f"{name!r} has to be an argument of the function, without Param", statement)
 
     def _problem(self, problem: str, at: ast.AST) -> SchemaError:
-        return SchemaError(f"program {self.name}, line {getattr(at, 'lineno', '?')} of it: {problem}")
+        return SchemaError(f"program {self.name}, line {getattr(at, 'lineno', '?')}: {problem}")
 
     # -- prompts ------------------------------------------------------------------------------------------
 
@@ -156,6 +166,3 @@ class Program:
         imports, texts = self._imports(module.children, arguments, taken)
         return Import(module.name, tuple(imports), texts)
 
-
-def _dedented(text: str) -> str:
-    return textwrap.dedent(text).removeprefix("\n") if "\n" in text else text

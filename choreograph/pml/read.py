@@ -1,7 +1,8 @@
 """PML to objects: schemas and prompts from text or files. Owns the vocabulary of tags and attributes.
 
 White space: a line break right behind a tag and the indentation in front of the next one are layout and go; all
-other text stays as it is, CDATA entirely. Blank text between tags is layout, except beside a parameter.
+other text stays as it is, CDATA entirely. Blank text between tags is layout. A parameter is part of the text: beside
+one nothing is layout.
 """
 
 import re
@@ -47,7 +48,8 @@ def _only(markup: Markup, name: str) -> Tag:
     """The one element of a document."""
     nodes = [n for n in markup.parse() if isinstance(n, Tag) or n.value.strip()]
     if len(nodes) != 1 or not isinstance(nodes[0], Tag) or nodes[0].name != name:
-        raise markup.error(f"one <{name} ...> ... </{name}> is expected and nothing beside it", 0)
+        hint = "" if any(isinstance(n, Tag) for n in nodes) else " (a file is named by a pathlib.Path)"
+        raise markup.error(f"one <{name} ...> ... </{name}> is expected and nothing beside it{hint}", 0)
     return nodes[0]
 
 
@@ -107,13 +109,13 @@ class _SchemaReader:
         if self._folder is None:
             raise self._error(f"src={src!r} needs a schema that is read from a file", tag)
         folder = self._folder.resolve()
-        path = (folder / src).resolve()
-        if not path.is_relative_to(folder):
-            raise self._error(f"src={src!r} lies outside the schema's folder: put the file beside the schema", tag)
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, ValueError) as problem:
+            path = (folder / src).resolve()
+            if path.is_relative_to(folder):
+                return path.read_text(encoding="utf-8")
+        except (OSError, RuntimeError, ValueError) as problem:  # ValueError: a NUL in the name, or text that is not UTF-8
             raise self._error(f"src={src!r} cannot be read as text: {type(problem).__name__}", tag) from None
+        raise self._error(f"src={src!r} lies outside the schema's folder: put the file beside the schema", tag)
 
     def _parameter(self, tag: Tag) -> Parameter:
         self._attributes(tag, needed=("name",), known=("length", "len", "default"))
@@ -168,8 +170,8 @@ def trimmed(nodes: list[Tag | Text]) -> list[Tag | str]:
             continue
         end = next((i for i in range(at, len(nodes)) if isinstance(nodes[i], Tag)), len(nodes))
         texts = [n for n in nodes[at:end] if isinstance(n, Text)]
-        beside = any(_is_parameter(n) for n in (*nodes[max(at - 1, 0) : at], *nodes[end : end + 1]))
-        if text := _without_layout(texts, beside):
+        behind, before = (any(map(_is_parameter, side)) for side in (nodes[max(at - 1, 0) : at], nodes[end : end + 1]))
+        if text := _without_layout(texts, behind, before):
             kept.append(text)
         at = end
     return kept
@@ -179,15 +181,15 @@ def _is_parameter(node: Tag | Text) -> bool:
     return isinstance(node, Tag) and node.name in ("parameter", "param")
 
 
-def _without_layout(texts: list[Text], beside_parameter: bool) -> str:
-    """Joins the texts between two tags."""
+def _without_layout(texts: list[Text], behind_parameter: bool, before_parameter: bool) -> str:
+    """Joins the texts between two tags. A parameter is part of the text, so nothing goes on its side."""
     values = [t.value for t in texts]
-    if all(not t.verbatim for t in texts) and not "".join(values).strip():
-        blank = "".join(values)
-        return blank if beside_parameter and "\n" not in blank else ""
-    if not texts[0].verbatim:
+    blank = all(not t.verbatim for t in texts) and not "".join(values).strip()
+    if blank and not behind_parameter and not before_parameter:
+        return ""
+    if not texts[0].verbatim and not behind_parameter:
         values[0] = re.sub(r"\A[ \t\r]*\n", "", values[0])
-    if not texts[-1].verbatim:
+    if not texts[-1].verbatim and not before_parameter:
         values[-1] = re.sub(r"(?<=\n)[ \t]+\Z", "", values[-1])
     return "".join(values)
 

@@ -1,8 +1,8 @@
 """What a prompt shows the model (Prompt Cache, section 3.4): cached runs, new text, where each stands. Pure.
 
-New text starts where what is used before it ends: after the import in front of it and the always present text
-behind that, up to the next imported module; text behind all imports starts after everything that is used. It may
-reach into positions that are taken, which is legal and what the paper leaves open.
+New text between two imports starts where the first of them ends, in the gap that the paper assumes; text in front of
+the first import starts where the always present text before that ends; text behind all imports starts after
+everything that is used. It may reach into positions that are taken: the paper leaves that open, and it is legal.
 """
 
 from collections.abc import Iterable, Mapping
@@ -193,30 +193,30 @@ class _Placer:
     """Gives the prompt's own text its positions, in the order of the prompt."""
 
     def __init__(self, layout: Layout, used: list[Piece], new: list[New], tokens: Tokens) -> None:
-        self._used = used
-        self._tokens = tokens
-        self._new = new
-        self._opening = not new and not any(piece.runs for piece in used)
-        self._starts = sorted(piece.start for piece in used if piece.path)
         self._layout = layout
+        self._used = used
+        self._new = new
+        self._tokens = tokens
+        self._opening = not new and not any(piece.runs for piece in used)
 
     def place(self, prompt: Prompt) -> list[New]:
-        self._walk(prompt, (), None, last=True)
+        self._walk(prompt, ())
         return self._new
 
-    def _walk(self, level: Prompt | Import, path: Path, before: Piece | None, *, last: bool) -> None:
-        """before: the piece in front of the level's first text; last: whether no import follows the level."""
-        imports = [index for index, child in enumerate(level.children) if isinstance(child, Import)]
+    def _walk(self, level: Prompt | Import, path: Path) -> None:
+        last = max((i for i, child in enumerate(level.children) if isinstance(child, Import)), default=-1)
+        before: Path | None = None  # the import in front
+        at: int | None = None  # where the text in front ends, if nothing was imported since
         for index, child in enumerate(level.children):
-            more = any(at > index for at in imports)
             if isinstance(child, Import):
-                inner = self._layout.pieces[(*path, child.name)]
-                self._walk(child, inner.path, inner, last=last and not more)
-                before = inner
-            else:
-                start = self._end() if last and not more else self._after(before, path)
-                self._new.append(New(start, tuple(self._text(child))))
-                self._opening = False
+                before, at = (*path, child.name), None
+                self._walk(child, before)
+                continue
+            if at is None:
+                at = self._behind_all(path) if index > last else self._behind(before, path)
+            text = New(at, tuple(self._text(child)))
+            self._new.append(text)
+            self._opening, at = False, text.end
 
     def _text(self, child: str | Role) -> list[int]:
         if isinstance(child, str):
@@ -225,25 +225,25 @@ class _Placer:
         header, footer = self._tokens.turn(child.name, text, opening=self._opening, whole=True)
         return header + footer
 
-    def _parts(self) -> Iterable[tuple[int, int]]:
-        """(start, end) of everything that is used so far."""
-        yield from ((run.start, run.end) for piece in self._used for run in piece.runs)
-        yield from ((one.start, one.end) for one in self._new)
+    def _behind_all(self, path: Path) -> int:
+        """Behind the last import of a level: the end of all that is used inside it; of a prompt, of everything."""
+        ends = [run.end for piece in self._inside(path) for run in piece.runs]
+        if not path:
+            ends += [one.end for one in self._new]
+        return max(ends, default=self._layout.pieces[path].start)
 
-    def _end(self) -> int:
-        return max((end for _, end in self._parts()), default=0)
+    def _behind(self, before: Path | None, path: Path) -> int:
+        """In front of an import: where the import before it ends, or the level's own text up to the first import."""
+        if before is not None:
+            ends = [run.end for piece in self._inside(before) for run in piece.runs]
+            return max(ends, default=self._layout.pieces[before].start)
+        level = self._layout.pieces[path]
+        first = min(piece.start for piece in self._inside(path) if piece is not level)
+        return max((run.end for run in level.runs if run.start < first), default=level.start)
 
-    def _after(self, before: Piece | None, path: Path) -> int:
-        """The end of what is used from `before` on, up to the next imported module."""
-        if before is None:
-            start, limit = 0, self._starts[0] if self._starts else None
-        elif before.path == path:  # inside an import, in front of what is nested in it
-            start, limit = before.start, next((s for s in self._starts if s > before.start), None)
-        else:
-            start = before.start
-            limit = next((s for s in self._starts if s >= before.end and s > before.start), None)
-        ends = [end for at, end in self._parts() if start <= at and (limit is None or at < limit)]
-        return max(ends, default=start)
+    def _inside(self, path: Path) -> list[Piece]:
+        """A used piece and those nested in it."""
+        return [piece for piece in self._used if piece.path[: len(path)] == path]
 
 
 def merged(new: Iterable[New]) -> list[New]:

@@ -13,32 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load as parse
+from safetensors.torch import save as dump
 
+from ..engine.copies import Copy
 from ..errors import CacheFileError
 from ..kv.arena import Layer
 
 VERSION = 1
 
 
-def save(file: Path, facts: Mapping[str, str], names: list[str], runs: list[list[Layer]]) -> int:
-    """Writes both files, each under another name first; returns the bytes of the larger one."""
+def save(file: Path, facts: Mapping[str, str], names: list[str], runs: list[Copy]) -> int:
+    """Writes both files; returns the bytes of the larger one."""
     tensors = {}
-    for number, layers in enumerate(runs):
-        tensors[f"{number}.keys"] = torch.stack([keys for keys, _ in layers])
-        tensors[f"{number}.values"] = torch.stack([values for _, values in layers])
+    _manifest(file)  # refuses a name that cannot be
+    for number, copy in enumerate(runs):
+        tensors[f"{number}.keys"] = torch.stack([keys for keys, _ in copy.layers])
+        tensors[f"{number}.values"] = torch.stack([values for _, values in copy.layers])
+    manifest = {"version": VERSION, **facts, "runs": names, "starts": [copy.start for copy in runs]}
+    data = dump(tensors)
+    manifest |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkstemp(dir=file.parent, suffix=".draft")[1])
-    try:
-        save_file(tensors, draft)
-        size = draft.stat().st_size
-        manifest = {"version": VERSION, **facts, "runs": names, "bytes": size, "sha256": _digest(draft)}
-        os.replace(draft, file)
-        _write_whole(_manifest(file), json.dumps(manifest, indent=1))
-    finally:
-        draft.unlink(missing_ok=True)
-    return size
+    _write_whole(file, data)
+    _write_whole(_manifest(file), json.dumps(manifest, indent=1).encode())
+    return len(data)
 
 
 def load(
@@ -48,8 +47,8 @@ def load(
     shapes: list[tuple[int, int, int]],
     layers: int,
     dtype: torch.dtype,
-) -> list[list[Layer]]:
-    """The runs of a file, each a list over layers. shapes: (T, G, D) of every run."""
+) -> list[Copy]:
+    """The runs of a file. shapes: (T, G, D) of every run."""
     manifest = _read_manifest(file)
     if manifest.get("version") != VERSION:
         raise CacheFileError(f"{file.name}: version {manifest.get('version')!r}, this program reads {VERSION}")
@@ -58,25 +57,37 @@ def load(
             raise CacheFileError(f"{file.name} was made for {name} {manifest.get(name)}, this is {value}: warm anew")
     if manifest.get("runs") != names:
         raise CacheFileError(f"{file.name} holds other modules than the schema: warm anew")
-    size = file.stat().st_size
-    if size != manifest.get("bytes"):
-        raise CacheFileError(f"{file.name} has {size} bytes, its manifest says {manifest.get('bytes')}: cut off?")
-    if _digest(file) != manifest.get("sha256"):
+    starts = manifest.get("starts")
+    if not isinstance(starts, list) or len(starts) != len(names) or not all(_is_position(at) for at in starts):
+        raise CacheFileError(f"{_manifest(file).name}: starts={starts!r} are no positions: warm anew")
+    data = file.read_bytes()  # what is checked is what is used
+    if len(data) != manifest.get("bytes"):
+        raise CacheFileError(f"{file.name} has {len(data)} bytes, its manifest says {manifest.get('bytes')}: cut off?")
+    if hashlib.sha256(data).hexdigest() != manifest.get("sha256"):
         raise CacheFileError(f"{file.name} is not what was saved (digest differs): warm anew")
     try:
-        with safe_open(file, framework="pt") as tensors:
-            return [_run(tensors, file, i, (layers, *shape), dtype) for i, shape in enumerate(shapes)]
+        tensors = parse(data)
     except SafetensorError as problem:
         raise CacheFileError(f"{file.name} is no safetensors file: {problem}") from None
+    runs = [_run(tensors, file, i, (layers, *shape), dtype) for i, shape in enumerate(shapes)]
+    return [Copy(start, run) for start, run in zip(starts, runs, strict=True)]
 
 
-def _run(tensors: Any, file: Path, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Layer]:
-    keys, values = (tensors.get_tensor(f"{number}.{kind}") for kind in ("keys", "values"))
-    for tensor in (keys, values):
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            got = f"{tuple(tensor.shape)} {tensor.dtype}"
-            raise CacheFileError(f"{file.name}: run {number} is {got}, expected {shape} {dtype}")
-    return list(zip(keys.unbind(), values.unbind(), strict=True))
+def _is_position(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _run(
+    tensors: Mapping[str, torch.Tensor], file: Path, number: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> list[Layer]:
+    found = []
+    for name in (f"{number}.keys", f"{number}.values"):
+        tensor = tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            got = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise CacheFileError(f"{file.name}: {name} is {got}, expected {shape} {dtype}")
+        found.append(tensor)
+    return list(zip(*(tensor.unbind() for tensor in found), strict=True))
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:
@@ -94,15 +105,19 @@ def _read_manifest(file: Path) -> dict[str, Any]:
 
 
 def _manifest(file: Path) -> Path:
+    if file.suffix == ".json":
+        raise CacheFileError(f"{file.name}: this name is the manifest's: use .safetensors")
     return file.with_suffix(".json")
 
 
-def _write_whole(path: Path, text: str) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _write_whole(path: Path, data: bytes) -> None:
+    """Under another name first, so that a file is there whole or not at all."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".draft", delete=False) as draft:
+        try:
+            draft.write(data)
+            draft.close()
+            os.chmod(draft.name, 0o644)
+            os.replace(draft.name, path)
+        except BaseException:
+            Path(draft.name).unlink(missing_ok=True)
+            raise

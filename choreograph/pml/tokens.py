@@ -30,14 +30,12 @@ class ChatTokens:
 
 
 def placeholder_of(tokenizer: Any) -> int:
-    """The token that fills a parameter (section 3.3): the unknown token, or a blank where that one is missing or
-    also ends a text, which would tell the model something."""
-    unknown = tokenizer.unk_token_id
-    ends = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-    if unknown is not None and unknown not in ends:
-        return unknown
+    """The token that fills a parameter (section 3.3): the unknown token, or a blank where there is none, or where
+    its name says that it means something else too (the end of a text, often)."""
+    if tokenizer.unk_token_id is not None and "unk" in str(tokenizer.unk_token).lower():
+        return tokenizer.unk_token_id
     blank = tokenizer(" ", add_special_tokens=False)["input_ids"]
-    return blank[-1] if blank else next(token for token in ends if token is not None)
+    return blank[-1] if blank else tokenizer.eos_token_id
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -1,30 +1,60 @@
 """Draws a schema's layout: a tree with positions for a terminal, and an SVG with unions side by side."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 
 from ..pml.layout import Layout, Path, Piece, union_of
+from ..pml.objects import Union
 from .graph import COLOURS, axis
 
 ROW, GAP, LEFT, WIDTH, TOP = 20, 5, 230, 860, 62
 
 
-def lines(layout: Layout) -> list[tuple[str, str, str, str]]:
-    """(name, positions, own tokens, what it is) of every piece, in document order."""
+BAR = 48  # characters of a bar in the terminal
+
+
+def lines(layout: Layout) -> list[tuple[str, str, str, str, str]]:
+    """(name, bar, positions, own tokens, what it is) of every piece, in document order."""
+    numbers = {id(union): number for number, union in enumerate(_unions(layout), 1)}
     return [
-        (_label(piece), f"{piece.start}-{max(piece.end - 1, piece.start)}", str(piece.tokens), _kind(layout, piece))
+        (
+            _label(piece),
+            _bar(piece, max(layout.length, 1)),
+            f"{piece.start}-{max(piece.end - 1, piece.start)}",
+            str(piece.tokens),
+            _kind(layout, piece, numbers),
+        )
         for piece in layout.pieces.values()
     ]
+
+
+def _bar(piece: Piece, length: int) -> str:
+    """Text as #, room for an argument as ?, what a module spans as -: one scale for all, so unions stand below
+    one another."""
+    marks = [" "] * BAR
+    spans = [("-", piece.start, piece.end), *(("#", run.start, run.end) for run in piece.runs)]
+    spans += [("?", slot.start, slot.start + slot.length) for slot in piece.slots.values()]
+    for mark, start, end in spans:
+        first = start * BAR // length
+        for at in range(first, max(first + (end > start), end * BAR // length)):
+            marks[min(at, BAR - 1)] = mark
+    return "".join(marks)
+
+
+def _unions(layout: Layout) -> list[Union]:
+    """Every union once, in document order."""
+    found = {id(union): union for path in layout.pieces if path and (union := union_of(layout, path))}
+    return list(found.values())
 
 
 def _label(piece: Piece) -> str:
     return "  " * len(piece.path) + (piece.path[-1] if piece.path else "(always present)")
 
 
-def _kind(layout: Layout, piece: Piece) -> str:
+def _kind(layout: Layout, piece: Piece, unions: Mapping[int, int]) -> str:
     facts = []
-    if piece.path and union_of(layout, piece.path):
-        facts.append("one of a union")
+    if piece.path and (union := union_of(layout, piece.path)):
+        facts.append(f"one of union {unions[id(union)]}")
     if any(piece.path in group for group in layout.groups):
         facts.append("scaffold")
     if not piece.cache:
@@ -77,14 +107,10 @@ def _row(layout: Layout, piece: Piece, y: int, scale: float, colour: str) -> Ite
 
 def _brackets(layout: Layout, places: dict[Path, int], scale: float) -> Iterator[str]:
     """A line in front of the members of each union."""
-    done: set[int] = set()
-    for path in layout.pieces:
-        union = union_of(layout, path) if path else None
-        if union is None or id(union) in done or len(union.members) < 2:
-            continue
-        done.add(id(union))
-        rows = [places[(*path[:-1], member.name)] for member in union.members]
-        x = LEFT + layout.pieces[path].start * scale - 4
+    for union in _unions(layout):
+        paths = [path for path in layout.pieces if path and union_of(layout, path) is union]
+        rows = [places[path] for path in paths]
+        x = LEFT + layout.pieces[paths[0]].start * scale - 4
         yield (
             f'<path d="M{x + 3:.1f} {min(rows)} H{x:.1f} V{max(rows) + ROW} H{x + 3:.1f}" fill="none" '
             'stroke="#222" stroke-width="1.5"/>'

@@ -1,4 +1,4 @@
-<!-- Six unions of five or four traits: 6,400 profiles from 28 encodings. -->
+<!-- Six unions of five or four traits: 10,000 profiles from 28 encodings. -->
 <schema name="reader">
   <system>You recommend books to the readers of a public library.</system>
   <user>

@@ -125,6 +125,7 @@ class TestFiles:
                 (whole, "[]", "no manifest"),
                 (whole, manifest.replace('"version": 1', '"version": 7'), "version 7"),
                 (whole, manifest.replace("b#0", "c#0"), "other modules"),
+                (whole, json.dumps({**json.loads(manifest), "starts": [-1, 0, 0]}), "are no positions"),
             ):
                 damage(data, text)
                 with pytest.raises(CacheFileError, match=says):
@@ -151,19 +152,18 @@ class TestFiles:
             PromptCache(engine, STORY).load(file)
 
 
-def test_a_restored_module_that_finds_no_room_is_computed(model, characters, tmp_path):
+def test_a_copy_that_finds_no_room_is_computed(model, characters):
     config = EngineConfig(cache=CacheConfig(tokens=128, page_size=4, poison=True))
     engine = Engine.from_pretrained(model, tokenizer=characters, config=config)
-    with PromptCache(engine, STORY, keep="host") as cache:
-        cache.warm()
-        engine.clear_cache()
-        with engine.session() as session:
-            busy = session.decode("x", sampling=SamplingParams(max_tokens=90, ignore_eos=True))
-            busy.stream().__next__()
-            told = cache.serve(session, ASK, sampling=GREEDY)
-            busy.result()
-            busy.release()
-            assert told.tokens == answer(cache)
+    with engine.session() as session:
+        message = session.prefill("a text of some length")
+        tokens, copy = message.tokens, message.copy_out()
+        message.release()
+        big = session.prefill("z" * 120).result()
+        again = session.restore(tokens, copy)
+        assert not again._call.ended  # it waits, like any call
+        big.release()
+        assert again.result().usage.encoded_tokens == len(tokens)
         engine.check()
 
 
@@ -174,7 +174,8 @@ def test_options_are_checked(engine):
         with engine.session(client_id="other") as session, pytest.raises(ForeignMessage, match="another engine or client"):
             cache.serve(session, ASK)
         with pytest.raises(PromptError, match="no module 'zzz'"):
-            cache.warm([("zzz",)])
+            cache.warm(["zzz"])
+        assert cache.warm(["a"]) and not cache.warm([("a",)])
     empty = PromptCache(engine, schema("none"))
     with engine.session() as session, pytest.raises(PromptError, match="the prompt is empty"):
         empty.serve(session, '<prompt schema="none"/>')
@@ -229,7 +230,7 @@ class TestPrograms:
         ):
             with pytest.raises(PromptError, match=says):
                 trip(**arguments)
-        with pytest.raises(SchemaError, match="line 2 of it: text, `if name:`"):
+        with pytest.raises(SchemaError, match=r"program wrong, line \d+: text, `if name:`"):
 
             @program
             def wrong():

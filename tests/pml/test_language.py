@@ -74,7 +74,8 @@ def test_a_prompt_is_read_as_it_is_written():
         "std::vector<int> v; #include <stdio.h>",
         "x = '<3' <- y <= z <> w",
         "AT&T &nbsp; &unknown; & &#x;",
-        'print("<b>bold</b>", List<String>)',
+        'print("<b>bold</b>", List<String>, List<Module>, Optional<Union>, vector<users>)',
+        "&#" + "9" * 5000 + ";",
         "Größe 漢字 \U0001f600 e\u0301",
         "# a comment\n    def f():\n        return 1  // indeed",
         "</div> <p class='x'> <?php echo 1 ?>",
@@ -86,6 +87,15 @@ def test_code_survives(text):
     assert read_prompt(write(Prompt("s", (text,)))) == Prompt("s", (text,))
 
 
+def test_prompts_may_hold_code_too():
+    for text in ("for (i=0; i<n; i++) x <<= 1;", "a<b && c>d", "i <3 you", "x <- y"):
+        assert read_prompt(f'<prompt schema="s">{text}</prompt>') == Prompt("s", (text,))
+    with pytest.raises(PMLSyntaxError, match="is not a whole tag"):
+        read_prompt('<prompt schema="s"><plan days=3/></prompt>')
+    with pytest.raises(PMLSyntaxError, match="<int> is not closed before </prompt>.*or &lt; for text"):
+        read_prompt('<prompt schema="s">vector<int> x;</prompt>')
+
+
 def test_entities_cdata_and_comments():
     assert only_module("&lt;module&gt; &amp;amp; &#65;&#x42;") == module("m", "<module> &amp; AB")
     assert only_module('<![CDATA[\n <module name="x"> &lt;]]>') == module("m", '\n <module name="x"> &lt;')
@@ -95,9 +105,11 @@ def test_entities_cdata_and_comments():
 def test_layout_is_not_text():
     found = read_schema('<schema name="s">\n  <module name="m">\n    if x:\n      y\n  </module>\n\n  <union>\n <module name="n"/> </union></schema>')
     assert found == schema("s", module("m", "    if x:\n      y\n"), union(module("n")))
-    assert only_module('a <parameter name="p" length="1"/> <parameter name="q" length="2"/>\n') == module(
-        "m", "a ", parameter("p", 1), " ", parameter("q", 2)
-    )
+    p, q = '<parameter name="p" length="1"/>', '<parameter name="q" length="2"/>'
+    both = parameter("p", 1), parameter("q", 2)
+    assert only_module(f"a {p} {q}") == module("m", "a ", both[0], " ", both[1])
+    assert only_module(f"\n Name: {p}\n Age: {q}\n") == module("m", " Name: ", both[0], "\n Age: ", both[1], "\n")
+    assert only_module(f"{p}\n{q}") == module("m", both[0], "\n", both[1])
 
 
 def test_names_may_look_like_files():
@@ -139,9 +151,9 @@ def test_any_text_survives_as_a_value(text):
 @pytest.mark.parametrize(
     ("text", "says", "place"),
     [
-        ('<schema name="s">\n  <module name="m">text\n</schema>', "<module> .line 2, column 3. has to be closed first", (3, 1)),
+        ('<schema name="s">\n  <module name="m">text\n</schema>', "<module> is not closed before </schema> in line 3", (2, 3)),
         ('<schema name="s">\n <user>hi', "<user> is never closed: write </user>", (2, 2)),
-        ('<schema name="s"></user></schema>', "</user> stands where <schema>", (1, 18)),
+        ('<schema name="s"></user></schema>', "</user> closes nothing that is open", (1, 18)),
         ("</schema>", "closes nothing", (1, 1)),
         ('<schema name="s"><module name=m>x</module></schema>', "is not a whole tag", (1, 18)),
         ('<schema name="s"><modul name="m">x</modul></schema>', "write <module>", (1, 18)),
@@ -159,6 +171,7 @@ def test_any_text_survives_as_a_value(text):
         ('<schema name="s"><![CDATA[x</schema>', "CDATA section is never closed", (1, 18)),
         ('<schema name="s"><!-- x</schema>', "comment is never closed", (1, 18)),
         ('<schema name="s">&#0;</schema>', "is not a character", (1, 18)),
+        ('<schema name="s">&#9999999;</schema>', "is not a character", (1, 18)),
         ("just text", "one <schema ...> ... </schema> is expected", (1, 1)),
         ('<schema name="s"/><schema name="t"/>', "one <schema ...>", (1, 1)),
         ("<schema/>", "needs the attribute name", (1, 1)),
@@ -200,7 +213,7 @@ def test_prompt_errors_of_syntax():
     for text, says in (
         ("<prompt><a/></prompt>", "needs the attribute schema"),
         ('<prompt schema="s"><user><a/></user></prompt>', "holds text only"),
-        ('<prompt schema="s"><a></prompt>', "has to be closed first"),
+        ('<prompt schema="s"><a></prompt>', "<a> is not closed before </prompt>"),
     ):
         with pytest.raises(PMLSyntaxError, match=says):
             read_prompt(text)

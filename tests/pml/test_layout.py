@@ -58,13 +58,14 @@ def placed(tokens, inside: str) -> list[tuple[int, int]]:
         ("hi", [(38, 40)]),  # nothing is imported: behind everything
         ("<a/>hi", [(38, 40)]),
         ("hi<a/>", [(10, 12)]),  # behind the text that stands before a
-        ("<a/>hi<d/>", [(26, 28)]),  # behind what stands between a and d: here the text before d
-        ("<a/>hi<b/>", [(15, 17)]),  # no gap: it starts where a ends
-        ("<b/>hi<d/>", [(26, 28)]),
-        ("<a/>hi<b/>ho<d/>", [(15, 17), (26, 28)]),
-        ("<a/>hi<!-- one text -->ho<d/>", [(26, 30)]),
-        ("<d>hi<e/>ho</d>", [(31, 33), (38, 40)]),  # inside d, behind its own text
-        ("<d><e/></d>hi<a/>", [(38, 40)]),  # behind d, whatever comes after it in the prompt
+        ("<a/>hi<d/>", [(15, 17)]),  # where a ends: in the gap that the union leaves
+        ("<a/>hi<b/>", [(15, 17)]),  # no gap: it starts where a ends all the same
+        ("<b/>hi<d/>", [(17, 19)]),
+        ("<a/>hi<b/>ho<d/>", [(15, 17), (17, 19)]),
+        ("<a/>hi<!-- one text -->ho<d/>", [(15, 19)]),
+        ("<a/><user>x</user>hi<d/>", [(15, 20)]),  # two texts in a row
+        ("<d>hi<e/>ho</d>", [(31, 33), (35, 37)]),  # inside d: behind its own text, and behind all of it
+        ("<d><e/></d>hi<a/>", [(35, 37)]),  # behind d, whatever comes after it in the prompt
         ("<c/><user>x</user>", [(38, 41)]),
     ],
 )
