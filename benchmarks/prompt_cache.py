@@ -35,7 +35,9 @@ def text_of(e: Engine, tokens: int, seed: int) -> str:
 
 def documents(e: Engine, tokens: int) -> PromptCache:
     """A schema of so many tokens in five modules, all of them encoded."""
-    parts = [module(f"part-{i}", text_of(e, tokens // MODULES + (tokens % MODULES) * (i == 0), i)) for i in range(MODULES)]
+    parts = [
+        module(f"part-{i}", text_of(e, tokens // MODULES + (tokens % MODULES) * (i == 0), i)) for i in range(MODULES)
+    ]
     cache = PromptCache(e, schema("documents", *parts))
     cache.warm()
     return cache
@@ -149,7 +151,9 @@ def slopes(points: dict[str, list[tuple[int, float]]]) -> list[Row]:
         square, linear, _ = np.polyfit(x, y, 2)
         rows.append(Row(f"growth, {label}: line through all points", slope, "ms per 1k tokens", slope, slope, "lower"))
         share = square * x[-1] ** 2 / (square * x[-1] ** 2 + linear * x[-1])
-        rows.append(Row(f"growth, {label}: share of the square term at {LENGTHS[-1]}", share, "", share, share, "lower"))
+        rows.append(
+            Row(f"growth, {label}: share of the square term at {LENGTHS[-1]}", share, "", share, share, "lower")
+        )
         rows.append(Row(f"growth, {label}: where the line starts", level, "ms", level, level, "lower"))
     return rows
 

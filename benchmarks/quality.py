@@ -70,7 +70,9 @@ def run(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Pat
     workflow = find(plan.workflow)
     conditions = conditions_for(plan)
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
-    settings = settings_of(engine, plan.workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options)
+    settings = settings_of(
+        engine, plan.workflow, workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options
+    )
     count = 0
 
     def on_done(condition: str, record: Record) -> None:

@@ -42,7 +42,10 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         for branches in (16, 64)
     },
     "prompt_cache": {
-        ("5120 cached, 32 new: against no reuse", None): "time to first token, 5120 tokens in cached modules and 32 new",
+        (
+            "5120 cached, 32 new: against no reuse",
+            None,
+        ): "time to first token, 5120 tokens in cached modules and 32 new",
         ("5120 cached, 32 new: against Hugging Face", None): "the same, against eager Hugging Face",
     },
 }

@@ -189,9 +189,16 @@ def prompt_cache() -> str:
     notes = (
         f"With modules that wait in host memory (5120 cached, 32 new): {interval(host, places=0)} ms. "
         f"Growth: {slopes['from modules']:.1f} ms for every 1,000 cached tokens (whole prefill: "
-        f"{slopes['no reuse']:.0f} ms on average, {100 * share:.0f}% of its growth to the last point in a square term). "
+        f"{slopes['no reuse']:.0f} ms on average, {100 * share:.0f}% of its growth to the last point from a square). "
     )
-    head = ["tokens", "against no reuse", "against Hugging Face", "from modules, ms", "no reuse, ms", "Hugging Face, ms"]
+    head = [
+        "tokens",
+        "against no reuse",
+        "against Hugging Face",
+        "from modules, ms",
+        "no reuse, ms",
+        "Hugging Face, ms",
+    ]
     return markdown(head, lines) + "\n\n" + notes + _made("prompt_cache")
 
 

@@ -4,10 +4,13 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from .types import Mode
 
 EMBEDDED = "smollm2-135m-instruct"
 app = typer.Typer(
@@ -38,7 +41,11 @@ def check(
     for path in prompts or []:
         serving = serve(read_prompt(path), layout, tokens)
         seen, new = sum(one.count for one in serving.seen), sum(len(one.tokens) for one in serving.new)
-        console.print(f"{path.name}: {seen} tokens from the cache, {new} new, ends at {serving.end}", markup=False, highlight=False)
+        console.print(
+            f"{path.name}: {seen} tokens from the cache, {new} new, ends at {serving.end}",
+            markup=False,
+            highlight=False,
+        )
 
 
 @app.command()
@@ -108,7 +115,7 @@ def run(
         print(json.dumps(report))
 
 
-def _answer(cache: Any, mode: str, prompt: Path, sampling: Any, seed: int, console: Console) -> dict[str, object]:
+def _answer(cache: Any, mode: "Mode", prompt: Path, sampling: Any, seed: int, console: Console) -> dict[str, object]:
     from .pml.compare import answer
 
     def show(piece: str) -> None:

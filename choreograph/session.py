@@ -87,13 +87,18 @@ class Session:
     def prefill(self, tokens: list[dict[str, Any]]) -> list[Message]: ...
     @overload
     def prefill(
-        self, tokens: Text, parents: Iterable[Message | Part] = (), offsets: Offsets = None, new_offset: int | None = None
+        self,
+        tokens: Text,
+        parents: Iterable[Message | Part] = (),
+        offsets: Offsets = None,
+        new_offset: int | None = None,
     ) -> Message: ...
     def prefill(self, tokens, parents=(), offsets=None, new_offset=None):
         """Encodes `tokens` with attention to all of `parents`, and to themselves causally.
 
         Parent i is placed from position offsets[i] on, the message from `new_offset` on; None follows the
-        parent before. A parent is a message or a part of one (`Message.part`). A list of calls (dicts of these arguments) gives a list of messages, computed together.
+        parent before. A parent is a message or a part of one (`Message.part`). A list of calls (dicts of these
+        arguments) gives a list of messages, computed together.
         """
         beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
         if _is_calls(tokens):

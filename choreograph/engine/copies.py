@@ -55,9 +55,7 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
         count, moved = len(work.tokens), copy.start - work.start
         context = [sight._replace(start=sight.start + moved) for sight in work.sights]
         try:
-            encoding = runner.store.create(
-                work.tokens, copy.start, context, capacity=count, holder=call.message_holder
-            )
+            encoding = runner.store.create(work.tokens, copy.start, context, capacity=count, holder=call.message_holder)
         except CacheFull:
             return False
         try:

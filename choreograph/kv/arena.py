@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import CacheFull
 
-
 Layer = tuple[Float[Tensor, "T G D"], Float[Tensor, "T G D"]]  # keys and values of some tokens in one layer
 
 

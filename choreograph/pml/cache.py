@@ -157,8 +157,9 @@ class PromptCache:
             parents = [(session.prefill(linear[:cut]), 0)] if cut else []
             header, start = header or linear[cut:], None
         messages, offsets = [p for p, _ in parents], [o for _, o in parents]
-        given = {"sampling": sampling, "footer": footer, "forced_tokens": forced_tokens}
-        answer = session.decode(header, messages, offsets, start, **given)
+        answer = session.decode(
+            header, messages, offsets, start, sampling=sampling, footer=footer, forced_tokens=forced_tokens
+        )
         for parent in messages:  # the answer holds what it sees until it ends
             (parent.message if isinstance(parent, Part) else parent).release()
         return answer

@@ -38,7 +38,11 @@ def answer(
         for piece in message.stream():
             if on_text is not None:
                 on_text(piece)
-        seen = sum(one.count for one in cache.plan(prompt).seen) if mode == "choreographed" else message.usage.cached_tokens
+        seen = (
+            sum(one.count for one in cache.plan(prompt).seen)
+            if mode == "choreographed"
+            else message.usage.cached_tokens
+        )
         return Answer(message.text, first[0], seen, message.usage.generated_tokens)
 
 

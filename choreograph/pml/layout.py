@@ -140,7 +140,7 @@ class _Writer:
                 return self._role(child, piece, at)
             case Scaffold():
                 self._groups.append(frozenset((*piece.path, m.name) for m, _ in modules(child.children)))
-                return self._children(child.children, piece, at)  # type: ignore[arg-type]
+                return self._children(child.children, piece, at)
 
     def _open(self, piece: Piece, at: int) -> int:
         """The beginning-of-sequence token stands in front of whatever text comes first; a turn brings its own."""

@@ -15,7 +15,8 @@
     trip.schema                                             # what a PromptCache takes
     trip("And then?", plan=True, days="3", place="alps")    # a prompt of that schema
 
-The function is read, never run. Every string that stands as a statement is text as it stands, the first one too. An `if` tests one argument by name; a `match` has cases of plain strings.
+The function is read, never run. Every string that stands as a statement is text as it stands, the first one too. An
+`if` tests one argument by name; a `match` has cases of plain strings.
 """
 
 import ast
@@ -106,7 +107,9 @@ class Program:
             case ast.Pass():
                 return
             case _:
-                raise self._problem("text, `if name:`, `match name:` or `with system|user|assistant:` is expected", statement)
+                raise self._problem(
+                    "text, `if name:`, `match name:` or `with system|user|assistant:` is expected", statement
+                )
 
     def _part(self, part: ast.expr) -> Child:
         match part:
@@ -165,4 +168,3 @@ class Program:
     def _import(self, module: Module, arguments: dict[str, Any], taken: set[str]) -> Import:
         imports, texts = self._imports(module.children, arguments, taken)
         return Import(module.name, tuple(imports), texts)
-

@@ -84,7 +84,7 @@ class _SchemaReader:
             return Scaffold(self._modules(tag, (Module, Union)))
         if tag.name in ROLES:
             self._attributes(tag)
-            return Role(tag.name, tuple(self._children(tag)))  # type: ignore[arg-type]
+            return Role(tag.name, tuple(self._children(tag)))
         raise self._error(f"<{tag.name}> cannot stand inside a schema", tag)
 
     def _modules(self, tag: Tag, kinds: tuple[type, ...]) -> tuple[Module | Union, ...]:
@@ -113,7 +113,11 @@ class _SchemaReader:
             path = (folder / src).resolve()
             if path.is_relative_to(folder):
                 return path.read_text(encoding="utf-8")
-        except (OSError, RuntimeError, ValueError) as problem:  # ValueError: a NUL in the name, or text that is not UTF-8
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as problem:  # ValueError: a NUL in the name, or text that is not UTF-8
             raise self._error(f"src={src!r} cannot be read as text: {type(problem).__name__}", tag) from None
         raise self._error(f"src={src!r} lies outside the schema's folder: put the file beside the schema", tag)
 
@@ -142,10 +146,7 @@ class _SchemaReader:
 
 
 def _prompt_children(tag: Tag, source: str) -> tuple[str | Import | Role, ...]:
-    return tuple(
-        node if isinstance(node, str) else _prompt_child(node, source)
-        for node in trimmed(tag.children)
-    )
+    return tuple(node if isinstance(node, str) else _prompt_child(node, source) for node in trimmed(tag.children))
 
 
 def _prompt_child(tag: Tag, source: str) -> Import | Role:
@@ -192,4 +193,3 @@ def _without_layout(texts: list[Text], behind_parameter: bool, before_parameter:
     if not texts[-1].verbatim and not before_parameter:
         values[-1] = re.sub(r"(?<=\n)[ \t]+\Z", "", values[-1])
     return "".join(values)
-

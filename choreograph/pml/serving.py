@@ -133,7 +133,7 @@ def _filled(piece: Piece, given: Mapping[str, str], tokens: Tokens) -> list[tupl
     for slot in piece.slots.values():
         argument = tuple(tokens.text(given[slot.name])) if slot.name in given else slot.default
         if argument is None:
-            raise PromptError(f"{_name(piece.path)}: parameter {slot.name!r} needs an argument: {slot.name}=\"...\"")
+            raise PromptError(f'{_name(piece.path)}: parameter {slot.name!r} needs an argument: {slot.name}="..."')
         if len(argument) > slot.length:
             raise PromptError(
                 f"{_name(piece.path)}: the argument {slot.name}={given[slot.name]!r} has {len(argument)} tokens, "
@@ -174,7 +174,7 @@ def _between_slots(run: Run, filled: list[tuple[Slot, tuple[int, ...]]]) -> Iter
 
 def _together(layout: Layout, chosen: Mapping[Path, object]) -> dict[Path, tuple[Path, ...]]:
     """The scaffolds that are imported as a whole: of each union one member, of the rest all."""
-    together = {}
+    together: dict[Path, tuple[Path, ...]] = {}
     for group in reversed(layout.groups):  # an outer scaffold has the last word
         here = [path for path in layout.pieces if path in group and path in chosen]
         missing = [path for path in group if path not in chosen]

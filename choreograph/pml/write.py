@@ -35,7 +35,9 @@ def _node(node: object) -> str:
 
 
 def _tag(name: str, attributes: dict[str, str], children: tuple[object, ...]) -> str:
-    head = " ".join([name, *(f'{key}="{_escaped(value).replace(chr(34), "&quot;")}"' for key, value in attributes.items())])
+    head = " ".join(
+        [name, *(f'{key}="{_escaped(value).replace(chr(34), "&quot;")}"' for key, value in attributes.items())]
+    )
     inside = "".join(map(_node, children))
     return f"<{head}>{inside}</{name}>" if inside else f"<{head}/>"
 

@@ -91,7 +91,8 @@ def svg(layout: Layout) -> str:
 def _row(layout: Layout, piece: Piece, y: int, scale: float, colour: str) -> Iterator[str]:
     name = piece.path[-1] if piece.path else "(always present)"
     weight = ' fill="#888"' if not piece.cache else ""
-    yield f'<text x="{12 + 12 * len(piece.path)}" y="{y + 14}"{weight}>{escape(_short(name, 30 - 2 * len(piece.path)))}</text>'
+    label = escape(_short(name, 30 - 2 * len(piece.path)))
+    yield f'<text x="{12 + 12 * len(piece.path)}" y="{y + 14}"{weight}>{label}</text>'
     x, width = LEFT + piece.start * scale, (piece.end - piece.start) * scale
     yield f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{colour}" fill-opacity="0.15"/>'
     for run in piece.runs:

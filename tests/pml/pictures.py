@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from choreograph.pml import Module, Parameter, Prompt, Role, Scaffold, Schema, Union
+from choreograph.pml import Parameter, Prompt, Role, Scaffold, Schema, Union
 
 PLACEHOLDER = 0  # <unk>
 
@@ -95,7 +95,9 @@ def logprobs(model, schema: Schema, prompt: Prompt, tokenizer, forced: list[int]
         else:
             new += [(t, p) for t, p in rows if p not in taken]
     end = max([p + 1 for _, p, _, visible in cached if visible] + [p + 1 for _, p in new], default=0)
-    laid_end = max([p + 1 for block in all_blocks.values() for p in block.positions] + [p + 1 for _, p in new], default=0)
+    laid_end = max(
+        [p + 1 for block in all_blocks.values() for p in block.positions] + [p + 1 for _, p in new], default=0
+    )
     for child in prompt.children:
         text = child if isinstance(child, str) else None
         if isinstance(child, Role):

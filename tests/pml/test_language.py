@@ -103,7 +103,9 @@ def test_entities_cdata_and_comments():
 
 
 def test_layout_is_not_text():
-    found = read_schema('<schema name="s">\n  <module name="m">\n    if x:\n      y\n  </module>\n\n  <union>\n <module name="n"/> </union></schema>')
+    found = read_schema(
+        '<schema name="s">\n  <module name="m">\n    if x:\n      y\n  </module>\n\n  <union>\n <module name="n"/> </union></schema>'
+    )
     assert found == schema("s", module("m", "    if x:\n      y\n"), union(module("n")))
     p, q = '<parameter name="p" length="1"/>', '<parameter name="q" length="2"/>'
     both = parameter("p", 1), parameter("q", 2)
@@ -113,7 +115,9 @@ def test_layout_is_not_text():
 
 
 def test_names_may_look_like_files():
-    s = read_schema('<schema name="code"><module name="unit.py">class Unit: ...</module><module name="größe-2"/></schema>')
+    s = read_schema(
+        '<schema name="code"><module name="unit.py">class Unit: ...</module><module name="größe-2"/></schema>'
+    )
     assert [m.name for m in s.children] == ["unit.py", "größe-2"]
     assert read_prompt('<prompt schema="code"><unit.py/><größe-2/></prompt>').children[0] == Import("unit.py")
 
@@ -151,7 +155,11 @@ def test_any_text_survives_as_a_value(text):
 @pytest.mark.parametrize(
     ("text", "says", "place"),
     [
-        ('<schema name="s">\n  <module name="m">text\n</schema>', "<module> is not closed before </schema> in line 3", (2, 3)),
+        (
+            '<schema name="s">\n  <module name="m">text\n</schema>',
+            "<module> is not closed before </schema> in line 3",
+            (2, 3),
+        ),
         ('<schema name="s">\n <user>hi', "<user> is never closed: write </user>", (2, 2)),
         ('<schema name="s"></user></schema>', "</user> closes nothing that is open", (1, 18)),
         ("</schema>", "closes nothing", (1, 1)),
@@ -175,7 +183,11 @@ def test_any_text_survives_as_a_value(text):
         ("just text", "one <schema ...> ... </schema> is expected", (1, 1)),
         ('<schema name="s"/><schema name="t"/>', "one <schema ...>", (1, 1)),
         ("<schema/>", "needs the attribute name", (1, 1)),
-        ('<schema name="s"><module name="m" src="x.txt"/></schema>', "needs a schema that is read from a file", (1, 18)),
+        (
+            '<schema name="s"><module name="m" src="x.txt"/></schema>',
+            "needs a schema that is read from a file",
+            (1, 18),
+        ),
         ('<schema name="s">' + '<module name="m">' * 300 + "</module>" * 300 + "</schema>", "nested deeper than", None),
     ],
 )
@@ -192,7 +204,10 @@ def test_syntax_errors_say_where(text, says, place):
     [
         ('<module name="m"/><union><module name="m"/></union>', "module 'm' is declared twice"),
         ('<user><module name="m"/></user><module name="m"/>', "module 'm' is declared twice"),
-        ('<module name="a"><parameter name="p" length="1"/><parameter name="p" length="1"/></module>', "'p' is declared twice"),
+        (
+            '<module name="a"><parameter name="p" length="1"/><parameter name="p" length="1"/></module>',
+            "'p' is declared twice",
+        ),
         ('<parameter name="schema" length="1"/>', "cannot be called 'schema'"),
         ('<module name="union"/>', "is a word of the language"),
         ('<module name="two words"/>', "use one word"),
@@ -206,7 +221,9 @@ def test_schemas_that_contradict_themselves(inside, says):
 
 
 def test_the_same_name_in_different_modules_is_fine():
-    read_schema('<schema name="s"><module name="a"><module name="x"/></module><module name="b"><module name="x"/></module></schema>')
+    read_schema(
+        '<schema name="s"><module name="a"><module name="x"/></module><module name="b"><module name="x"/></module></schema>'
+    )
 
 
 def test_prompt_errors_of_syntax():

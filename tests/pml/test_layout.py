@@ -61,7 +61,7 @@ def placed(tokens, inside: str) -> list[tuple[int, int]]:
         ("<a/>hi<d/>", [(15, 17)]),  # where a ends: in the gap that the union leaves
         ("<a/>hi<b/>", [(15, 17)]),  # no gap: it starts where a ends all the same
         ("<b/>hi<d/>", [(17, 19)]),
-        ("<a/>hi<b/>ho<d/>", [(15, 17), (17, 19)]),
+        ("<a/>hi<b/>ho<d/>", [(15, 19)]),  # two texts that touch are encoded as one
         ("<a/>hi<!-- one text -->ho<d/>", [(15, 19)]),
         ("<a/><user>x</user>hi<d/>", [(15, 20)]),  # two texts in a row
         ("<d>hi<e/>ho</d>", [(31, 33), (35, 37)]),  # inside d: behind its own text, and behind all of it

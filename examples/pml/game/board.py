@@ -16,7 +16,7 @@ class Board:
 
     def winner(self) -> str:
         n = self.size
-        lines = [*self.cells, *zip(*self.cells)]
+        lines = [*self.cells, *zip(*self.cells, strict=True)]
         lines += [[self.cells[i][i] for i in range(n)], [self.cells[i][n - 1 - i] for i in range(n)]]
         for line in lines:
             if line[0] and all(cell == line[0] for cell in line):
