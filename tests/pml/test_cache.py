@@ -247,7 +247,8 @@ class TestPrograms:
 
             @program
             def missing(days: str):
-                f"{days} days"
+                with user:
+                    f"{days} days"
 
 
 # -- the command line -----------------------------------------------------------------------------------------

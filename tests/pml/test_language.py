@@ -92,7 +92,7 @@ def test_prompts_may_hold_code_too():
         assert read_prompt(f'<prompt schema="s">{text}</prompt>') == Prompt("s", (text,))
     with pytest.raises(PMLSyntaxError, match="is not a whole tag"):
         read_prompt('<prompt schema="s"><plan days=3/></prompt>')
-    with pytest.raises(PMLSyntaxError, match="<int> is not closed before </prompt>.*or &lt; for text"):
+    with pytest.raises(PMLSyntaxError, match=r"<int> is not closed before </prompt>.*or &lt; for text"):
         read_prompt('<prompt schema="s">vector<int> x;</prompt>')
 
 
@@ -103,9 +103,8 @@ def test_entities_cdata_and_comments():
 
 
 def test_layout_is_not_text():
-    found = read_schema(
-        '<schema name="s">\n  <module name="m">\n    if x:\n      y\n  </module>\n\n  <union>\n <module name="n"/> </union></schema>'
-    )
+    m = '<module name="m">\n    if x:\n      y\n  </module>'
+    found = read_schema(f'<schema name="s">\n  {m}\n\n  <union>\n <module name="n"/> </union></schema>')
     assert found == schema("s", module("m", "    if x:\n      y\n"), union(module("n")))
     p, q = '<parameter name="p" length="1"/>', '<parameter name="q" length="2"/>'
     both = parameter("p", 1), parameter("q", 2)
@@ -221,9 +220,8 @@ def test_schemas_that_contradict_themselves(inside, says):
 
 
 def test_the_same_name_in_different_modules_is_fine():
-    read_schema(
-        '<schema name="s"><module name="a"><module name="x"/></module><module name="b"><module name="x"/></module></schema>'
-    )
+    inside = "".join(f'<module name="{name}"><module name="x"/></module>' for name in "ab")
+    assert len(read_schema(f'<schema name="s">{inside}</schema>').children) == 2
 
 
 def test_prompt_errors_of_syntax():
