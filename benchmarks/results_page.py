@@ -213,6 +213,16 @@ def prompt_cache_quality() -> str:
     return markdown(head, lines) + "\n\n" + _made("prompt_cache_quality")
 
 
+def memory() -> str:
+    found = record("memory")
+    rows = {r["measure"]: r["value"] for r in found["rows"]}
+    lines = []
+    for name, shape in found["shapes"].items():
+        every, kept = (rows[f"{name}: {how}"] for how in ("every head, as the paper counts", "as the model keeps them"))
+        lines.append([name, f"{shape['paper']:g}", f"{every:.2f}", f"{kept:.2f}"])
+    return markdown(["model", "paper, MB", "every head, MiB", "as the model keeps them, MiB"], lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "speed": speed,
     "stages": stages,
@@ -225,6 +235,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fidelity": fidelity,
     "prompt-cache": prompt_cache,
     "prompt-cache-quality": prompt_cache_quality,
+    "memory": memory,
 }
 
 
