@@ -1,13 +1,18 @@
 """What a prompt from cached modules computes, against one dense mask over a plain model (`pictures`)."""
 
+import copy
+
 import pytest
 import torch
+from families import CONFIGS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pictures import logprobs
 from random_schemas import prompts, schemas
+from transformers import AutoModelForCausalLM
 
-from choreograph import SamplingParams
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.errors import CacheFull
 from choreograph.pml import Prompt, PromptCache, module, parameter, read_prompt, read_schema, scaffold, schema, user
 
 FORCED = [40, 41, 42]
@@ -36,6 +41,20 @@ def test_modules_are_the_block_diagonal_mask_at_absolute_positions(data, engine,
             prompt = data.draw(prompts(s))
             expected = logprobs(model, s, prompt, characters, FORCED)
             torch.testing.assert_close(measured(cache, prompt), expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_serves_modules(family, characters):
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[family])
+    config.vocab_size = len(characters)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    s = schema("s", "Look: ", module("a", "for ", parameter("p", 3), " days"), module("b", "or not"), user("Now."))
+    prompt = read_prompt('<prompt schema="s"><b/><a p="12"/><user>So?</user></prompt>')
+    engine = Engine.from_pretrained(model, tokenizer=characters, config=EngineConfig(cache=CacheConfig(tokens=1024)))
+    with PromptCache(engine, s) as cache:
+        expected = logprobs(model, s, prompt, characters, FORCED)
+        torch.testing.assert_close(measured(cache, prompt), expected, atol=2e-4, rtol=1e-3)
 
 
 def test_a_whole_schema_in_one_module_is_the_plain_model(engine, model, characters):
@@ -195,10 +214,10 @@ def test_a_copy_comes_back_bit_for_bit(engine):
     with engine.session() as session:
         first = session.restore(tokens[0], copies[0])
         second = session.restore(tokens[1], copies[1], parents=[first])
-        for message, copy in zip((first, second), copies, strict=True):
+        for message, taken in zip((first, second), copies, strict=True):
             again = message.copy_out()
-            assert again.start == copy.start
-            for before, after in zip(copy.layers, again.layers, strict=True):
+            assert again.start == taken.start
+            for before, after in zip(taken.layers, again.layers, strict=True):
                 assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
     assert engine.runner.rows == rows
 
@@ -207,8 +226,8 @@ def test_a_copy_waits_for_what_is_shared_and_not_computed_yet(engine):
     """A content hit ends at once, though the first message of that content is still to be computed."""
     with engine.session() as one, engine.session() as two:
         one.prefill("x" * 40)  # nobody reads it
-        copy = two.prefill("x" * 40).copy_out()
-        assert all(keys.isfinite().all() for keys, _ in copy.layers)
+        taken = two.prefill("x" * 40).copy_out()
+        assert all(keys.isfinite().all() for keys, _ in taken.layers)
 
 
 def test_new_text_that_ends_behind_later_new_text(engine):
@@ -220,9 +239,6 @@ def test_new_text_that_ends_behind_later_new_text(engine):
 
 
 def test_a_module_that_found_no_room_is_encoded_when_there_is(model, characters):
-    from choreograph import CacheConfig, Engine, EngineConfig
-    from choreograph.errors import CacheFull
-
     config = EngineConfig(cache=CacheConfig(tokens=128, page_size=4, poison=True))
     small = Engine.from_pretrained(model, tokenizer=characters, config=config)
     with PromptCache(small, schema("s", module("a", "y" * 60))) as cache, small.session() as session:
