@@ -46,7 +46,7 @@ def answer(
         return Answer(message.text, first[0], seen, message.usage.generated_tokens)
 
 
-def side_by_side(cache: PromptCache, prompt: Prompt | str | Path, *, max_tokens: int = 80) -> str:
+def side_by_side(cache: PromptCache, prompt: Prompt | str | Path, *, max_tokens: int = 48) -> str:
     """Both answers, greedy, and what they cost, as text for people."""
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     cache.warm()
