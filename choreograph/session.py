@@ -138,8 +138,7 @@ class Session:
 
         What it means depends on the mode: the same encoding when choreographed, else the same text.
         """
-        if self.closed:
-            raise SessionClosed("the session is closed: open a new one")
+        self._check_open()
         if not isinstance(message, Message):
             raise UnknownMessage(f"{message!r} is not a message")
         if message._runner is not self._runner or message._call.salt != self._salt:
@@ -248,8 +247,7 @@ class Session:
         self._messages.pop(message.id, None)
 
     def _parents(self, parents: Iterable[Message | Part]) -> tuple[Message | Part, ...]:
-        if self.closed:
-            raise SessionClosed("the session is closed: open a new one")
+        self._check_open()
         if isinstance(parents, (Message, Part)):
             raise CallError("parents is one message: put it into a list")
         if not isinstance(parents, Iterable):
@@ -272,6 +270,10 @@ class Session:
                 raise RepeatedParent(f"parent {parent.id} is given twice: prefill it again to show it twice")
             others.append(tokens)
         return parents
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise SessionClosed("the session is closed: open a new one")
 
     def _offsets(self, offsets: Offsets, count: int) -> tuple[int | None, ...]:
         if offsets is None:

@@ -37,7 +37,7 @@ class Call:
     parents: tuple["Call", ...]
     offsets: tuple[int | None, ...]
     new_offset: int | None
-    cuts: tuple[tuple[int, int] | None, ...] = ()
+    cuts: tuple[tuple[int, int] | None, ...]
     generation: Generation | None = None
     footer: list[int] = field(default_factory=list)
     state: State = State.WAITING
@@ -89,8 +89,8 @@ class Call:
 
     def seen_tokens(self) -> list[list[int]]:
         """What is seen of each parent, once every parent's tokens are known."""
-        cuts = self.cuts or (None,) * len(self.parents)
-        return [p.tokens if cut is None else p.tokens[slice(*cut)] for p, cut in zip(self.parents, cuts, strict=True)]
+        pairs = zip(self.parents, self.cuts, strict=True)
+        return [p.tokens if cut is None else p.tokens[slice(*cut)] for p, cut in pairs]
 
     @property
     def message_holder(self) -> tuple[str, int]:

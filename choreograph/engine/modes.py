@@ -59,7 +59,7 @@ def choreographed(call: Call, store: Store, most: int) -> Placement:
     lengths = _lengths(call)
     check_positions(call, lengths, most)
     call.placed, call.start = resolve_offsets(lengths, call.offsets, call.new_offset)
-    firsts = [cut[0] if cut else 0 for cut in call.cuts or (None,) * len(lengths)]
+    firsts = [cut[0] if cut else 0 for cut in call.cuts]
     sights = tuple(
         Sight(p.encoding, first, n, offset)  # type: ignore[arg-type]
         for p, first, n, offset in zip(call.parents, firsts, lengths, call.placed, strict=True)
@@ -72,7 +72,7 @@ def choreographed(call: Call, store: Store, most: int) -> Placement:
 
 def _lengths(call: Call) -> list[int]:
     """How many tokens are seen of each parent; a part that reaches past its message is an error."""
-    for parent, cut in zip(call.parents, call.cuts, strict=bool(call.cuts)):
+    for parent, cut in zip(call.parents, call.cuts, strict=True):
         if cut is not None and cut[1] > len(parent.tokens):
             raise BadPosition(f"part {cut[0]}:{cut[1]} of message {parent.id}, which has {len(parent.tokens)} tokens")
     return [len(tokens) for tokens in call.seen_tokens()]

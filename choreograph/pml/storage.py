@@ -1,7 +1,7 @@
 """Encodings in a file: safetensors, and a JSON manifest that says what they are. Trusts neither.
 
 `name.safetensors` holds the keys and values of each run, `name.json` the fingerprints that they belong to and the
-digest of the other file. Everything is checked before anything is used; both files appear whole or not at all.
+digest of the other file. Everything is checked before anything is used; each file appears whole or not at all.
 """
 
 import hashlib

@@ -166,25 +166,21 @@ def test_what_is_cached_is_not_computed_again(engine, keep):
             assert engine.runner.store.counts["free_pages"] == engine.runner.store.counts["pages"]
 
 
-def test_new_text_is_encoded_in_one_step(engine):
-    s = schema("s", module("a", "y" * 30, parameter("p", 4)), module("b", "w" * 50))
+@pytest.mark.parametrize(
+    ("a", "inside"),
+    [
+        (("y" * 30, parameter("p", 4)), '<a p="hi"/> then <b/>!'),
+        # an argument of one token sees one of two and is seen by a turn: still one pass
+        (("y" * 9, parameter("p", 4), "z" * 9, parameter("q", 4), "x"), '<a p="hi" q="o"/>'),
+    ],
+)
+def test_new_text_is_encoded_in_one_step(engine, a, inside):
+    s = schema("s", module("a", *a), module("b", "w" * 50))
     with PromptCache(engine, s) as cache:
         cache.warm()
         steps = engine.runner.steps
         with engine.session() as session:
-            text = '<prompt schema="s"><a p="hi"/> then <b/>!<user>So</user></prompt>'
-            assert cache.serve(session, text, forced_tokens=[40]).tokens
-            assert engine.runner.steps == steps + 1
-
-
-def test_single_tokens_between_longer_texts_do_not_cost_a_step(engine):
-    """An argument of one token sees one of two and is seen by a turn: still one pass."""
-    s = schema("s", module("a", "y" * 9, parameter("p", 4), "z" * 9, parameter("q", 4), "x"))
-    with PromptCache(engine, s) as cache:
-        cache.warm()
-        steps = engine.runner.steps
-        with engine.session() as session:
-            text = '<prompt schema="s"><a p="hi" q="o"/><user>So</user></prompt>'
+            text = f'<prompt schema="s">{inside}<user>So</user></prompt>'
             assert cache.serve(session, text, forced_tokens=[40]).tokens
             assert engine.runner.steps == steps + 1
 
