@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Row:
     must: float | None = None
     aim: float | None = None
     peer: str | None = None
+    made: Mapping[str, str] | None = None  # commit, date and hardware; `save` fills it in
 
 
 def median_row(measure: str, samples: Sequence[float], unit: str, **facts: object) -> Row:
@@ -93,25 +94,29 @@ def greedy(count: int) -> SamplingParams:
 
 
 def save(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object) -> None:
-    """Prints the table and writes `results/<name>.<hardware>.json`."""
+    """Prints the table and writes `results/<name>.json`. Every row says where and when it was measured, since parts
+    of a benchmark may be measured again alone."""
     lines = []
     for row in rows:
         span = f"{row.low:.3g} to {row.high:.3g}"
         aims = ["" if x is None else f"{x:g}" for x in (row.must, row.aim)]
         lines.append((row.measure, f"{row.value:.3g} {row.unit}", span, *aims, row.peer or ""))
     show_table(Console(width=160), name, ("measure", "value", "95%", "must", "aim", "peer"), lines)
+    made = provenance()
     record = {
         "benchmark": name,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "hardware": hardware(),
+        **made,
         "torch": torch.__version__,
         "model": model,
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(replace(row, made=row.made or made)) for row in rows],
         **more,
     }
     RESULTS.mkdir(exist_ok=True)
     result_file(name).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def provenance() -> dict[str, str]:
+    return {"commit": commit(), "date": datetime.date.today().isoformat(), "hardware": hardware()}
 
 
 def merged(name: str, key: str, new: Mapping[str, object]) -> dict[str, object]:
@@ -120,14 +125,13 @@ def merged(name: str, key: str, new: Mapping[str, object]) -> dict[str, object]:
 
 
 def last(name: str) -> dict[str, Any]:
-    """The last result of a benchmark on this machine; empty before the first."""
+    """The last result of a benchmark; empty before the first."""
     file = result_file(name)
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def result_file(name: str) -> Path:
-    slug = re.sub(r"[^a-z0-9]+", "-", hardware().lower()).strip("-")
-    return RESULTS / f"{name}.{slug}.json"
+    return RESULTS / f"{name}.json"
 
 
 def hardware() -> str:

@@ -103,8 +103,8 @@ def main() -> None:
     cache.close()
     points = over_length(e)
     rows += slopes(points)
-    growth(points, FIGURES / "prompt-cache-growth.svg", new=32)
     save("prompt_cache", rows, points=points)
+    growth(points, FIGURES / "prompt-cache-growth.svg", new=32)
 
 
 def from_host(e: Engine) -> list[Row]:

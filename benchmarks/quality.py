@@ -146,9 +146,9 @@ def main() -> None:
         head, lines = table(summaries[name])
         show_table(Console(width=170), f"{name}, {len(examples)} examples", head, lines)
     every = merged("quality", "summaries", summaries)
+    save("quality", [], Path(given.model).stem, summaries=every)
     if set(every) >= {f"pd-{s}" for s in ("none", "cooperate", "defect")}:
         leak_figure(every)
-    save("quality", [], Path(given.model).stem, summaries=every)
 
 
 def leak_figure(summaries: Mapping[str, Any]) -> None:

@@ -55,12 +55,12 @@ def table(results: Path = RESULTS) -> str:
     lines = ["| What | Ratio | 95% | `make bench NAME=` |", "|---|---|---|---|"]
     machines = set()
     for name, shown in SHOWN.items():
-        for path in sorted(results.glob(f"{name}.*.json")):
+        for path in results.glob(f"{name}.json"):
             record = json.loads(path.read_text())
-            machines.add(f"{record['hardware']}, torch {record['torch']}")
             for row in record["rows"]:
                 label = shown.get((row["measure"], row["peer"]))
                 if label and row["unit"] == "x":
+                    machines.add(f"{row['made']['hardware']}, torch {record['torch']}")
                     span = f"{row['low']:.2f} to {row['high']:.2f}"
                     lines.append(f"| {label} | {row['value']:.2f} | {span} | `{name}` |")
     return "\n".join(

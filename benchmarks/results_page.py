@@ -11,7 +11,6 @@ from choreograph.evaluation.summary import interval, probability, unread
 from .common import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
-MACHINE = "amd-epyc-2-cores"
 MARK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TITLES = {
     "direct": "Direct",
@@ -26,8 +25,7 @@ STRATEGIES = {"pd-none": "none", "pd-cooperate": "always cooperate", "pd-defect"
 
 
 def record(name: str) -> dict[str, Any]:
-    """The result of a benchmark on the machine that the page speaks of."""
-    return json.loads((RESULTS / f"{name}.{MACHINE}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -37,8 +35,11 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def _made(name: str) -> str:
+    """Where the figures of a table come from; parts may have been measured at several times and places."""
     found = record(name)
-    return f"`benchmarks/{name}.py`, commit {found['commit']}, {found['date']}, {found['hardware']}, {found['model']}."
+    parts = [row["made"] for row in found["rows"]] or [found]
+    places = dict.fromkeys(f"commit {part['commit']}, {part['date']}, {part['hardware']}" for part in parts)
+    return f"`benchmarks/{name}.py`, {'; '.join(places)}; {found['model']}."
 
 
 def speed() -> str:

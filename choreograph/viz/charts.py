@@ -83,11 +83,12 @@ def shifts(groups: Mapping[str, Mapping[str, Bar]], path: Path, *, ylabel: str) 
 def growth(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, new: int) -> None:
     """Time to first token over cached tokens (Prompt Cache, Figure 5): all of it, and the cached line alone."""
     figure, axes = _figure(7.2, 3.2, panels=2)
-    for panel, chosen in zip(axes, (series, dict(list(series.items())[:1])), strict=True):
+    panels = list(axes[0])
+    for panel, chosen in zip(panels, (series, dict(list(series.items())[:1])), strict=True):
         for label, points in chosen.items():
             panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.2, label=label)
         panel.set_xlabel("cached tokens")
         panel.set_ylim(bottom=0)
         panel.legend()
-    axes[0].set_ylabel(f"ms to the first token, {new} new tokens")
+    panels[0].set_ylabel(f"ms to the first token, {new} new tokens")
     _save(figure, path)
