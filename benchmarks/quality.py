@@ -23,7 +23,7 @@ from choreograph.report import show_table
 from choreograph.types import SamplingParams
 from choreograph.viz.charts import shifts
 
-from .common import FIGURES, commit, merged, save
+from .common import FIGURES, merged, provenance, save
 
 WORKFLOWS = ("direct", "mad_iter", "tree_of_thoughts", "mad_par")
 LEAKS = ("baseline", "leak both", "leak system", "leak plan")
@@ -119,12 +119,13 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True)
     options.add_argument("--out", type=Path, default=Path("out/quality"))
     options.add_argument("--only", nargs="*", default=list(PLANS))
+    options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
     options.add_argument("--report", action="store_true", help="run nothing, score what is finished")
     given = options.parse_args()
     engine = None
     if not given.report:
         config = EngineConfig(cache=CacheConfig(tokens=220_000))
-        engine = Engine.from_pretrained(given.model, dtype="bfloat16", config=config)
+        engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
     summaries = {}
     for name in given.only:
         plan = PLANS[name]
@@ -140,7 +141,8 @@ def main() -> None:
             "workflow": plan.workflow,
             "data": plan.data,
             "max_tokens": plan.max_tokens,
-            "commit": commit(),
+            "dtype": given.dtype,
+            **provenance(),
             **summarize(examples, records, max_tokens=plan.max_tokens),
         }
         head, lines = table(summaries[name])
