@@ -1,12 +1,22 @@
 """Frozen options, validated once when made. Owns defaults; knows no tensors and no messages."""
 
+import os
+import re
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
 
 BACKENDS = ("auto", "native", "sdpa", "reference")
-EVICTIONS = ("lru", "fifo")
+EVICTIONS = ("workflow", "lru", "lfu", "fifo")
 QUANTIZATIONS = (None, "int8")
+
+
+_UNITS = {
+    unit: base**power
+    for power, letter in enumerate("kmgt", 1)
+    for unit, base in ((f"{letter}b", 1000), (f"{letter}ib", 1024))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)", re.IGNORECASE)
 
 
 def _check(ok: bool, name: str, value: object, mend: str) -> None:
@@ -18,19 +28,38 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def budget(size: int | str, bytes_per_token: int) -> int:
+    """Tokens that a budget holds: a number of tokens, or a size in bytes."""
+    if isinstance(size, int):
+        return size
+    found = _SIZE.fullmatch(size)
+    assert found is not None
+    return int(float(found[1]) * _UNITS[found[2].lower()]) // bytes_per_token
+
+
+def check_count(value: object, name: str, least: int) -> None:
+    """Raises ConfigError unless `value` is a whole number of at least `least`."""
+    _check(_whole(value, least), name, value, f"use {least} or more")
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """Where encodings live.
 
     tokens: slots of the arena; None sizes it from the model's limit and the free memory.
     page_size: slots in a page, the unit of allocation.
-    eviction: which encodings that no message holds any more go first.
+    eviction: which encodings that no call uses leave the device first.
+    host, disk: room below the device for what leaves it, in tokens or as a size ("4GiB"); None: no such tier.
+    disk_folder: where the files of the disk tier go; None: the folder for temporary files.
     poison: fill freed pages with NaN, so that a read of freed memory cannot go unseen (tests).
     """
 
     tokens: int | None = None
     page_size: int = 16
     eviction: str = "lru"
+    host: int | str | None = None
+    disk: int | str | None = None
+    disk_folder: str | os.PathLike[str] | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -41,6 +70,10 @@ class CacheConfig:
             self.tokens,
             f"use None or at least one page of {self.page_size}",
         )
+        for name in ("host", "disk"):
+            value = getattr(self, name)
+            ok = value is None or _whole(value, 1) or (isinstance(value, str) and _SIZE.fullmatch(value) is not None)
+            _check(ok, name, value, 'use None, a number of tokens, or a size like "512MiB" or "4GiB"')
         _check(self.eviction in EVICTIONS, "eviction", self.eviction, f"use one of {EVICTIONS}")
 
 
@@ -50,10 +83,12 @@ class SchedulerConfig:
 
     max_step_tokens: rows of one forward pass; longer prefills are cut into chunks of what is left.
     max_calls: calls that may be in flight at once.
+    status_aware: pass over calls whose context is being loaded while others are ready.
     """
 
     max_step_tokens: int = 1024
     max_calls: int = 256
+    status_aware: bool = True
 
     def __post_init__(self) -> None:
         _check(_whole(self.max_step_tokens, 1), "max_step_tokens", self.max_step_tokens, "use 1 or more")

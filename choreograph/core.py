@@ -100,8 +100,9 @@ class Engine:
                 session.prefill([0] * rows).result()
 
     def close(self) -> None:
-        """Refuses further calls. Memory goes with the object."""
+        """Refuses further calls. Memory goes with the object, files of the disk tier now."""
         self.runner.closed = True
+        self.runner.store.traffic.close()
 
     def __enter__(self) -> "Engine":
         return self

@@ -9,6 +9,7 @@ ChoreographError
 │   ├── PMLSyntaxError               text that is not PML; carries `line` and `column`
 │   ├── SchemaError                  a schema that contradicts itself or does not fit the model
 │   └── PromptError                  a prompt that does not follow its schema
+├── GraphError (ValueError)          a step graph of agents that cannot be read
 ├── ModelError (OSError)             a model that cannot be found, read or served
 ├── CallError (ValueError)           a `prefill` or `decode` that cannot mean anything
 │   ├── UnknownMessage               a parent that is not a message
@@ -18,6 +19,8 @@ ChoreographError
 │   ├── BadTokens                    empty, or ids outside the vocabulary
 │   └── BadPosition                  a negative offset, or a position past the model's limit
 ├── CacheFull (MemoryError)          a call that can never fit, with the numbers
+│   ├── NeverFits                    one that no empty cache of this size could hold
+│   └── RoomLater                    one that fits when a copy under way has arrived
 ├── CallFailed (RuntimeError)        a message whose parent failed
 └── SessionClosed (RuntimeError)     a call on a session or engine that was closed
 """
@@ -63,6 +66,10 @@ class PromptError(PMLError):
     """A prompt that does not follow its schema."""
 
 
+class GraphError(ChoreographError, ValueError):
+    """A step graph whose agents, joins or file cannot be read."""
+
+
 class ModelError(ChoreographError, OSError):
     """A model that cannot be found, read or served."""
 
@@ -97,6 +104,14 @@ class BadPosition(CallError):
 
 class CacheFull(ChoreographError, MemoryError):
     """A call that can never fit into the cache as it stands."""
+
+
+class NeverFits(CacheFull):
+    """A call that sees and makes more than the whole cache holds."""
+
+
+class RoomLater(CacheFull):
+    """There is no room yet: encodings are on their way out of the device, or in."""
 
 
 class CallFailed(ChoreographError, RuntimeError):

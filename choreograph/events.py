@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Event:
-    """kind: submitted admitted hit step token finished failed cancelled released evicted restored.
+    """kind: submitted admitted hit step token known finished failed cancelled released rebuilding restored, and of
+    encodings: evicted offloaded loaded lowered prefetch failed_transfer.
 
     facts are plain values (ids of calls and encodings, counts), so that an event keeps nothing alive.
     """

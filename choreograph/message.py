@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .engine.call import Call, State
-from .engine.copies import Copy, copy_out
+from .engine.copies import Copy, copy_out, pin, unpin
 from .engine.modes import resolve_offsets
 from .engine.runner import Runner
 from .errors import BadPosition, CallError, ConfigError
@@ -180,12 +180,32 @@ class Message:
     def encode(self) -> "Message":
         """Runs the engine until every token is encoded, the last ones of a decode too; returns the message."""
         call = self._call
-        self._wait(lambda: call.tokens_known and call.encoding is not None and call.encoding.whole)
+        self._wait(lambda: call.tokens_known and call.encoding is not None and call.encoding.settled)
         return self
 
     def copy_out(self) -> Copy:
         """Its keys and values in host memory; `Session.restore` takes them back."""
         return copy_out(self._runner, self.encode()._call)
+
+    @property
+    def where(self) -> str:
+        """Where its encoding is: device, host, disk, loading, offloading, dropped; "nowhere" without one."""
+        encoding = self._call.encoding
+        return "nowhere" if encoding is None else encoding.state
+
+    def pin(self, seconds: float | None = None, *, owner: str | None = None) -> "Message":
+        """Brings the encoding to the device and keeps it there for some seconds, or until `unpin` or the session's end.
+
+        Owners do not undo each other's pins; the session is the owner where none is named.
+        """
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
+            raise ConfigError(f"seconds={seconds!r}: use a positive number or None")
+        pin(self._runner, self.encode()._call, owner, None if seconds is None else float(seconds))
+        return self
+
+    def unpin(self, *, owner: str | None = None) -> None:
+        """Ends an owner's pin; without one does nothing."""
+        unpin(self._runner, self._call, owner)
 
     def release(self) -> None:
         """Gives the encoding up. Unfinished work that nobody else needs is cancelled; known values stay readable."""

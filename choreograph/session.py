@@ -10,7 +10,7 @@ import torch
 
 from .chat import ChatFormat, Turn
 from .engine.call import Call, State
-from .engine.copies import Copy, copy_in, share
+from .engine.copies import Copy, copy_in, share, unpin_all
 from .engine.generation import Generation
 from .engine.runner import Runner
 from .engine.text import make_detokenizer
@@ -49,6 +49,9 @@ class Session:
         self.id = runner.new_id()
         self._messages: dict[int, Message] = {}  # not released yet, in order
         self.closed = False
+        self.group: object = None  # given to every call: who makes it
+        self.on_message: Callable[[Message], None] | None = None
+        self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
         self._salt = f"{runner.adapter.facts.fingerprint}\0{client_id}"
         self._seeds = random.Random(seed)
@@ -67,6 +70,9 @@ class Session:
     def close(self) -> None:
         """Releases every message, the youngest first. Values that are known stay readable."""
         self.closed = True
+        for close in list(self.on_close):
+            close()
+        unpin_all(self._runner, self.id)
         for message in reversed(self.messages):
             message.release()
 
@@ -218,6 +224,7 @@ class Session:
             new_offset=new_offset,
             generation=generation,
             footer=footer or [],
+            group=self.group,
         )
         message = Message(call, runner, self._decode_text)
         message.parents = parents
@@ -241,6 +248,8 @@ class Session:
     def _keep(self, message: Message) -> Message:
         message.on_release = self._forget
         self._messages[message.id] = message
+        if self.on_message is not None:
+            self.on_message(message)
         return message
 
     def _forget(self, message: Message) -> None:

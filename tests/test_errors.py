@@ -308,10 +308,10 @@ def test_calls_larger_than_the_cache(tiny_engine):
         session.close()
 
 
-def test_a_cache_held_by_live_messages(tiny_engine):
+def test_a_cache_held_by_a_pin(tiny_engine):
     engine = tiny_engine(tokens=64)
     with engine.session() as session:
-        held = session.prefill([1] * 32).result()
+        held = session.prefill([1] * 32).pin()
         late = session.prefill([2] * 48)
         with pytest.raises(e.CacheFull, match="needs 3 pages of 16 tokens; 2 of 4 are free and 0 can be evicted"):
             late.result()
@@ -321,7 +321,7 @@ def test_a_cache_held_by_live_messages(tiny_engine):
             late.result()
         assert engine.runner.store.counts == counts
         assert len(session.decode([4], parents=[held], sampling=GREEDY).tokens) == 5
-        held.release()
+        held.unpin()
         assert session.prefill([2] * 48).result().usage.encoded_tokens == 48
         engine.check()
     assert engine.runner.store.counts["held_encodings"] == 0
@@ -346,7 +346,7 @@ def test_a_parent_that_its_own_child_has_no_room_beside(tiny_engine):
         parent = session.prefill([1] * 32)
         child = session.prefill([2], parents=[parent])
         grandchild = session.prefill([3], parents=[child])
-        with pytest.raises(e.CacheFull, match="needs 1 pages"):
+        with pytest.raises(e.CacheFull, match="32 tokens that it sees and 1 of its own; the whole cache holds 32"):
             child.result()
         with pytest.raises(e.CallFailed, match=f"parent {child.id} failed"):
             grandchild.result()

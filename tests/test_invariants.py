@@ -1,5 +1,7 @@
 """Random lives of an engine: every operation, error and cancellation leaves arena, store and queues whole."""
 
+from typing import ClassVar
+
 import tiny
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,10 +17,11 @@ class Life(RuleBasedStateMachine):
 
     messages = Bundle("messages")
     sessions = Bundle("sessions")
+    below: ClassVar[dict[str, int]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = tiny.engine(tokens=160, step=7, calls=5)
+        self.engine = tiny.engine(tokens=160, step=7, calls=5, **self.below)
 
     @rule(target=sessions, mode=st.sampled_from(["choreographed", "prefix", "naive"]))
     def open(self, mode):
@@ -60,6 +63,25 @@ class Life(RuleBasedStateMachine):
     def release(self, message):
         message.release()
 
+    @rule(message=messages)
+    def encode(self, message):
+        """Whatever was dropped or has left comes back."""
+        try:
+            assert len(message.copy_out().layers[0][0]) == message.length
+        except ChoreographError as problem:
+            assert str(problem)
+
+    @rule(message=messages, owner=st.sampled_from([None, "a"]), seconds=st.sampled_from([None, 1e-4]))
+    def pin(self, message, owner, seconds):
+        try:
+            message.pin(seconds, owner=owner)
+        except ChoreographError as problem:
+            assert str(problem)
+
+    @rule(message=messages, owner=st.sampled_from([None, "a"]))
+    def unpin(self, message, owner):
+        message.unpin(owner=owner)
+
     @rule(session=sessions)
     def close(self, session):
         session.close()
@@ -98,8 +120,15 @@ class Life(RuleBasedStateMachine):
         self.engine.check()
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class LifeWithTiers(Life):
+    """The same with room below the device for some of what leaves it."""
+
+    below: ClassVar[dict[str, int]] = {"host": 96, "disk": 64}
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife, TestLifeWithTiers = Life.TestCase, LifeWithTiers.TestCase
+TestLife.settings = TestLifeWithTiers.settings = SETTINGS
 
 
 def test_nothing_is_held_when_every_session_is_closed():

@@ -38,13 +38,22 @@ def model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     return build().to(dtype)
 
 
-def engine(*, tokens: int = 2048, step: int = 1024, calls: int = 256, page: int = 4, backend: str = "auto") -> Engine:
-    """An engine over the tiny model that poisons every freed page."""
+def engine(
+    *,
+    tokens: int = 2048,
+    step: int = 1024,
+    calls: int = 256,
+    page: int = 4,
+    backend: str = "auto",
+    aware: bool = True,
+    **cache,
+) -> Engine:
+    """An engine over the tiny model that poisons every freed page. cache: further options of CacheConfig."""
     return Engine.from_pretrained(
         model(),
         config=EngineConfig(
             backend=backend,
-            cache=CacheConfig(tokens=tokens, page_size=page, poison=True),
-            scheduler=SchedulerConfig(max_step_tokens=step, max_calls=calls),
+            cache=CacheConfig(tokens=tokens, page_size=page, poison=True, **cache),
+            scheduler=SchedulerConfig(max_step_tokens=step, max_calls=calls, status_aware=aware),
         ),
     )

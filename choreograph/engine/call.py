@@ -45,12 +45,15 @@ class Call:
     placed: tuple[int, ...] = ()
     encoding: Encoding | None = None
     sights: tuple[Sight, ...] = ()
+    beginning: Sight | None = None  # what stands for its first tokens until they are copied
     error: ChoreographError | None = None
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
     children_waiting: int = 0
     released: bool = False
     abandoned: bool = False
+    group: object = None  # whose encoding it makes, for those who advise the cache
+    rebuilds: bool = False  # not anybody's call: computes a dropped encoding again
     submitted_at: float = field(default_factory=time.perf_counter)
     ready_at: float = 0.0
     served_at: int = 0
@@ -58,6 +61,14 @@ class Call:
     started_at: float | None = None
     first_token_at: float | None = None
     known_at: float | None = None
+
+    @classmethod
+    def rebuilding(cls, id: int, encoding: Encoding) -> "Call":
+        """A prefill in the pages of an encoding that exists, of what it is and saw."""
+        call = cls(id, 0, "choreographed", "", list(encoding.tokens), (), (), None, ())
+        call.rebuilds, call.state, call.passed_over = True, State.RUNNING, 1 << 30
+        call.encoding, call.sights, call.start = encoding, encoding.context, encoding.start
+        return call
 
     @property
     def is_decode(self) -> bool:

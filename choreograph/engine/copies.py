@@ -1,10 +1,12 @@
-"""Encodings that a call takes over instead of computing them: shared, copied out to host memory, copied in again."""
+"""What is done with encodings beside computing them: shared, kept on the device, copied out and in again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..errors import CacheFull, CallError, ReleasedMessage, SessionClosed
+from ..errors import CacheFull, CallError, ReleasedMessage, RoomLater, SessionClosed
 from ..kv.arena import Layer
-from ..kv.encoding import Encoding
+from ..kv.encoding import Encoding, Sight
 from ..types import Usage
 from .call import Call, State
 from .modes import PLACE
@@ -33,12 +35,53 @@ def share(runner: Runner, call: Call, encoding: Encoding) -> None:
 
 
 def copy_out(runner: Runner, call: Call) -> Copy:
-    """A copy of what a message holds, which has to be whole."""
-    with runner.lock:
-        encoding = call.encoding
-        if encoding is None or call.released or not encoding.whole:
-            raise ReleasedMessage(f"message {call.id} has no encoding to copy: keep it until then")
+    """A copy of what a message holds, whose encoding was computed before."""
+    with runner.lock, on_device(runner, call) as encoding:
         return Copy(encoding.start, runner.store.arena.read(encoding.slots))
+
+
+@contextmanager
+def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
+    """Steps until all of a message is on the device, and keeps it there inside the block."""
+    encoding, name = call.encoding, -call.id
+    if encoding is None or call.released:
+        raise ReleasedMessage(f"message {call.id} has no encoding: keep it until then")
+    with runner.lock:
+        while not encoding.whole:
+            try:
+                runner.residence.bring(name, [Sight(encoding, 0, len(encoding.tokens), encoding.start)])
+            except CacheFull:
+                if not runner.step() and not runner.store.wait():
+                    runner.residence.done(name)
+                    raise
+            else:
+                if not runner.step():
+                    runner.store.wait()
+                    runner.settle()
+        runner.store.hold(encoding, ("call", name))
+        runner.residence.done(name)
+        try:
+            yield encoding
+        finally:
+            runner.store.let_go(encoding, ("call", name))
+
+
+def pin(runner: Runner, call: Call, owner: str | None, seconds: float | None) -> None:
+    """Keeps a message on the device for an owner within its session."""
+    with runner.lock, on_device(runner, call) as encoding:
+        runner.store.pin(encoding, (call.session, owner), seconds)
+
+
+def unpin(runner: Runner, call: Call, owner: str | None) -> None:
+    with runner.lock:
+        if call.encoding is not None:
+            runner.store.unpin(call.encoding, (call.session, owner))
+
+
+def unpin_all(runner: Runner, session: int) -> None:
+    """Ends every pin that was made through a session."""
+    with runner.lock:
+        runner.store.unpin_where(lambda owner: isinstance(owner, tuple) and owner[0] == session)
 
 
 def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
@@ -54,10 +97,17 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
         assert work.key is not None, "only choreographed prefills are copied in"
         count, moved = len(work.tokens), copy.start - work.start
         context = [sight._replace(start=sight.start + moved) for sight in work.sights]
-        try:
-            encoding = runner.store.create(work.tokens, copy.start, context, capacity=count, holder=call.message_holder)
-        except CacheFull:
-            return False
+        encoding = None
+        while encoding is None:
+            try:
+                encoding = runner.store.create(
+                    work.tokens, copy.start, context, capacity=count, holder=call.message_holder
+                )
+            except RoomLater:
+                runner.store.wait()
+                runner.settle()
+            except CacheFull:
+                return False
         try:
             runner.store.arena.write(encoding.slots, copy.layers)
         except BaseException:

@@ -16,15 +16,19 @@ from ..config import EngineConfig
 from ..errors import CacheFull, CallFailed, ChoreographError, ReleasedMessage, SessionClosed
 from ..events import EventLog
 from ..kv.arena import Arena
-from ..kv.encoding import Sight, content_key
+from ..kv.encoding import Encoding, Sight, content_key
 from ..kv.store import Store
+from ..kv.tiers import make_tiers
+from ..kv.transfers import TransferFailed
 from ..models.adapter import Adapter
 from ..ops.attend import Step, make_backend
 from ..ops.native import NativeUnavailable
 from ..ops.plan import make_plan
 from ..types import FinishReason, Usage
+from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
 from .modes import PLACE
+from .residence import Residence
 from .sampling import choose
 from .scheduler import Batch, Scheduler
 
@@ -52,11 +56,15 @@ class Runner:
             device=facts.device,
             poison=config.cache.poison,
         )
-        self.store = Store(arena, eviction=config.cache.eviction, events=self.events)
+        self.store = Store(
+            arena, eviction=config.cache.eviction, events=self.events, tiers=make_tiers(arena, config.cache)
+        )
+        self.residence = Residence(self.store, self._rebuild)
         self.scheduler = Scheduler(
             self.store,
             max_step_tokens=config.scheduler.max_step_tokens,
             max_calls=config.scheduler.max_calls,
+            status_aware=config.scheduler.status_aware,
             admit=self._admit,
             fail=self._fail,
         )
@@ -132,25 +140,31 @@ class Runner:
             room = facts.max_positions - work.start - len(work.tokens) - len(call.footer)
             if call.generation.forced is None:
                 call.generation.limit = max(1, min(call.generation.limit, room))
+        capacity = self._capacity(call, len(work.tokens))
+        self.residence.bring(call.id, work.sights, capacity)
+        call.encoding = self.store.create(
+            work.tokens, work.start, work.sights, capacity=capacity, holder=call.call_holder
+        )
         for sight in work.sights:
             self.store.hold(sight.encoding, call.call_holder)
-        try:
-            call.encoding = self.store.create(
-                work.tokens,
-                work.start,
-                work.sights,
-                capacity=self._capacity(call, len(work.tokens)),
-                holder=call.call_holder,
-            )
-        except BaseException:
-            self._let_go_of(call, work.sights)
-            raise
+        self.residence.done(call.id)
         self._start(call, work.key, seen)
+        if call.mode == "choreographed" and call.is_decode:
+            begin_as_another(self.store, call)
+
+    def _rebuild(self, encoding: Encoding) -> None:
+        """Computes an encoding again in the pages that it was given, as it was computed first."""
+        call = Call.rebuilding(self.new_id(), encoding)
+        for sight in encoding.context:
+            self.store.hold(sight.encoding, call.call_holder)
+        self.store.hold(encoding, call.call_holder)
+        self.scheduler.running.append(call)
+        self.events.write("rebuilding", call=call.id, encoding=encoding.id, tokens=len(encoding.tokens))
 
     def _start(self, call: Call, key: bytes | None, seen: int) -> None:
         encoding = call.encoding
         assert encoding is not None
-        call.sights = encoding.context
+        call.sights, encoding.group = encoding.context, call.group
         call.usage = Usage(cached_tokens=seen, encoded_tokens=len(encoding.tokens))
         if call.mode == "choreographed":
             self.store.hold(encoding, call.message_holder)
@@ -178,24 +192,41 @@ class Runner:
         """Computes one step; False if there was nothing that could run. A step that breaks changes nothing."""
         with self.lock:
             try:
-                batch = self.scheduler.next()
+                batch = self._next_batch()
                 samples = batch.samples if batch else []
                 logits = self._compute(batch, [row for _, row in samples]) if batch else None
                 calls = [call for call, _ in samples]
                 tokens = choose(logits, [c.generation for c in calls]) if samples else []  # type: ignore[arg-type,misc]
+            except TransferFailed:  # what it wanted is rebuilt; the step is as if it had not been
+                self.scheduler.reset()
+                return True
             except BaseException:
                 self.scheduler.reset()
                 raise
             if batch is not None:
                 self.scheduler.commit(batch)
+                copy_beginnings(self.store, [take.call for take in batch.takes])
                 self._publish(batch, calls, tokens)
         self.events.deliver()
         return batch is not None
 
+    def _next_batch(self) -> Batch | None:
+        """The next step's rows; waits for transfers and pins where only they can give room."""
+        while True:
+            self.settle()
+            batch = self.scheduler.next()
+            if batch is not None or not (self.scheduler.unfinished and self.store.wait()):
+                return batch
+
+    def settle(self) -> None:
+        """Takes note of what transfers brought; calls wait again for what they could not bring."""
+        for lost in self.store.settle():
+            self.scheduler.withdraw_readers(lost)
+
     def _compute(self, batch: Batch, rows: list[int]) -> "Tensor":
         plan = make_plan(batch.slots, batch.reads, self.adapter.facts.rotary)
         arena = self.store.arena
-        step = Step(plan, arena.keys, arena.values, self.backend)
+        step = Step(plan, arena.keys, arena.values, self.backend, batch.arrivals)
         now = time.perf_counter()
         logits = self.adapter.forward(batch.tokens, batch.positions, step, rows)
         for take in batch.takes:
@@ -236,6 +267,7 @@ class Runner:
         generation, encoding = call.generation, call.encoding
         assert generation is not None and encoding is not None
         call.known_at, call.finish_reason = now, reason
+        self.events.write("known", call=call.id)
         call.footer = footer_after(call.footer, generation.tokens, generation.stop_tokens)
         extra = len(call.footer) if call.mode == "choreographed" else 0
         call.usage = Usage(
@@ -261,6 +293,7 @@ class Runner:
         """The one way out of the queues: trims the encoding and lets go of everything but the message."""
         was = call.state
         call.state, call.finish_reason = state, reason
+        self.residence.done(call.id)
         call.known_at = call.known_at or time.perf_counter()
         for queue in (self.scheduler.waiting, self.scheduler.running):
             if call in queue:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..errors import CacheFull, CallFailed, ChoreographError
+from ..errors import CacheFull, CallFailed, ChoreographError, NeverFits
+from ..kv.encoding import Encoding
 from ..kv.store import Store
 from ..kv.view import context_reads, own_reads
 from ..ops.plan import Read
@@ -36,6 +37,7 @@ class Batch:
     slots: list[int] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     takes: list[Take] = field(default_factory=list)
+    arrivals: tuple[Callable[[int], None], ...] = ()  # waits, layer by layer, for what is still being loaded
 
     @property
     def samples(self) -> list[tuple[Call, int]]:
@@ -59,6 +61,7 @@ class Scheduler:
         *,
         max_step_tokens: int,
         max_calls: int,
+        status_aware: bool,
         admit: Callable[[Call], None],
         fail: Callable[[Call, ChoreographError], None],
     ) -> None:
@@ -67,6 +70,7 @@ class Scheduler:
         self._store = store
         self._max_step_tokens = max_step_tokens
         self._max_calls = max_calls
+        self._status_aware = status_aware
         self._admit = admit
         self._fail = fail
         self._step = 0
@@ -76,22 +80,35 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def next(self) -> Batch | None:
-        """The next step's rows, marked as scheduled; None when nothing can run."""
+        """The next step's rows, marked as scheduled; None when nothing can run.
+
+        Status-aware (KVFlow, section 3.2): calls whose context is being loaded are passed over for those that are
+        ready. If none is, or by choice, they run at once, each layer waiting for its load.
+        """
         self._admit_waiting()
-        batch, left = Batch(), self._max_step_tokens
         self._step += 1
-        order, before = self._order(), -1
+        order = self._order()
+        batch = self._pack(order, hasten=not self._status_aware)
+        if not batch.takes and self._status_aware:
+            batch = self._pack(order, hasten=True)
+        return batch if batch.takes else None
+
+    def _pack(self, order: list[Call], *, hasten: bool) -> Batch:
+        batch, left, before = Batch(), self._max_step_tokens, -1
         while before < len(batch.takes):  # once more, as long as what was taken makes others ready
             before = len(batch.takes)
             for call in order:
                 pending = _pending(call)
-                if not pending or left <= 0 or not _is_ready(call) or call.work.scheduled > call.work.encoded:
+                if not pending or left <= 0 or not _is_ready(call, hasten) or call.work.scheduled > call.work.encoded:
                     continue
                 count = min(pending, left)
                 _take(batch, call, count)
                 call.served_at = self._step
                 left -= count
-        return batch if batch.takes else None
+        if self._store.traffic.loads:
+            loading = {s.encoding.moving for t in batch.takes for s in t.call.sights if s.encoding.state == "loading"}
+            batch.arrivals = self._store.traffic.arrivals(t for t in loading if t is not None)
+        return batch
 
     def _order(self) -> list[Call]:
         """Single rows first, those that waited longest before others; then prompts as they came.
@@ -137,12 +154,42 @@ class Scheduler:
         try:
             self._admit(call)
         except CacheFull as problem:
-            if any(not running.ended for running in self.running):
+            never = isinstance(problem, NeverFits)
+            if not never and (self._store.busy or any(not running.ended for running in self.running)):
                 return False
             self._fail(call, problem)
         except ChoreographError as problem:
             self._fail(call, problem)
         return True
+
+    def withdraw_readers(self, lost: Encoding) -> None:
+        """Calls that see what could not be loaded wait again, and with them those that see what they were to compute.
+        None of them has computed anything: what they see was never there."""
+        gone, more = {lost.id}, True
+        while more:
+            readers = [c for c in self.running if gone & {s.encoding.id for s in c.sights}]
+            for call in readers:
+                gone.add(call.work.id)
+                self._withdraw(call)
+            more = bool(readers)
+
+    def _withdraw(self, call: Call) -> None:
+        encoding, sights = call.work, call.sights
+        assert call.beginning is not None or not encoding.encoded, "a call has computed without what it sees"
+        self.running.remove(call)
+        encoding.holders -= {call.call_holder, call.message_holder}
+        self._store.drop(encoding)
+        for sight in sights:
+            self._store.let_go(sight.encoding, call.call_holder)
+        call.sights, call.beginning = (), None
+        if call.rebuilds:
+            call.state = State.CANCELLED
+            return
+        call.state, call.encoding = State.WAITING, None
+        for parent in call.parents:
+            parent.children_waiting += 1
+        later = next((i for i, other in enumerate(self.waiting) if other.id > call.id), len(self.waiting))
+        self.waiting.insert(later, call)
 
     def commit(self, batch: Batch) -> None:
         for take in batch.takes:
@@ -166,9 +213,11 @@ def _pending(call: Call) -> int:
     return len(call.work.tokens) - call.work.scheduled
 
 
-def _is_ready(call: Call) -> bool:
-    """Whether all that it sees is encoded, or will be by this very step."""
-    return all(s.encoding.scheduled >= s.first + s.count for s in call.sights)
+def _is_ready(call: Call, hasten: bool) -> bool:
+    """Whether all that it sees is encoded, or will be by this very step; `hasten`: or is being loaded."""
+    return all(
+        s.encoding.scheduled >= s.first + s.count or (hasten and s.encoding.state == "loading") for s in call.sights
+    )
 
 
 def _take(batch: Batch, call: Call, count: int) -> None:
@@ -179,6 +228,6 @@ def _take(batch: Batch, call: Call, count: int) -> None:
     batch.positions += range(encoding.start + token0, encoding.start + token1)
     batch.slots += (encoding.slot(token) for token in range(token0, token1))
     batch.reads += context_reads(call.sights, row0, row0 + count)
-    batch.reads += own_reads(encoding, row0, token0, token1)
+    batch.reads += own_reads(encoding, row0, token0, token1, call.beginning.count if call.beginning else 0)
     batch.takes.append(Take(call, row0, token0, token1))
     encoding.scheduled = token1

@@ -28,15 +28,20 @@ class Arena:
         dtype: torch.dtype,
         device: torch.device,
         poison: bool = False,
+        pinned: bool = False,
     ) -> None:
-        """layers: (key-value heads, head size) of each layer."""
+        """layers: (key-value heads, head size) of each layer. pinned: page-locked, for copies from and to a GPU."""
         self.pages = pages
         self.page_size = page_size
         self.poison = poison
         slots = (pages + 1) * page_size
         shapes = [(slots, heads, width) for heads, width in layers]
-        self.keys: list[Float[Tensor, "S G D"]] = [torch.empty(s, dtype=dtype, device=device) for s in shapes]
-        self.values: list[Float[Tensor, "S G D"]] = [torch.empty(s, dtype=dtype, device=device) for s in shapes]
+
+        def empty(shape: tuple[int, int, int]) -> Float[Tensor, "S G D"]:
+            return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        self.keys: list[Float[Tensor, "S G D"]] = [empty(shape) for shape in shapes]
+        self.values: list[Float[Tensor, "S G D"]] = [empty(shape) for shape in shapes]
         self._starts = [1]  # free runs of pages, by first page
         self._lengths = {1: pages}
         self._free = pages
@@ -109,6 +114,13 @@ class Arena:
         else:
             self._starts.insert(at, first)
             self._lengths[first] = length
+
+    def copy(self, slots: list[int], to: list[int]) -> None:
+        """Keys and values of some slots into others."""
+        device = self.keys[0].device
+        old, new = torch.tensor(slots, device=device), torch.tensor(to, device=device)
+        for tensor in (*self.keys, *self.values):
+            tensor[new] = tensor[old]
 
     def read(self, slots: list[int]) -> list[Layer]:
         """Copies of keys and values, layer by layer, in host memory."""

@@ -4,9 +4,15 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .arena import page_runs
+
+if TYPE_CHECKING:
+    from .tiers import Copy
+    from .transfers import Transfer
+
+Where = Literal["device", "host", "disk", "loading", "offloading", "dropped"]
 
 
 class Sight(NamedTuple):
@@ -37,6 +43,8 @@ class Encoding:
 
     tokens may grow while a message decodes. `promised` tokens will be encoded without further decisions;
     `encoded` ones lie in the arena; `scheduled` counts those and the ones of the step being computed.
+    copies: what lower tiers keep of a whole encoding, which never changes again. moving: a copy under way, which
+    `state` names; an encoding without pages and copies is dropped, and its tokens and context say how to rebuild it.
     """
 
     id: int
@@ -50,15 +58,48 @@ class Encoding:
     scheduled: int = 0
     encoded: int = 0
     reusable: bool = False
-    holders: set[object] = field(default_factory=set)
+    holders: "set[tuple[str, object]]" = field(default_factory=set)
     children: int = 0
     used_at: int = 0
     tree: Any = None  # the prefix tree that it hangs on
+    copies: "dict[str, Copy]" = field(default_factory=dict)
+    moving: "Transfer | None" = None
+    uses: int = 0
+    borrows: bool = False  # its first tokens are still those of another encoding
+    group: object = None  # whoever made it, for those who give advice
     _spans: list[Span] | None = None
 
     @property
     def whole(self) -> bool:
         return self.encoded == len(self.tokens)
+
+    @property
+    def state(self) -> Where:
+        if self.moving is not None:
+            return self.moving.kind
+        if self.pages:
+            return "device"
+        return "host" if "host" in self.copies else "disk" if "disk" in self.copies else "dropped"
+
+    @property
+    def kept(self) -> bool:
+        """Whether all of it exists somewhere."""
+        return self.whole or bool(self.copies)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing of it is left to compute for the first time."""
+        return self.kept or self.state in ("loading", "dropped")
+
+    @property
+    def resident(self) -> bool:
+        """Whether it is on the device, is being computed there, or on its way to it."""
+        return bool(self.pages)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anybody but messages holds it: a call in flight, a pin."""
+        return any(holder[0] != "message" for holder in self.holders)
 
     @property
     def spans(self) -> list[Span]:
@@ -82,6 +123,14 @@ class Encoding:
         self.pages, rest = self.pages[:count], self.pages[count:]
         self._spans = None
         return rest
+
+
+def common(known: list[int], first: int, end: int, tokens: list[int], at: int, limit: int) -> int:
+    """How many tokens known[first:end] and tokens[at:limit] share from their start."""
+    most = min(end - first, limit - at)
+    if known[first : first + most] == tokens[at : at + most]:
+        return max(most, 0)
+    return next(i for i in range(most) if known[first + i] != tokens[at + i])
 
 
 def content_key(salt: str, tokens: Iterable[int], start: int, context: Iterable[Sight]) -> bytes:

@@ -6,7 +6,7 @@ again. An encoding hangs on another one at the token where the two part ways, so
 
 from typing import NamedTuple
 
-from .encoding import Encoding, Sight
+from .encoding import Encoding, Sight, common
 
 
 class _Place(NamedTuple):
@@ -40,7 +40,7 @@ class PrefixTree:
         )
         if encoding is None:
             return [], place, at
-        count = _common(encoding.tokens, first, max(encoding.promised, encoding.encoded), tokens, at, limit)
+        count = common(encoding.tokens, first, max(encoding.promised, encoding.encoded), tokens, at, limit)
         best: tuple[list[Sight], _Place, int] = ([], place, at)
         for offset in self._turnings(encoding, first, count):
             onward, end, known = self._walk(_Place(encoding, offset), at + offset - first, tokens, limit)
@@ -74,6 +74,11 @@ class PrefixTree:
             offsets = self._offsets.setdefault(place.parent.id, {})
             offsets[place.offset] = offsets.get(place.offset, 0) + 1
         return True
+
+    def hanging(self, encoding: Encoding) -> list[Encoding]:
+        """What hangs directly on an encoding."""
+        places = [(encoding.id, offset) for offset in self._offsets.get(encoding.id, {})]
+        return [child for place in places for child, _ in self._children[place].values()]
 
     def forget(self, encoding: Encoding) -> None:
         """Takes off an encoding that nothing hangs on."""
@@ -112,11 +117,3 @@ class PrefixTree:
         for siblings in self._children.values():
             for encoding, _ in siblings.values():
                 assert encoding.children == counts.get(encoding.id, 0), "child count is off"
-
-
-def _common(known: list[int], first: int, end: int, tokens: list[int], at: int, limit: int) -> int:
-    """How many tokens known[first:end] and tokens[at:limit] share from their start."""
-    most = min(end - first, limit - at)
-    if known[first : first + most] == tokens[at : at + most]:
-        return max(most, 0)
-    return next(i for i in range(most) if known[first + i] != tokens[at + i])

@@ -1,83 +1,140 @@
 """Owns every encoding: its pages, who holds it, and how equal work is found again. Knows no calls.
 
-An encoding is *held* by messages and by calls in flight. When the last holder lets go, it becomes *idle* if it
-is whole and can be found again (by content, or as a prefix), and gives its pages back otherwise. Idle
-encodings are evicted, in the order of the policy, when pages are needed.
+An encoding is held by messages, by calls in flight and by pins. Calls and pins keep it on the device. What only
+messages hold, or nobody, may leave: to a lower tier where there is one, else it is dropped. A message's encoding is
+then rebuilt from its tokens and context when it is wanted; one that nobody holds is forgotten.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 
-from ..errors import CacheFull
+from ..errors import CacheFull, RoomLater
 from ..events import EventLog
+from .advice import Counsel
 from .arena import Arena
+from .beginnings import Beginnings
 from .encoding import Encoding, Sight
-from .policy import ORDERS, IdleFacts
+from .policy import ORDERS
 from .prefix import PrefixTree
+from .tiers import Tier
+from .traffic import Traffic
+from .transfers import Mover, ThreadMover
 
 SPARE = 32  # an eviction frees this share of the arena more than it must, so that not every call sorts the idle
 
 
 class Store:
-    """One arena and the encodings in it."""
+    """One arena, the encodings in it, and the tiers below it."""
 
-    def __init__(self, arena: Arena, *, eviction: str, events: EventLog) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        eviction: str,
+        events: EventLog,
+        tiers: Sequence[Tier] = (),
+        mover: Mover | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.arena = arena
+        self.traffic = Traffic(arena, tiers, mover or ThreadMover(), events)
+        self.clock = clock
         self._order = ORDERS[eviction]
         self._events = events
         self._encodings: dict[int, Encoding] = {}
         self._by_key: dict[bytes, Encoding] = {}
         self._trees: dict[str, PrefixTree] = {}
-        self._clock = 0
-        self._idle_pages = 0
+        self._ticks = 0
+        self._pins: dict[tuple[int, object], float | None] = {}
+        self.counsel = Counsel()
+        self.beginnings = Beginnings()
 
     # -- life ---------------------------------------------------------------------------------------------
 
     def create(
-        self, tokens: list[int], start: int, context: Iterable[Sight], *, capacity: int, holder: object
+        self, tokens: list[int], start: int, context: Iterable[Sight], *, capacity: int, holder: tuple[str, object]
     ) -> Encoding:
-        """A new encoding with room for `capacity` tokens; evicts idle ones if it must, or raises CacheFull."""
-        self._make_room(self.arena.pages_for(capacity))
-        pages = self.arena.allocate(self.arena.pages_for(capacity))
-        self._clock += 1
+        """A new encoding with room for `capacity` tokens; makes room if it must, or raises CacheFull."""
+        pages = self._allocate(self.arena.pages_for(capacity))
+        self._ticks += 1
         encoding = Encoding(
-            id=self._clock,
+            id=self._ticks,
             tokens=tokens,
             start=start,
             context=tuple(context),
             pages=pages,
             page_size=self.arena.page_size,
             promised=len(tokens),
-            used_at=self._clock,
+            used_at=self._ticks,
         )
         encoding.holders.add(holder)
         self._encodings[encoding.id] = encoding
         return encoding
 
-    def hold(self, encoding: Encoding, holder: object) -> None:
-        assert encoding.id in self._encodings, f"encoding {encoding.id} is gone"
-        if not encoding.holders:
-            self._idle_pages -= len(encoding.pages)
+    def hold(self, encoding: Encoding, holder: tuple[str, object]) -> None:
+        """One holder more. An encoding that was forgotten is known again, without pages."""
+        if encoding.id not in self._encodings:
+            self._encodings[encoding.id] = encoding
+            if encoding.key is not None:
+                self.publish(encoding, encoding.key)
         encoding.holders.add(holder)
+        encoding.uses += holder[0] != "plan"
         self._touch(encoding)
 
-    def let_go(self, encoding: Encoding, holder: object) -> None:
+    def let_go(self, encoding: Encoding, holder: tuple[str, object]) -> None:
         """One holder less; the last one decides between idle and gone. Nothing happens twice."""
         if holder not in encoding.holders:
             return
         encoding.holders.discard(holder)
         self._touch(encoding)
-        if not encoding.holders:
-            self._idle_pages += len(encoding.pages)
-            if not (encoding.reusable and encoding.whole):
-                self._drop(encoding)
+        if not encoding.holders and not (encoding.reusable and encoding.kept):
+            self._forget(encoding)
 
     def trim(self, encoding: Encoding) -> None:
         """Gives back the pages that a finished encoding did not need."""
         self.arena.release(encoding.keep_pages(self.arena.pages_for(len(encoding.tokens))))
 
     def _touch(self, encoding: Encoding) -> None:
-        self._clock += 1
-        encoding.used_at = self._clock
+        self._ticks += 1
+        encoding.used_at = self._ticks
+
+    def _forget(self, encoding: Encoding) -> None:
+        """Takes an encoding that nobody holds out of everything; one that moves goes when the transfer has ended."""
+        if encoding.moving is not None:
+            self.traffic.cancel(encoding)
+            return
+        if encoding.key is not None and self._by_key.get(encoding.key) is encoding:
+            del self._by_key[encoding.key]
+        encoding.reusable = False
+        self._unhang(encoding)
+        self.beginnings.forget(encoding)
+        self.traffic.forget(encoding)
+        self._free_pages(encoding)
+        del self._encodings[encoding.id]
+
+    def _unhang(self, encoding: Encoding) -> None:
+        """Takes an encoding off its prefix tree. What hangs on it cannot be found any more either."""
+        tree = encoding.tree
+        if tree is None:
+            return
+        for child in tree.hanging(encoding):
+            self._unhang(child)
+            child.reusable = False
+            if not child.holders and child.moving is None:
+                self._forget(child)
+        tree.forget(encoding)
+        if tree.empty:
+            self._trees.pop(tree.salt, None)
+
+    def _free_pages(self, encoding: Encoding) -> None:
+        self.arena.release(encoding.keep_pages(0))
+        encoding.encoded = encoding.scheduled = 0
+
+    def drop(self, encoding: Encoding) -> None:
+        """Takes the pages of an encoding that was not computed after all. Its tokens and context remain."""
+        self._free_pages(encoding)
+        if not encoding.holders:
+            self._forget(encoding)
 
     # -- finding equal work -------------------------------------------------------------------------------
 
@@ -87,8 +144,7 @@ class Store:
     def publish(self, encoding: Encoding, key: bytes) -> None:
         """Gives an encoding its name; the first one of a name is the one that others find."""
         encoding.key = key
-        if key not in self._by_key:
-            self._by_key[key] = encoding
+        if self._by_key.setdefault(key, encoding) is encoding:
             encoding.reusable = True
 
     def tree(self, salt: str) -> PrefixTree:
@@ -96,60 +152,206 @@ class Store:
 
     # -- room ---------------------------------------------------------------------------------------------
 
+    def _movable(self, encoding: Encoding) -> bool:
+        return bool(encoding.pages) and not encoding.in_use and encoding.moving is None and encoding.whole
+
     def room(self) -> int:
-        """Pages that are free or could be made free."""
-        return self.arena.free_pages + self._idle_pages
+        """Pages that are free, or could be made free."""
+        movable = sum(len(e.pages) for e in self._encodings.values() if self._movable(e))
+        return self.arena.free_pages + self.traffic.pages_coming + movable
 
     def clear_idle(self) -> None:
-        """Forgets everything that nobody holds."""
-        self._evict(self.arena.pages + 1)
+        """Forgets everything that nobody holds, on every tier."""
+        while self.traffic.wait():
+            self.settle()
+        progress = True
+        while progress:
+            idle = [e for e in self._encodings.values() if not e.holders and not e.children]
+            for encoding in idle:
+                self._forget(encoding)
+            progress = bool(idle)
+
+    def _allocate(self, pages: int) -> list[int]:
+        if self.arena.free_pages < pages:
+            self._make_room(pages)
+        return self.arena.allocate(pages)
 
     def _make_room(self, pages: int) -> None:
-        if self.arena.free_pages < pages:
-            if self.room() < pages:
-                raise CacheFull(
-                    f"needs {pages} pages of {self.arena.page_size} tokens; {self.arena.free_pages} of "
-                    f"{self.arena.pages} are free and {self.room() - self.arena.free_pages} can be evicted: "
-                    "release messages or raise CacheConfig.tokens"
-                )
-            self._evict(pages + self.arena.pages // SPARE)
-        if self.arena.free_pages < pages:
+        room = self.room()
+        if room < pages:
             raise CacheFull(
-                f"needs {pages} pages, {self.arena.free_pages} free; the idle rest is the prefix of calls in "
-                "flight: release messages or raise CacheConfig.tokens"
+                f"needs {pages} pages of {self.arena.page_size} tokens; {self.arena.free_pages} of "
+                f"{self.arena.pages} are free and {room - self.arena.free_pages} can be evicted: "
+                "release messages or raise CacheConfig.tokens"
             )
+        self._evict(pages, spare=self.arena.pages // SPARE)
+        if self.arena.free_pages >= pages:
+            return
+        if self.traffic.moves:
+            raise RoomLater(f"needs {pages} pages, {self.arena.free_pages} free, others on their way")
+        raise CacheFull(
+            f"needs {pages} pages, {self.arena.free_pages} free; the idle rest is the prefix of calls in "
+            "flight: release messages or raise CacheConfig.tokens"
+        )
 
-    def _evict(self, pages: int) -> None:
-        """Drops idle encodings until `pages` are free; prefixes go after what hangs on them."""
-        progress = True
-        while progress and self.arena.free_pages < pages:
+    def _evict(self, pages: int, *, spare: int = 0, before: Encoding | None = None) -> None:
+        """Sends encodings away until `pages` are free or will be; prefixes go after what hangs on them. `before`:
+        only those that the policy gives up before this one."""
+        progress, enough = True, lambda: self.arena.free_pages + self.traffic.pages_coming >= pages + spare
+        while progress and not enough():
             progress = False
-            idle = {e.id: e for e in self._encodings.values() if not e.holders and not e.children}
-            for one in self._order(IdleFacts(e.id, e.id, e.used_at) for e in idle.values()):
-                if self.arena.free_pages >= pages:
+            candidates = {e.id: e for e in self._encodings.values() if self._movable(e)}
+            others = {} if before is None else {before.id: before}
+            for one in self._order(map(self.counsel.facts, (candidates | others).values())):
+                if enough() or one in others:
                     break
-                self._events.write("evicted", encoding=one, tokens=len(idle[one].tokens))
-                self._drop(idle[one])
-                progress = True
+                progress |= self._send_away(candidates[one])
 
-    def _drop(self, encoding: Encoding) -> None:
-        if encoding.key is not None and self._by_key.get(encoding.key) is encoding:
-            del self._by_key[encoding.key]
-        if encoding.tree is not None:
-            tree = encoding.tree
-            tree.forget(encoding)
-            if tree.empty:
-                self._trees.pop(tree.salt, None)
-        del self._encodings[encoding.id]
-        self._idle_pages -= len(encoding.pages)
-        self.arena.release(encoding.pages)
-        encoding.keep_pages(0)
+    def _send_away(self, encoding: Encoding) -> bool:
+        """Starts what frees an encoding's pages, or frees them; False if neither can be done now."""
+        to = "dropped"
+        if encoding.copies:
+            to = next(iter(encoding.copies))
+        elif (
+            encoding.holders or not self.counsel.facts(encoding).varying
+        ):  # what nobody will ask for again is not worth a copy
+            tier = self._tier_for(encoding)
+            if tier is not None:
+                self.traffic.offload(encoding, tier)
+                return True
+            if any(self.traffic.leaving(one) for one in self.traffic.tiers):
+                return False
+        if to == "dropped" and encoding.children:
+            return False
+        self._events.write("evicted", encoding=encoding.id, tokens=len(encoding.tokens), to=to)
+        self._free_pages(encoding)
+        if to == "dropped" and not encoding.holders:
+            self._forget(encoding)
+        return True
+
+    # -- lower tiers --------------------------------------------------------------------------------------
+
+    def _tier_for(self, encoding: Encoding) -> Tier | None:
+        """The highest tier with room for a copy, once what is worth less has left it; None if there is none now."""
+        for depth, tier in enumerate(self.traffic.tiers):
+            if tier.ever_fits(len(encoding.tokens)) and self._make_tier_room(depth, encoding):
+                return tier
+            if self.traffic.leaving(tier):
+                return None
+        return None
+
+    def _make_tier_room(self, depth: int, incoming: Encoding) -> bool:
+        tier, size = self.traffic.tiers[depth], len(incoming.tokens)
+        if tier.fits(size):
+            return True
+        candidates = {e.id: e for e in self._encodings.values() if tier.name in e.copies and e.moving is None}
+        for one in self._order(map(self.counsel.facts, (candidates | {incoming.id: incoming}).values())):
+            if one == incoming.id or tier.fits(size) or self.traffic.leaving(tier) >= size:
+                break
+            self._leave_tier(depth, candidates[one])
+        return tier.fits(size)
+
+    def _leave_tier(self, depth: int, encoding: Encoding) -> None:
+        """Gives up one tier's copy: at once where another copy or the device has it, or where no lower tier does."""
+        tier, below = self.traffic.tiers[depth], self.traffic.tiers[depth + 1 :]
+        elsewhere = encoding.whole or len(encoding.copies) > 1
+        lower = None if elsewhere else next((t for t in below if t.ever_fits(len(encoding.tokens))), None)
+        if lower is not None and self._make_tier_room(depth + 1, encoding):
+            self.traffic.lower(encoding, tier, lower)
+            return
+        if not elsewhere and encoding.children:
+            return
+        self.traffic.free(encoding, tier, encoding.copies[tier.name])
+        if not elsewhere:
+            self._events.write("evicted", encoding=encoding.id, tokens=len(encoding.tokens), to="dropped")
+            if not encoding.holders:
+                self._forget(encoding)
+
+    def give_pages(self, encoding: Encoding) -> None:
+        """Room on the device for an encoding that is not there, or CacheFull."""
+        assert not encoding.pages
+        encoding.pages = self._allocate(self.arena.pages_for(len(encoding.tokens)))
+        encoding.keep_pages(len(encoding.pages))
+
+    def load(self, encoding: Encoding) -> None:
+        """Starts to bring an encoding back from its nearest copy, or raises CacheFull."""
+        if encoding.moving is not None:
+            raise RoomLater(f"encoding {encoding.id} is on its way to a lower tier")
+        self.give_pages(encoding)
+        self.traffic.load(encoding)
+
+    def prefetch(self, key: bytes, limit: int) -> bool:
+        """Loads what will be wanted, if it waits on a lower tier and only what is wanted later has to leave for it."""
+        encoding = self._by_key.get(key)
+        if encoding is None or encoding.pages or not encoding.copies or encoding.moving is not None:
+            return False
+        if self.traffic.loads >= limit:
+            return False
+        pages = self.arena.pages_for(len(encoding.tokens))
+        self._evict(pages, before=encoding)
+        if self.arena.free_pages < pages:
+            return False
+        self._events.write("prefetch", encoding=encoding.id, tokens=len(encoding.tokens))
+        self.load(encoding)
+        return True
+
+    def settle(self) -> list[Encoding]:
+        """Takes note of transfers that have ended and pins that have expired. Returns what could not be loaded: it has
+        no pages now, and who waits for it has to be told."""
+        failed = []
+        for move in self.traffic.ended():
+            encoding = move.encoding
+            if move.way == "load" and move.transfer.error is None:
+                encoding.encoded = encoding.scheduled = len(encoding.tokens)
+            elif move.way == "load":
+                failed.append(encoding)
+                self._free_pages(encoding)
+            elif move.way == "offload" and move.transfer.error is None and not encoding.in_use:
+                self._events.write("evicted", encoding=encoding.id, tokens=len(encoding.tokens), to=move.tier.name)
+                self._free_pages(encoding)
+            if not encoding.holders and not (encoding.reusable and encoding.kept and not move.transfer.cancelled):
+                self._forget(encoding)
+        now = self.clock()
+        for (id, owner), until in list(self._pins.items()):
+            if until is not None and until <= now:
+                self.unpin(self._encodings[id], owner)
+        return failed
+
+    # -- pins ---------------------------------------------------------------------------------------------
+
+    def pin(self, encoding: Encoding, owner: object, seconds: float | None = None) -> None:
+        """Keeps an encoding on the device for an owner, for some seconds or until it is unpinned."""
+        self._pins[encoding.id, owner] = None if seconds is None else self.clock() + seconds
+        self.hold(encoding, ("pin", owner))
+
+    def unpin(self, encoding: Encoding, owner: object) -> None:
+        if self._pins.pop((encoding.id, owner), 0) != 0:
+            self.let_go(encoding, ("pin", owner))
+
+    def unpin_where(self, whose: Callable[[object], bool]) -> None:
+        for id, owner in [pin for pin in self._pins if whose(pin[1])]:
+            self.unpin(self._encodings[id], owner)
+
+    @property
+    def busy(self) -> bool:
+        """Whether room may come without anybody computing: a transfer ends or a pin expires."""
+        return bool(self.traffic.moves) or any(until is not None for until in self._pins.values())
+
+    def wait(self) -> bool:
+        """Waits until a transfer has ended or a pin has expired; False if nothing of the kind will happen."""
+        if self.traffic.moves:
+            return self.traffic.wait()
+        times = [until for until in self._pins.values() if until is not None]
+        if not times:
+            return False
+        time.sleep(max(0.0, min(times) - self.clock()))
+        return True
 
     # -- state --------------------------------------------------------------------------------------------
 
     @property
     def counts(self) -> dict[str, int]:
-        """Encodings and pages, held and idle."""
+        """Encodings and pages, held and idle, on every tier."""
         held = [e for e in self._encodings.values() if e.holders]
         return {
             "held_encodings": len(held),
@@ -160,17 +362,20 @@ class Store:
         }
 
     def check(self) -> None:
-        """Pages are conserved, every page has one encoding, idle ones can be found, contexts of held are there."""
+        """Pages are conserved, every page has one encoding, what nobody holds can be found, copies are counted."""
         self.arena.check()
         pages = [page for e in self._encodings.values() for page in e.pages]
         assert len(pages) == len(set(pages)), "two encodings share a page"
         assert len(pages) + self.arena.free_pages == self.arena.pages, "pages are lost"
-        idle = sum(len(e.pages) for e in self._encodings.values() if not e.holders)
-        assert idle == self._idle_pages, "idle pages are miscounted"
         for e in self._encodings.values():
-            assert e.holders or (e.reusable and e.whole), f"encoding {e.id} is idle but cannot be found"
-            assert e.encoded <= e.scheduled <= len(e.tokens) <= len(e.pages) * e.page_size
+            assert e.holders or e.moving or (e.reusable and e.kept), f"encoding {e.id} is idle but cannot be found"
+            assert e.encoded <= e.scheduled <= len(e.tokens)
+            assert not e.pages or len(e.tokens) <= len(e.pages) * e.page_size
+            assert e.pages or not e.encoded, f"encoding {e.id} is encoded nowhere"
         for key, e in self._by_key.items():
             assert e.key == key and e.id in self._encodings
+        for id, owner in self._pins:
+            assert ("pin", owner) in self._encodings[id].holders, "a pin holds nothing"
+        self.traffic.check(list(self._encodings.values()))
         for tree in self._trees.values():
             tree.check()

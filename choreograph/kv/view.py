@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from ..ops.plan import Read
-from .encoding import Encoding, Sight
+from .encoding import Encoding, Sight, Span
 
 
 def context_reads(sights: Iterable[Sight], row0: int, row1: int) -> Iterator[Read]:
@@ -18,10 +18,10 @@ def context_reads(sights: Iterable[Sight], row0: int, row1: int) -> Iterator[Rea
                 yield Read(slot, row0, row1, sight.shift, last - first, 0, position)
 
 
-def own_reads(encoding: Encoding, row0: int, token0: int, token1: int) -> Iterator[Read]:
-    """Row row0 + i computes token token0 + i, which sees its own encoding up to itself."""
+def own_reads(encoding: Encoding, row0: int, token0: int, token1: int, first: int = 0) -> Iterator[Read]:
+    """Row row0 + i computes token token0 + i, which sees its own encoding from token `first` up to itself."""
     rows = token1 - token0
-    for span in encoding.spans:
+    for span in spans_from(encoding, first):
         if span.first >= token1:
             break
         position = encoding.start + span.first
@@ -32,3 +32,10 @@ def own_reads(encoding: Encoding, row0: int, token0: int, token1: int) -> Iterat
             yield Read(span.slot, row0 + inside, row0 + behind, 0, limit, 1, position)
         if behind < rows:
             yield Read(span.slot, row0 + behind, row0 + rows, 0, span.count, 0, position)
+
+
+def spans_from(encoding: Encoding, first: int) -> Iterator[Span]:
+    for span in encoding.spans:
+        skipped = max(0, first - span.first)
+        if skipped < span.count:
+            yield Span(span.first + skipped, span.slot + skipped, span.count - skipped)

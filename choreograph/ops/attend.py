@@ -76,12 +76,14 @@ def make_backend(name: str, width: int, dtype: torch.dtype, device: torch.device
 
 @dataclass(eq=False)
 class Step:
-    """keys and values: per layer, (S, G, D), the arena's own tensors."""
+    """keys and values: per layer, (S, G, D), the arena's own tensors. arrivals: called with the layer before it is
+    read, each returns when what it brings of that layer is there."""
 
     plan: Plan
     keys: list[Tensor]
     values: list[Tensor]
     backend: Backend
+    arrivals: tuple[Callable[[int], None], ...] = ()
 
     def attend(
         self,
@@ -91,6 +93,8 @@ class Step:
         value: Float[Tensor, "1 G N D"],
         scale: float,
     ) -> Float[Tensor, "1 N H D"]:
+        for arrive in self.arrivals:
+            arrive(layer)
         out = self.backend(self.plan, query[0], key[0], value[0], self.keys[layer], self.values[layer], scale)
         return out[None]
 

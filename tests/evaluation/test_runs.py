@@ -70,7 +70,7 @@ def test_a_run_goes_on_where_it_stopped(embedded, tmp_path):
 def test_errors_are_records_and_scores(embedded, tmp_path):
     examples = [MATH[0], Example("long", "math", "word " * 5000, {"answer": "1"})]
     found = run(embedded, tmp_path, examples=examples)
-    assert found["baseline"][1]["error"].startswith(("CacheFull", "BadPosition"))
+    assert found["baseline"][1]["error"].startswith(("NeverFits", "BadPosition"))
     report = summarize(examples, found, max_tokens=6)
     assert report["conditions"]["baseline"]["scores"]["failed"]["value"] == 0.5
     assert sum(report["conditions"]["baseline"]["errors"].values()) == 1

@@ -7,10 +7,12 @@ from choreograph.errors import CacheFull
 from choreograph.events import EventLog
 from choreograph.kv.arena import Arena
 from choreograph.kv.encoding import Sight, content_key
-from choreograph.kv.policy import IdleFacts, first_in_first_out, least_recently_used
+from choreograph.kv.policy import Facts, by_workflow, first_in_first_out, least_frequently_used, least_recently_used
 from choreograph.kv.prefix import PrefixTree
 from choreograph.kv.store import Store
 from choreograph.kv.view import context_reads, own_reads
+
+HOLDER = ("call", 1)
 
 
 def make(pages: int = 8, eviction: str = "lru") -> Store:
@@ -22,7 +24,7 @@ def make(pages: int = 8, eviction: str = "lru") -> Store:
 
 def whole(store: Store, tokens: list[int], name: str, start: int = 0, context=()):
     """An encoding as a finished prefill leaves it."""
-    encoding = store.create(tokens, start, context, capacity=len(tokens), holder="test")
+    encoding = store.create(tokens, start, context, capacity=len(tokens), holder=HOLDER)
     encoding.scheduled = encoding.encoded = len(tokens)
     store.publish(encoding, name.encode())
     return encoding
@@ -33,10 +35,10 @@ def test_idle_encodings_go_in_the_order_of_the_policy(eviction, gone):
     store = make(eviction=eviction)
     encodings = {name: whole(store, [1, 2, 3, 4], name) for name in "abc"}
     for encoding in encodings.values():
-        store.let_go(encoding, "test")
-    store.hold(encodings["a"], "again")
-    store.let_go(encodings["a"], "again")
-    store.create([9] * 6, 0, (), capacity=6, holder="new")
+        store.let_go(encoding, HOLDER)
+    store.hold(encodings["a"], ("call", 2))
+    store.let_go(encodings["a"], ("call", 2))
+    store.create([9] * 6, 0, (), capacity=6, holder=("call", 3))
     assert {name for name in "abc" if store.find(name.encode()) is None} == {gone}
     store.check()
 
@@ -45,27 +47,42 @@ def test_held_encodings_are_never_evicted_and_the_error_has_the_numbers():
     store = make()
     kept = whole(store, [1] * 12, "kept")
     with pytest.raises(CacheFull, match=r"needs 3 pages of 2 tokens; 2 of 8 are free and 0 can be evicted"):
-        store.create([2] * 6, 0, (), capacity=6, holder="new")
+        store.create([2] * 6, 0, (), capacity=6, holder=("call", 3))
     assert store.find(b"kept") is kept
     store.check()
 
 
 def test_an_unfinished_encoding_is_dropped_with_its_last_holder_and_nothing_happens_twice():
     store = make()
-    encoding = store.create([1, 2, 3], 0, (), capacity=3, holder="test")
-    store.let_go(encoding, "somebody else")
+    encoding = store.create([1, 2, 3], 0, (), capacity=3, holder=HOLDER)
+    store.let_go(encoding, ("call", 4))
     assert store.counts["held_encodings"] == 1
-    store.let_go(encoding, "test")
-    store.let_go(encoding, "test")
+    store.let_go(encoding, HOLDER)
+    store.let_go(encoding, HOLDER)
     assert store.counts == {"held_encodings": 0, "idle_encodings": 0, "held_pages": 0, "free_pages": 8, "pages": 8}
     store.check()
 
 
 def test_policies_are_pure_orders():
-    facts = [IdleFacts(1, 1, 9), IdleFacts(2, 2, 3), IdleFacts(3, 3, 5)]
-    assert least_recently_used(facts) == [2, 3, 1]
-    assert first_in_first_out(facts) == [1, 2, 3]
+    facts = [Facts(1, 1, 9, uses=2), Facts(2, 2, 3, uses=7), Facts(3, 3, 5, uses=1), Facts(4, 0, 1, uses=0, held=True)]
+    assert least_recently_used(facts) == [2, 3, 1, 4]
+    assert first_in_first_out(facts) == [1, 2, 3, 4]
+    assert least_frequently_used(facts) == [3, 1, 2, 4]
     assert least_recently_used([]) == []
+
+
+def test_by_workflow_varying_parts_go_first_and_fixed_ones_by_falling_steps():
+    facts = {
+        "soon": Facts(1, 1, 1, steps=1),
+        "later": Facts(2, 2, 9, steps=4),
+        "never": Facts(3, 3, 8, steps=float("inf")),
+        "unknown": Facts(4, 4, 2),
+        "unknown but held": Facts(5, 5, 1, held=True),
+        "suffix": Facts(6, 6, 10, varying=True, held=True),
+    }
+    names = {one.id: name for name, one in facts.items()}
+    order = [names[id] for id in by_workflow(facts.values())]
+    assert order == ["suffix", "never", "unknown", "unknown but held", "later", "soon"]
 
 
 def test_content_keys_name_relative_placement_tokens_context_and_salt():
@@ -89,10 +106,10 @@ def test_content_keys_name_relative_placement_tokens_context_and_salt():
 
 def test_reads_cover_exactly_what_is_seen_across_scattered_pages():
     store = make(pages=10)
-    blocks = [store.create([1] * 4, 0, (), capacity=4, holder=i) for i in range(5)]
+    blocks = [store.create([1] * 4, 0, (), capacity=4, holder=("call", i)) for i in range(5)]
     for i in (0, 2):
-        store.let_go(blocks[i], i)
-    scattered = store.create(list(range(8)), 100, (), capacity=8, holder="test")
+        store.let_go(blocks[i], ("call", i))
+    scattered = store.create(list(range(8)), 100, (), capacity=8, holder=HOLDER)
     assert len(scattered.spans) == 2
     reads = list(context_reads([Sight(scattered, 1, 6, 31)], 0, 3))
     assert [(r.lo, r.limit, r.shift, r.position) for r in reads] == [

@@ -159,10 +159,10 @@ def test_a_copy_that_finds_no_room_is_computed(model, characters):
         message = session.prefill("a text of some length")
         tokens, copy = message.tokens, message.copy_out()
         message.release()
-        big = session.prefill("z" * 120).result()
+        big = session.prefill("z" * 120).pin()
         again = session.restore(tokens, copy)
         assert not again._call.ended  # it waits, like any call
-        big.release()
+        big.unpin()
         assert again.result().usage.encoded_tokens == len(tokens)
         engine.check()
 

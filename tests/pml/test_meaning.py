@@ -238,11 +238,11 @@ def test_a_module_that_found_no_room_is_encoded_when_there_is(model, characters)
     config = EngineConfig(cache=CacheConfig(tokens=128, page_size=4, poison=True))
     small = Engine.from_pretrained(model, tokenizer=characters, config=config)
     with PromptCache(small, schema("s", module("a", "y" * 60))) as cache, small.session() as session:
-        big = session.prefill("z" * 100).result()
+        big = session.prefill("z" * 100).pin()
         prompt = '<prompt schema="s"><a/><user>So</user></prompt>'
         with pytest.raises(CacheFull):
             cache.serve(session, prompt, forced_tokens=[40]).result()
-        big.release()
+        big.unpin()
         assert cache.serve(session, prompt, forced_tokens=[40]).tokens
         small.check()
 

@@ -1,0 +1,248 @@
+"""Where encodings wait off the device: host memory and disk, each within its budget. Knows bytes, not policies.
+
+A tier reserves room for a copy, says how to fill it from an arena and how to read it back (layer by layer, for a
+`Transfer`), and frees it. The host tier is an arena of its own; the disk tier writes one checked file per encoding.
+"""
+
+import itertools
+import os
+import shutil
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from ..config import CacheConfig, budget
+from .arena import Arena
+
+
+@dataclass
+class Copy:
+    """What a tier keeps of one encoding: pages of the host arena, or a file and the checksum of its content."""
+
+    tier: str
+    tokens: int
+    pages: list[int] = field(default_factory=list)
+    file: Path | None = None
+    checksum: int | None = None
+
+
+class Work(NamedTuple):
+    """The three parts of a transfer."""
+
+    copy_layer: Callable[[int], None]
+    prepare: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+
+
+class Damaged(Exception):
+    """A copy that is not what was written."""
+
+
+@runtime_checkable
+class Tier(Protocol):
+    name: str
+
+    def fits(self, tokens: int) -> bool:
+        """Whether there is room for a copy now."""
+
+    def ever_fits(self, tokens: int) -> bool:
+        """Whether there would be room if the tier were empty."""
+
+    def reserve(self, tokens: int) -> Copy: ...
+
+    def free(self, copy: Copy) -> None: ...
+
+    def put(self, source: Arena, pages: Sequence[int], copy: Copy) -> Work: ...
+
+    def get(self, copy: Copy, target: Arena, pages: Sequence[int]) -> Work: ...
+
+    def check(self, copies: Sequence[Copy]) -> None:
+        """Raises AssertionError unless exactly these copies take room."""
+
+    def close(self) -> None: ...
+
+
+class HostTier:
+    """An arena in host memory, pinned where the device is a GPU, so that a copy is a few long moves."""
+
+    name = "host"
+
+    def __init__(self, device: Arena, tokens: int) -> None:
+        self.arena = Arena(
+            pages=tokens // device.page_size,
+            page_size=device.page_size,
+            layers=[(k.shape[1], k.shape[2]) for k in device.keys],
+            dtype=device.keys[0].dtype,
+            device=torch.device("cpu"),
+            poison=device.poison,
+            pinned=device.keys[0].is_cuda,
+        )
+
+    def fits(self, tokens: int) -> bool:
+        return self.arena.pages_for(tokens) <= self.arena.free_pages
+
+    def ever_fits(self, tokens: int) -> bool:
+        return self.arena.pages_for(tokens) <= self.arena.pages
+
+    def reserve(self, tokens: int) -> Copy:
+        return Copy(self.name, tokens, pages=self.arena.allocate(self.arena.pages_for(tokens)))
+
+    def free(self, copy: Copy) -> None:
+        self.arena.release(copy.pages)
+        copy.pages = []
+
+    def put(self, source: Arena, pages: Sequence[int], copy: Copy) -> Work:
+        return Work(_between(source, pages, self.arena, copy.pages, copy.tokens))
+
+    def get(self, copy: Copy, target: Arena, pages: Sequence[int]) -> Work:
+        return Work(_between(self.arena, copy.pages, target, pages, copy.tokens))
+
+    def check(self, copies: Sequence[Copy]) -> None:
+        self.arena.check()
+        taken = [page for copy in copies for page in copy.pages]
+        assert len(taken) == len(set(taken)), "two copies share a page of host memory"
+        assert len(taken) + self.arena.free_pages == self.arena.pages, "pages of host memory are lost"
+
+    def close(self) -> None:
+        pass
+
+
+class DiskTier:
+    """One safetensors file per encoding in a folder of its own, which goes with the engine."""
+
+    name = "disk"
+
+    def __init__(self, device: Arena, tokens: int, folder: str | os.PathLike[str] | None = None) -> None:
+        self._token_bytes = device.bytes_per_token
+        self._limit = tokens
+        self._used = 0
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="choreograph-", dir=folder))
+        self._names = itertools.count(1)
+        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+
+    def fits(self, tokens: int) -> bool:
+        return self._used + tokens <= self._limit
+
+    def ever_fits(self, tokens: int) -> bool:
+        return tokens <= self._limit
+
+    def reserve(self, tokens: int) -> Copy:
+        assert self.fits(tokens)
+        self._used += tokens
+        return Copy(self.name, tokens, file=self.folder / f"{next(self._names)}.safetensors")
+
+    def free(self, copy: Copy) -> None:
+        if copy.file is not None:
+            self._used -= copy.tokens
+            copy.file.unlink(missing_ok=True)
+            copy.file = None
+
+    def put(self, source: Arena, pages: Sequence[int], copy: Copy) -> Work:
+        staging: dict[str, np.ndarray] = {}
+        file, moves = copy.file, _moves(pages, source.page_size, None, copy.tokens)
+        assert file is not None
+
+        def copy_layer(layer: int) -> None:
+            for name, tensors in (("keys", source.keys), ("values", source.values)):
+                staging[f"{name}.{layer}"] = np.concatenate([_raw(tensors[layer], a, n) for a, _, n in moves])
+
+        def finish() -> None:
+            copy.checksum = _checksum(staging)
+            part = file.with_suffix(".part")
+            save_file(staging, part)
+            os.replace(part, file)
+            staging.clear()
+
+        return Work(copy_layer, finish=finish)
+
+    def get(self, copy: Copy, target: Arena, pages: Sequence[int]) -> Work:
+        staging: dict[str, np.ndarray] = {}
+        moves = _moves(pages, target.page_size, None, copy.tokens)
+
+        def prepare() -> None:
+            assert copy.file is not None
+            try:
+                staging.update(load_file(copy.file))
+            except (OSError, SafetensorError, ValueError) as problem:
+                raise Damaged(f"cannot be read: {problem}") from problem
+            if _checksum(staging) != copy.checksum:
+                raise Damaged("its checksum is another")
+
+        def copy_layer(layer: int) -> None:
+            for name, tensors in (("keys", target.keys), ("values", target.values)):
+                raw, at = staging.pop(f"{name}.{layer}"), 0
+                for slot, _, count in moves:
+                    _raw(tensors[layer], slot, count)[:] = raw[at : at + count]
+                    at += count
+
+        return Work(copy_layer, prepare=prepare, finish=staging.clear)
+
+    def check(self, copies: Sequence[Copy]) -> None:
+        assert self._used == sum(copy.tokens for copy in copies) <= self._limit, "room on disk is miscounted"
+
+
+def make_tiers(arena: Arena, config: CacheConfig) -> list[Tier]:
+    """The tiers below the device that the options ask for, highest first."""
+    tiers: list[Tier] = []
+    if config.host:
+        tiers.append(HostTier(arena, budget(config.host, arena.bytes_per_token)))
+    if config.disk:
+        tiers.append(DiskTier(arena, budget(config.disk, arena.bytes_per_token), config.disk_folder))
+    return tiers
+
+
+def _between(source: Arena, from_pages: Sequence[int], target: Arena, to_pages: Sequence[int], tokens: int):
+    """Copies one layer's keys and values from pages of one arena to pages of another."""
+    moves = _moves(from_pages, source.page_size, to_pages, tokens)
+
+    def copy_layer(layer: int) -> None:
+        for old, new in ((source.keys[layer], target.keys[layer]), (source.values[layer], target.values[layer])):
+            for a, b, count in moves:
+                if old.device.type == new.device.type == "cpu":
+                    _raw(new, b, count)[:] = _raw(old, a, count)  # one thread: torch would take all cores from the step
+                else:
+                    new[b : b + count].copy_(old[a : a + count], non_blocking=True)
+
+    return copy_layer
+
+
+def _moves(
+    from_pages: Sequence[int], size: int, to_pages: Sequence[int] | None, tokens: int
+) -> list[tuple[int, int, int]]:
+    """(slot, slot, count) of each stretch that is consecutive on both sides; without a target, of the source alone."""
+    moves: list[tuple[int, int, int]] = []
+    left = tokens
+    for old, new in zip(from_pages, to_pages if to_pages is not None else from_pages, strict=True):
+        a, b, count = old * size, new * size, min(left, size)
+        left -= count
+        last = moves[-1] if moves else (0, 0, 0)
+        if moves and (a, b) == (last[0] + last[2], last[1] + last[2]):
+            moves[-1] = (last[0], last[1], last[2] + count)
+        else:
+            moves.append((a, b, count))
+    assert left == 0, "pages and tokens do not agree"
+    return moves
+
+
+def _raw(tensor: Tensor, slot: int, count: int) -> np.ndarray:
+    """Bytes of some slots, as numpy sees them: (count, bytes of a slot)."""
+    return tensor[slot : slot + count].detach().reshape(count, -1).view(torch.uint8).numpy()
+
+
+def _checksum(staging: dict[str, np.ndarray]) -> int:
+    value = 0
+    for name in sorted(staging):
+        value = zlib.crc32(staging[name].data, value)
+    return value

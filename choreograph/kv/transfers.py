@@ -1,0 +1,133 @@
+"""Copies keys and values beside computation. Owns the thread that does; knows tensors, not encodings.
+
+A transfer goes layer by layer, so that a step may compute a layer as soon as that layer has arrived. State changes
+are not made here: whoever started a transfer asks for the ended ones and acts on them in its own thread.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, Protocol, runtime_checkable
+
+Kind = Literal["loading", "offloading"]
+Work = Callable[[int], None]
+
+
+class Transfer:
+    """One copy under way: `layers_done` of `layers` have arrived. prepare runs before the first, finish after the
+    last, both in the background too. An error ends it; so does `cancel`, between two layers."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        layers: int,
+        tokens: int,
+        copy_layer: Work,
+        *,
+        prepare: Callable[[], None] = lambda: None,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.kind = kind
+        self.layers = layers
+        self.tokens = tokens
+        self.layers_done = 0
+        self.error: BaseException | None = None
+        self.ended = False
+        self.cancelled = False
+        self._copy_layer, self._prepare, self._finish = copy_layer, prepare, finish
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Does all of it, in whichever thread."""
+        try:
+            self._prepare()
+            for layer in range(self.layers):
+                if self.cancelled:
+                    raise InterruptedError("cancelled")
+                self._copy_layer(layer)
+                with self._changed:
+                    self.layers_done += 1
+                    self._changed.notify_all()
+            self._finish()
+        except BaseException as problem:  # the engine's thread hears of it, whatever it is
+            self.error = problem
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def wait_for(self, layer: int) -> None:
+        """Returns when a layer has arrived; raises the error of a transfer that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended or self.layers_done > layer)
+        if self.error is not None:
+            raise TransferFailed(self) from self.error
+
+    def wait(self) -> None:
+        """Returns when it has ended, well or not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended)
+
+
+class TransferFailed(Exception):
+    """A step needed what a transfer could not bring; the step is taken back and what it wanted is rebuilt."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__(f"a transfer failed: {transfer.error!r}")
+        self.transfer = transfer
+
+
+@runtime_checkable
+class Mover(Protocol):
+    """Runs transfers, in order of submission, and is how others wait for them."""
+
+    def start(self, transfer: Transfer) -> None: ...
+
+    def wait(self, transfer: Transfer) -> None:
+        """Returns when a transfer has ended, well or not."""
+
+    def wait_for(self, transfer: Transfer, layer: int) -> None:
+        """Returns when a layer has arrived; raises TransferFailed where it never will."""
+
+    def close(self) -> None: ...
+
+
+class ThreadMover:
+    """One background thread, started with the first transfer and ended when there is nothing to do for a while."""
+
+    def __init__(self, idle_seconds: float = 5.0) -> None:
+        self._queue: deque[Transfer] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._idle_seconds = idle_seconds
+
+    def start(self, transfer: Transfer) -> None:
+        with self._changed:
+            self._queue.append(transfer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="choreograph-transfers", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: bool(self._queue), self._idle_seconds):
+                    self._thread = None
+                    return
+                transfer = self._queue.popleft()
+            transfer.run()
+
+    def wait(self, transfer: Transfer) -> None:
+        transfer.wait()
+
+    def wait_for(self, transfer: Transfer, layer: int) -> None:
+        transfer.wait_for(layer)
+
+    def close(self) -> None:
+        """Cancels what has not begun; what runs ends by itself."""
+        with self._changed:
+            for transfer in self._queue:
+                transfer.cancel()
