@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .cli_graph import app as graph
 from .cli_pml import app as pml
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(pml)
+app.add_typer(graph)
 
 
 class ModeName(StrEnum):

@@ -30,7 +30,9 @@ def test_public_names():
     assert all(hasattr(choreograph, name) for name in NAMES)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/workflows.md", "docs/pml.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/quickstart.md", "docs/workflows.md", "docs/pml.md", "docs/memory.md"]
+)
 def test_code_in_the_documents_runs(page):
     """All python blocks of a page, in one namespace, top to bottom."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -1,0 +1,40 @@
+"""`choreograph graph`: step graphs from the command line. Owns options and printing."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(name="graph", help="KVFlow: step graphs of agents, and how soon each runs.", no_args_is_help=True)
+GraphFile = Annotated[Path, typer.Argument(help="A step graph in YAML or JSON.", show_default=False)]
+
+
+@app.callback()
+def _group() -> None:
+    """KVFlow: step graphs of agents, and how soon each runs."""
+
+
+@app.command()
+def show(
+    graph: GraphFile,
+    events: Annotated[
+        str, typer.Option("--after", help="What happened so far: +a when agent a started, -a when it ended: +a,-a,+b")
+    ] = "",
+    picture: Annotated[Path | None, typer.Option(help="Write the graph as SVG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show who waits for whom, and how many steps away each agent is."""
+    from .report import show_table
+    from .viz.steps import lines, svg
+    from .workflow import Progress, StepGraph
+
+    found = StepGraph.read(graph)
+    steps = found.steps(Progress.after(events.replace(",", " ").split(), found.agents))
+    if picture is not None:
+        picture.write_text(svg(found, steps), encoding="utf-8")
+    if as_json:
+        print(json.dumps({agent: None if value == float("inf") else value for agent, value in steps.items()}))
+        return
+    show_table(Console(), found.name, ("agent", "steps", "waits for"), lines(found, steps))

@@ -1,0 +1,226 @@
+"""Follows a workflow while it runs and tells the cache what is wanted soon. Owns the progress of one session's agents.
+
+KVFlow, sections 3.1 to 3.3. The cache hears numbers only: how many steps away each fixed encoding is, and which groups
+of encodings vary. What it is told never changes a result, only what is in memory when it is wanted.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import check_count
+from ..errors import GraphError
+from ..events import Event
+from ..kv.advice import Advice
+from ..message import Message, Part
+from ..session import Session, Text
+from .graph import NEVER, Progress, StepGraph
+from .learned import LearnedSteps
+
+ENDS = ("known", "finished", "failed", "cancelled")  # a decode is over with its last token
+
+
+@dataclass(eq=False)
+class Activation:
+    """One turn of an agent: the messages made in its block. It runs from its first admitted call to its last ended."""
+
+    agent: str
+    messages: dict[int, Message] = field(default_factory=dict)
+    unfinished: set[int] = field(default_factory=set)
+    open: bool = True
+    started: bool = False
+
+
+class Agent:
+    """One agent's turn: `with workflow.agent("planner") as planner`."""
+
+    def __init__(self, workflow: "Workflow", name: str) -> None:
+        self._workflow = workflow
+        self.name = name
+
+    def fixed(self, tokens: Text, parents: Iterable[Message | Part] = ()) -> Message:
+        """`Session.prefill` of a part of the agent's prompt that is the same every time."""
+        message = self._workflow.session.prefill(tokens, parents)
+        self.mark(message)
+        return message
+
+    def mark(self, *messages: Message) -> None:
+        """Says that messages are the fixed part of the agent's prompt."""
+        self._workflow.mark(self.name, messages)
+
+
+class Workflow:
+    """The agents of one session. graph: declared; without one, steps are learned from what runs.
+
+    prefetch: how many loads for agents that may run next go on at once; 0: none. guess_fixed: take what an agent saw in
+    two turns in a row for its fixed part where nothing is marked.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        graph: StepGraph | None = None,
+        *,
+        learned: LearnedSteps | None = None,
+        prefetch: int = 4,
+        guess_fixed: bool = True,
+    ) -> None:
+        check_count(prefetch, "prefetch", 0)
+        self.session = session
+        self.graph = graph
+        self.learned = LearnedSteps() if learned is None else learned
+        self.progress = Progress()
+        self._limit = prefetch
+        self._guess = guess_fixed
+        self._runner = session._runner
+        self._store = self._runner.store
+        self._marked: dict[str, dict[int, Message]] = {}
+        self._fixed: dict[str, dict[bytes, None]] = {}
+        self._seen: dict[str, dict[bytes, None]] = {}  # by an agent in its last turn
+        self._turns: list[Activation] = []
+        self._stop_listening = session.engine.events.listen(self._hear)
+        session.on_close.append(self.close)
+        self._refresh()
+
+    def __enter__(self) -> "Workflow":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes back what the cache was told."""
+        with self._runner.lock:
+            self._store.counsel.take(self, None)
+        self._stop_listening()
+        self._stop_listening = lambda: None
+        if self.close in self.session.on_close:
+            self.session.on_close.remove(self.close)
+
+    @contextmanager
+    def agent(self, name: str) -> Iterator[Agent]:
+        """Calls of the session inside the block are this agent's."""
+        if self.graph is not None and name not in self.graph.waits:
+            raise GraphError(f"agent {name!r} is not declared; declared: {list(self.graph.agents)}")
+        turn = Activation(name)
+        self._turns.append(turn)
+        before = self.session.group, self.session.on_message
+        self.session.group, self.session.on_message = (self.session.client_id, name), self._maker(turn)
+        self._refresh()
+        try:
+            yield Agent(self, name)
+        finally:
+            self.session.group, self.session.on_message = before
+            turn.open = False
+            with self._runner.lock:
+                self._end_if_over(turn)
+            self._refresh()
+
+    def _maker(self, turn: Activation) -> Callable[[Message], None]:
+        def made(message: Message) -> None:
+            turn.messages[message.id] = message
+            if not message._call.ended:
+                turn.unfinished.add(message.id)
+
+        return made
+
+    def mark(self, agent: str, messages: Iterable[Message]) -> None:
+        """Says that messages are the fixed part of an agent's prompt."""
+        for message in messages:
+            self._marked.setdefault(agent, {})[message.id] = message
+
+    # -- what runs ----------------------------------------------------------------------------------------
+
+    def _hear(self, event: Event) -> None:
+        if event.kind == "loaded":
+            self._prefetch()
+            return
+        if event.kind not in ("admitted", *ENDS):
+            return
+        call = event.facts.get("call")
+        turn = next((t for t in self._turns if call in t.unfinished), None)
+        if turn is None:
+            return
+        with self._runner.lock:
+            if event.kind == "admitted":
+                self._start(turn)
+            else:
+                turn.unfinished.discard(call)
+                self._end_if_over(turn)
+        self._refresh()
+
+    def _start(self, turn: Activation) -> None:
+        if turn.started:
+            return
+        turn.started = True
+        self.learned.saw(self.progress.last, turn.agent)
+        self.progress.start(turn.agent)
+
+    def _end_if_over(self, turn: Activation) -> None:
+        if turn.open or turn.unfinished or turn not in self._turns:
+            return
+        self._turns.remove(turn)
+        self._start(turn)
+        self.progress.end(turn.agent)
+        self._learn_fixed(turn)
+
+    def _learn_fixed(self, turn: Activation) -> None:
+        """Keeps what is fixed by name, since messages go: what was marked, or what was seen twice in a row."""
+        if marked := self._marked.pop(turn.agent, None):
+            keys = [_key(message) for message in marked.values()]
+            self._fixed[turn.agent] = {**self._fixed.get(turn.agent, {}), **dict.fromkeys(k for k in keys if k)}
+            return
+        parents = [p for m in turn.messages.values() if m.kind == "decode" for p in m.parents]
+        seen = {k: None for k in (_key(p.message if isinstance(p, Part) else p) for p in parents) if k}
+        if self._guess and turn.agent in self._seen:
+            both = {k: None for k in seen if k in self._seen[turn.agent]}
+            self._fixed[turn.agent] = (
+                {**self._fixed.get(turn.agent, {}), **both} if both else self._fixed.get(turn.agent, {})
+            )
+        self._seen[turn.agent] = seen
+
+    # -- what the cache is told ---------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> dict[str, float]:
+        """Steps to the next execution of every agent, as known now."""
+        source: Any = self.graph or self.learned
+        steps = source.steps(self.progress)
+        if not self.progress.running:  # a turn that was begun is what comes next
+            for turn in self._turns:
+                steps[turn.agent] = min(1.0, steps.get(turn.agent, NEVER))
+        return steps
+
+    def fixed_of(self, agent: str) -> list[bytes]:
+        """Names of the encodings that are an agent's fixed part."""
+        marked = (_key(message) for message in self._marked.get(agent, {}).values())
+        return list({**self._fixed.get(agent, {}), **dict.fromkeys(k for k in marked if k)})
+
+    def _refresh(self) -> None:
+        with self._runner.lock:
+            steps = self.steps
+            wanted: dict[bytes, float] = {}
+            groups = set()
+            for agent, value in steps.items():
+                for key in self.fixed_of(agent):
+                    wanted[key] = min(value, wanted.get(key, NEVER))
+                    groups.add((self.session.client_id, agent))
+            self._store.counsel.take(self, Advice(wanted, frozenset(groups)))
+        self._prefetch()
+
+    def _prefetch(self) -> None:
+        """Loads for every agent that may run next, the nearest first."""
+        if not self._limit:
+            return
+        with self._runner.lock:
+            for agent, value in sorted(self.steps.items(), key=lambda pair: pair[1]):
+                if value > 1:
+                    break
+                for key in self.fixed_of(agent):
+                    self._store.prefetch(key, self._limit)
+
+
+def _key(message: Message) -> bytes | None:
+    encoding = message._call.encoding
+    return None if encoding is None else encoding.key

@@ -1,0 +1,161 @@
+"""Agents of a running workflow: who runs when, what the cache is told, and that it never changes a result."""
+
+import math
+
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from choreograph import SamplingParams
+from choreograph.errors import ConfigError, GraphError
+from choreograph.together import together
+from choreograph.workflow import LearnedSteps, StepGraph, Workflow
+
+NAMES = ("a", "b", "c", "d")
+CYCLE = StepGraph.read({"agents": dict(zip(NAMES, (None, *NAMES), strict=False)), "repeats": True})
+BRIEF = SamplingParams(temperature=0.8, max_tokens=4, ignore_eos=True)
+
+
+def fixed_of(index: int) -> list[int]:
+    return [(7 * index + k) % 60 for k in range(24)]
+
+
+def rounds(engine, count=3, graph=CYCLE, marked=True, client="x", **options):
+    """Every agent in turn, with a fixed part and the last two things said; all that was said."""
+    said = []
+    with engine.session(seed=5, client_id=client) as s, Workflow(s, graph, **options) as team:
+        for turn in range(count):
+            task = s.prefill([turn + 1, 2, 3])
+            last = task
+            for index, name in enumerate(NAMES):
+                with team.agent(name) as agent:
+                    role = agent.fixed(fixed_of(index)) if marked else s.prefill(fixed_of(index))
+                    last = s.decode([50 + index], [role, task, *([last] if last is not task else [])], sampling=BRIEF)
+                    said.append(last)
+                    last.result()
+                role.release()
+            engine.check()
+        tokens = [m.tokens for m in said]
+        steps = team.steps
+    engine.check()
+    return tokens, steps
+
+
+def small(**options):
+    """A device that holds two of four fixed parts beside a call."""
+    return tiny.engine(tokens=100, eviction="workflow", **options)
+
+
+@given(
+    eviction=st.sampled_from(["workflow", "lru", "lfu", "fifo"]),
+    host=st.sampled_from([None, 40, 400]),
+    prefetch=st.sampled_from([0, 1, 4]),
+    graph=st.sampled_from([CYCLE, None]),
+    marked=st.booleans(),
+    aware=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_hints_never_change_results(eviction, host, prefetch, graph, marked, aware):
+    expected, _ = rounds(tiny.engine())
+    engine = tiny.engine(tokens=100, eviction=eviction, host=host, aware=aware)
+    assert rounds(engine, graph=graph, marked=marked, prefetch=prefetch)[0] == expected
+
+
+def test_with_a_graph_and_room_below_nothing_fixed_is_computed_twice():
+    engine = small(host=400)
+    rounds(engine, 5)
+    computed = [e.facts["encode"] for e in engine.events.recent if e.kind == "admitted"]
+    assert sum(count == 24 for count in computed) == 4
+    assert engine.events.counts["prefetch"] and not engine.events.counts["rebuilding"]
+    lru = tiny.engine(tokens=100)
+    rounds(lru, 5)
+    assert sum(e.facts["encode"] == 24 for e in lru.events.recent if e.kind == "admitted") == 20
+
+
+def test_without_room_below_the_graph_still_keeps_what_comes_next():
+    def computed(engine) -> int:
+        rounds(engine, 6)
+        return sum(e.facts["encode"] == 24 for e in engine.events.recent if e.kind == "admitted")
+
+    assert computed(small()) < computed(tiny.engine(tokens=100)) == 24
+
+
+def test_steps_follow_what_is_computed_not_what_is_submitted():
+    engine = tiny.engine()
+    with engine.session(seed=0) as s, Workflow(s, CYCLE) as team:
+        assert team.steps == {"a": 1, "b": 2, "c": 3, "d": 4}
+        with team.agent("a"):
+            first = s.decode([1], sampling=BRIEF)
+        with team.agent("b"):
+            second = s.decode([2], [first], sampling=BRIEF)
+        engine.step()
+        assert team.steps == {"a": 0, "b": 1, "c": 2, "d": 3}
+        first.result()
+        engine.step()
+        assert team.steps == {"b": 0, "c": 1, "d": 2, "a": 3}
+        second.result()
+        engine.drain()
+        assert team.steps == {"c": 1, "d": 2, "a": 3, "b": 4}
+
+
+def test_a_fixed_part_is_guessed_from_what_is_seen_twice():
+    engine = tiny.engine()
+    with engine.session(seed=0) as s, Workflow(s) as team:
+        for turn in range(3):
+            assert len(team.fixed_of("a")) == (turn >= 2)
+            with team.agent("a"):
+                s.decode([1], [s.prefill([5, 6]), s.prefill([7, turn])], sampling=BRIEF).result()
+        assert team.fixed_of("a") == [engine.runner.store.find(k).key for k in team.fixed_of("a")]
+
+
+def test_learned_steps_come_to_the_declared_ones():
+    learned = LearnedSteps()
+    _, declared = rounds(tiny.engine(), 3)
+    _, found = rounds(tiny.engine(), 3, graph=None, learned=learned)
+    assert found == pytest.approx(declared)
+    assert learned.agents == NAMES
+
+
+def test_clients_with_equal_names_do_not_meet():
+    engine = small(host=800)
+    alone, _ = rounds(tiny.engine())
+    outcomes = list(together(engine, [lambda c=c: rounds(engine, client=c)[0] for c in ("x", "y", "z")]))
+    assert [one.error for one in outcomes] == [None] * 3
+    assert all(one.value == alone for one in outcomes)
+
+
+def test_what_was_said_to_the_cache_goes_with_the_session():
+    engine = small(host=400)
+    rounds(engine, 2)
+    store = engine.runner.store
+    assert not store.counsel.sources and not store.counsel._steps
+    session = engine.session()
+    team = Workflow(session, CYCLE)
+    with team.agent("a") as agent:
+        agent.fixed(fixed_of(0)).result()
+    assert math.inf not in store.counsel._steps.values() and len(store.counsel._steps) == 1
+    session.close()
+    assert not store.counsel.sources and not engine.events._listeners
+
+
+def test_errors_name_what_is_wrong():
+    engine = tiny.engine()
+    with engine.session() as s, Workflow(s, CYCLE) as team:
+        with pytest.raises(ConfigError, match="prefetch=-1"):
+            Workflow(s, CYCLE, prefetch=-1)
+        with pytest.raises(GraphError, match="agent 'nobody' is not declared"), team.agent("nobody"):
+            pass
+
+
+def test_a_turn_that_fails_is_over_too():
+    def fails(session, team):
+        with team.agent("a"):
+            session.decode([1], sampling=BRIEF).release()
+            raise ZeroDivisionError
+
+    engine = tiny.engine()
+    with engine.session() as s, Workflow(s, CYCLE) as team:
+        with pytest.raises(ZeroDivisionError):
+            fails(s, team)
+        assert team.steps == {"b": 1, "c": 2, "d": 3, "a": 4}

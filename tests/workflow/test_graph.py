@@ -1,0 +1,140 @@
+"""Steps-to-execution: joins, choices, loops and progress, against a simulation that goes step by step."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from choreograph.errors import GraphError
+from choreograph.workflow import Progress, StepGraph
+
+NEVER = math.inf
+TEAM = {"planner": None, "one": "planner", "two": "planner"}
+
+
+def after(*events: str) -> Progress:
+    """A progress from "+agent" (starts) and "-agent" (ends)."""
+    progress = Progress()
+    for event in events:
+        (progress.start if event[0] == "+" else progress.end)(event[1:])
+    return progress
+
+
+def test_all_of_waits_for_the_last_and_any_of_for_the_first():
+    every = StepGraph.read({**TEAM, "slow": "two", "reviewer": {"all_of": ["one", "slow"]}})
+    first = StepGraph.read({**TEAM, "slow": "two", "reviewer": {"any_of": ["one", "slow"]}})
+    running = after("+planner")
+    assert every.steps(running) == {"planner": 0, "one": 1, "two": 1, "slow": 2, "reviewer": 3}
+    assert first.steps(running) == {"planner": 0, "one": 1, "two": 1, "slow": 2, "reviewer": 2}
+
+
+def test_what_has_ended_counts_until_the_waiting_agent_starts():
+    graph = StepGraph.read({**TEAM, "reviewer": {"all_of": ["one", "two"]}})
+    half = after("+planner", "-planner", "+one", "-one", "+two")
+    assert graph.steps(half)["reviewer"] == 1
+    gone = after("+planner", "-planner", "+one", "-one", "+two", "-two", "+reviewer", "-reviewer")
+    assert set(graph.steps(gone).values()) == {NEVER}
+
+
+def test_a_loop_comes_round():
+    graph = StepGraph.read({"planner": "reviewer", "coder": "planner", "reviewer": "coder"})
+    assert graph.steps(Progress()) == {"planner": 1, "coder": 2, "reviewer": 3}
+    assert graph.steps(after("+planner", "-planner", "+coder")) == {"coder": 0, "reviewer": 1, "planner": 2}
+    assert graph.steps(after("+planner", "-planner", "+coder", "-coder")) == {"reviewer": 1, "planner": 2, "coder": 3}
+
+
+def test_a_workflow_that_repeats_begins_again_after_any_last_agent():
+    given = {"a": None, "b": "a", "c": "a"}
+    last = after("+a", "-a", "+b")
+    assert StepGraph.read({"agents": given}).steps(last)["a"] == NEVER
+    assert StepGraph.read({"agents": given, "repeats": True}).steps(last) == {"a": 1, "b": 0, "c": 1}
+
+
+def test_after_a_choice_the_other_branch_waits_for_the_next_round():
+    given = {"router": "end", "left": "router", "right": "router", "end": {"any_of": ["left", "right"]}}
+    taken = after("+router", "-router", "+left")
+    assert StepGraph.read(given).steps(taken)["right"] == 1
+    chosen = StepGraph.read({"agents": given, "choosers": ["router"]}).steps(taken)
+    assert chosen == {"router": 2, "left": 0, "right": 3, "end": 1}
+
+
+def test_joins_nest():
+    graph = StepGraph.read({"a": None, "b": "a", "c": "b", "d": {"any_of": [{"all_of": ["b", "c"]}, "c"]}})
+    assert graph.steps(after("+a"))["d"] == 3
+    assert graph.edges == [("a", "b"), ("b", "c"), ("b", "d"), ("c", "d")]
+
+
+names = st.sampled_from("abcdef")
+joins = st.builds(
+    lambda kind, of: {kind: of}, st.sampled_from(["all_of", "any_of"]), st.lists(names, min_size=1, max_size=3)
+)
+
+
+@given(
+    st.dictionaries(names, st.one_of(st.none(), joins), min_size=1),
+    st.lists(names, max_size=4),
+    st.lists(names, max_size=2),
+)
+def test_steps_are_the_first_moment_at_which_everything_waited_for_can_have_been(given, ended, running):
+    given = {**{name: None for join in given.values() if join for name in next(iter(join.values()))}, **given}
+    ended, running = ([name for name in one if name in given] for one in (ended, running))
+    progress = after(*(f"{sign}{name}" for name in ended for sign in "+-"), *(f"+{name}" for name in running))
+    graph = StepGraph.read({"agents": given})
+    assert graph.steps(progress) == simulated(graph, progress)
+
+
+def simulated(graph: StepGraph, progress: Progress) -> dict[str, float]:
+    """Goes on step by step: who can start at all by now?"""
+    when = {name: 0.0 if name in progress.running else NEVER for name in graph.agents}
+
+    def there(agent: str, before: str, now: int) -> bool:
+        return progress.waits_no_more(agent, before) or when[before] < now
+
+    for now in range(1, len(when) + 2):
+        starting = []
+        for agent, join in graph.waits.items():
+            if when[agent] < NEVER:
+                continue
+            begins = agent in graph.first and agent not in progress.started
+            whole = all if join and join.kind == "all_of" else any
+            if begins or (join and whole(there(agent, b, now) for b in join.of)):
+                starting.append(agent)
+        for agent in starting:
+            when[agent] = float(now)
+    return when
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "at least one agent"),
+        ({"a": "b"}, "agent 'b' is not declared"),
+        ({"a": None, "b": ["a", "a"]}, r"say \{all_of: \[...\]\} or \{any_of: \[...\]\}"),
+        ({"a": {"none_of": ["a"]}}, "waits for {'none_of': "),
+        ({"a": {"all_of": []}}, "waits for {'all_of': "),
+        ({"agents": ["a"]}, "map each agent"),
+        ({"agents": {"a": None}, "repeat": True}, "'repeat': no such entry"),
+        ({"agents": {"a": None}, "repeats": "yes"}, "repeats: 'yes'"),
+        ({"agents": {"a": None}, "choosers": ["b"]}, "agent 'b' is not declared"),
+        ({"agents": {1: None}}, "agent 1: use a name"),
+    ],
+)
+def test_a_graph_that_cannot_mean_anything_is_refused_with_why(given, message):
+    with pytest.raises(GraphError, match=message):
+        StepGraph.read(given)
+
+
+def test_a_graph_from_a_file(tmp_path):
+    file = tmp_path / "team.yaml"
+    file.write_text("agents:\n  planner:\n  coder: planner\n  reviewer: {all_of: [planner, coder]}\nrepeats: true\n")
+    graph = StepGraph.read(file)
+    assert graph.name == "team" and graph.edges[-2:] == [("planner", "reviewer"), ("coder", "reviewer")]
+    file.write_text("- planner\n")
+    with pytest.raises(GraphError, match="map agents"):
+        StepGraph.read(file)
+    file.write_text("{")
+    with pytest.raises(GraphError, match="not YAML"):
+        StepGraph.read(file)
+    with pytest.raises(GraphError, match="No such file"):
+        StepGraph.read(tmp_path / "missing.yaml")

@@ -1,0 +1,56 @@
+"""Steps learned from transitions: exact on a cycle, expected values where agents choose, close to what is declared."""
+
+import math
+import random
+
+import pytest
+
+from choreograph.workflow import LearnedSteps, Progress, StepGraph, agreement
+
+
+def observed(*agents: str) -> tuple[LearnedSteps, Progress]:
+    learned, progress = LearnedSteps(), Progress()
+    for agent in agents:
+        learned.saw(progress.last, agent)
+        progress.start(agent)
+        progress.end(agent)
+    return learned, progress
+
+
+def test_a_cycle_is_learned_exactly_from_one_round_and_a_half():
+    learned, progress = observed(*"abcdabc")
+    progress.start("d")
+    assert learned.steps(progress) == pytest.approx({"a": 1, "b": 2, "c": 3, "d": 0})
+    declared = StepGraph.read({"a": "d", "b": "a", "c": "b", "d": "c"})
+    assert agreement(declared.steps(progress), learned.steps(progress)) == pytest.approx(
+        {"distance": 0, "reachable": 1, "tau": 1}
+    )
+
+
+def test_what_never_followed_is_never_expected():
+    learned, progress = observed(*"abc")
+    assert learned.steps(progress) == {"a": math.inf, "b": math.inf, "c": math.inf}
+    assert LearnedSteps().steps(Progress()) == {}
+
+
+def test_a_choice_gives_expected_steps():
+    """From `end` it takes one step to the router, then with equal chances left or right, then the end, and so on."""
+    chance = random.Random(0)
+    turns = [name for _ in range(4000) for name in ("router", chance.choice(("left", "right")), "end")]
+    learned, progress = observed(*turns)
+    steps = learned.steps(progress)
+    assert steps["router"] == pytest.approx(1)
+    assert steps["end"] == pytest.approx(3)
+    assert steps["left"] == pytest.approx(5, rel=0.05)  # 2 + 3 * (mean rounds before: 1)
+
+
+def test_where_a_branch_may_never_be_reached_the_expectation_is_of_when_it_is():
+    learned, progress = observed("start", "x", "stop")
+    for agents in (("start", "y", "z", "stop"), ("start", "x", "stop")):
+        progress.last = None
+        for agent in agents:
+            learned.saw(progress.last, agent)
+            progress.start(agent)
+            progress.end(agent)
+    progress.last = "start"
+    assert learned.steps(progress)["z"] == pytest.approx(2)
