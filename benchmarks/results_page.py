@@ -224,6 +224,61 @@ def memory() -> str:
     return markdown(["model", "paper, MB", "every head, MiB", "as the model keeps them, MiB"], lines)
 
 
+def kvflow() -> str:
+    found, lines = record("kvflow"), []
+    rows = {r["measure"]: r for r in found["rows"]}
+    for kind, sets in found["found"].items():
+        for label, facts in sets.items():
+            times = [f"{rows[f'{label}: {side}, a round']['value']:.0f}" for side in facts]
+            ratios = [interval(rows[f"{label}: over {side}"], places=2) for side in list(facts)[:2]]
+            hits = [f"{100 * one['hit rate']:.0f}" for one in facts.values()]
+            lines.append([f"{label}{', at once' if kind == 'crowd' else ''}", *ratios, *times, " / ".join(hits)])
+    head = [
+        "tokens",
+        "over device only",
+        "over reactive",
+        "device only, ms",
+        "reactive, ms",
+        "workflow-aware, ms",
+        "hits %",
+    ]
+    return markdown(head, lines) + "\n\n" + _made("kvflow")
+
+
+def kvflow_machines() -> str:
+    found, lines = record("kvflow_machines"), []
+    rows = {r["measure"]: r for r in found["rows"]}
+    for label, facts in found["found"].items():
+        ratios = [f"{rows[f'{label}: over {side}']['value']:.2f}" for side in list(facts)[:2]]
+        hits = [f"{100 * one['hit rate']:.0f}" for one in facts.values()]
+        lines.append([label, *ratios, " / ".join(hits), " / ".join(str(one["loads"]) for one in facts.values())])
+    shares = ", ".join(f"{100 * share:.0f}% of the {name} rate" for name, share in found["reached"].items())
+    rooms = "; ".join(f"{name}: {one['cache tokens']:,} tokens" for name, one in found["machines"].items())
+    notes = (
+        f"Assumed: {shares} that the maker states (the A10G's link: the paper's 2 GB/s). Room for encodings: {rooms}. "
+    )
+    head = ["machine, tokens", "over device only", "over reactive", "hits %", "loads"]
+    return markdown(head, lines) + "\n\n" + notes + _made("kvflow_machines")
+
+
+def kvflow_policies() -> str:
+    found = record("kvflow_policies")
+    cells: dict[str, dict[str, str]] = {}
+    for r in found["rows"]:
+        title, _, way = r["measure"].partition(": ")
+        cells.setdefault(title, {})[way] = interval(r, 100)
+    ways = list(next(iter(cells.values())))
+    lines = []
+    for title, of in cells.items():
+        near = found["closeness"][title.rpartition(", ")[0]]
+        lines.append([title, *of.values(), f"{near['distance']:.2f}", f"{near['tau']:.2f}"])
+    return (
+        markdown(["workflow", *(f"{way} %" for way in ways), "steps apart", "tau"], lines)
+        + "\n\n"
+        + _made("kvflow_policies")
+    )
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "speed": speed,
     "stages": stages,
@@ -237,6 +292,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "prompt-cache": prompt_cache,
     "prompt-cache-quality": prompt_cache_quality,
     "memory": memory,
+    "kvflow": kvflow,
+    "kvflow-machines": kvflow_machines,
+    "kvflow-policies": kvflow_policies,
 }
 
 
