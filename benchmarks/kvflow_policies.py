@@ -8,8 +8,10 @@ has no graph and starts with nothing known.
 import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from choreograph import CacheConfig, EngineConfig
-from choreograph.evaluation.statistics import mean
+from choreograph.evaluation.statistics import bootstrap
 from choreograph.evaluation.virtual import Machine, virtual_engine
 from choreograph.workflow import LearnedSteps, Progress, StepGraph, Workflow, agreement
 from choreograph.workflow.optimum import optimum
@@ -121,11 +123,11 @@ def main() -> None:
                         near.setdefault(name, []).append(value)
             rates["optimum"].append(optimum(turns, room) / len(turns))
         for way, values in rates.items():
-            estimate = mean(values)
+            estimate = bootstrap(np.mean, np.array(values))  # of shares; `mean` would take 0 and 1 for yes and no
             facts = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
             rows.append(estimate_row(f"{title}, room for {room}: {way}", facts, "hit rate"))
-        closeness[title] = {name: mean(values).value for name, values in near.items()}
-        print(title, {way: round(mean(v).value, 3) for way, v in rates.items()}, closeness[title], flush=True)
+        closeness[title] = {name: float(np.mean(values)) for name, values in near.items()}
+        print(title, {way: round(float(np.mean(v)), 3) for way, v in rates.items()}, closeness[title], flush=True)
     save("kvflow_policies", rows, closeness=closeness, turns=TURNS, seeds=SEEDS)
 
 
