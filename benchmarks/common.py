@@ -22,6 +22,7 @@ from choreograph.models.load import EMBEDDED
 from choreograph.report import show_table
 
 RESULTS = Path(__file__).parent / "results"
+VIRTUAL = "no model, virtual clock"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
 

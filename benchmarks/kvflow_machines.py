@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from choreograph import EngineConfig
 from choreograph.evaluation.virtual import Machine, virtual_engine
 
-from .common import Row, save
+from .common import VIRTUAL, Row, save
 from .kvflow import Make, alone, crowd
 
 REACHED = {"arithmetic": 0.5, "memory": 0.8, "link": 0.8}  # assumed shares of the peak rates
@@ -68,7 +68,7 @@ def main() -> None:
         found[label] = facts
         print(label, {r.measure.partition(": ")[2]: round(r.value, 2) for r in more if r.unit == "x"}, flush=True)
     machines = {m.name: {**asdict(m), "cache tokens": m.cache_tokens} for m in (A10G, H100, H100_SMALL)}
-    save("kvflow_machines", rows, found=found, machines=machines, reached=REACHED)
+    save("kvflow_machines", rows, VIRTUAL, found=found, machines=machines, reached=REACHED)
 
 
 def rows_label(rows: list[Row]) -> str:

@@ -16,7 +16,7 @@ from choreograph.evaluation.virtual import Machine, virtual_engine
 from choreograph.workflow import LearnedSteps, Progress, StepGraph, Workflow, agreement
 from choreograph.workflow.optimum import optimum
 
-from .common import Row, estimate_row, greedy, save, some_tokens
+from .common import VIRTUAL, Row, estimate_row, greedy, save, some_tokens
 
 FIXED, TURNS, SEEDS = 256, 200, 8
 ANY = Machine("any", 1e9, 1e9, 1, 1024, 1024, 1e12, 1e12, 1e12, 1e9)
@@ -128,7 +128,7 @@ def main() -> None:
             rows.append(estimate_row(f"{title}, room for {room}: {way}", facts, "hit rate"))
         closeness[title] = {name: float(np.mean(values)) for name, values in near.items()}
         print(title, {way: round(float(np.mean(v)), 3) for way, v in rates.items()}, closeness[title], flush=True)
-    save("kvflow_policies", rows, closeness=closeness, turns=TURNS, seeds=SEEDS)
+    save("kvflow_policies", rows, VIRTUAL, closeness=closeness, turns=TURNS, seeds=SEEDS)
 
 
 def compared(graph: StepGraph, learned: LearnedSteps, turns: list[str]) -> dict[str, float]:
