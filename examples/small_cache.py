@@ -13,7 +13,7 @@ brief = SamplingParams(temperature=0, max_tokens=16)
 cache = CacheConfig(tokens=800, host=4096, eviction="workflow")
 engine = Engine.from_pretrained(config=EngineConfig(cache=cache))
 with engine.session(seed=0) as s, Workflow(s, GRAPH) as team:
-    for subject in ("rivers", "bread", "chess"):
+    for subject in ("rivers", "bread"):
         said = s.prefill(s.user(f"Write about {subject}."))
         for name in AGENTS:
             with team.agent(name) as agent:

@@ -52,7 +52,7 @@ def close(one, other):
     aware=st.booleans(),
     mode=st.sampled_from(["choreographed", "choreographed", "prefix"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_results_are_the_same_under_every_policy_budget_and_tier(below, nodes, tokens, eviction, aware, mode):
     expected = run(tiny.engine(page=2), nodes, mode)
     engine = tiny.engine(tokens=4 * tokens, page=2, eviction=eviction, aware=aware, **below)

@@ -55,7 +55,7 @@ def small(**options):
     marked=st.booleans(),
     aware=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_hints_never_change_results(eviction, host, prefetch, graph, marked, aware):
     expected, _ = rounds(tiny.engine())
     engine = tiny.engine(tokens=100, eviction=eviction, host=host, aware=aware)
