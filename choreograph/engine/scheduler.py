@@ -89,7 +89,7 @@ class Scheduler:
         self._step += 1
         order = self._order()
         batch = self._pack(order, hasten=not self._status_aware)
-        if not batch.takes and self._status_aware:
+        if not batch.takes and self._status_aware and self._store.traffic.loads:
             batch = self._pack(order, hasten=True)
         return batch if batch.takes else None
 
