@@ -184,7 +184,7 @@ class Message:
         return self
 
     def copy_out(self) -> Copy:
-        """Its keys and values in host memory; `Session.restore` takes them back."""
+        """Its keys and values in host memory; `Session.restore` takes them back. For choreographed messages."""
         return copy_out(self._runner, self.encode()._call)
 
     @property

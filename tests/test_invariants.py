@@ -2,12 +2,14 @@
 
 from typing import ClassVar
 
+import pytest
 import tiny
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from choreograph import ChoreographError, SamplingParams
+from choreograph.errors import CallError
 
 tokens = st.lists(st.integers(0, 5), min_size=1, max_size=20)
 
@@ -129,6 +131,14 @@ class LifeWithTiers(Life):
 SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLife, TestLifeWithTiers = Life.TestCase, LifeWithTiers.TestCase
 TestLife.settings = TestLifeWithTiers.settings = SETTINGS
+
+
+@pytest.mark.parametrize("mode", ["prefix", "naive"])
+def test_where_encodings_belong_to_whole_prompts_no_message_is_copied_out(mode):
+    with tiny.engine().session(mode=mode, seed=0) as session:
+        answer = session.decode([0], [], sampling=SamplingParams(max_tokens=1), footer=[7, 8])
+        with pytest.raises(CallError, match=f"{mode} mode"):
+            answer.copy_out()
 
 
 def test_nothing_is_held_when_every_session_is_closed():

@@ -36,6 +36,8 @@ def share(runner: Runner, call: Call, encoding: Encoding) -> None:
 
 def copy_out(runner: Runner, call: Call) -> Copy:
     """A copy of what a message holds, whose encoding was computed before."""
+    if call.mode != "choreographed":
+        raise CallError(f"message {call.id} was computed in {call.mode} mode, where encodings belong to whole prompts")
     with runner.lock, on_device(runner, call) as encoding:
         return Copy(encoding.start, runner.store.arena.read(encoding.slots))
 
