@@ -9,15 +9,17 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from choreograph import CacheConfig, Engine, EngineConfig, SchedulerConfig
+from choreograph import CacheConfig, Engine, EngineConfig, Message, SchedulerConfig
 from choreograph.evaluation.statistics import ratio
 from choreograph.events import Event
 from choreograph.together import together
+from choreograph.viz.charts import shifts
 from choreograph.workflow import StepGraph, Workflow
 
-from .common import Row, engine, estimate_row, greedy, median_row, save, some_tokens
+from .common import FIGURES, Row, engine, estimate_row, greedy, last, median_row, save, some_tokens
 
 GRID = ((512, 32, 32), (1024, 32, 32), (2048, 32, 32), (2048, 32, 128), (2048, 256, 32), (4096, 32, 32))
 CROWDS = ((256, 8), (256, 16), (512, 8), (512, 16))
@@ -31,16 +33,38 @@ class Side:
     engine: Engine
     clock: Callable[[], float]
     guided: bool
-    fixed: int
-    uses: int = 0
-    computed: int = 0
     loads: int = 0
     rounds: list[float] = field(default_factory=list)
+    _used: list[int] = field(default_factory=list)
+    _fixed: set[int] = field(default_factory=set)
+    _encodings: dict[int, int] = field(default_factory=dict)  # of every call that was admitted
+    _rebuilt: list[int] = field(default_factory=list)
 
     def hear(self, event: Event) -> None:
-        tokens = {"admitted": "encode", "rebuilding": "tokens"}.get(event.kind)
-        self.computed += tokens is not None and event.facts[tokens] == self.fixed
+        if event.kind == "admitted":
+            self._encodings[event.facts["call"]] = event.facts["encoding"]
+        elif event.kind == "rebuilding":
+            self._rebuilt.append(event.facts["encoding"])
         self.loads += event.kind == "loaded"
+
+    def use(self, fixed: Message) -> None:
+        """Notes that a call uses a fixed prompt."""
+        self._used.append(fixed.id)
+        self._fixed.add(fixed.id)
+
+    def forget(self) -> None:
+        """Counts from here on."""
+        self._used, self._rebuilt, self.loads = [], [], 0
+
+    @property
+    def uses(self) -> int:
+        return len(self._used)
+
+    @property
+    def computed(self) -> int:
+        """How many of the fixed prompts that were used had to be computed for it, or again while they were held."""
+        fixed = {self._encodings[call] for call in self._fixed if call in self._encodings}
+        return sum(call in self._encodings for call in self._used) + sum(one in fixed for one in self._rebuilt)
 
 
 Make = Callable[[EngineConfig], tuple[Engine, Callable[[], float]]]
@@ -51,12 +75,12 @@ def over(base: Engine) -> Make:
     return lambda config: (Engine(base.runner.adapter, config), time.perf_counter)
 
 
-def sides(make: Make, *, fixed: int, device: int, host: int) -> dict[str, Side]:
+def sides(make: Make, *, device: int, host: int) -> dict[str, Side]:
     """The three engines. Only the cache and the scheduler differ."""
 
     def side(guided: bool, *, aware: bool = True, **cache) -> Side:
         config = EngineConfig(cache=CacheConfig(tokens=device, **cache), scheduler=SchedulerConfig(status_aware=aware))
-        found = Side(*make(config), guided, fixed)
+        found = Side(*make(config), guided)
         found.engine.events.listen(found.hear)
         return found
 
@@ -96,7 +120,7 @@ class Team:
                         role = agent.fixed(prompts[index])
                         task = s.prefill(some_tokens(self.dynamic, 10**6 + self.seed * 1000 + turn), [role])
                         said = s.decode([10], [role, task], sampling=greedy(self.output)).result()
-                    side.uses += 1
+                    side.use(role)
                     for message in (said, task, role):
                         message.release()
                 yield
@@ -110,22 +134,25 @@ def alone(
     fixed, dynamic, output = shape
     team = Team(10, fixed, dynamic, output)
     call = fixed + dynamic + output + 64
-    every = sides(make, fixed=fixed, device=device or 5 * fixed + call, host=11 * fixed + 16 * call)
+    every = sides(make, device=device or 5 * fixed + call, host=11 * fixed + 16 * call)
     runs = {name: team.rounds(side) for name, side in every.items()}
+    timed(every, rounds, lambda name: next(runs[name]))
     for run in runs.values():
-        next(run)
-    for side in every.values():
-        side.uses = side.computed = side.loads = 0
+        run.close()
+    return rows_of("/".join(map(str, shape)), every), facts_of(every)
+
+
+def timed(every: dict[str, Side], rounds: int, once: Callable[[str], object]) -> None:
+    """`once` of every side, in turns; the first time fills the caches and does not count."""
     names = list(every)
+    for name in names:
+        once(name)
+        every[name].forget()
     for index in range(rounds):
         for name in names[index % 3 :] + names[: index % 3]:
             began = every[name].clock()
-            next(runs[name])
+            once(name)
             every[name].rounds.append(every[name].clock() - began)
-    for run in runs.values():
-        run.close()
-    label = "/".join(map(str, shape))
-    return rows_of(label, every), facts_of(every)
 
 
 def crowd(
@@ -136,25 +163,20 @@ def crowd(
     teams = [Team(agents, fixed, said, said, seed=1 + i) for i in range(workflows)]
     call, prompts = fixed + 2 * said + 64, agents * workflows * fixed
     device = device or prompts // 2 + workflows * call // 2
-    every = sides(make, fixed=fixed, device=device, host=prompts + workflows * (fixed + call))
+    every = sides(make, device=device, host=prompts + workflows * (fixed + call))
     runs = {name: [t.rounds(side, f"client {i}") for i, t in enumerate(teams)] for name, side in every.items()}
 
-    def once(name: str) -> float:
-        began = every[name].clock()
-        programs: list[Callable[[], None]] = [lambda run=run: next(run) for run in runs[name]]
-        for outcome in together(every[name].engine, programs, at_once=workflows, calls=4 * workflows):
-            if outcome.error:
-                raise outcome.error
-        return every[name].clock() - began
-
-    for name in every:
-        once(name)
-        every[name].uses = every[name].computed = every[name].loads = 0
-    names = list(every)
-    for index in range(repeats):
-        for name in names[index % 3 :] + names[: index % 3]:
-            every[name].rounds.append(once(name))
+    timed(every, repeats, lambda name: at_once(every[name].engine, [partial(next, run) for run in runs[name]]))
+    for run in (one for some in runs.values() for one in some):
+        run.close()
     return rows_of(f"{fixed} x {workflows}", every), facts_of(every)
+
+
+def at_once(engine: Engine, programs: list[Callable[[], None]]) -> None:
+    """Runs programs together until all have ended well."""
+    for outcome in together(engine, programs, at_once=len(programs), calls=4 * len(programs)):
+        if outcome.error:
+            raise outcome.error
 
 
 def rows_of(label: str, every: dict[str, Side]) -> list[Row]:
@@ -182,23 +204,37 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--only", nargs="*", choices=("alone", "crowd"), default=["alone", "crowd"])
+    options.add_argument("--shapes", nargs="*", default=["/".join(map(str, shape)) for shape in GRID])
+    options.add_argument("--crowds", nargs="*", default=[" x ".join(map(str, crowd)) for crowd in CROWDS])
     given = options.parse_args()
     base = engine(tokens=8192, compile=True)
     base.warm_up()
-    rows: list[Row] = []
-    found: dict[str, dict] = {"alone": {}, "crowd": {}}
-    for shape in GRID if "alone" in given.only else ():
-        more, facts = alone(over(base), shape, given.rounds)
-        rows += more
-        found["alone"]["/".join(map(str, shape))] = facts
-        print(shape, facts, flush=True)
-    for fixed, workflows in CROWDS if "crowd" in given.only else ():
-        more, facts = crowd(over(base), fixed, workflows, given.repeats)
-        rows += more
-        found["crowd"][f"{fixed} x {workflows}"] = facts
-        print(fixed, workflows, facts, flush=True)
-    save("kvflow", rows, found=found)
+    for label in given.shapes:
+        keep(*alone(over(base), read(label, "/"), given.rounds), label, "alone")
+    for label in given.crowds:
+        keep(*crowd(over(base), *read(label, " x "), given.repeats), label, "crowd")
+
+
+def read(label: str, between: str) -> tuple[Any, ...]:
+    return tuple(int(part) for part in label.split(between))
+
+
+def keep(rows: list[Row], facts: dict[str, Any], label: str, kind: str) -> None:
+    """Saves one measurement beside those of the others."""
+    found = {"alone": {}, "crowd": {}, **last("kvflow").get("found", {})}
+    found[kind] = {**found[kind], label: facts}
+    had = [Row(**r) for r in last("kvflow").get("rows", []) if r["measure"].partition(":")[0] != label]
+    save("kvflow", had + rows, found=found)
+    print(label, facts, flush=True)
+    draw(had + rows, found)
+
+
+def draw(rows: list[Row], found: dict[str, Any]) -> None:
+    at = {r.measure: (r.value, r.low, r.high) for r in rows}
+    for kind, sets in found.items():
+        groups = {label: {f"over {o}": at[f"{label}: over {o}"] for o in (BEFORE, REACTIVE)} for label in sets}
+        if groups:
+            shifts(groups, FIGURES / f"kvflow-{kind}.svg", ylabel="speed-up of a round", level=1)
 
 
 if __name__ == "__main__":

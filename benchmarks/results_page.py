@@ -224,25 +224,65 @@ def memory() -> str:
     return markdown(["model", "paper, MB", "every head, MiB", "as the model keeps them, MiB"], lines)
 
 
+SIDES = ["over device only", "over reactive", "device only, ms", "reactive, ms", "workflow-aware, ms"]
+
+
 def kvflow() -> str:
-    found, lines = record("kvflow"), []
-    rows = {r["measure"]: r for r in found["rows"]}
-    for kind, sets in found["found"].items():
-        for label, facts in sets.items():
-            times = [f"{rows[f'{label}: {side}, a round']['value']:.0f}" for side in facts]
-            ratios = [interval(rows[f"{label}: over {side}"], places=2) for side in list(facts)[:2]]
-            hits = [f"{100 * one['hit rate']:.0f}" for one in facts.values()]
-            lines.append([f"{label}{', at once' if kind == 'crowd' else ''}", *ratios, *times, " / ".join(hits)])
-    head = [
-        "tokens",
-        "over device only",
-        "over reactive",
-        "device only, ms",
-        "reactive, ms",
-        "workflow-aware, ms",
-        "hits %",
+    found = record("kvflow")
+    lines = [
+        [f"{label}{', at once' if kind == 'crowd' else ''}", *_sides(found, label, facts)]
+        for kind, sets in found["found"].items()
+        for label, facts in sets.items()
     ]
+    head = ["tokens", *SIDES, "computed again, of uses", "hits %"]
     return markdown(head, lines) + "\n\n" + _made("kvflow")
+
+
+def _sides(found: Mapping[str, Any], label: str, facts: Mapping[str, Any]) -> list[str]:
+    """How long a round takes on each side, and what of the fixed prompts was not found."""
+    rows = {r["measure"]: r for r in found["rows"]}
+    ratios = [interval(rows[f"{label}: over {side}"], places=2) for side in list(facts)[:2]]
+    times = [f"{rows[f'{label}: {side}, a round']['value']:.0f}" for side in facts]
+    again = " / ".join(str(one["computed"]) for one in facts.values())
+    hits = " / ".join(f"{100 * one['hit rate']:.0f}" for one in facts.values())
+    return [*ratios, *times, f"{again} of {next(iter(facts.values()))['uses']}", hits]
+
+
+def kvflow_peer() -> str:
+    found = record("kvflow_peer")
+    lines = [[label, *_sides(found, label, facts)] for label, facts in found["found"].items()]
+    sizes = [r for r in found["rows"] if r["measure"].startswith("tokens a turn")]
+    spans = (f"{r['measure'].partition(', ')[2]} {r['value']:.0f} ({r['low']:.0f} to {r['high']:.0f})" for r in sizes)
+    head = ["applications", *SIDES, "computed again, of uses", "hits %"]
+    notes = f"Tokens of a turn, median and range: {', '.join(spans)}. "
+    return markdown(head, lines) + "\n\n" + notes + _made("kvflow_peer")
+
+
+def kvflow_calibration() -> str:
+    found = record("kvflow_calibration")
+    rows = {r["measure"]: r for r in found["rows"]}
+    costs = [
+        [label, interval(rows[f"{label}: measured"]), f"{rows[f'{label}: fitted']['value']:.1f}"]
+        for label in (m.partition(":")[0] for m in rows if m.endswith(": measured"))
+    ]
+    shapes: dict[str, list[str]] = {}
+    for name in (m.removesuffix(", virtual") for m in rows if m.endswith(", virtual")):
+        cells = [interval(rows[f"{name}, measured"], places=2), f"{rows[f'{name}, virtual']['value']:.2f}"]
+        shapes.setdefault(name.partition(":")[0], []).extend(cells)
+    head = ["tokens", "over device only", "virtual", "over reactive", "virtual"]
+    machine = found["machine"]
+    notes = (
+        f"Fitted: {machine['arithmetic'] / 1e9:.0f} GFLOP/s, {machine['memory'] / 1e9:.1f} GB/s, "
+        f"{1e3 * machine['overhead']:.2f} ms a step. Measured: copies at {machine['link'] / 1e9:.1f} GB/s. "
+    )
+    return (
+        markdown(["cost", "measured, ms", "fitted, ms"], costs)
+        + "\n\n"
+        + markdown(head, ([label, *cells] for label, cells in shapes.items()))
+        + "\n\n"
+        + notes
+        + _made("kvflow_calibration")
+    )
 
 
 def kvflow_machines() -> str:
@@ -293,6 +333,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "prompt-cache-quality": prompt_cache_quality,
     "memory": memory,
     "kvflow": kvflow,
+    "kvflow-peer": kvflow_peer,
+    "kvflow-calibration": kvflow_calibration,
     "kvflow-machines": kvflow_machines,
     "kvflow-policies": kvflow_policies,
 }

@@ -176,7 +176,7 @@ class Runner:
         self.scheduler.waiting.remove(call)
         self.scheduler.running.append(call)
         self._parents_served(call)
-        self.events.write("admitted", call=call.id, cached=seen, encode=len(encoding.tokens))
+        self.events.write("admitted", call=call.id, encoding=encoding.id, cached=seen, encode=len(encoding.tokens))
 
     def _hang(self, call: Call) -> None:
         """Makes a prefix-mode encoding known to later prompts."""

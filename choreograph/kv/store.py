@@ -18,7 +18,7 @@ from .policy import ORDERS
 from .prefix import PrefixTree
 from .tiers import Tier
 from .traffic import Traffic
-from .transfers import Mover, ThreadMover
+from .transfers import Mover, mover_for
 
 SPARE = 32  # an eviction frees this share of the arena more than it must, so that not every call sorts the idle
 
@@ -37,7 +37,7 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arena = arena
-        self.traffic = Traffic(arena, tiers, mover or ThreadMover(), events)
+        self.traffic = Traffic(arena, tiers, mover or mover_for(arena.keys[0].device), events)
         self.clock = clock
         self._order = ORDERS[eviction]
         self._events = events

@@ -156,7 +156,9 @@ class DiskTier:
 
         def copy_layer(layer: int) -> None:
             for name, tensors in (("keys", source.keys), ("values", source.values)):
-                staging[f"{name}.{layer}"] = np.concatenate([_raw(tensors[layer], a, n) for a, _, n in moves])
+                staging[f"{name}.{layer}"] = np.concatenate(
+                    [_raw(tensors[layer][a : a + n].cpu()) for a, _, n in moves]
+                )
 
         def finish() -> None:
             copy.checksum = _checksum(staging)
@@ -184,7 +186,7 @@ class DiskTier:
             for name, tensors in (("keys", target.keys), ("values", target.values)):
                 raw, at = staging.pop(f"{name}.{layer}"), 0
                 for slot, _, count in moves:
-                    _raw(tensors[layer], slot, count)[:] = raw[at : at + count]
+                    _fill(tensors[layer][slot : slot + count], raw[at : at + count])
                     at += count
 
         return Work(copy_layer, prepare=prepare, finish=staging.clear)
@@ -211,7 +213,7 @@ def _between(source: Arena, from_pages: Sequence[int], target: Arena, to_pages: 
         for old, new in ((source.keys[layer], target.keys[layer]), (source.values[layer], target.values[layer])):
             for a, b, count in moves:
                 if old.device.type == new.device.type == "cpu":
-                    _raw(new, b, count)[:] = _raw(old, a, count)  # one thread: torch would take all cores from the step
+                    _fill(new[b : b + count], _raw(old[a : a + count]))
                 else:
                     new[b : b + count].copy_(old[a : a + count], non_blocking=True)
 
@@ -236,9 +238,17 @@ def _moves(
     return moves
 
 
-def _raw(tensor: Tensor, slot: int, count: int) -> np.ndarray:
-    """Bytes of some slots, as numpy sees them: (count, bytes of a slot)."""
-    return tensor[slot : slot + count].detach().reshape(count, -1).view(torch.uint8).numpy()
+def _raw(slots: Tensor) -> np.ndarray:
+    """Bytes of some slots in host memory, as numpy sees them: (count, bytes of a slot)."""
+    return slots.detach().reshape(len(slots), -1).view(torch.uint8).numpy()
+
+
+def _fill(slots: Tensor, raw: np.ndarray) -> None:
+    """Writes bytes into slots. In host memory with one thread: torch would take all cores from the step."""
+    if slots.device.type == "cpu":
+        _raw(slots)[:] = raw
+    else:
+        slots.copy_(torch.from_numpy(raw).view(slots.dtype).reshape(slots.shape))
 
 
 def _checksum(staging: dict[str, np.ndarray]) -> int:

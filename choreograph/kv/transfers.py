@@ -1,4 +1,4 @@
-"""Copies keys and values beside computation. Owns the thread that does; knows tensors, not encodings.
+"""Copies keys and values beside computation. Owns the thread and the stream that do; knows tensors, not encodings.
 
 A transfer goes layer by layer, so that a step may compute a layer as soon as that layer has arrived. State changes
 are not made here: whoever started a transfer asks for the ended ones and acts on them in its own thread.
@@ -7,7 +7,9 @@ are not made here: whoever started a transfer asks for the ended ones and acts o
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
 
 Kind = Literal["loading", "offloading"]
 Work = Callable[[int], None]
@@ -34,20 +36,27 @@ class Transfer:
         self.error: BaseException | None = None
         self.ended = False
         self.cancelled = False
+        self.marks: list[Any] = []  # of layers that a stream copies: what says that they have arrived
         self._copy_layer, self._prepare, self._finish = copy_layer, prepare, finish
         self._changed = threading.Condition()
 
-    def run(self) -> None:
-        """Does all of it, in whichever thread."""
+    def run(self, mark: Callable[[], Any] = lambda: None, settle: Callable[[], None] = lambda: None) -> None:
+        """Does all of it, in whichever thread. Where copies are only begun here, `mark` gives what says that those so
+        far have arrived, and `settle` returns when all have; what was begun has settled before the end, failed or not.
+        """
         try:
-            self._prepare()
-            for layer in range(self.layers):
-                if self.cancelled:
-                    raise InterruptedError("cancelled")
-                self._copy_layer(layer)
-                with self._changed:
-                    self.layers_done += 1
-                    self._changed.notify_all()
+            try:
+                self._prepare()
+                for layer in range(self.layers):
+                    if self.cancelled:
+                        raise InterruptedError("cancelled")
+                    self._copy_layer(layer)
+                    with self._changed:
+                        self.marks.append(mark())
+                        self.layers_done += 1
+                        self._changed.notify_all()
+            finally:
+                settle()
             self._finish()
         except BaseException as problem:  # the engine's thread hears of it, whatever it is
             self.error = problem
@@ -118,7 +127,10 @@ class ThreadMover:
                     self._thread = None
                     return
                 transfer = self._queue.popleft()
-            transfer.run()
+            self._carry_out(transfer)
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        transfer.run()
 
     def wait(self, transfer: Transfer) -> None:
         transfer.wait()
@@ -131,3 +143,36 @@ class ThreadMover:
         with self._changed:
             for transfer in self._queue:
                 transfer.cancel()
+
+
+class StreamMover(ThreadMover):
+    """Copies on a stream of their own beside the one that computes. Host memory is expected to be pinned.
+
+    A step that needs a layer makes the device wait for it, not the host. The thread hands the copies over, reads and
+    writes files, and sees the end: pages change hands only when the device has done its part. cuda: what makes
+    streams and events, torch.cuda or a stand-in for it.
+    """
+
+    def __init__(self, device: torch.device, idle_seconds: float = 5.0, *, cuda: Any = torch.cuda) -> None:
+        super().__init__(idle_seconds)
+        self._device, self._cuda = device, cuda
+        self._copies = cuda.Stream(device)
+        self._begun: dict[Transfer, Any] = {}
+
+    def start(self, transfer: Transfer) -> None:
+        """Behind all that the computing stream was given until now: it may still read or write these pages."""
+        self._begun[transfer] = self._cuda.current_stream(self._device).record_event()
+        super().start(transfer)
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        with self._cuda.stream(self._copies):
+            self._copies.wait_event(self._begun.pop(transfer))
+            transfer.run(self._copies.record_event, self._copies.synchronize)
+
+    def wait_for(self, transfer: Transfer, layer: int) -> None:
+        transfer.wait_for(layer)
+        self._cuda.current_stream(self._device).wait_event(transfer.marks[layer])
+
+
+def mover_for(device: torch.device) -> Mover:
+    return StreamMover(device) if device.type == "cuda" else ThreadMover()

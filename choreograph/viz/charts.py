@@ -63,9 +63,12 @@ def speedup_over_tokens(
     _save(figure, path)
 
 
-def shifts(groups: Mapping[str, Mapping[str, Bar]], path: Path, *, ylabel: str) -> None:
-    """Figure 8: differences from the baseline with intervals; a cluster for each group, a bar for each condition."""
-    figure, axes = _figure(5.4, 3.2)
+def shifts(groups: Mapping[str, Mapping[str, Bar]], path: Path, *, ylabel: str, level: float = 0) -> None:
+    """Figure 8: differences from the baseline with intervals; a cluster for each group, a bar for each condition.
+
+    level: where nothing has changed, 1 for ratios.
+    """
+    figure, axes = _figure(max(5.4, 1.1 * len(groups)), 3.2)
     names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
     width = 0.8 / len(names)
     for index, name in enumerate(names):
@@ -73,7 +76,7 @@ def shifts(groups: Mapping[str, Mapping[str, Bar]], path: Path, *, ylabel: str) 
         xs = [x + (index - (len(names) - 1) / 2) * width for x in range(len(groups))]
         spread = [[b[0] - b[1] for b in bars], [b[2] - b[0] for b in bars]]
         axes.bar(xs, [b[0] for b in bars], width * 0.9, yerr=spread, capsize=2, label=name, error_kw={"linewidth": 0.8})
-    axes.axhline(0, color="black", linewidth=0.8)
+    axes.axhline(level, color="black", linewidth=0.8)
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel(ylabel)
     axes.legend(fontsize=8)

@@ -1,0 +1,134 @@
+"""Small financial research desks of four agents, over a cache that holds half of their prompts (KVFlow, Figures 7, 8).
+
+`make bench NAME=kvflow_peer ARGS="--data peer_finqa.jsonl"`. Every desk plans, executes, expresses and reviews (PEER)
+one question after the other, over the three sides of `kvflow.py`. What is said is sampled once before, with room for
+everything, and repeated on every side, so that all sides compute the same tokens.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+
+from choreograph import Engine, SamplingParams
+from choreograph.viz.charts import shifts
+from choreograph.workflow import StepGraph, Workflow
+
+from .common import FIGURES, Row, engine, save
+from .kvflow import BEFORE, REACTIVE, Side, at_once, facts_of, over, rows_of, sides, timed
+from .peer_prompts import AGENTS, prompts_of
+
+MOST = {"planner": 64, "executor": 128, "expresser": 128, "reviewer": 48}  # tokens that an agent may say
+
+
+class Desk:
+    """One application: its prompts, its questions, and what its agents say to them."""
+
+    def __init__(self, number: int, questions: list[str]) -> None:
+        self.number = number
+        self.introduction, self.prompts = prompts_of(number)
+        self.questions = questions
+        self.said: dict[tuple[int, str], list[int]] = {}
+        self.sizes: list[tuple[int, int, int]] = []  # of every turn: tokens that stay, that change, that are said
+        names = [self.name(agent) for agent in AGENTS]
+        self.graph = StepGraph.read({"agents": dict(zip(names, (None, *names), strict=False)), "repeats": True})
+
+    def name(self, agent: str) -> str:
+        return f"desk {self.number}: {agent}"
+
+    def rounds(self, side: Side) -> Iterator[None]:
+        """Answers one question after the other. What was said before is repeated."""
+        with side.engine.session(seed=self.number) as s:
+            team = Workflow(s, self.graph if side.guided else None, prefetch=4 if side.guided else 0, guess_fixed=False)
+            for number, text in enumerate(self.questions):
+                task = s.prefill(s.user(f"Question: {text}"))
+                made, answer = [task], None
+                for name in AGENTS:
+                    with team.agent(self.name(name)) as agent:
+                        desk = agent.fixed(s.system(self.introduction))
+                        part = agent.fixed(s.user(self.prompts[name]), [desk])
+                        changing = [task, answer] if answer else [task]
+                        answer = s.decode(
+                            s.assistant(),
+                            [desk, part, *changing],
+                            sampling=SamplingParams(temperature=0.7, top_p=0.95, max_tokens=MOST[name]),
+                            forced_tokens=self.said.get((number, name)),
+                        ).result()
+                    for fixed in (desk, part):
+                        side.use(fixed)
+                    if (number, name) not in self.said:
+                        self.said[number, name] = answer.generated
+                        sizes = desk.length + part.length, sum(m.length for m in changing), len(answer.generated)
+                        self.sizes.append(sizes)
+                    made += [desk, part, answer]
+                for message in made:
+                    message.release()
+                yield
+
+
+def read_questions(file: Path, desks: int, rounds: int) -> list[Desk]:
+    """Desks with questions of their own: one for each round, and one before the first."""
+    asked = cycle([json.loads(line)["question"] for line in file.read_text(encoding="utf-8").splitlines()])
+    return [Desk(number, list(islice(asked, rounds + 1))) for number in range(desks)]
+
+
+def rehearse(base: Engine, desks: list[Desk]) -> list[Row]:
+    """Samples what is said, with room for everything; how many tokens prompts, changing parts and answers have."""
+    side = Side(base, time.perf_counter, guided=False)
+    runs = [desk.rounds(side) for desk in desks]
+    for _ in desks[0].questions:
+        at_once(base, [partial(next, run) for run in runs])
+    for run in runs:
+        run.close()
+    base.clear_cache()
+    counts = zip(*(sizes for desk in desks for sizes in desk.sizes), strict=True)
+    return [spread(name, list(some)) for name, some in zip(("fixed", "changing", "said"), counts, strict=True)]
+
+
+def spread(name: str, counts: list[int]) -> Row:
+    """A median, from the least to the greatest."""
+    return Row(f"tokens a turn, {name}", median(counts), "tokens", min(counts), max(counts), "lower")
+
+
+def compare(base: Engine, desks: list[Desk], rounds: int) -> tuple[list[Row], dict]:
+    """The three sides over a cache for half of the fixed prompts, and for half of the calls in flight beside them."""
+    texts = {(d.introduction, text) for d in desks for text in ("", *d.prompts.values())}  # desks may share them
+    fixed = sum(len(base.chat.plain(text or introduction, opening=False)) + 8 for introduction, text in texts)
+    call = max(map(sum, (sizes for desk in desks for sizes in desk.sizes)))
+    every = sides(over(base), device=fixed // 2 + len(desks) * call // 2, host=4 * fixed + 2 * len(desks) * call)
+    runs = {name: [desk.rounds(side) for desk in desks] for name, side in every.items()}
+    timed(every, rounds, lambda name: at_once(every[name].engine, [partial(next, run) for run in runs[name]]))
+    for run in (one for some in runs.values() for one in some):
+        run.close()
+    return rows_of(f"{len(desks)} desks", every), facts_of(every)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--data", type=Path, required=True)
+    options.add_argument("--desks", type=int, nargs="*", default=[1, 4, 8])
+    options.add_argument("--rounds", type=int, default=5)
+    given = options.parse_args()
+    base = engine(tokens=32768, compile=True)
+    base.warm_up()
+    rows: list[Row] = []
+    found = {}
+    for count in given.desks:
+        desks = read_questions(given.data, count, given.rounds)
+        sizes = rehearse(base, desks)
+        more, facts = compare(base, desks, given.rounds)
+        rows += more + (sizes if count == max(given.desks) else [])
+        found[f"{count} desks"] = facts
+        print(count, facts, flush=True)
+    save("kvflow_peer", rows, found=found)
+    at = {r.measure: (r.value, r.low, r.high) for r in rows}
+    groups = {label: {f"over {o}": at[f"{label}: over {o}"] for o in (BEFORE, REACTIVE)} for label in found}
+    shifts(groups, FIGURES / "kvflow-peer.svg", ylabel="speed-up of a round", level=1)
+
+
+if __name__ == "__main__":
+    main()
