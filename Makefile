@@ -20,8 +20,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/choreograph demo
 
+# Two files at a time, each on one thread: on few cores, threads of two processes would starve each other.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m ''

@@ -45,7 +45,7 @@ ROLES = {
 RULES = {
     "planner": (
         "Write at least two and at most five sub-questions.",
-        "A sub-question to be answered with yes or no is usually too small; one that repeats the question is too large.",
+        "A sub-question to be answered with yes or no is mostly too small; one that repeats the question is too large.",
         "Name the market, the company or the institution that each sub-question is about.",
         "Say for which period figures are needed, and whether a trend or a level is asked for.",
         "If the question rests on something that may not be true, let the first sub-question check it.",

@@ -224,7 +224,7 @@ def memory() -> str:
     return markdown(["model", "paper, MB", "every head, MiB", "as the model keeps them, MiB"], lines)
 
 
-SIDES = ["over device only", "over reactive", "device only, ms", "reactive, ms", "workflow-aware, ms"]
+SIDES = ["over device only", "over reactive", "device only, s", "reactive, s", "workflow-aware, s"]
 
 
 def kvflow() -> str:
@@ -242,7 +242,7 @@ def _sides(found: Mapping[str, Any], label: str, facts: Mapping[str, Any]) -> li
     """How long a round takes on each side, and what of the fixed prompts was not found."""
     rows = {r["measure"]: r for r in found["rows"]}
     ratios = [interval(rows[f"{label}: over {side}"], places=2) for side in list(facts)[:2]]
-    times = [f"{rows[f'{label}: {side}, a round']['value']:.0f}" for side in facts]
+    times = [interval(rows[f"{label}: {side}, a round"], 1e-3, places=2) for side in facts]
     again = " / ".join(str(one["computed"]) for one in facts.values())
     hits = " / ".join(f"{100 * one['hit rate']:.0f}" for one in facts.values())
     return [*ratios, *times, f"{again} of {next(iter(facts.values()))['uses']}", hits]
