@@ -7,7 +7,8 @@ by layer, under the computation), and the step graph: eviction, prefetch and sta
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 from choreograph import CacheConfig, Engine, EngineConfig, Message, SchedulerConfig
 from choreograph.evaluation.statistics import ratio
 from choreograph.events import Event
+from choreograph.session import Session, Text
 from choreograph.together import together
 from choreograph.viz.charts import shifts
-from choreograph.workflow import StepGraph, Workflow
+from choreograph.workflow import Agent, StepGraph, Workflow
 
 from .common import FIGURES, Row, engine, estimate_row, greedy, last, median_row, save, some_tokens
 
@@ -111,19 +113,24 @@ class Team:
         graph = self.graph
         prompts = [some_tokens(self.fixed, self.seed * 1000 + i) for i in range(self.agents)]
         with side.engine.session(seed=0, client_id=client) as s:
-            team = Workflow(s, graph if side.guided else None, prefetch=4 if side.guided else 0, guess_fixed=False)
+            team = Workflow(s, graph, guess_fixed=False) if side.guided else None
             turn = 0
             while True:
                 for index, name in enumerate(graph.agents):
                     turn += 1
-                    with team.agent(name) as agent:
-                        role = agent.fixed(prompts[index])
+                    with team.agent(name) if team else nullcontext(s) as agent:
+                        role = fixed_part(agent, prompts[index])
                         task = s.prefill(some_tokens(self.dynamic, 10**6 + self.seed * 1000 + turn), [role])
                         said = s.decode([10], [role, task], sampling=greedy(self.output)).result()
                     side.use(role)
                     for message in (said, task, role):
                         message.release()
                 yield
+
+
+def fixed_part(who: Agent | Session, tokens: Text, parents: Iterable[Message] = ()) -> Message:
+    """Part of an agent's prompt that stays, told to the cache where an agent says it and not a mere session."""
+    return who.fixed(tokens, parents) if isinstance(who, Agent) else who.prefill(tokens, parents)
 
 
 def alone(

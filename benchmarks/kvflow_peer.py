@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from choreograph.viz.charts import shifts
 from choreograph.workflow import StepGraph, Workflow
 
 from .common import FIGURES, Row, engine, save
-from .kvflow import BEFORE, REACTIVE, Side, at_once, facts_of, over, rows_of, sides, timed
+from .kvflow import BEFORE, REACTIVE, Side, at_once, facts_of, fixed_part, over, rows_of, sides, timed
 from .peer_prompts import AGENTS, prompts_of
 
 MOST = {"planner": 64, "executor": 128, "expresser": 128, "reviewer": 48}  # tokens that an agent may say
@@ -43,14 +44,14 @@ class Desk:
     def rounds(self, side: Side) -> Iterator[None]:
         """Answers one question after the other. What was said before is repeated."""
         with side.engine.session(seed=self.number) as s:
-            team = Workflow(s, self.graph if side.guided else None, prefetch=4 if side.guided else 0, guess_fixed=False)
+            team = Workflow(s, self.graph, guess_fixed=False) if side.guided else None
             for number, text in enumerate(self.questions):
                 task = s.prefill(s.user(f"Question: {text}"))
                 made, answer = [task], None
                 for name in AGENTS:
-                    with team.agent(self.name(name)) as agent:
-                        desk = agent.fixed(s.system(self.introduction))
-                        part = agent.fixed(s.user(self.prompts[name]), [desk])
+                    with team.agent(self.name(name)) if team else nullcontext(s) as agent:
+                        desk = fixed_part(agent, s.system(self.introduction))
+                        part = fixed_part(agent, s.user(self.prompts[name]), [desk])
                         changing = [task, answer] if answer else [task]
                         answer = s.decode(
                             s.assistant(),

@@ -85,6 +85,8 @@ class Engine:
     def clear_cache(self) -> None:
         """Forgets every encoding that no message holds."""
         with self.runner.lock:
+            while self.runner.store.traffic.wait():
+                self.runner.settle()
             self.runner.store.clear_idle()
 
     def check(self) -> None:

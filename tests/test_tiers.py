@@ -1,6 +1,11 @@
 """Memory under pressure, end to end: whatever leaves the device, by whichever policy, results are the same."""
 
+import shutil
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import graphs
 import pytest
@@ -228,3 +233,104 @@ def test_prefix_mode_finds_prefixes_that_left():
         one.check()
     assert [t for one, t in texts if one is engine] == [t for one, t in texts if one is roomy]
     assert engine.events.counts["loaded"]
+
+
+TWO = SamplingParams(temperature=0, max_tokens=2)
+
+
+@pytest.mark.parametrize("below", [{}, {"host": 16}])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_was_gathered_makes_way_for_a_rebuild_that_needs_its_room(below, first):
+    """D saw nearly all of the cache; beside X, which waits for the same call, it cannot be rebuilt."""
+
+    def answer(engine, small: bool):
+        with engine.session(seed=0) as s:
+            seen = [s.prefill([i] * 8) for i in range(4)]
+            d = s.prefill([9] * 8, seen).encode()
+            x = s.prefill([20] * 8).encode()
+            s.prefill([21] * 32).encode().release()
+            s.decode([1], [x], sampling=TWO).result()
+            assert not small or (d.where != "device" and x.where == "device")
+            return s.decode([1], [d, x] if first else [x, d], sampling=TWO).tokens
+
+    assert answer(tiny.engine(tokens=40, **below), True) == answer(tiny.engine(), False)
+
+
+def test_two_that_cannot_be_rebuilt_beside_each_other_are_refused_and_not_tried_for_ever():
+    engine = tiny.engine(tokens=40)
+    with engine.session(seed=0) as s:
+        both = []
+        for number in range(2):
+            seen = [s.prefill([4 * number + i] * 8) for i in range(4)]
+            both.append(s.prefill([9 + number] * 8, seen).encode())
+            for message in seen:
+                message.release()
+        s.prefill([21] * 32).encode().release()
+        with pytest.raises(CacheFull, match="needs"):
+            s.decode([1], both, sampling=TWO).result()
+        engine.check()
+
+
+def test_a_tier_that_cannot_be_written_is_given_up_for_what_it_refused():
+    engine = tiny.engine(tokens=40, disk=400)
+    with engine.session(seed=0) as s:
+        first = s.prefill([1] * 16).encode()
+        shutil.rmtree(engine.runner.store.traffic.tiers[-1].folder)
+        s.prefill([2] * 32).encode()
+        assert first.where == "dropped" and engine.events.counts["failed_transfer"] == 1
+        assert s.decode([3], [first], sampling=TWO).tokens
+
+
+def test_a_pin_that_others_wait_for_can_be_taken_back_by_another_thread():
+    engine = tiny.engine(tokens=40)
+    with engine.session(seed=0) as s, engine.session(seed=0) as t:
+        pinned = s.prefill([1] * 24)
+        pinned.pin(seconds=3600)
+        waiting = t.prefill([2] * 32)
+        thread = threading.Thread(target=waiting.encode)
+        thread.start()
+        time.sleep(0.1)
+        pinned.unpin()
+        thread.join(60)
+        assert not thread.is_alive() and waiting.where == "device"
+
+
+def test_equal_messages_are_pinned_each_for_itself():
+    engine = tiny.engine()
+    with engine.session() as s:
+        one, two = s.prefill([1] * 8), s.prefill([1] * 8)
+        one.pin()
+        two.pin()
+        one.unpin()
+        assert two._call.encoding.in_use
+        two.unpin()
+        assert not two._call.encoding.in_use
+
+
+def test_what_a_cleared_cache_could_not_load_is_rebuilt():
+    engine = tiny.engine(tokens=40, disk=400)
+    with engine.session(seed=0) as s:
+        first = s.prefill([1] * 16).encode()
+        s.prefill([2] * 32).encode().release()
+        engine.clear_cache()
+        file = next(engine.runner.store.traffic.tiers[-1].folder.glob("*.safetensors"))
+        file.write_bytes(b"x" * 50)
+        answer = s.decode([3], [first], sampling=TWO)
+        runner = engine.runner
+        with runner.lock:
+            runner.settle()
+            runner.scheduler.next()  # admits the call while its context is being loaded
+        engine.clear_cache()
+        assert answer.tokens and engine.events.counts["rebuilding"] == 1
+
+
+def test_a_process_may_end_while_copies_are_under_way():
+    program = (
+        "import tiny, time\n"
+        "from choreograph.kv import transfers\n"
+        "engine = tiny.engine(tokens=40, host=4096)\n"
+        "engine.runner.store.traffic.mover.start(\n"
+        "    transfers.Transfer('loading', 100000, 1, lambda layer: time.sleep(0.001)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr

@@ -71,13 +71,13 @@ def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
 def pin(runner: Runner, call: Call, owner: str | None, seconds: float | None) -> None:
     """Keeps a message on the device for an owner within its session."""
     with runner.lock, on_device(runner, call) as encoding:
-        runner.store.pin(encoding, (call.session, owner), seconds)
+        runner.store.pin(encoding, (call.session, owner, call.id), seconds)
 
 
 def unpin(runner: Runner, call: Call, owner: str | None) -> None:
     with runner.lock:
         if call.encoding is not None:
-            runner.store.unpin(call.encoding, (call.session, owner))
+            runner.store.unpin(call.encoding, (call.session, owner, call.id))
 
 
 def unpin_all(runner: Runner, session: int) -> None:

@@ -3,13 +3,14 @@ the one call that is doing so; knows the store, not models.
 
 What a call sees is gathered depth first: before something dropped is rebuilt, what *it* saw is gathered, as deep as
 that goes. Only one call at a time may hold a part of what it needs, so no two can wait for each other's room; where
-there is too little, the plan keeps what it has, and goes on when running calls have ended.
+there is too little, the plan keeps what it has, and goes on when running calls have ended. Where none runs and what was
+gathered first is in the way of what has to be rebuilt, it goes, and comes back afterwards; that often and no more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import NeverFits
+from ..errors import CacheFull, NeverFits, RoomLater
 from ..kv.encoding import Encoding, Sight
 from ..kv.store import Store
 
@@ -24,12 +25,15 @@ class _Frame:
 
 
 class Residence:
-    """rebuild: starts to compute an encoding that has pages but no content."""
+    """rebuild: starts to compute an encoding that has pages but no content. running: whether calls compute, which will
+    give room when they end."""
 
-    def __init__(self, store: Store, rebuild: Callable[[Encoding], None]) -> None:
+    def __init__(self, store: Store, rebuild: Callable[[Encoding], None], running: Callable[[], bool]) -> None:
         self._store = store
         self._rebuild = rebuild
+        self._running = running
         self._owner: int | None = None
+        self._patience = 0
         self._held: dict[int, Encoding] = {}
 
     def bring(self, call: int, sights: Sequence[Sight], capacity: int = 0) -> None:
@@ -38,6 +42,7 @@ class Residence:
         self._refuse_what_no_cache_holds(sights, capacity)
         if self._owner != call:
             self.done(self._owner)
+            self._patience = 2 * len(sights) + 8
         self._owner = call
         before, self._held = self._held, {}
         try:
@@ -67,26 +72,44 @@ class Residence:
             self._store.let_go(encoding, ("plan", call))
 
     def _gather(self, sights: Sequence[Sight]) -> None:
-        stack = [self._frame(sights, None)]
+        stack = [_Frame(list({s.encoding.id: s.encoding for s in sights}.values()), None)]
         while stack:
             frame = stack[-1]
+            self._hold(frame)
             missing = next(_missing(frame.needed), None)
-            if missing is None:
-                self._finish(stack.pop())
-            elif missing.copies:
-                self._store.load(missing)
-            else:
-                stack.append(self._frame(missing.context, missing))
+            if missing is not None and not missing.copies:
+                stack.append(_Frame(list({s.encoding.id: s.encoding for s in missing.context}.values()), missing))
+                continue
+            try:
+                if missing is None:
+                    self._finish(frame)
+                    stack.pop()
+                else:
+                    self._store.load(missing)
+            except RoomLater:
+                raise
+            except CacheFull:
+                if not self._make_way(stack):
+                    raise
 
-    def _frame(self, sights: Sequence[Sight], target: Encoding | None) -> _Frame:
-        needed = list({sight.encoding.id: sight.encoding for sight in sights}.values())
-        frame = _Frame(needed, target)
-        for encoding in needed:
+    def _hold(self, frame: _Frame) -> None:
+        for encoding in frame.needed:
             if encoding.id not in self._held:
                 self._held[encoding.id] = encoding
                 frame.added.append(encoding)
                 self._store.hold(encoding, ("plan", self._owner))
-        return frame
+
+    def _make_way(self, stack: Sequence[_Frame]) -> bool:
+        """Lets go of what was gathered for later while something is rebuilt that needs its room."""
+        if not self._patience or self._running():
+            return False
+        now = {e.id for e in stack[-1].needed} | {frame.target.id for frame in stack if frame.target is not None}
+        later = [e for f in stack[:-1] for e in f.needed if e.id in self._held and e.id not in now and e.whole]
+        for encoding in later:
+            if self._held.pop(encoding.id, None) is not None:
+                self._store.let_go(encoding, ("plan", self._owner))
+        self._patience -= bool(later)
+        return bool(later)
 
     def _finish(self, frame: _Frame) -> None:
         if frame.target is None:
@@ -94,8 +117,8 @@ class Residence:
         self._store.give_pages(frame.target)
         self._rebuild(frame.target)  # it holds what it sees by itself
         for encoding in frame.added:
-            del self._held[encoding.id]
-            self._store.let_go(encoding, ("plan", self._owner))
+            if self._held.pop(encoding.id, None) is not None:
+                self._store.let_go(encoding, ("plan", self._owner))
 
 
 def _missing(needed: list[Encoding]) -> Iterator[Encoding]:

@@ -56,10 +56,15 @@ class Runner:
             device=facts.device,
             poison=config.cache.poison,
         )
+        self.lock = threading.RLock()
         self.store = Store(
-            arena, eviction=config.cache.eviction, events=self.events, tiers=make_tiers(arena, config.cache)
+            arena,
+            eviction=config.cache.eviction,
+            events=self.events,
+            tiers=make_tiers(arena, config.cache),
+            sleep=threading.Condition(self.lock).wait,  # others may act meanwhile: submit, unpin
         )
-        self.residence = Residence(self.store, self._rebuild)
+        self.residence = Residence(self.store, self._rebuild, lambda: bool(self.scheduler.running))
         self.scheduler = Scheduler(
             self.store,
             max_step_tokens=config.scheduler.max_step_tokens,
@@ -68,7 +73,6 @@ class Runner:
             admit=self._admit,
             fail=self._fail,
         )
-        self.lock = threading.RLock()
         self.steps = 0
         self.rows = 0
         self.closed = False

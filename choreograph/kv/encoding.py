@@ -66,6 +66,7 @@ class Encoding:
     moving: "Transfer | None" = None
     uses: int = 0
     borrows: bool = False  # its first tokens are still those of another encoding
+    refused: "set[str]" = field(default_factory=set)  # tiers where a copy could not be written
     group: object = None  # whoever made it, for those who give advice
     _spans: list[Span] | None = None
 

@@ -20,6 +20,7 @@ from .tiers import Tier
 from .traffic import Traffic
 from .transfers import Mover, mover_for
 
+MOMENT = 0.02  # seconds between two looks at whether a pin has gone
 SPARE = 32  # an eviction frees this share of the arena more than it must, so that not every call sorts the idle
 
 
@@ -35,10 +36,12 @@ class Store:
         tiers: Sequence[Tier] = (),
         mover: Mover | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.arena = arena
         self.traffic = Traffic(arena, tiers, mover or mover_for(arena.keys[0].device), events)
         self.clock = clock
+        self.sleep = sleep
         self._order = ORDERS[eviction]
         self._events = events
         self._encodings: dict[int, Encoding] = {}
@@ -234,7 +237,9 @@ class Store:
     def _tier_for(self, encoding: Encoding) -> Tier | None:
         """The highest tier with room for a copy, once what is worth less has left it; None if there is none now."""
         for depth, tier in enumerate(self.traffic.tiers):
-            if tier.ever_fits(len(encoding.tokens)) and self._make_tier_room(depth, encoding):
+            if not _takes(tier, encoding):
+                continue
+            if self._make_tier_room(depth, encoding):
                 return tier
             if self.traffic.leaving(tier):
                 return None
@@ -244,7 +249,8 @@ class Store:
         tier, size = self.traffic.tiers[depth], len(incoming.tokens)
         if tier.fits(size):
             return True
-        candidates = {e.id: e for e in self._encodings.values() if tier.name in e.copies and e.moving is None}
+        wanted = (e for e in self._encodings.values() if tier.name in e.copies and e.moving is None)
+        candidates = {e.id: e for e in wanted if e.whole or not e.in_use}  # a call waits for the others
         for one in self._order(map(self.counsel.facts, (candidates | {incoming.id: incoming}).values())):
             if one == incoming.id or tier.fits(size) or self.traffic.leaving(tier) >= size:
                 break
@@ -255,7 +261,7 @@ class Store:
         """Gives up one tier's copy: at once where another copy or the device has it, or where no lower tier does."""
         tier, below = self.traffic.tiers[depth], self.traffic.tiers[depth + 1 :]
         elsewhere = encoding.whole or len(encoding.copies) > 1
-        lower = None if elsewhere else next((t for t in below if t.ever_fits(len(encoding.tokens))), None)
+        lower = None if elsewhere else next((t for t in below if _takes(t, encoding)), None)
         if lower is not None and self._make_tier_room(depth + 1, encoding):
             self.traffic.lower(encoding, tier, lower)
             return
@@ -338,13 +344,13 @@ class Store:
         return bool(self.traffic.moves) or any(until is not None for until in self._pins.values())
 
     def wait(self) -> bool:
-        """Waits until a transfer has ended or a pin has expired; False if nothing of the kind will happen."""
+        """Waits until a transfer has ended, or for a moment if a pin will expire; False if nothing of the kind will."""
         if self.traffic.moves:
             return self.traffic.wait()
         times = [until for until in self._pins.values() if until is not None]
         if not times:
             return False
-        time.sleep(max(0.0, min(times) - self.clock()))
+        self.sleep(min(MOMENT, max(0.0, min(times) - self.clock())))
         return True
 
     # -- state --------------------------------------------------------------------------------------------
@@ -379,3 +385,8 @@ class Store:
         self.traffic.check(list(self._encodings.values()))
         for tree in self._trees.values():
             tree.check()
+
+
+def _takes(tier: Tier, encoding: Encoding) -> bool:
+    """Whether a tier could keep a copy, if it had room."""
+    return tier.name not in encoding.refused and tier.ever_fits(len(encoding.tokens))

@@ -146,7 +146,8 @@ class DiskTier:
     def free(self, copy: Copy) -> None:
         if copy.file is not None:
             self._used -= copy.tokens
-            copy.file.unlink(missing_ok=True)
+            for file in (copy.file, copy.file.with_suffix(".part")):
+                file.unlink(missing_ok=True)
             copy.file = None
 
     def put(self, source: Arena, pages: Sequence[int], copy: Copy) -> Work:

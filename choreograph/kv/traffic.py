@@ -94,6 +94,8 @@ class Traffic:
             if error is not None:
                 if not (move.way == "load" and move.transfer.cancelled):  # what a load could not read is of no use
                     self.free(move.encoding, move.tier, move.copy)
+                if move.way != "load" and not move.transfer.cancelled:  # not tried for ever: a disk may be full
+                    move.encoding.refused.add(move.tier.name)
                 self._events.write("failed_transfer", encoding=move.encoding.id, way=move.way, why=repr(error))
                 continue
             if move.way != "load":

@@ -4,7 +4,9 @@ A transfer goes layer by layer, so that a step may compute a layer as soon as th
 are not made here: whoever started a transfer asks for the ended ones and acts on them in its own thread.
 """
 
+import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -103,6 +105,16 @@ class Mover(Protocol):
     def close(self) -> None: ...
 
 
+_MOVERS: "weakref.WeakSet[ThreadMover]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that copies while the interpreter goes would take it down."""
+    for mover in list(_MOVERS):
+        mover.close()
+
+
 class ThreadMover:
     """One background thread, started with the first transfer and ended when there is nothing to do for a while."""
 
@@ -110,7 +122,10 @@ class ThreadMover:
         self._queue: deque[Transfer] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._running: Transfer | None = None
+        self._closed = False
         self._idle_seconds = idle_seconds
+        _MOVERS.add(self)
 
     def start(self, transfer: Transfer) -> None:
         with self._changed:
@@ -123,11 +138,13 @@ class ThreadMover:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: bool(self._queue), self._idle_seconds):
+                self._changed.wait_for(lambda: bool(self._queue) or self._closed, self._idle_seconds)
+                if not self._queue:
                     self._thread = None
                     return
-                transfer = self._queue.popleft()
+                transfer = self._running = self._queue.popleft()
             self._carry_out(transfer)
+            self._running = None
 
     def _carry_out(self, transfer: Transfer) -> None:
         transfer.run()
@@ -139,10 +156,15 @@ class ThreadMover:
         transfer.wait_for(layer)
 
     def close(self) -> None:
-        """Cancels what has not begun; what runs ends by itself."""
+        """Cancels what is under way, and returns when the thread has ended."""
         with self._changed:
-            for transfer in self._queue:
+            for transfer in (*self._queue, *filter(None, (self._running,))):
                 transfer.cancel()
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
 
 
 class StreamMover(ThreadMover):

@@ -77,6 +77,7 @@ class Workflow:
         self._store = self._runner.store
         self._marked: dict[str, dict[int, Message]] = {}
         self._fixed: dict[str, dict[bytes, None]] = {}
+        self._told: set[str] = set()  # agents whose fixed parts are marked
         self._seen: dict[str, dict[bytes, None]] = {}  # by an agent in its last turn
         self._turns: list[Activation] = []
         self._stop_listening = session.engine.events.listen(self._hear)
@@ -166,19 +167,21 @@ class Workflow:
         self._learn_fixed(turn)
 
     def _learn_fixed(self, turn: Activation) -> None:
-        """Keeps what is fixed by name, since messages go: what was marked, or what was seen twice in a row."""
-        if marked := self._marked.pop(turn.agent, None):
-            keys = [_key(message) for message in marked.values()]
-            self._fixed[turn.agent] = {**self._fixed.get(turn.agent, {}), **dict.fromkeys(k for k in keys if k)}
-            return
-        parents = [p for m in turn.messages.values() if m.kind == "decode" for p in m.parents]
-        seen = {k: None for k in (_key(p.message if isinstance(p, Part) else p) for p in parents) if k}
-        if self._guess and turn.agent in self._seen:
-            both = {k: None for k in seen if k in self._seen[turn.agent]}
-            self._fixed[turn.agent] = (
-                {**self._fixed.get(turn.agent, {}), **both} if both else self._fixed.get(turn.agent, {})
-            )
-        self._seen[turn.agent] = seen
+        """Keeps what is fixed by name, since messages go: what was marked, or what was seen twice in a row, as long as
+        the agent goes on to see it."""
+        marked = dict.fromkeys(k for k in map(_key, self._marked.pop(turn.agent, {}).values()) if k)
+        decodes = [m for m in turn.messages.values() if m.kind == "decode"]
+        parents = (p.message if isinstance(p, Part) else p for m in decodes for p in m.parents)
+        seen = dict.fromkeys(k for k in map(_key, parents) if k)
+        known = {**self._fixed.get(turn.agent, {}), **marked}
+        if marked:
+            self._told.add(turn.agent)
+        if self._guess and turn.agent not in self._told:
+            known |= {k: None for k in seen if k in self._seen.get(turn.agent, {})}
+        if decodes:
+            known = {k: None for k in known if k in seen or k in marked}
+            self._seen[turn.agent] = seen
+        self._fixed[turn.agent] = known
 
     # -- what the cache is told ---------------------------------------------------------------------------
 

@@ -159,3 +159,33 @@ def test_a_turn_that_fails_is_over_too():
         with pytest.raises(ZeroDivisionError):
             fails(s, team)
         assert team.steps == {"b": 1, "c": 2, "d": 3, "a": 4}
+
+
+def test_what_was_taken_for_fixed_is_given_up_when_the_agent_no_longer_sees_it():
+    """Two agents that see each task twice in a row, and their own part always."""
+    engine = small(host=4096)
+    graph = StepGraph.read({"agents": {"worker": None, "critic": "worker"}, "repeats": True})
+    with engine.session(seed=0) as s, Workflow(s, graph) as team:
+        roles = {name: s.prefill([index] * 16) for index, name in enumerate(graph.agents)}
+        for number in range(4):
+            task = s.prefill([10 + number] * 16)
+            for _ in range(2):
+                for name, role in roles.items():
+                    with team.agent(name):
+                        s.decode([3], [role, task], sampling=BRIEF).result()
+            assert all(len(team.fixed_of(name)) == 2 for name in roles)
+            task.release()
+
+
+def test_marks_stand_while_what_they_name_is_seen():
+    with tiny.engine().session(seed=0) as s, Workflow(s, CYCLE) as team:
+        shared, old = s.prefill([1] * 8), s.prefill([2] * 8)
+        team.mark("a", [shared])
+        for number in range(3):
+            with team.agent("a") as agent:
+                own = agent.fixed([5 + number] * 8)
+                s.decode([3], [shared, own], sampling=BRIEF).result()
+            assert len(team.fixed_of("a")) == 2
+        with team.agent("a"):
+            s.decode([3], [old], sampling=BRIEF).result()
+        assert not team.fixed_of("a")
