@@ -57,13 +57,8 @@ class Runner:
             poison=config.cache.poison,
         )
         self.lock = threading.RLock()
-        self.store = Store(
-            arena,
-            eviction=config.cache.eviction,
-            events=self.events,
-            tiers=make_tiers(arena, config.cache),
-            sleep=threading.Condition(self.lock).wait,  # others may act meanwhile: submit, unpin
-        )
+        sleep, tiers = threading.Condition(self.lock).wait, make_tiers(arena, config.cache)  # others may act meanwhile
+        self.store = Store(arena, eviction=config.cache.eviction, events=self.events, tiers=tiers, sleep=sleep)
         self.residence = Residence(self.store, self._rebuild, lambda: bool(self.scheduler.running))
         self.scheduler = Scheduler(
             self.store,
@@ -135,7 +130,7 @@ class Runner:
             call.encoding = work.ready
             self.store.hold(work.ready, call.message_holder)
             call.usage = Usage(cached_tokens=seen + len(work.tokens))
-            self.events.write("hit", call=call.id, tokens=len(work.tokens))
+            self.events.write("hit", call=call.id, tokens=len(work.tokens), where=work.ready.state)
             self.end(call, State.DONE, "cached")
             return
         if call.generation is not None:
@@ -152,6 +147,8 @@ class Runner:
         for sight in work.sights:
             self.store.hold(sight.encoding, call.call_holder)
         self.residence.done(call.id)
+        if work.key is not None:
+            self.events.write("miss", call=call.id, tokens=len(work.tokens))
         self._start(call, work.key, seen)
         if call.mode == "choreographed" and call.is_decode:
             begin_as_another(self.store, call)

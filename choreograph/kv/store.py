@@ -42,7 +42,7 @@ class Store:
         self.traffic = Traffic(arena, tiers, mover or mover_for(arena.keys[0].device), events)
         self.clock = clock
         self.sleep = sleep
-        self._order = ORDERS[eviction]
+        self._eviction, self._order = eviction, ORDERS[eviction]
         self._events = events
         self._encodings: dict[int, Encoding] = {}
         self._by_key: dict[bytes, Encoding] = {}
@@ -226,11 +226,17 @@ class Store:
                 return False
         if to == "dropped" and encoding.children:
             return False
-        self._events.write("evicted", encoding=encoding.id, tokens=len(encoding.tokens), to=to)
+        self._tell_evicted(encoding, to)
         self._free_pages(encoding)
         if to == "dropped" and not encoding.holders:
             self._forget(encoding)
         return True
+
+    def _tell_evicted(self, encoding: Encoding, to: str) -> None:
+        """What left, where to, and what the policy knew of it."""
+        known, size = self.counsel.facts(encoding), len(encoding.tokens)
+        why = {"policy": self._eviction, "steps": known.steps, "varying": known.varying, "held": known.held}
+        self._events.write("evicted", encoding=encoding.id, tokens=size, to=to, **why)
 
     # -- lower tiers --------------------------------------------------------------------------------------
 
@@ -269,7 +275,7 @@ class Store:
             return
         self.traffic.free(encoding, tier, encoding.copies[tier.name])
         if not elsewhere:
-            self._events.write("evicted", encoding=encoding.id, tokens=len(encoding.tokens), to="dropped")
+            self._tell_evicted(encoding, "dropped")
             if not encoding.holders:
                 self._forget(encoding)
 
@@ -313,7 +319,7 @@ class Store:
                 failed.append(encoding)
                 self._free_pages(encoding)
             elif move.way == "offload" and move.transfer.error is None and not encoding.in_use:
-                self._events.write("evicted", encoding=encoding.id, tokens=len(encoding.tokens), to=move.tier.name)
+                self._tell_evicted(encoding, move.tier.name)
                 self._free_pages(encoding)
             if not encoding.holders and not (encoding.reusable and encoding.kept and not move.transfer.cancelled):
                 self._forget(encoding)

@@ -189,3 +189,16 @@ def test_marks_stand_while_what_they_name_is_seen():
         with team.agent("a"):
             s.decode([3], [old], sampling=BRIEF).result()
         assert not team.fixed_of("a")
+
+
+def test_events_tell_every_hit_miss_and_eviction_and_why():
+    engine = small(host=400)
+    rounds(engine, 3)
+    by_kind = {}
+    for event in engine.events.recent:
+        by_kind.setdefault(event.kind, []).append(event.facts)
+    assert sum(facts["tokens"] == 24 for facts in by_kind["miss"]) == 4  # the fixed parts, once each
+    assert {facts["where"] for facts in by_kind["hit"]} <= {"device", "host", "loading", "offloading"}
+    assert all(facts["policy"] == "workflow" for facts in by_kind["evicted"])
+    assert any(facts["varying"] for facts in by_kind["evicted"])
+    assert any(facts["steps"] for facts in by_kind["evicted"] if not facts["varying"])
