@@ -47,6 +47,18 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         ): "time to first token, 5120 tokens in cached modules and 32 new",
         ("5120 cached, 32 new: against Hugging Face", None): "the same, against eager Hugging Face",
     },
+    "kvflow": {
+        (
+            "2048/32/32: over device only",
+            None,
+        ): "ten agents, 2048 tokens of prompt each, room for half: step graph and host memory over LRU and recomputation",
+    },
+    "kvflow_peer": {
+        (
+            "8 desks: over host, reactive",
+            None,
+        ): "eight desks of four agents, room for half: step graph over loading when a call needs it",
+    },
 }
 
 
