@@ -51,7 +51,7 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         (
             "2048/32/32: over device only",
             None,
-        ): "ten agents, 2048 tokens of prompt each, room for half: step graph and host memory over LRU and recomputation",
+        ): "ten agents, prompts of 2048 tokens, room for half: step graph and host memory over LRU and recomputing",
     },
     "kvflow_peer": {
         (
