@@ -75,7 +75,7 @@ def serves(engine) -> None:
 # -- parents -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stranger", [5, "name", None, [1], object()], ids=str)
+@pytest.mark.parametrize("stranger", [5, "name", None, [1], pytest.param(object(), id="object")], ids=str)
 def test_a_parent_that_is_no_message(session, stranger):
     refuses(session, e.UnknownMessage, repr(stranger), lambda: session.prefill([1], parents=[stranger]))
     refuses(session, e.UnknownMessage, repr(stranger), lambda: session.decode([1], parents=(stranger,)))
