@@ -54,10 +54,8 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         ): "ten agents, prompts of 2048 tokens, room for half: step graph and host memory over LRU and recomputing",
     },
     "kvflow_peer": {
-        (
-            "8 desks: over host, reactive",
-            None,
-        ): "eight desks of four agents, room for half: step graph over loading when a call needs it",
+        ("8 desks: over device only", None): "eight desks of four agents, room for half: the same over the same",
+        ("8 desks: over host, reactive", None): "the same desks: step graph over loading when a call needs it",
     },
 }
 

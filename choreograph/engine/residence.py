@@ -4,7 +4,7 @@ the one call that is doing so; knows the store, not models.
 What a call sees is gathered depth first: before something dropped is rebuilt, what *it* saw is gathered, as deep as
 that goes. Only one call at a time may hold a part of what it needs, so no two can wait for each other's room; where
 there is too little, the plan keeps what it has, and goes on when running calls have ended. Where none runs and what was
-gathered first is in the way of what has to be rebuilt, it goes, and comes back afterwards; that often and no more.
+gathered first is in the way of what has to be rebuilt, it goes and comes back afterwards, a bounded number of times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,13 +72,13 @@ class Residence:
             self._store.let_go(encoding, ("plan", call))
 
     def _gather(self, sights: Sequence[Sight]) -> None:
-        stack = [_Frame(list({s.encoding.id: s.encoding for s in sights}.values()), None)]
+        stack = [_Frame(_seen(sights), None)]
         while stack:
             frame = stack[-1]
             self._hold(frame)
             missing = next(_missing(frame.needed), None)
             if missing is not None and not missing.copies:
-                stack.append(_Frame(list({s.encoding.id: s.encoding for s in missing.context}.values()), missing))
+                stack.append(_Frame(_seen(missing.context), missing))
                 continue
             try:
                 if missing is None:
@@ -119,6 +119,10 @@ class Residence:
         for encoding in frame.added:
             if self._held.pop(encoding.id, None) is not None:
                 self._store.let_go(encoding, ("plan", self._owner))
+
+
+def _seen(sights: Sequence[Sight]) -> list[Encoding]:
+    return list({sight.encoding.id: sight.encoding for sight in sights}.values())
 
 
 def _missing(needed: list[Encoding]) -> Iterator[Encoding]:
