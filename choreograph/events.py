@@ -11,9 +11,9 @@ class Event:
     """kind: submitted admitted hit miss step token known finished failed cancelled released rebuilding restored, and of
     encodings: evicted offloaded loaded lowered prefetch failed_transfer.
 
-    A hit is a prefill that is known, `where` says in which memory, or that it was dropped and has to be rebuilt; a miss is
-    one that is not known, or no longer. evicted: `to` where, by which policy, and what that knew: steps until an agent wants it,
-    whether it varies, whether a message still names it.
+    A hit is a prefill that is known; `where` says in which memory, or that it was dropped and has to be rebuilt. A miss
+    is one that is not known, or no longer. evicted: `to` where, by which policy, and what that knew: steps until an
+    agent wants it, whether it varies, whether a message still names it.
 
     facts are plain values (ids of calls and encodings, counts), so that an event keeps nothing alive.
     """
