@@ -67,6 +67,7 @@ class Scheduler:
     ) -> None:
         self.waiting: list[Call] = []
         self.running: list[Call] = []
+        self.short = False  # whether the next call in order waits for room
         self._store = store
         self._max_step_tokens = max_step_tokens
         self._max_calls = max_calls
@@ -133,6 +134,7 @@ class Scheduler:
 
     def _admit_waiting(self) -> None:
         """Admits calls in order until one has to wait for room; calls that wait for parents are passed over."""
+        self.short = False
         for call in list(self.waiting):
             if len(self.running) >= self._max_calls:
                 break
@@ -142,6 +144,7 @@ class Scheduler:
             if failed is not None:
                 self._fail(call, CallFailed(f"parent {failed.id} failed: {failed.error or failed.state.value}"))
             elif self._parents_known(call) and not self._try(call):
+                self.short = True
                 break
 
     def _parents_known(self, call: Call) -> bool:

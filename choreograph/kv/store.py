@@ -199,7 +199,7 @@ class Store:
 
     def _evict(self, pages: int, *, spare: int = 0, before: Encoding | None = None) -> None:
         """Sends encodings away until `pages` are free or will be; prefixes go after what hangs on them. `before`:
-        only those that the policy gives up before this one."""
+        only those that the policy gives up before this one, and that are not wanted as soon."""
         progress, enough = True, lambda: self.arena.free_pages + self.traffic.pages_coming >= pages + spare
         while progress and not enough():
             progress = False
@@ -208,7 +208,8 @@ class Store:
             for one in self._order(map(self.counsel.facts, (candidates | others).values())):
                 if enough() or one in others:
                     break
-                progress |= self._send_away(candidates[one])
+                if before is None or not self.counsel.as_soon(candidates[one], before):
+                    progress |= self._send_away(candidates[one])
 
     def _send_away(self, encoding: Encoding) -> bool:
         """Starts what frees an encoding's pages, or frees them; False if neither can be done now."""

@@ -79,6 +79,9 @@ class Workflow:
         self._fixed: dict[str, dict[bytes, None]] = {}
         self._told: set[str] = set()  # agents whose fixed parts are marked
         self._seen: dict[str, dict[bytes, None]] = {}  # by an agent in its last turn
+        self._just_seen: dict[bytes, None] = {}  # in the turn that ended last
+        self._unread: dict[bytes, int] = {}  # what was made and not seen yet, and in which turn
+        self._ended = 0
         self._turns: list[Activation] = []
         self._stop_listening = session.engine.events.listen(self._hear)
         session.on_close.append(self.close)
@@ -164,21 +167,23 @@ class Workflow:
         self._turns.remove(turn)
         self._start(turn)
         self.progress.end(turn.agent)
+        self._ended += 1
+        self._just_seen = _seen_in(turn)
+        self._unread |= dict.fromkeys(_keys(turn.messages.values()), self._ended)
+        self._unread = {key: made for key, made in self._unread.items() if key not in self._just_seen}
         self._learn_fixed(turn)
 
     def _learn_fixed(self, turn: Activation) -> None:
         """Keeps what is fixed by name, since messages go: what was marked, or what was seen twice in a row, as long as
         the agent goes on to see it."""
-        marked = dict.fromkeys(k for k in map(_key, self._marked.pop(turn.agent, {}).values()) if k)
-        decodes = [m for m in turn.messages.values() if m.kind == "decode"]
-        parents = (p.message if isinstance(p, Part) else p for m in decodes for p in m.parents)
-        seen = dict.fromkeys(k for k in map(_key, parents) if k)
+        marked = _keys(self._marked.pop(turn.agent, {}).values())
+        seen = _seen_in(turn)
         known = {**self._fixed.get(turn.agent, {}), **marked}
         if marked:
             self._told.add(turn.agent)
         if self._guess and turn.agent not in self._told:
             known |= {k: None for k in seen if k in self._seen.get(turn.agent, {})}
-        if decodes:
+        if any(m.kind == "decode" for m in turn.messages.values()):
             known = {k: None for k in known if k in seen or k in marked}
             self._seen[turn.agent] = seen
         self._fixed[turn.agent] = known
@@ -197,8 +202,7 @@ class Workflow:
 
     def fixed_of(self, agent: str) -> list[bytes]:
         """Names of the encodings that are an agent's fixed part."""
-        marked = (_key(message) for message in self._marked.get(agent, {}).values())
-        return list({**self._fixed.get(agent, {}), **dict.fromkeys(k for k in marked if k)})
+        return list({**self._fixed.get(agent, {}), **_keys(self._marked.get(agent, {}).values())})
 
     def _refresh(self) -> None:
         with self._runner.lock:
@@ -209,12 +213,19 @@ class Workflow:
                 for key in self.fixed_of(agent):
                     wanted[key] = min(value, wanted.get(key, NEVER))
                     groups.add((self.session.client_id, agent))
-            self._store.counsel.take(self, Advice(wanted, frozenset(groups)))
+            self._store.counsel.take(self, Advice(wanted, self._likely(), frozenset(groups)))
         self._prefetch()
 
+    def _likely(self) -> dict[bytes, float]:
+        """Of what varies: what was just seen may be seen again, and what nobody has read yet will be, the less likely
+        the longer that has been so."""
+        ages = {key: self._ended - made + 1.0 for key, made in self._unread.items()}
+        self._unread = {key: made for key, made in self._unread.items() if ages[key] <= len(self.progress.started)}
+        return {key: ages[key] for key in self._unread} | dict.fromkeys(self._just_seen, 1.0)
+
     def _prefetch(self) -> None:
-        """Loads for every agent that may run next, the nearest first."""
-        if not self._limit:
+        """Loads for every agent that may run next, the nearest first; nothing while a call waits for room."""
+        if not self._limit or self._runner.scheduler.short:
             return
         with self._runner.lock:
             for agent, value in sorted(self.steps.items(), key=lambda pair: pair[1]):
@@ -224,6 +235,13 @@ class Workflow:
                     self._store.prefetch(key, self._limit)
 
 
-def _key(message: Message) -> bytes | None:
-    encoding = message._call.encoding
-    return None if encoding is None else encoding.key
+def _seen_in(turn: Activation) -> dict[bytes, None]:
+    """What the decodes of a turn saw."""
+    decodes = (m for m in turn.messages.values() if m.kind == "decode")
+    return _keys(p.message if isinstance(p, Part) else p for m in decodes for p in m.parents)
+
+
+def _keys(messages: Iterable[Message]) -> dict[bytes, None]:
+    """Names of encodings, in order; what was not admitted has none."""
+    encodings = (message._call.encoding for message in messages)
+    return {e.key: None for e in encodings if e is not None and e.key is not None}

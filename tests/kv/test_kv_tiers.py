@@ -248,7 +248,7 @@ def test_what_varies_and_nobody_holds_gets_no_copy():
     fixed, _ = whole(store, 4, "fixed", holder=None)
     suffix, _ = whole(store, 4, "suffix", holder=None)
     fixed.group = suffix.group = "agent"
-    store.counsel.take("w", Advice({b"fixed": 5.0}, frozenset({"agent"})))
+    store.counsel.take("w", Advice({b"fixed": 5.0}, varying=frozenset({"agent"})))
     fill(store, 4)
     assert store.find(b"suffix") is None and fixed.state == "device"
     store.check()
@@ -263,6 +263,49 @@ def test_advice_of_several_sources_counts_by_the_soonest_and_can_be_taken_back()
     assert store.find(b"a") is not None and store.find(b"b") is None
     store.counsel.take("two", None)
     assert store.counsel.facts(store.find(b"a")).steps == 9.0
+
+
+def test_what_varies_is_worth_something_while_a_message_names_it():
+    store = make(pages=4, host=16, eviction="workflow")
+    task, _ = whole(store, 4, "task")
+    fixed, _ = whole(store, 4, "fixed", holder=None)
+    task.group = fixed.group = "agent"
+    store.counsel.take("w", Advice({b"fixed": 3.0}, {b"task": 1.0}, frozenset({"agent"})))
+    assert (store.counsel.facts(task).steps, store.counsel.facts(task).varying) == (1.0, False)
+    fill(store, 4)
+    assert task.state == "device" and fixed.state == "host"
+    store.let_go(task, MESSAGE)
+    assert (store.counsel.facts(task).steps, store.counsel.facts(task).varying) == (None, True)
+    store.check()
+
+
+def test_a_prefetch_leaves_what_is_wanted_as_soon():
+    """Else prompts that are wanted next would push each other out in turns."""
+    mover = ManualMover()
+    store = make(pages=4, host=32, eviction="workflow", mover=mover)
+    one, _ = whole(store, 8, "one", holder=None)
+    with pytest.raises(RoomLater):
+        whole(store, 4, "x")
+    mover.run(), store.settle()
+    two, _ = whole(store, 8, "two", holder=None)
+    assert (one.state, two.state) == ("host", "device")
+    store.counsel.take("w", Advice({b"one": 1.0, b"two": 1.0}))
+    assert not store.prefetch(b"one", 4) and not mover.queue and two.state == "device"
+
+
+def test_a_copy_that_a_call_waits_for_stays_in_its_tier():
+    store = make(pages=4, host=4)
+    wanted, _ = whole(store, 4, "wanted")
+    store.let_go(fill(store, 8), ("call", 99))
+    settle(store)
+    assert wanted.state == "host"
+    store.hold(wanted, ("plan", 2))
+    other, _ = whole(store, 4, "other")
+    store.let_go(fill(store, 8), ("call", 99))
+    settle(store)
+    assert (wanted.state, other.state) == ("host", "dropped")
+    store.let_go(wanted, ("plan", 2))
+    store.check()
 
 
 def test_a_prefetch_takes_the_place_only_of_what_is_wanted_later():
