@@ -158,7 +158,7 @@ def test_a_pinned_message_stays_and_the_session_gives_it_back():
         with pytest.raises(ChoreographError, match="seconds=0"):
             kept.pin(0)
     engine.check()
-    assert engine.runner.store.counts["held_pages"] == 0 and not engine.runner.store._pins
+    assert engine.runner.store.counts["held_pages"] == 0 and not engine.runner.store.pins
 
 
 def test_a_call_waits_for_a_pin_that_expires():

@@ -53,13 +53,15 @@ def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
             try:
                 runner.residence.bring(name, [Sight(encoding, 0, len(encoding.tokens), encoding.start)])
             except CacheFull:
-                if not runner.step() and not runner.store.wait():
-                    runner.residence.done(name)
-                    raise
+                hopeless = not runner.store.busy  # asked before the step, which takes note of what has ended
+                if not runner.step():
+                    if hopeless:
+                        runner.residence.done(name)
+                        raise
+                    _wait(runner)
             else:
                 if not runner.step():
-                    runner.store.wait()
-                    runner.settle()
+                    _wait(runner)
         runner.store.hold(encoding, ("call", name))
         runner.residence.done(name)
         try:
@@ -68,22 +70,27 @@ def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
             runner.store.let_go(encoding, ("call", name))
 
 
+def _wait(runner: Runner) -> None:
+    runner.store.wait()
+    runner.settle()
+
+
 def pin(runner: Runner, call: Call, owner: str | None, seconds: float | None) -> None:
     """Keeps a message on the device for an owner within its session."""
     with runner.lock, on_device(runner, call) as encoding:
-        runner.store.pin(encoding, (call.session, owner, call.id), seconds)
+        runner.store.pins.pin(encoding, (call.session, owner, call.id), seconds)
 
 
 def unpin(runner: Runner, call: Call, owner: str | None) -> None:
     with runner.lock:
         if call.encoding is not None:
-            runner.store.unpin(call.encoding, (call.session, owner, call.id))
+            runner.store.pins.unpin(call.encoding, (call.session, owner, call.id))
 
 
 def unpin_all(runner: Runner, session: int) -> None:
     """Ends every pin that was made through a session."""
     with runner.lock:
-        runner.store.unpin_where(lambda owner: isinstance(owner, tuple) and owner[0] == session)
+        runner.store.pins.unpin_where(lambda owner: isinstance(owner, tuple) and owner[0] == session)
 
 
 def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
@@ -106,8 +113,7 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
                     work.tokens, copy.start, context, capacity=count, holder=call.message_holder
                 )
             except RoomLater:
-                runner.store.wait()
-                runner.settle()
+                _wait(runner)
             except CacheFull:
                 return False
         try:

@@ -146,5 +146,5 @@ def virtual_engine(machine: Machine, config: EngineConfig, *, positions: int = 1
     model = VirtualModel(machine, clock, positions)
     engine = Engine(model, config)
     engine.runner.store.traffic.mover = model.mover
-    engine.runner.store.clock = clock
+    engine.runner.store.pins.clock = clock
     return engine, clock

@@ -14,6 +14,7 @@ from .advice import Counsel
 from .arena import Arena
 from .beginnings import Beginnings
 from .encoding import Encoding, Sight
+from .pins import Pins
 from .policy import ORDERS
 from .prefix import PrefixTree
 from .tiers import Tier
@@ -40,7 +41,6 @@ class Store:
     ) -> None:
         self.arena = arena
         self.traffic = Traffic(arena, tiers, mover or mover_for(arena.keys[0].device), events)
-        self.clock = clock
         self.sleep = sleep
         self._eviction, self._order = eviction, ORDERS[eviction]
         self._events = events
@@ -48,7 +48,7 @@ class Store:
         self._by_key: dict[bytes, Encoding] = {}
         self._trees: dict[str, PrefixTree] = {}
         self._ticks = 0
-        self._pins: dict[tuple[int, object], float | None] = {}
+        self.pins = Pins(self.hold, self.let_go, clock)
         self.counsel = Counsel()
         self.beginnings = Beginnings()
 
@@ -188,18 +188,14 @@ class Store:
                 "release messages or raise CacheConfig.tokens"
             )
         self._evict(pages, spare=self.arena.pages // SPARE)
-        if self.arena.free_pages >= pages:
-            return
-        if self.traffic.moves:
+        if self.arena.free_pages < pages and not self.traffic.moves:
+            self._evict(pages, prefixes=True)  # what hangs on them is below and cannot make way
+        if self.arena.free_pages < pages:
             raise RoomLater(f"needs {pages} pages, {self.arena.free_pages} free, others on their way")
-        raise CacheFull(
-            f"needs {pages} pages, {self.arena.free_pages} free; the idle rest is the prefix of calls in "
-            "flight: release messages or raise CacheConfig.tokens"
-        )
 
-    def _evict(self, pages: int, *, spare: int = 0, before: Encoding | None = None) -> None:
-        """Sends encodings away until `pages` are free or will be; prefixes go after what hangs on them. `before`:
-        only those that the policy gives up before this one, and that are not wanted as soon."""
+    def _evict(self, pages: int, *, spare: int = 0, before: Encoding | None = None, prefixes: bool = False) -> None:
+        """Sends encodings away until `pages` are free or will be. `before`: only those that the policy gives up before
+        this one, and that are not wanted as soon. prefixes: with what hangs on them, not only after it."""
         progress, enough = True, lambda: self.arena.free_pages + self.traffic.pages_coming >= pages + spare
         while progress and not enough():
             progress = False
@@ -208,10 +204,10 @@ class Store:
             for one in self._order(map(self.counsel.facts, (candidates | others).values())):
                 if enough() or one in others:
                     break
-                if before is None or not self.counsel.as_soon(candidates[one], before):
-                    progress |= self._send_away(candidates[one])
+                if one in self._encodings and (before is None or not self.counsel.as_soon(candidates[one], before)):
+                    progress |= self._send_away(candidates[one], prefixes)
 
-    def _send_away(self, encoding: Encoding) -> bool:
+    def _send_away(self, encoding: Encoding, prefixes: bool) -> bool:
         """Starts what frees an encoding's pages, or frees them; False if neither can be done now."""
         to = "dropped"
         if encoding.copies:
@@ -225,7 +221,7 @@ class Store:
                 return True
             if any(self.traffic.leaving(one) for one in self.traffic.tiers):
                 return False
-        if to == "dropped" and encoding.children:
+        if to == "dropped" and encoding.children and not prefixes:
             return False
         self._tell_evicted(encoding, to)
         self._free_pages(encoding)
@@ -324,40 +320,22 @@ class Store:
                 self._free_pages(encoding)
             if not encoding.holders and not (encoding.reusable and encoding.kept and not move.transfer.cancelled):
                 self._forget(encoding)
-        now = self.clock()
-        for (id, owner), until in list(self._pins.items()):
-            if until is not None and until <= now:
-                self.unpin(self._encodings[id], owner)
+        self.pins.expire()
         return failed
-
-    # -- pins ---------------------------------------------------------------------------------------------
-
-    def pin(self, encoding: Encoding, owner: object, seconds: float | None = None) -> None:
-        """Keeps an encoding on the device for an owner, for some seconds or until it is unpinned."""
-        self._pins[encoding.id, owner] = None if seconds is None else self.clock() + seconds
-        self.hold(encoding, ("pin", owner))
-
-    def unpin(self, encoding: Encoding, owner: object) -> None:
-        if self._pins.pop((encoding.id, owner), 0) != 0:
-            self.let_go(encoding, ("pin", owner))
-
-    def unpin_where(self, whose: Callable[[object], bool]) -> None:
-        for id, owner in [pin for pin in self._pins if whose(pin[1])]:
-            self.unpin(self._encodings[id], owner)
 
     @property
     def busy(self) -> bool:
         """Whether room may come without anybody computing: a transfer ends or a pin expires."""
-        return bool(self.traffic.moves) or any(until is not None for until in self._pins.values())
+        return bool(self.traffic.moves) or self.pins.next_end is not None
 
     def wait(self) -> bool:
         """Waits until a transfer has ended, or for a moment if a pin will expire; False if nothing of the kind will."""
         if self.traffic.moves:
             return self.traffic.wait()
-        times = [until for until in self._pins.values() if until is not None]
-        if not times:
+        left = self.pins.next_end
+        if left is None:
             return False
-        self.sleep(min(MOMENT, max(0.0, min(times) - self.clock())))
+        self.sleep(min(MOMENT, left))
         return True
 
     # -- state --------------------------------------------------------------------------------------------
@@ -387,8 +365,7 @@ class Store:
             assert e.pages or not e.encoded, f"encoding {e.id} is encoded nowhere"
         for key, e in self._by_key.items():
             assert e.key == key and e.id in self._encodings
-        for id, owner in self._pins:
-            assert ("pin", owner) in self._encodings[id].holders, "a pin holds nothing"
+        self.pins.check()
         self.traffic.check(list(self._encodings.values()))
         for tree in self._trees.values():
             tree.check()

@@ -335,15 +335,15 @@ def test_pins_have_owners_and_a_time_to_live():
     now = [0.0]
     store = make(pages=4, clock=lambda: now[0])
     encoding, _ = whole(store, 8, "a")
-    store.pin(encoding, "x", seconds=5.0)
-    store.pin(encoding, "y")
-    store.unpin(encoding, "somebody else")
+    store.pins.pin(encoding, "x", seconds=5.0)
+    store.pins.pin(encoding, "y")
+    store.pins.unpin(encoding, "somebody else")
     now[0] = 6.0
     store.settle()
     assert encoding.in_use and not store.busy
     with pytest.raises(CacheFull):
         store.create([0], 0, (), capacity=1, holder=CALL)
-    store.unpin(encoding, "y")
+    store.pins.unpin(encoding, "y")
     assert not encoding.in_use
     store.create([0], 0, (), capacity=1, holder=CALL)
     assert encoding.state == "dropped"
