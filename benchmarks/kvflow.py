@@ -9,12 +9,12 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 from choreograph import CacheConfig, Engine, EngineConfig, Message, SchedulerConfig
-from choreograph.evaluation.statistics import ratio
+from choreograph.evaluation.statistics import mean, ratio
 from choreograph.events import Event
 from choreograph.session import Session, Text
 from choreograph.together import together
@@ -24,7 +24,7 @@ from choreograph.workflow import Agent, StepGraph, Workflow
 from .common import FIGURES, Row, engine, estimate_row, greedy, last, median_row, save, some_tokens
 
 GRID = ((512, 32, 32), (1024, 32, 32), (2048, 32, 32), (2048, 32, 128), (2048, 256, 32), (4096, 32, 32))
-CROWDS = ((256, 8), (256, 16), (512, 8), (512, 16))
+CROWDS = ((256, 4), (256, 8), (256, 16), (512, 8), (512, 16))
 BEFORE, REACTIVE, AWARE = "device only", "host, reactive", "workflow-aware"
 
 
@@ -146,7 +146,7 @@ def alone(
     timed(every, rounds, lambda name: next(runs[name]))
     for run in runs.values():
         run.close()
-    return rows_of("/".join(map(str, shape)), every), facts_of(every)
+    return rows_of("/".join(map(str, shape)), every, team.agents), facts_of(every)
 
 
 def timed(every: dict[str, Side], rounds: int, once: Callable[[str], object]) -> None:
@@ -176,7 +176,7 @@ def crowd(
     timed(every, repeats, lambda name: at_once(every[name].engine, [partial(next, run) for run in runs[name]]))
     for run in (one for some in runs.values() for one in some):
         run.close()
-    return rows_of(f"{fixed} x {workflows}", every), facts_of(every)
+    return rows_of(f"{fixed} x {workflows}", every, agents * workflows), facts_of(every)
 
 
 def at_once(engine: Engine, programs: list[Callable[[], None]]) -> None:
@@ -186,12 +186,16 @@ def at_once(engine: Engine, programs: list[Callable[[], None]]) -> None:
             raise outcome.error
 
 
-def rows_of(label: str, every: dict[str, Side]) -> list[Row]:
+def rows_of(label: str, every: dict[str, Side], turns: int) -> list[Row]:
+    """Throughput, hits and speed-ups. turns: of agents, in a round."""
     times = {name: side.rounds for name, side in every.items()}
     rows = [
-        median_row(f"{label}: {name}, a round", [1000 * t for t in taken], "ms", better="lower")
+        median_row(f"{label}: {name}, throughput", [turns / t for t in taken], "turns/s")
         for name, taken in times.items()
     ]
+    for name, side in every.items():
+        found = mean([0] * side.computed + [1] * (side.uses - side.computed))
+        rows.append(estimate_row(f"{label}: {name}, fixed prompts found", asdict(found), "share"))
     for other in (BEFORE, REACTIVE):
         found = ratio(times[other], times[AWARE])
         facts = {"value": found.value, "low": found.low, "high": found.high}
@@ -200,11 +204,8 @@ def rows_of(label: str, every: dict[str, Side]) -> list[Row]:
 
 
 def facts_of(every: dict[str, Side]) -> dict:
-    """Of every side: uses of fixed prompts, how many were computed again, loads, and the share found in the cache."""
-    return {
-        name: {"uses": s.uses, "computed": s.computed, "loads": s.loads, "hit rate": 1 - s.computed / max(s.uses, 1)}
-        for name, s in every.items()
-    }
+    """Of every side: uses of fixed prompts, how many were computed again, and loads."""
+    return {name: {"uses": s.uses, "computed": s.computed, "loads": s.loads} for name, s in every.items()}
 
 
 def main() -> None:

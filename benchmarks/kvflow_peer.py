@@ -105,7 +105,7 @@ def compare(base: Engine, desks: list[Desk], rounds: int) -> tuple[list[Row], di
     timed(every, rounds, lambda name: at_once(every[name].engine, [partial(next, run) for run in runs[name]]))
     for run in (one for some in runs.values() for one in some):
         run.close()
-    return rows_of(f"{len(desks)} desks", every), facts_of(every)
+    return rows_of(f"{len(desks)} desks", every, len(AGENTS) * len(desks)), facts_of(every)
 
 
 def main() -> None:

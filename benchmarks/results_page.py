@@ -224,7 +224,8 @@ def memory() -> str:
     return markdown(["model", "paper, MB", "every head, MiB", "as the model keeps them, MiB"], lines)
 
 
-SIDES = ["over device only", "over reactive", "device only, s", "reactive, s", "workflow-aware, s"]
+SIDES = ["over device only", "over reactive", "turns a second: device only", "reactive", "workflow-aware"]
+SIDES += ["computed again, of uses", "found %"]
 
 
 def kvflow() -> str:
@@ -234,18 +235,17 @@ def kvflow() -> str:
         for kind, sets in found["found"].items()
         for label, facts in sets.items()
     ]
-    head = ["tokens", *SIDES, "computed again, of uses", "hits %"]
-    return markdown(head, lines) + "\n\n" + _made("kvflow")
+    return markdown(["tokens", *SIDES], lines) + "\n\n" + _made("kvflow")
 
 
 def _sides(found: Mapping[str, Any], label: str, facts: Mapping[str, Any]) -> list[str]:
-    """How long a round takes on each side, and what of the fixed prompts was not found."""
+    """How fast each side is, and what of the fixed prompts it found."""
     rows = {r["measure"]: r for r in found["rows"]}
     ratios = [interval(rows[f"{label}: over {side}"], places=2) for side in list(facts)[:2]]
-    times = [interval(rows[f"{label}: {side}, a round"], 1e-3, places=2) for side in facts]
+    speeds = [interval(rows[f"{label}: {side}, throughput"], places=2) for side in facts]
     again = " / ".join(str(one["computed"]) for one in facts.values())
-    hits = " / ".join(f"{100 * one['hit rate']:.0f}" for one in facts.values())
-    return [*ratios, *times, f"{again} of {next(iter(facts.values()))['uses']}", hits]
+    hits = " / ".join(interval(rows[f"{label}: {side}, fixed prompts found"], 100, places=0) for side in facts)
+    return [*ratios, *speeds, f"{again} of {next(iter(facts.values()))['uses']}", hits]
 
 
 def kvflow_peer() -> str:
@@ -253,9 +253,8 @@ def kvflow_peer() -> str:
     lines = [[label, *_sides(found, label, facts)] for label, facts in found["found"].items()]
     sizes = [r for r in found["rows"] if r["measure"].startswith("tokens a turn")]
     spans = (f"{r['measure'].partition(', ')[2]} {r['value']:.0f} ({r['low']:.0f} to {r['high']:.0f})" for r in sizes)
-    head = ["applications", *SIDES, "computed again, of uses", "hits %"]
     notes = f"Tokens of a turn, median and range: {', '.join(spans)}. "
-    return markdown(head, lines) + "\n\n" + notes + _made("kvflow_peer")
+    return markdown(["applications", *SIDES], lines) + "\n\n" + notes + _made("kvflow_peer")
 
 
 def kvflow_calibration() -> str:
@@ -290,7 +289,7 @@ def kvflow_machines() -> str:
     rows = {r["measure"]: r for r in found["rows"]}
     for label, facts in found["found"].items():
         ratios = [f"{rows[f'{label}: over {side}']['value']:.2f}" for side in list(facts)[:2]]
-        hits = [f"{100 * one['hit rate']:.0f}" for one in facts.values()]
+        hits = [f"{100 - 100 * one['computed'] / one['uses']:.0f}" for one in facts.values()]
         lines.append([label, *ratios, " / ".join(hits), " / ".join(str(one["loads"]) for one in facts.values())])
     shares = ", ".join(f"{100 * share:.0f}% of the {name} rate" for name, share in found["reached"].items())
     rooms = "; ".join(f"{name}: {one['cache tokens']:,} tokens" for name, one in found["machines"].items())
