@@ -23,7 +23,7 @@ from choreograph.report import show_table
 from choreograph.types import SamplingParams
 from choreograph.viz.charts import shifts
 
-from .common import FIGURES, merged, provenance, save
+from .common import FIGURES, last, merged, provenance, save
 
 WORKFLOWS = ("direct", "mad_iter", "tree_of_thoughts", "mad_par")
 LEAKS = ("baseline", "leak both", "leak system", "leak plan")
@@ -126,7 +126,6 @@ def main() -> None:
     if not given.report:
         config = EngineConfig(cache=CacheConfig(tokens=220_000))
         engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
-    summaries = {}
     for name in given.only:
         plan = PLANS[name]
         examples = examples_of(plan, given.data)
@@ -137,7 +136,7 @@ def main() -> None:
         else:
             print(f"{name}: not finished, left out")
             continue
-        summaries[name] = {
+        summary = {
             "workflow": plan.workflow,
             "data": plan.data,
             "max_tokens": plan.max_tokens,
@@ -145,10 +144,10 @@ def main() -> None:
             **provenance(),
             **summarize(examples, records, max_tokens=plan.max_tokens),
         }
-        head, lines = table(summaries[name])
+        head, lines = table(summary)
         show_table(Console(width=170), f"{name}, {len(examples)} examples", head, lines)
-    every = merged("quality", "summaries", summaries)
-    save("quality", [], Path(given.model).stem, summaries=every)
+        save("quality", [], Path(given.model).stem, summaries=merged("quality", "summaries", {name: summary}))
+    every = last("quality").get("summaries", {})
     if set(every) >= {f"pd-{s}" for s in ("none", "cooperate", "defect")}:
         leak_figure(every)
 
