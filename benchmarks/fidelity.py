@@ -17,7 +17,7 @@ from choreograph.evaluation.fidelity import drifts
 from choreograph.evaluation.shown import show_drift
 from choreograph.types import SamplingParams
 
-from .common import merged, save
+from .common import merged, provenance, save
 from .quality import PLANS, conditions_for, examples_of, run, traces_of
 
 RUNS = ("math-tree_of_thoughts", "math-mad_iter", "math-mad_par", "qa-nq_oracle", "bsm", "pd-none", "pd-defect")
@@ -30,11 +30,11 @@ def main() -> None:
     options.add_argument("--traces", type=Path, default=Path("out/quality"))
     options.add_argument("--limit", type=int, default=20)
     options.add_argument("--only", nargs="*", default=list(RUNS))
+    options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
+    options.add_argument("--at-once", type=int, default=3, help="traces at a time; each keeps a row of logits a token")
     given = options.parse_args()
-    engine = Engine.from_pretrained(
-        given.model, dtype="bfloat16", config=EngineConfig(cache=CacheConfig(tokens=100_000))
-    )
-    found: dict[str, Any] = {}
+    config = EngineConfig(cache=CacheConfig(tokens=100_000))
+    engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
     for name in given.only:
         plan = PLANS[name]
         workflow = find(plan.workflow)
@@ -53,13 +53,14 @@ def main() -> None:
             conditions_for(plan),
             sampling=SamplingParams(max_tokens=plan.max_tokens),
             options=plan.options,
-            at_once=3,
+            at_once=given.at_once,
         ):
             each.append((id, drift))
             print(f"... {name}: {len(each)} of {len(examples)}", flush=True)
         rows = show_drift(Console(width=150), name, [drift for _, drift in sorted(each, key=lambda one: one[0])])
-        found[name] = {"workflow": plan.workflow, "data": plan.data, "n": len(each), "rows": rows}
-    save("fidelity", [], Path(given.model).stem, runs=merged("fidelity", "runs", found))
+        facts = {"workflow": plan.workflow, "data": plan.data, "dtype": given.dtype, **provenance()}
+        found: dict[str, Any] = {name: {**facts, "n": len(each), "rows": rows}}
+        save("fidelity", [], Path(given.model).stem, runs=merged("fidelity", "runs", found))
 
 
 if __name__ == "__main__":
