@@ -37,7 +37,11 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 def _made(name: str) -> str:
     """Where the figures of a table come from; parts may have been measured at several times and places."""
     found = record(name)
-    parts = [row["made"] for row in found["rows"]] or list(found.get("summaries", {}).values()) or [found]
+    parts = (
+        [row["made"] for row in found["rows"]]
+        or list(found.get("summaries", found.get("runs", {})).values())
+        or [found]
+    )
     places = dict.fromkeys(f"commit {part['commit']}, {part['date']}, {part['hardware']}" for part in parts)
     return f"`benchmarks/{name}.py`, {'; '.join(places)}; {found['model']}."
 
