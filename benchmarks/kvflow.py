@@ -194,6 +194,7 @@ def rows_of(label: str, every: dict[str, Side], turns: int) -> list[Row]:
         for name, taken in times.items()
     ]
     for name, side in every.items():
+        assert side.computed <= side.uses, "a fixed prompt was computed twice for one use"
         found = mean([0] * side.computed + [1] * (side.uses - side.computed))
         rows.append(estimate_row(f"{label}: {name}, fixed prompts found", asdict(found), "share"))
     for other in (BEFORE, REACTIVE):

@@ -42,7 +42,10 @@ class EventLog:
     def deliver(self) -> None:
         """Calls the listeners. The engine does so between steps, when a listener may call anything."""
         while self._undelivered:
-            event = self._undelivered.popleft()
+            try:
+                event = self._undelivered.popleft()
+            except IndexError:  # another thread has taken it
+                return
             for listener in list(self._listeners):
                 listener(event)
 

@@ -45,22 +45,20 @@ def copy_out(runner: Runner, call: Call) -> Copy:
 @contextmanager
 def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
     """Steps until all of a message is on the device, and keeps it there inside the block."""
-    encoding, name = call.encoding, -call.id
-    if encoding is None or call.released:
-        raise ReleasedMessage(f"message {call.id} has no encoding: keep it until then")
+    name = -call.id
     with runner.lock:
-        while not encoding.whole:
+        while (encoding := _held(runner, call)) and not encoding.whole:
             try:
                 runner.residence.bring(name, [Sight(encoding, 0, len(encoding.tokens), encoding.start)])
             except CacheFull:
                 hopeless = not runner.store.busy  # asked before the step, which takes note of what has ended
-                if not runner.step():
+                if not runner.step(wait=False):
                     if hopeless:
                         runner.residence.done(name)
                         raise
                     _wait(runner)
             else:
-                if not runner.step():
+                if not runner.step(wait=False):
                     _wait(runner)
         runner.store.hold(encoding, ("call", name))
         runner.residence.done(name)
@@ -68,6 +66,14 @@ def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
             yield encoding
         finally:
             runner.store.let_go(encoding, ("call", name))
+
+
+def _held(runner: Runner, call: Call) -> Encoding:
+    """What a message holds; others may have released it while this thread waited."""
+    if call.encoding is None or call.released:
+        runner.residence.done(-call.id)
+        raise ReleasedMessage(f"message {call.id} has no encoding: keep it until then")
+    return call.encoding
 
 
 def _wait(runner: Runner) -> None:

@@ -189,11 +189,11 @@ class Runner:
 
     # -- the step -----------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def step(self, *, wait: bool = True) -> bool:
         """Computes one step; False if there was nothing that could run. A step that breaks changes nothing."""
         with self.lock:
             try:
-                batch = self._next_batch()
+                batch = self._next_batch(wait)
                 samples = batch.samples if batch else []
                 logits = self._compute(batch, [row for _, row in samples]) if batch else None
                 calls = [call for call, _ in samples]
@@ -211,12 +211,12 @@ class Runner:
         self.events.deliver()
         return batch is not None
 
-    def _next_batch(self) -> Batch | None:
-        """The next step's rows; waits for transfers and pins where only they can give room."""
+    def _next_batch(self, wait: bool) -> Batch | None:
+        """The next step's rows; by choice, waits for transfers and pins where only they can give room."""
         while True:
             self.settle()
             batch = self.scheduler.next()
-            if batch is not None or not (self.scheduler.unfinished and self.store.wait()):
+            if batch is not None or not (wait and self.scheduler.unfinished and self.store.wait()):
                 return batch
 
     def settle(self) -> None:

@@ -67,7 +67,7 @@ class Scheduler:
     ) -> None:
         self.waiting: list[Call] = []
         self.running: list[Call] = []
-        self.short = False  # whether the next call in order waits for room
+        self._blocked: Call | None = None  # the next call in order, if it waits for room
         self._store = store
         self._max_step_tokens = max_step_tokens
         self._max_calls = max_calls
@@ -79,6 +79,11 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
+
+    @property
+    def short(self) -> bool:
+        """Whether the next call in order waits for room."""
+        return self._blocked in self.waiting
 
     def next(self) -> Batch | None:
         """The next step's rows, marked as scheduled; None when nothing can run.
@@ -134,7 +139,7 @@ class Scheduler:
 
     def _admit_waiting(self) -> None:
         """Admits calls in order until one has to wait for room; calls that wait for parents are passed over."""
-        self.short = False
+        self._blocked = None
         for call in list(self.waiting):
             if len(self.running) >= self._max_calls:
                 break
@@ -144,7 +149,7 @@ class Scheduler:
             if failed is not None:
                 self._fail(call, CallFailed(f"parent {failed.id} failed: {failed.error or failed.state.value}"))
             elif self._parents_known(call) and not self._try(call):
-                self.short = True
+                self._blocked = call
                 break
 
     def _parents_known(self, call: Call) -> bool:

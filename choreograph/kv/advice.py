@@ -2,6 +2,7 @@
 encodings, numbers, groups; nothing here knows an agent."""
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .encoding import Encoding
@@ -13,7 +14,7 @@ class Advice(NamedTuple):
     vary, as long as a message names them; and in which groups all others vary."""
 
     steps: Mapping[bytes, float]
-    while_held: Mapping[bytes, float] = {}
+    while_held: Mapping[bytes, float] = MappingProxyType({})
     varying: frozenset[object] = frozenset()
 
 

@@ -11,8 +11,8 @@ class Facts(NamedTuple):
     """What a policy may know of an encoding that is not in use.
 
     made, used: rising counters. uses: how often it was wanted. held: a message still names it.
-    steps: how soon an agent needs it (KVFlow's steps-to-execution), None where nobody said; varying: the part of an
-    agent's prompt that changes every time.
+    steps: how soon an agent needs it (KVFlow's steps-to-execution), None where nobody said. varying: a part of an
+    agent's prompt that changes every time, and that nobody expects to be seen again.
     """
 
     id: int

@@ -94,7 +94,8 @@ class Store:
             self._forget(encoding)
 
     def trim(self, encoding: Encoding) -> None:
-        """Gives back the pages that a finished encoding did not need."""
+        """Gives back the pages that a finished encoding did not need. What it has stays found wherever it goes."""
+        encoding.promised = len(encoding.tokens)
         self.arena.release(encoding.keep_pages(self.arena.pages_for(len(encoding.tokens))))
 
     def _touch(self, encoding: Encoding) -> None:
@@ -128,6 +129,11 @@ class Store:
         tree.forget(encoding)
         if tree.empty:
             self._trees.pop(tree.salt, None)
+
+    def _hangs_free(self, encoding: Encoding) -> bool:
+        """Whether nobody holds anything that hangs on an encoding."""
+        hanging = encoding.tree.hanging(encoding) if encoding.tree else []
+        return all(not child.holders and self._hangs_free(child) for child in hanging)
 
     def _free_pages(self, encoding: Encoding) -> None:
         self.arena.release(encoding.keep_pages(0))
@@ -189,9 +195,12 @@ class Store:
             )
         self._evict(pages, spare=self.arena.pages // SPARE)
         if self.arena.free_pages < pages and not self.traffic.moves:
-            self._evict(pages, prefixes=True)  # what hangs on them is below and cannot make way
+            self._evict(pages, prefixes=True)  # what hangs on them lies below and cannot make way
         if self.arena.free_pages < pages:
-            raise RoomLater(f"needs {pages} pages, {self.arena.free_pages} free, others on their way")
+            kind, why = (
+                (RoomLater, "others on their way") if self.traffic.moves else (CacheFull, "the idle rest pinned")
+            )
+            raise kind(f"needs {pages} pages, {self.arena.free_pages} free, {why}")
 
     def _evict(self, pages: int, *, spare: int = 0, before: Encoding | None = None, prefixes: bool = False) -> None:
         """Sends encodings away until `pages` are free or will be. `before`: only those that the policy gives up before
@@ -221,7 +230,7 @@ class Store:
                 return True
             if any(self.traffic.leaving(one) for one in self.traffic.tiers):
                 return False
-        if to == "dropped" and encoding.children and not prefixes:
+        if to == "dropped" and encoding.children and not (prefixes and self._hangs_free(encoding)):
             return False
         self._tell_evicted(encoding, to)
         self._free_pages(encoding)
@@ -310,6 +319,8 @@ class Store:
         failed = []
         for move in self.traffic.ended():
             encoding = move.encoding
+            if encoding.id not in self._encodings:  # it went with a prefix that could not be loaded
+                continue
             if move.way == "load" and move.transfer.error is None:
                 encoding.encoded = encoding.scheduled = len(encoding.tokens)
             elif move.way == "load":

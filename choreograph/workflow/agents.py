@@ -18,6 +18,7 @@ from ..session import Session, Text
 from .graph import NEVER, Progress, StepGraph
 from .learned import LearnedSteps
 
+ROOM = ("loaded", "offloaded", "admitted", "finished", "failed", "cancelled", "released")  # there may be room now
 ENDS = ("known", "finished", "failed", "cancelled")  # a decode is over with its last token
 
 
@@ -82,6 +83,8 @@ class Workflow:
         self._just_seen: dict[bytes, None] = {}  # in the turn that ended last
         self._unread: dict[bytes, int] = {}  # what was made and not seen yet, and in which turn
         self._ended = 0
+        self._next: list[bytes] = []  # fixed parts of agents one step away, the nearest first
+        self._closed = False
         self._turns: list[Activation] = []
         self._stop_listening = session.engine.events.listen(self._hear)
         session.on_close.append(self.close)
@@ -96,6 +99,7 @@ class Workflow:
     def close(self) -> None:
         """Takes back what the cache was told."""
         with self._runner.lock:
+            self._closed = True
             self._store.counsel.take(self, None)
         self._stop_listening()
         self._stop_listening = lambda: None
@@ -137,16 +141,13 @@ class Workflow:
     # -- what runs ----------------------------------------------------------------------------------------
 
     def _hear(self, event: Event) -> None:
-        if event.kind == "loaded":
-            self._prefetch()
-            return
-        if event.kind not in ("admitted", *ENDS):
-            return
         call = event.facts.get("call")
-        turn = next((t for t in self._turns if call in t.unfinished), None)
-        if turn is None:
-            return
         with self._runner.lock:
+            turn = next((t for t in self._turns if call in t.unfinished), None)
+            if turn is None or event.kind not in ("admitted", *ENDS):
+                if event.kind in ROOM:
+                    self._prefetch()
+                return
             if event.kind == "admitted":
                 self._start(turn)
             else:
@@ -205,6 +206,8 @@ class Workflow:
         return list({**self._fixed.get(agent, {}), **_keys(self._marked.get(agent, {}).values())})
 
     def _refresh(self) -> None:
+        if self._closed:
+            return
         with self._runner.lock:
             steps = self.steps
             wanted: dict[bytes, float] = {}
@@ -213,26 +216,25 @@ class Workflow:
                 for key in self.fixed_of(agent):
                     wanted[key] = min(value, wanted.get(key, NEVER))
                     groups.add((self.session.client_id, agent))
+            self._next = sorted((key for key, value in wanted.items() if value <= 1), key=lambda key: wanted[key])
             self._store.counsel.take(self, Advice(wanted, self._likely(), frozenset(groups)))
         self._prefetch()
 
     def _likely(self) -> dict[bytes, float]:
-        """Of what varies: what was just seen may be seen again, and what nobody has read yet will be, the less likely
-        the longer that has been so."""
+        """Of what varies: what a turn makes it will read, what was just seen may be seen again, and what was made and
+        not read yet will be, the less likely the longer that has been so."""
         ages = {key: self._ended - made + 1.0 for key, made in self._unread.items()}
         self._unread = {key: made for key, made in self._unread.items() if ages[key] <= len(self.progress.started)}
-        return {key: ages[key] for key in self._unread} | dict.fromkeys(self._just_seen, 1.0)
+        made = (key for turn in self._turns for key in _keys(turn.messages.values()))
+        return {key: ages[key] for key in self._unread} | dict.fromkeys((*self._just_seen, *made), 1.0)
 
     def _prefetch(self) -> None:
         """Loads for every agent that may run next, the nearest first; nothing while a call waits for room."""
-        if not self._limit or self._runner.scheduler.short:
-            return
         with self._runner.lock:
-            for agent, value in sorted(self.steps.items(), key=lambda pair: pair[1]):
-                if value > 1:
-                    break
-                for key in self.fixed_of(agent):
-                    self._store.prefetch(key, self._limit)
+            if self._closed or not self._limit or self._runner.scheduler.short:
+                return
+            for key in self._next:
+                self._store.prefetch(key, self._limit)
 
 
 def _seen_in(turn: Activation) -> dict[bytes, None]:

@@ -289,6 +289,7 @@ def test_a_prefetch_leaves_what_is_wanted_as_soon():
     mover.run(), store.settle()
     two, _ = whole(store, 8, "two", holder=None)
     assert (one.state, two.state) == ("host", "device")
+    store.hold(one, MESSAGE), store.let_go(one, MESSAGE)  # used last: among equals the other one would go first
     store.counsel.take("w", Advice({b"one": 1.0, b"two": 1.0}))
     assert not store.prefetch(b"one", 4) and not mover.queue and two.state == "device"
 

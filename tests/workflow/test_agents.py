@@ -202,3 +202,60 @@ def test_events_tell_every_hit_miss_and_eviction_and_why():
     assert all(facts["policy"] == "workflow" for facts in by_kind["evicted"])
     assert any(facts["varying"] for facts in by_kind["evicted"])
     assert any(facts["steps"] for facts in by_kind["evicted"] if not facts["varying"])
+
+
+def test_what_the_next_turn_reads_is_expected_while_it_is_held():
+    engine = tiny.engine(eviction="workflow")
+    with engine.session(seed=0) as s, Workflow(s, CYCLE) as team:
+        facts = engine.runner.store.counsel.facts
+
+        def expected(message):
+            return facts(message._call.encoding).steps
+
+        task = s.prefill([9, 9, 9])
+        with team.agent("a"):
+            aside = s.prefill([8, 8], [task]).encode()
+            assert expected(aside) == 1  # the turn that made it is not over
+            first = s.decode([1], [task], sampling=BRIEF).result()
+        assert (expected(task), expected(first), expected(aside)) == (1, 1, 1)
+        with team.agent("b"):
+            second = s.decode([2], [first], sampling=BRIEF).result()
+        assert (expected(task), expected(first), expected(second), expected(aside)) == (None, 1, 1, 2)
+        first.release()
+        assert facts(second._call.encoding).varying is False
+        for name in ("c", "d", "a"):
+            with team.agent(name):
+                s.decode([3], [second], sampling=BRIEF).result()
+        assert expected(aside) is None or expected(aside) > 2
+
+
+def test_nothing_is_loaded_ahead_while_a_call_waits_for_room_and_then_it_is():
+    engine = small(host=400)
+    with engine.session(seed=0) as s, Workflow(s, CYCLE) as team:
+        for index, name in enumerate(NAMES):
+            with team.agent(name) as agent:
+                role = agent.fixed(fixed_of(index))
+                s.decode([1], [role], sampling=BRIEF).result().release()
+            role.release()
+        long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        with team.agent("a") as agent, engine.session(seed=1) as other:
+            holds = other.decode([1] * 20, sampling=long)
+            blocked = other.decode([2] * 60, sampling=long)
+            engine.step()
+            assert engine.runner.scheduler.short
+            before = engine.events.counts["prefetch"]
+            engine.step()
+            assert engine.events.counts["prefetch"] == before
+            assert len(holds.result().generated) == len(blocked.result().generated) == 30
+            assert not engine.runner.scheduler.short
+        engine.drain()
+        assert engine.events.counts["prefetch"] > before
+
+
+def test_a_workflow_that_is_closed_within_a_turn_says_nothing_more():
+    engine = tiny.engine()
+    with engine.session(seed=0) as s:
+        team = Workflow(s, CYCLE)
+        with team.agent("a"):
+            team.close()
+        assert not engine.runner.store.counsel.sources
