@@ -148,8 +148,9 @@ def commit() -> str:
 
 
 def _changed() -> str:
-    """Tracked files that differ from the commit, other than results."""
-    return _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results")
+    """Tracked files that differ from the commit, other than results and figures."""
+    others = (f":(exclude,top){folder}" for folder in ("benchmarks/results", "docs/figures"))
+    return _git("status", "--porcelain", "--untracked-files=no", "--", ":/", *others)
 
 
 def _git(*words: str) -> str:
