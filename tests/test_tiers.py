@@ -415,8 +415,9 @@ def test_a_copy_is_taken_at_once_while_others_wait_for_a_long_pin():
 def test_a_message_that_is_released_while_another_thread_pins_it_is_not_pinned():
     engine = tiny.engine(tokens=40)
     with engine.session() as session, engine.session() as other:
-        session.prefill([1] * 32).pin(seconds=0.5)
-        late = other.prefill([2] * 24)
+        late = other.prefill([2] * 24).result()
+        session.prefill([1] * 32).pin(seconds=1)
+        assert late.where == "dropped"
         problems = []
 
         def pin() -> None:
@@ -433,8 +434,7 @@ def test_a_message_that_is_released_while_another_thread_pins_it_is_not_pinned()
         assert problems and len(engine.runner.store.pins) == 1
 
 
-def test_a_prefix_goes_with_what_nobody_holds_but_not_with_what_is_pinned():
-    """What hangs on it lies in a tier that is full; the room is needed."""
+def test_an_idle_prefix_goes_when_what_hangs_on_it_lies_in_a_full_tier():
     engine = tiny.engine(tokens=48, host=12, page=2)
     with engine.session(mode="prefix") as session:
         root = session.prefill([1, 2, 3, 4] * 7)
