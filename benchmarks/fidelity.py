@@ -31,7 +31,6 @@ def main() -> None:
     options.add_argument("--limit", type=int, default=20)
     options.add_argument("--only", nargs="*", default=list(RUNS))
     options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
-    options.add_argument("--at-once", type=int, default=3, help="traces at a time; each keeps a row of logits a token")
     given = options.parse_args()
     config = EngineConfig(cache=CacheConfig(tokens=100_000))
     engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
@@ -45,7 +44,7 @@ def main() -> None:
             records = run(engine, f"{name}-baseline-{len(examples)}", alone, examples, given.traces)["baseline"]
             traces = {record["id"]: record for record in records}
         each = []
-        for id, drift in drifts(
+        for _, drift in drifts(
             engine,
             workflow,
             examples,
@@ -53,11 +52,10 @@ def main() -> None:
             conditions_for(plan),
             sampling=SamplingParams(max_tokens=plan.max_tokens),
             options=plan.options,
-            at_once=given.at_once,
         ):
-            each.append((id, drift))
+            each.append(drift)
             print(f"... {name}: {len(each)} of {len(examples)}", flush=True)
-        rows = show_drift(Console(width=150), name, [drift for _, drift in sorted(each, key=lambda one: one[0])])
+        rows = show_drift(Console(width=150), name, each)
         facts = {"workflow": plan.workflow, "data": plan.data, "dtype": given.dtype, **provenance()}
         found: dict[str, Any] = {name: {**facts, "n": len(each), "rows": rows}}
         save("fidelity", [], Path(given.model).stem, runs=merged("fidelity", "runs", found))

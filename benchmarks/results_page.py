@@ -322,6 +322,49 @@ def kvflow_policies() -> str:
     )
 
 
+def distill() -> str:
+    lines = []
+    for one in record("distill")["runs"].values():
+        cells = [interval(one[k], places=3) for k in ("baseline", "before", "after", "gap before", "gap after")]
+        facts = [interval(one["closed"], 100, places=0), str(one["traces"]["learn"]), str(one["traces"]["test"])]
+        lines.append([TITLES[one["workflow"]], one["model"], one["condition"], *cells, *facts])
+    head = ["workflow", "model", "condition", "baseline", "reused", "fine-tuned", "gap before", "gap after"]
+    return markdown([*head, "closed %", "traces", "held out"], lines) + "\n\n" + _made("distill")
+
+
+def distill_cost() -> str:
+    lines = []
+    for one in record("distill")["runs"].values():
+        training, harm, speed = one["training"], one["harm"], one["one pass"]
+        lines.append(
+            [
+                TITLES[one["workflow"]],
+                one["model"],
+                f"{100 * training['trained_share']:.2f}",
+                str(training["updates"]),
+                f"{training['seconds']:.1f}",
+                f"{training['peak_memory'] / 2**30:.1f}",
+                interval(speed["speed-up"], places=1),
+                interval(one["adapted baseline"], places=3, sign=True),
+                interval(harm["change"], places=3, sign=True),
+            ]
+        )
+    head = ["workflow", "model", "trained %", "updates", "s a trace", "peak GiB", "one pass over steps"]
+    return markdown([*head, "change on the baseline", "change on ordinary text"], lines)
+
+
+def distill_answers() -> str:
+    lines = []
+    for one in record("distill")["runs"].values():
+        for condition, found in one["scores"]["conditions"].items() if "scores" in one else ():
+            gap = found["differences"].get("both")
+            cells = [interval(found["scores"][k], 100) for k in ("first", "second", "both")]
+            facts = [interval(gap, 100, sign=True), probability(gap), str(one["scores"]["n"])]
+            lines.append([one["model"], condition, *cells, *facts])
+    head = ["model", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p", "n"]
+    return markdown(head, lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "speed": speed,
     "stages": stages,
@@ -332,6 +375,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "leak": leak,
     "prediction": prediction,
     "fidelity": fidelity,
+    "distill": distill,
+    "distill-cost": distill_cost,
+    "distill-answers": distill_answers,
     "prompt-cache": prompt_cache,
     "prompt-cache-quality": prompt_cache_quality,
     "memory": memory,

@@ -3,15 +3,42 @@
 import json
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from .cli_distill import trace, train
 from .cli_graph import app as graph
+from .cli_options import (
+    ADAPTED,
+    EMBEDDED,
+    Adapter,
+    AtOnce,
+    Compile,
+    Data,
+    Dtype,
+    DtypeName,
+    Json,
+    Limit,
+    MaxTokens,
+    Mode,
+    Model,
+    ModeName,
+    Only,
+    Options,
+    Out,
+    Seed,
+    Shuffle,
+    Split,
+    Temperature,
+    WorkflowName,
+    open_engine,
+    read_options,
+)
 from .cli_pml import app as pml
+from .types import BASE
 
 app = typer.Typer(
     name="choreograph",
@@ -23,37 +50,14 @@ app = typer.Typer(
 )
 app.add_typer(pml)
 app.add_typer(graph)
-
-
-class ModeName(StrEnum):
-    """The three execution modes."""
-
-    choreographed = "choreographed"
-    prefix = "prefix"
-    naive = "naive"
-
-
-class DtypeName(StrEnum):
-    """Types a model can compute in."""
-
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float16 = "float16"
-
-
-Model = Annotated[str, typer.Option(help="A name, a Hub id, a model folder or a .gguf file.")]
-Dtype = Annotated[DtypeName, typer.Option(help="The type to compute in.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Compile small steps; the first run waits for the compiler.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Mode = Annotated[ModeName, typer.Option(help="choreographed reuses messages anywhere, prefix only prefixes.")]
-Seed = Annotated[int, typer.Option(help="Seed of all sampling.")]
-EMBEDDED = "smollm2-135m-instruct"
+app.command()(trace)
+app.command()(train)
 
 
 @app.command()
 def info(model: Model = EMBEDDED, dtype: Dtype = DtypeName.bfloat16, as_json: Json = False) -> None:
     """Show the model, its cache and the backend that this machine gets."""
-    engine = _engine(model, dtype, False)
+    engine = open_engine(model, dtype)
     facts, counts = engine.facts, engine.runner.store.counts
     tokens = counts["pages"] * engine.runner.store.arena.page_size
     described = {
@@ -98,7 +102,7 @@ def demo(
 
     console = Console(quiet=as_json)
     with console.status("loading the model") if console.is_terminal else _nothing():
-        engine = _engine(model, dtype, compile)
+        engine = open_engine(model, dtype, compile)
     numbers = run_demo(engine, console, branches=branches, voters=voters, picture=picture, seed=seed)
     if as_json:
         print(json.dumps(numbers))
@@ -113,8 +117,9 @@ def run(
     dtype: Dtype = DtypeName.bfloat16,
     compile: Compile = False,
     option: Annotated[list[str] | None, typer.Option(help="An option of the workflow, as name=value.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one message.")] = 160,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    adapter: Adapter = None,
+    max_tokens: MaxTokens = 160,
+    temperature: Temperature = 0.7,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -130,13 +135,14 @@ def run(
     console = Console(quiet=as_json)
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
     done = perform(
-        _engine(model, dtype, compile),
+        open_engine(model, dtype, compile, adapter),
         found,
         text,
         mode=mode.value,
+        model=ADAPTED if adapter else BASE,
         seed=seed,
         sampling=sampling,
-        options=_options(option or []),
+        options=read_options(option or []),
         on_text=lambda piece: console.print(piece, end="", markup=False, highlight=False, soft_wrap=True),
     )
     if as_json:
@@ -145,19 +151,6 @@ def run(
     else:
         console.print("\n")
         _show_run(console, f"{workflow}, {mode.value}: {done.cost.seconds:.2f} s", done)
-
-
-WorkflowName = Annotated[str, typer.Argument(help="A workflow of the package, or the path of a Python file.")]
-Data = Annotated[str, typer.Option(help="A .jsonl file, a Hub dataset (name or name:configuration), or games:N.")]
-Out = Annotated[Path | None, typer.Option(help="The folder of the run; a run that was stopped goes on there.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only so many examples.")]
-Split = Annotated[str, typer.Option(help="The split of a Hub dataset.")]
-Shuffle = Annotated[int | None, typer.Option(help="Seed to shuffle the examples with; unshuffled without one.")]
-Only = Annotated[list[str] | None, typer.Option("--condition", help="Only these conditions (and the baseline).")]
-Options = Annotated[list[str] | None, typer.Option("--option", help="An option of the workflow, as name=value.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of one message.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
-AtOnce = Annotated[int, typer.Option(min=1, help="Examples that run at once, packed into the same steps.")]
 
 
 @app.command(name="eval")
@@ -177,6 +170,9 @@ def evaluate(
     seed: Seed = 0,
     at_once: AtOnce = 32,
     fidelity: Annotated[int, typer.Option(min=0, help="Measure log-loss and KL on so many traces.")] = 0,
+    adapter: Annotated[
+        str | None, typer.Option(help="Run every condition but the first with this LoRA adapter too.")
+    ] = None,
     judge: Annotated[str | None, typer.Option(help="A model that compares answers in both orders.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -187,20 +183,21 @@ def evaluate(
 
     found, console = find(workflow), Console(quiet=as_json)
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
+    conditions = shown.chosen(found, condition or [])
     report = shown.evaluate(
-        _engine(model, dtype, False),
+        open_engine(model, dtype, adapter=adapter),
         console,
         workflow,
         found,
         examples,
         out or Path("out") / "eval" / Path(workflow).stem,
-        conditions=shown.chosen(found, condition or []),
-        options=_options(option or []),
+        conditions=shown.with_adapter(conditions, ADAPTED) if adapter else conditions,
+        options=read_options(option or []),
         sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
         seed=seed,
         at_once=at_once,
         fidelity=fidelity,
-        judge=None if judge is None else _engine(judge, dtype, False),
+        judge=None if judge is None else open_engine(judge, dtype),
     )
     if as_json:
         print(json.dumps(report))
@@ -232,14 +229,14 @@ def bench(
     found, console = find(workflow), Console(quiet=as_json)
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
     report = shown.bench(
-        _engine(model, dtype, compile),
+        open_engine(model, dtype, compile),
         console,
         workflow,
         found,
         examples,
         out or Path("out") / "bench" / Path(workflow).stem,
         conditions=shown.chosen(found, condition or []),
-        options=_options(option or []),
+        options=read_options(option or []),
         sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
         seed=seed,
     )
@@ -266,8 +263,9 @@ def chat(
     dtype: Dtype = DtypeName.bfloat16,
     compile: Compile = False,
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one reply.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    adapter: Adapter = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.7,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -277,8 +275,8 @@ def chat(
 
     console = Console(quiet=as_json)
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
-    engine = _engine(model, dtype, compile)
-    with engine.session(mode=mode.value, seed=seed) as session:
+    engine = open_engine(model, dtype, compile, adapter)
+    with engine.session(mode=mode.value, seed=seed, model=ADAPTED if adapter else BASE) as session:
         opening = [session.prefill(session.system(system))] if system else []
         history = list(opening)
         while line := _ask(console):
@@ -305,27 +303,6 @@ def _ask(console: Console) -> str:
         return (console.input("[b]>[/b] ") if console.is_terminal else input()).strip()
     except EOFError:
         return ""
-
-
-def _engine(model: str, dtype: DtypeName, compile: bool) -> Any:
-    from .config import EngineConfig
-    from .core import Engine
-
-    return Engine.from_pretrained(model, dtype=dtype.value, config=EngineConfig(compile=compile))
-
-
-def _options(given: list[str]) -> dict[str, Any]:
-    """name=value pairs; a value that reads as JSON is taken as such (4, true), else as text."""
-    options = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"--option {pair!r}: write name=value")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
-    return options
 
 
 def _nothing() -> Any:

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .cli_options import Json
+
 app = typer.Typer(name="graph", help="KVFlow: step graphs of agents, and how soon each runs.", no_args_is_help=True)
 GraphFile = Annotated[Path, typer.Argument(help="A step graph in YAML or JSON.", show_default=False)]
 
@@ -23,7 +25,7 @@ def show(
         str, typer.Option("--after", help="What happened so far: +a when agent a started, -a when it ended: +a,-a,+b")
     ] = "",
     picture: Annotated[Path | None, typer.Option(help="Write the graph as SVG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show who waits for whom, and how many steps away each agent is."""
     from .report import show_table

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from .cli_options import EMBEDDED, Json, Model
+
 if TYPE_CHECKING:
     from .types import Mode
 
-EMBEDDED = "smollm2-135m-instruct"
 app = typer.Typer(
     name="pml", help="Prompt Cache: schemas of reusable modules, and prompts that import them.", no_args_is_help=True
 )
 SchemaFile = Annotated[Path, typer.Argument(help="A schema in PML.", show_default=False)]
 PromptFile = Annotated[Path, typer.Argument(help="A prompt in PML for that schema.", show_default=False)]
-Model = Annotated[str, typer.Option(help="A name, a Hub id, a model folder or a .gguf file.")]
 Dtype = Annotated[str, typer.Option(help="The type to compute in.")]
 Cache = Annotated[Path | None, typer.Option("--cache", help="Encodings that `warm --save` wrote.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @app.command()

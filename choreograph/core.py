@@ -1,6 +1,7 @@
 """`Engine`, the public way in: one model, its cache, and sessions over both. Owns nothing that they do not."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,15 +14,22 @@ from .errors import ConfigError, ModelError
 from .events import EventLog
 from .models.adapter import Adapter, ModelFacts, check_dtype
 from .models.load import EMBEDDED, load
+from .models.lora import Lora
 from .session import Session
-from .types import MODES, Mode
+from .types import BASE, MODES, Mode
+
+Adapters = Mapping[str, str | os.PathLike[str]]
 
 
 class Engine:
     """One model, one cache, any number of sessions."""
 
-    def __init__(self, adapter: Adapter, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, adapter: Adapter, config: EngineConfig | None = None, *, adapters: Adapters | None = None
+    ) -> None:
         self.runner = Runner(adapter, config or EngineConfig())
+        for name, source in (adapters or {}).items():
+            self.add_adapter(name, source)
         self.tokenizer = adapter.tokenizer
         self.chat = ChatFormat(adapter.tokenizer) if adapter.tokenizer is not None else None
 
@@ -34,10 +42,12 @@ class Engine:
         tokenizer: Any = None,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
+        adapters: Adapters | None = None,
     ) -> "Engine":
         """Loads a model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
 
-        dtype defaults to bfloat16 (a model in memory keeps its own), device to the first GPU or the CPU.
+        dtype defaults to bfloat16 (a model in memory keeps its own), device to the first GPU or the CPU. adapters:
+        LoRA adapters by name, each a folder that `peft` saved or a Hub id.
         Raises ModelError for a model that cannot be found, read or served.
         """
         config = EngineConfig() if config is None else config
@@ -52,25 +62,57 @@ class Engine:
             from .models.compiled import CompiledForward  # touches private names of torch: only where asked for
 
             adapter.compiled = CompiledForward(adapter, config.compile_rows)
-        return cls(adapter, config)
+        return cls(adapter, config, adapters=adapters)
 
     @property
     def facts(self) -> ModelFacts:
         return self.runner.adapter.facts
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """What sessions and calls may name as their model: "base" and the adapters."""
+        return self.runner.adapter.models
+
+    def add_adapter(self, name: str, source: str | os.PathLike[str]) -> Lora:
+        """Serves a LoRA adapter beside the base model. What it encodes is never found by another model."""
+        loras = self.runner.adapter.loras
+        assert loras is not None
+        with self.runner.lock, self.runner.adapter.hooked():  # nobody computes meanwhile
+            return loras.add(name, source)
+
+    def remove_adapter(self, name: str) -> None:
+        """Serves an adapter no longer; to be called when no call on it is unfinished."""
+        loras = self.runner.adapter.loras
+        assert loras is not None
+        with self.runner.lock:
+            calls = (*self.runner.scheduler.waiting, *self.runner.scheduler.running)
+            if any(call.model == name for call in calls):
+                raise ConfigError(f"adapter {name!r} has unfinished calls: read or release them first")
+            loras.remove(name)
+
+    @property
     def events(self) -> EventLog:
         return self.runner.events
 
-    def session(self, *, mode: Mode = "choreographed", seed: int | None = None, client_id: str = "default") -> Session:
-        """A workflow's scope: its messages are released at the end. Clients never see each other's cache."""
+    def session(
+        self,
+        *,
+        mode: Mode = "choreographed",
+        seed: int | None = None,
+        client_id: str = "default",
+        model: str = BASE,
+    ) -> Session:
+        """A workflow's scope: its messages are released at the end. Clients never see each other's cache.
+
+        model: what computes calls that name none, "base" or an adapter.
+        """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed={seed!r}: use a whole number or None")
         if not isinstance(client_id, str):
             raise ConfigError(f"client_id={client_id!r}: use a string")
-        session = Session(self.runner, self.chat, mode=mode, seed=seed, client_id=client_id)
+        session = Session(self.runner, self.chat, mode=mode, seed=seed, client_id=client_id, model=model)
         session.engine = self
         return session
 

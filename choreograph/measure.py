@@ -11,7 +11,7 @@ from .choreographies import Performance, Step, Workflow
 from .core import Engine
 from .errors import ConfigError
 from .message import Message
-from .types import Mode, SamplingParams
+from .types import BASE, Mode, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def perform(
     task: str,
     *,
     mode: Mode,
+    model: str = BASE,
     seed: int | None = 0,
     sampling: SamplingParams | None = None,
     forced: Mapping[str, list[list[int]]] | None = None,
@@ -78,7 +79,7 @@ def perform(
     """Runs a workflow to its end. on_text streams the answer; look sees the messages before they are released."""
     check_options(workflow, options or {})
     steps = engine.runner.steps
-    with engine.session(mode=mode, seed=seed) as session:
+    with engine.session(mode=mode, seed=seed, model=model) as session:
         performance = Performance(session, sampling=sampling, forced=forced, on_step=on_step)
         began = time.perf_counter()
         answer = workflow(performance, task, **(options or {}))

@@ -50,6 +50,9 @@ class Message:
         self._runner = runner
         self._decode_text = decode_text
         self.parents: tuple[Message | Part, ...] = ()
+        self.origin: Message | None = None  # of a borrowed message: whose encoding it is
+        self.reuses = False  # what other models encoded of its parents
+        self.versions: dict[str, Message] = {}  # the same, encoded by other models
         self.on_release: Callable[[Message], None] | None = None
 
     def __repr__(self) -> str:
@@ -64,6 +67,11 @@ class Message:
     def kind(self) -> str:
         """ "prefill" or "decode"."""
         return "decode" if self._call.is_decode else "prefill"
+
+    @property
+    def model(self) -> str:
+        """What encodes it: "base", or an adapter of the engine."""
+        return self._call.model
 
     @property
     def tokens(self) -> list[int]:
@@ -209,6 +217,8 @@ class Message:
 
     def release(self) -> None:
         """Gives the encoding up. Unfinished work that nobody else needs is cancelled; known values stay readable."""
+        for version in self.versions.values():
+            version.release()
         self._runner.release(self._call)
         if self.on_release is not None:
             self.on_release(self)
@@ -249,3 +259,40 @@ class Message:
 
     def _wait_done(self) -> None:
         self._wait(self._finished)
+
+
+def whole(parent: Message | Part) -> Message:
+    return parent.message if isinstance(parent, Part) else parent
+
+
+def under(
+    model: str, parent: Message | Part, again: Callable[[Message, str, tuple[Message | Part, ...]], Message]
+) -> Message | Part:
+    """What a parent is to a model: itself where the model encoded it, else a version of it that the model encodes, with
+    sight of its parents as they are to the model. `again` makes what is not there yet, the oldest first."""
+    waiting = [whole(parent)]
+    while waiting:
+        message = waiting[-1]
+        parents = (message.origin or message).parents
+        missing = [whole(p) for p in parents if _version(whole(p), model) is None]
+        if _version(message, model) is not None:
+            waiting.pop()
+        elif missing:
+            waiting += missing
+        else:
+            message.versions[model] = again(message, model, tuple(_as_seen(p, model) for p in parents))
+    return _as_seen(parent, model)
+
+
+def _version(message: Message, model: str) -> Message | None:
+    """The message as a model encoded it, if there is such a one to be seen."""
+    version = message if message.model == model else message.versions.get(model)
+    if version is message and message._call.released:
+        version = message.versions.get(model)
+    return None if version is None or version._call.released else version
+
+
+def _as_seen(parent: Message | Part, model: str) -> Message | Part:
+    version = _version(whole(parent), model)
+    assert version is not None
+    return Part(version, parent.first, parent.last) if isinstance(parent, Part) else version

@@ -1,13 +1,13 @@
 """A session: `prefill` and `decode` over its own messages. Owns validation and tokens; the runner computes."""
 
-import inspect
-import operator
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args, overload
 
 import torch
 
+from . import arguments
+from .arguments import Offsets, check_offsets, check_position, check_token, is_calls, make_each, refuse_empty
 from .chat import ChatFormat, Turn
 from .engine.call import Call, State
 from .engine.copies import Copy, copy_in, share, unpin_all
@@ -15,7 +15,6 @@ from .engine.generation import Generation
 from .engine.runner import Runner
 from .engine.text import make_detokenizer
 from .errors import (
-    BadPosition,
     BadTokens,
     CallError,
     ChoreographError,
@@ -23,15 +22,14 @@ from .errors import (
     ForeignMessage,
     ReleasedMessage,
     RepeatedParent,
-    SamplingError,
     SessionClosed,
     UnknownMessage,
 )
-from .message import Message, Part
-from .types import Mode, SamplingParams
+from .message import Message, Part, under, whole
+from .types import BASE, Mode, SamplingParams
 
 Text = str | Sequence[int] | Turn
-Offsets = Sequence[int | None] | None
+Share = Literal["recompute", "reuse"]
 DEFAULTS = SamplingParams()
 
 
@@ -39,13 +37,21 @@ class Session:
     """Messages of one workflow in one mode. Use as a context manager, or call `close`."""
 
     def __init__(
-        self, runner: Runner, chat: ChatFormat | None, *, mode: Mode, seed: int | None, client_id: str
+        self,
+        runner: Runner,
+        chat: ChatFormat | None,
+        *,
+        mode: Mode,
+        seed: int | None,
+        client_id: str,
+        model: str = BASE,
     ) -> None:
         self.engine: Any = None  # the Engine that opened it
         self._runner = runner
         self._format = chat
         self._tokenizer = runner.adapter.tokenizer
         self.mode = mode
+        self.model = self._known(model)
         self.id = runner.new_id()
         self._messages: dict[int, Message] = {}  # not released yet, in order
         self.closed = False
@@ -53,7 +59,6 @@ class Session:
         self.on_message: Callable[[Message], None] | None = None
         self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
-        self._salt = f"{runner.adapter.facts.fingerprint}\0{client_id}"
         self._seeds = random.Random(seed)
 
     def __enter__(self) -> "Session":
@@ -98,17 +103,23 @@ class Session:
         parents: Iterable[Message | Part] = (),
         offsets: Offsets = None,
         new_offset: int | None = None,
+        *,
+        model: str | None = None,
+        share: Share = "recompute",
     ) -> Message: ...
-    def prefill(self, tokens, parents=(), offsets=None, new_offset=None):
+    def prefill(self, tokens, parents=(), offsets=None, new_offset=None, *, model=None, share="recompute"):
         """Encodes `tokens` with attention to all of `parents`, and to themselves causally.
 
         Parent i is placed from position offsets[i] on, the message from `new_offset` on; None follows the
         parent before. A parent is a message or a part of one (`Message.part`). A list of calls (dicts of these
         arguments) gives a list of messages, computed together.
+
+        `model` is the session's, unless "base" or an adapter of the engine is named. Parents that another model
+        encoded are encoded again by this one, each once a session; share="reuse" takes them as they are.
         """
-        beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
-        if _is_calls(tokens):
-            return self._submit(_each(tokens, self._prefill_call, beside))
+        beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "model": model, "share": share}
+        if is_calls(tokens):
+            return self._submit(make_each(tokens, self._prefill_call, beside))
         return self._submit([self._prefill_call(tokens, **beside)])[0]
 
     @overload
@@ -124,19 +135,32 @@ class Session:
         sampling: SamplingParams = ...,
         footer: Text | None = None,
         forced_tokens: Sequence[int] | None = None,
+        model: str | None = None,
+        share: Share = "recompute",
     ) -> Message: ...
     def decode(
-        self, header, parents=(), offsets=None, new_offset=None, *, sampling=DEFAULTS, footer=None, forced_tokens=None
+        self,
+        header,
+        parents=(),
+        offsets=None,
+        new_offset=None,
+        *,
+        sampling=DEFAULTS,
+        footer=None,
+        forced_tokens=None,
+        model=None,
+        share="recompute",
     ):
         """Generates a message that starts with `header` (never empty) and ends with `footer`.
 
         The footer of a chat turn is its template's own unless one is given. `forced_tokens` are taken one by
-        one instead of sampled, at the full cost of decoding. A list of calls gives a list of messages.
+        one instead of sampled, at the full cost of decoding. `model` and `share` are those of `prefill`. A list of
+        calls gives a list of messages.
         """
-        beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
+        beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "model": model, "share": share}
         beside |= {"sampling": sampling, "footer": footer, "forced_tokens": forced_tokens}
-        if _is_calls(header):
-            return self._submit(_each(header, self._decode_call, beside))
+        if is_calls(header):
+            return self._submit(make_each(header, self._decode_call, beside))
         return self._submit([self._decode_call(header, **beside)])[0]
 
     def borrow(self, message: Message) -> Message:
@@ -147,15 +171,15 @@ class Session:
         self._check_open()
         if not isinstance(message, Message):
             raise UnknownMessage(f"{message!r} is not a message")
-        if message._runner is not self._runner or message._call.salt != self._salt:
+        if message._runner is not self._runner or message._call.salt != self._salt(message._call.model):
             raise ForeignMessage(f"message {message.id} belongs to another engine or client: make it here")
         if message._call.released:
             raise ReleasedMessage(f"message {message.id} was released: keep it until its last use")
         if self.mode != "choreographed" or message._call.mode != "choreographed":
             return self.prefill(message.tokens)
         message.result()
-        copy = self._message(message.tokens, (), None, message.start)
-        copy._call.start = message.start
+        copy = self._message(message.tokens, (), None, message.start, model=message._call.model)
+        copy.origin, copy._call.start = message.origin or message, message.start
         share(self._runner, copy._call, message._call.work)
         return self._keep(copy)
 
@@ -166,38 +190,52 @@ class Session:
         parents: Iterable[Message | Part] = (),
         offsets: Offsets = None,
         new_offset: int | None = None,
+        *,
+        model: str | None = None,
     ) -> Message:
         """`prefill` with keys and values that were copied out before (`Message.copy_out`); computes nothing.
 
         Completes the parents first. Falls back to computing where there is no room just now.
         """
-        message = self._prefill_call(tokens, parents, offsets, new_offset)
+        message = self._prefill_call(tokens, parents, offsets, new_offset, model)
         if self.mode == "choreographed":
+            self._show_versions(message)
             for parent in message.parents:
-                _whole(parent).encode()
+                whole(parent).encode()
             if copy_in(self._runner, message._call, copy):
                 return self._keep(message)
         return self._submit([message])[0]
 
     # -- validation: everything is checked before anything is changed ---------------------------------------
 
-    def _prefill_call(self, tokens, parents=(), offsets=None, new_offset=None) -> Message:
-        parents = self._parents(parents)
+    def _prefill_call(
+        self, tokens, parents=(), offsets=None, new_offset=None, model=None, share="recompute"
+    ) -> Message:
+        parents, model = self._parents(parents), self._known(model)
         ids = self._tokens(tokens, opening=not parents)
-        return self._message(ids, parents, offsets, new_offset)
+        return self._message(ids, parents, offsets, new_offset, model=model, share=share)
 
     def _decode_call(
-        self, header, parents=(), offsets=None, new_offset=None, sampling=DEFAULTS, footer=None, forced_tokens=None
+        self,
+        header,
+        parents=(),
+        offsets=None,
+        new_offset=None,
+        sampling=DEFAULTS,
+        footer=None,
+        forced_tokens=None,
+        model=None,
+        share="recompute",
     ) -> Message:
-        parents = self._parents(parents)
+        parents, model = self._parents(parents), self._known(model)
         if isinstance(header, Turn):
             ids, own_footer = self._chat().open(header, opening=not parents)
-            _refuse_empty(ids, "header")
+            refuse_empty(ids, "header")
         else:
             ids, own_footer = self._tokens(header, opening=not parents, what="header"), []
         footer = own_footer if footer is None else self._tokens(footer, opening=False, what="footer", empty=True)
         generation = self._generation(ids, sampling, forced_tokens)
-        return self._message(ids, parents, offsets, new_offset, generation, footer)
+        return self._message(ids, parents, offsets, new_offset, generation, footer, model, share)
 
     def _message(
         self,
@@ -207,31 +245,63 @@ class Session:
         new_offset: int | None,
         generation: Generation | None = None,
         footer: list[int] | None = None,
+        model: str | None = None,
+        share: str = "recompute",
     ) -> Message:
         """A handle on a valid call that is not submitted yet."""
-        placed = self._offsets(offsets, len(parents))
-        self._position("new_offset", new_offset)
         runner = self._runner
+        most = runner.adapter.facts.max_positions
+        if share not in get_args(Share):
+            raise ConfigError(f"share={share!r}: use one of {get_args(Share)}")
+        placed = check_offsets(offsets, len(parents), most)
+        check_position("new_offset", new_offset, most)
         call = Call(
             id=runner.new_id(),
             session=self.id,
             mode=self.mode,
-            salt=self._salt,
+            salt=self._salt(model or self.model),
             prompt=ids,
-            parents=tuple(_whole(p)._call for p in parents),
+            parents=tuple(whole(p)._call for p in parents),
             cuts=tuple((p.first, p.last) if isinstance(p, Part) else None for p in parents),
             offsets=placed,
             new_offset=new_offset,
             generation=generation,
             footer=footer or [],
+            model=model or self.model,
             group=self.group,
         )
         message = Message(call, runner, self._decode_text)
-        message.parents = parents
+        message.parents, message.reuses = parents, share == "reuse"
         return message
+
+    def _salt(self, model: str) -> str:
+        """What a call's encodings are found by: whoever computes them, and for whom."""
+        return f"{self._runner.adapter.fingerprint(model)}\0{self.client_id}"
+
+    def _known(self, model: str | None) -> str:
+        """A model that calls may ask for; the session's own where none is named."""
+        name, known = self.model if model is None else model, self._runner.adapter.models
+        if name not in known:
+            raise ConfigError(f"model={name!r}: use one of {list(known)}, or give the engine an adapter of that name")
+        return name
+
+    def _show_versions(self, message: Message) -> None:
+        """Parents that another model encoded become what the message's own model makes of them, unless it reuses."""
+        if message.reuses or self.mode != "choreographed":
+            return
+        message.parents = tuple(under(message.model, parent, self._again) for parent in message.parents)
+        message._call.parents = tuple(whole(parent)._call for parent in message.parents)
+
+    def _again(self, message: Message, model: str, parents: tuple[Message | Part, ...]) -> Message:
+        """The same text at the same place, encoded by a model, with sight of these parents."""
+        version = self._message([], parents, None, None, model=model)
+        version._call.source = (message.origin or message)._call
+        return self._submit([version])[0]
 
     def _submit(self, messages: list[Message]) -> list[Message]:
         """All or none; a refused call takes no seed from the session."""
+        for message in messages:
+            self._show_versions(message)
         before = self._seeds.getstate()
         for generation in (m._call.generation for m in messages):
             if generation is not None:
@@ -264,7 +334,7 @@ class Session:
         parents = tuple(parents)
         seen: dict[int, list[range]] = {}
         for given in parents:
-            parent = _whole(given)
+            parent = whole(given)
             if not isinstance(parent, Message):
                 raise UnknownMessage(f"parent {parent!r} is not a message of this session")
             if parent._runner is not self._runner or parent._call.session != self.id:
@@ -284,27 +354,6 @@ class Session:
         if self.closed:
             raise SessionClosed("the session is closed: open a new one")
 
-    def _offsets(self, offsets: Offsets, count: int) -> tuple[int | None, ...]:
-        if offsets is None:
-            return (None,) * count
-        if not isinstance(offsets, Iterable):
-            raise BadPosition(f"offsets={offsets!r}: give a list, one for each parent")
-        placed = tuple(offsets)
-        if len(placed) != count:
-            raise BadPosition(f"{len(placed)} offsets for {count} parents: give one each, None for the default")
-        for index, offset in enumerate(placed):
-            self._position(f"offsets[{index}]", offset)
-        return placed
-
-    def _position(self, name: str, value: int | None) -> None:
-        most = self._runner.adapter.facts.max_positions
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise BadPosition(f"{name}={value!r}: use a whole number or None")
-        if not 0 <= value < most:
-            raise BadPosition(f"{name}={value}: positions are 0 to {most - 1} for this model")
-
     def _tokens(self, given: Text, *, opening: bool, what: str = "tokens", empty: bool = False) -> list[int]:
         if isinstance(given, Turn):
             ids = self._chat().encode(given, opening=opening)
@@ -313,20 +362,11 @@ class Session:
         elif isinstance(given, bytes) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
             raise BadTokens(f"{what}={given!r}: give a string, token ids or a chat turn")
         else:
-            ids = [self._token(token, what) for token in given]
+            size = self._runner.adapter.facts.vocab_size
+            ids = [check_token(token, what, size) for token in given]
         if not empty:
-            _refuse_empty(ids, what)
+            refuse_empty(ids, what)
         return ids
-
-    def _token(self, token: object, what: str) -> int:
-        size = self._runner.adapter.facts.vocab_size
-        try:
-            value = operator.index(None if isinstance(token, bool) else token)  # type: ignore[arg-type]
-        except TypeError:
-            raise BadTokens(f"{what}: {token!r} is not a token id; give a string, token ids or a chat turn") from None
-        if not 0 <= value < size:
-            raise BadTokens(f"{what}: token id {value} is outside the vocabulary of {size}")
-        return value
 
     def _chat(self) -> ChatFormat:
         if self._format is None:
@@ -334,15 +374,7 @@ class Session:
         return self._format
 
     def _generation(self, header: list[int], sampling: SamplingParams, forced: Sequence[int] | None) -> Generation:
-        if not isinstance(sampling, SamplingParams):
-            raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")
-        size = self._runner.adapter.facts.vocab_size
-        for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
-            for token in ids:
-                if token >= size:
-                    raise SamplingError(f"{name}: token id {token} is outside the vocabulary of {size}")
-        if sampling.stop and self._tokenizer is None:
-            raise SamplingError(f"stop={sampling.stop!r}: stop strings need a tokenizer")
+        arguments.check_sampling(sampling, self._runner.adapter.facts.vocab_size, text=self._tokenizer is not None)
         if forced is not None:
             forced = self._tokens(forced, opening=False, what="forced_tokens")
         eos = () if sampling.ignore_eos else self._runner.adapter.end_tokens
@@ -359,32 +391,3 @@ class Session:
     def _decode_text(self) -> Callable[[list[int]], str] | None:
         tokenizer = self._tokenizer
         return None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _whole(parent: Message | Part) -> Message:
-    return parent.message if isinstance(parent, Part) else parent
-
-
-def _is_calls(given: object) -> bool:
-    return isinstance(given, (list, tuple)) and bool(given) and all(isinstance(call, Mapping) for call in given)
-
-
-def _each(calls: Iterable[Mapping[str, Any]], make: Callable[..., Message], beside: dict[str, Any]) -> list[Message]:
-    """Makes every call of a list. What stands beside the list would be lost, so it is refused."""
-    known = inspect.signature(make).parameters
-    first = next(iter(known))
-    for name, value in beside.items():
-        if value != known[name].default:
-            raise CallError(f"{name}={value!r} beside a list of calls: put it into each call")
-    for call in calls:
-        for name in call:
-            if name not in known:
-                raise CallError(f"{name}={call[name]!r}: no such argument; known: {list(known)}")
-        if first not in call:
-            raise CallError(f"{dict(call)!r}: a call needs {first!r}")
-    return [make(**call) for call in calls]
-
-
-def _refuse_empty(ids: list[int], what: str) -> None:
-    if not ids:
-        raise BadTokens(f"{what} is empty: give at least one token")

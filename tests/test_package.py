@@ -31,7 +31,8 @@ def test_public_names():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/quickstart.md", "docs/workflows.md", "docs/pml.md", "docs/memory.md"]
+    "page",
+    ["README.md", "docs/quickstart.md", "docs/workflows.md", "docs/pml.md", "docs/memory.md", "docs/distillation.md"],
 )
 def test_code_in_the_documents_runs(page):
     """All python blocks of a page, in one namespace, top to bottom."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..chat import Turn
+from ..errors import DataError
 from ..message import Message
 from ..session import Session, Text
-from ..types import Mode, SamplingParams
+from ..types import BASE, Mode, SamplingParams
 
 Content = Mapping[str, list[list[int]]]
 
@@ -27,11 +28,13 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to run a workflow. The content of the stages in `copies` is taken from the run of the first condition."""
+    """One way to run a workflow. The content of the stages in `copies` is taken from the run of the first condition.
+    model: what computes it, "base" or an adapter of the engine."""
 
     mode: Mode
     options: Mapping[str, Any] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
+    model: str = BASE
 
 
 BASELINE = {"baseline": Condition("prefix")}
@@ -54,7 +57,7 @@ class Performance:
         self.steps: list[Step] = []
         self.unparseable: Counter[str] = Counter()
         self.findings: dict[str, Any] = {}
-        self._forced = forced or {}
+        self._forced: Content = {} if forced is None else forced
         self._count: defaultdict[str, int] = defaultdict(int)
         self._on_step = on_step
 
@@ -95,10 +98,21 @@ class Performance:
             sampling = replace(sampling, max_tokens=min(most, sampling.max_tokens))
         if stop:
             sampling = replace(sampling, stop=(*sampling.stop, *stop))
-        forced = self._forced[stage][self._count[stage]] if stage in self._forced else None
+        forced = self._next(stage)
         self._count[stage] += 1
         message = self.session.decode(header, parents, sampling=sampling, forced_tokens=forced, **place)
         return self._note(stage, message)
+
+    def _next(self, stage: str) -> list[int] | None:
+        """What the next message of a stage repeats, if it does."""
+        if stage not in self._forced:
+            return None
+        known, number = self._forced[stage], self._count[stage]
+        if number >= len(known):
+            raise DataError(
+                f"stage {stage!r}: the content to repeat holds {len(known)} messages, the workflow takes more"
+            )
+        return known[number]
 
     def could_not_parse(self, stage: str) -> None:
         """Counts an output that the workflow could not read."""

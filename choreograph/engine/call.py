@@ -6,7 +6,7 @@ from enum import Enum
 
 from ..errors import ChoreographError
 from ..kv.encoding import Encoding, Sight
-from ..types import FinishReason, Mode, Timing, Usage
+from ..types import BASE, FinishReason, Mode, Timing, Usage
 from .generation import Generation
 
 
@@ -39,6 +39,7 @@ class Call:
     new_offset: int | None
     cuts: tuple[tuple[int, int] | None, ...]
     generation: Generation | None = None
+    source: "Call | None" = None  # a prefill of what this call will turn out to say, where it says it
     footer: list[int] = field(default_factory=list)
     state: State = State.WAITING
     start: int | None = None
@@ -52,6 +53,7 @@ class Call:
     children_waiting: int = 0
     released: bool = False
     abandoned: bool = False
+    model: str = BASE  # what computes it
     group: object = None  # whose encoding it makes, for those who advise the cache
     rebuilds: bool = False  # not anybody's call: computes a dropped encoding again
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -84,7 +86,8 @@ class Call:
     def tokens_known(self) -> bool:
         """Whether every token of the message is chosen (encoded or not)."""
         if not self.is_decode:
-            return self.state not in (State.FAILED, State.CANCELLED)
+            sound = self.state not in (State.FAILED, State.CANCELLED)
+            return sound and (self.source is None or self.source.tokens_known)
         return self.state in (State.KNOWN, State.DONE)
 
     @property
@@ -95,7 +98,7 @@ class Call:
     def tokens(self) -> list[int]:
         """header + generated + footer of a decode so far; the tokens of a prefill."""
         if self.generation is None:
-            return self.prompt
+            return self.prompt if self.source is None else self.source.tokens
         return self.prompt + self.generation.tokens + (self.footer if self.tokens_known else [])
 
     def seen_tokens(self) -> list[list[int]]:
@@ -111,9 +114,17 @@ class Call:
     def call_holder(self) -> tuple[str, int]:
         return ("call", self.id)
 
-    def find_ready_time(self) -> None:
-        """When it was submitted and every decoded ancestor was known; prefills in between count as its work."""
-        waits = [p.known_at if p.is_decode else p.ready_at for p in self.parents]
+    @property
+    def needs(self) -> tuple["Call", ...]:
+        """The calls that have to be known before it can run."""
+        return self.parents if self.source is None else (*self.parents, self.source)
+
+    def get_ready(self) -> None:
+        """Everything that it needs is known: takes over what it repeats, and finds when it was submitted and every
+        decoded ancestor was known; prefills in between count as its work."""
+        if self.source is not None:
+            self.prompt, self.offsets, self.new_offset = self.source.tokens, self.source.placed, self.source.start
+        waits = [p.known_at if p.is_decode else p.ready_at for p in self.needs]
         self.ready_at = max([self.submitted_at, *(w for w in waits if w is not None)])
 
     @property

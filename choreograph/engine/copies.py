@@ -15,11 +15,12 @@ from .runner import Runner
 
 class Copy(NamedTuple):
     """Keys and values of a message, layer by layer, in host memory. start: the home that the keys are rotated to,
-    which need not be where the message stands: equal work is shared wherever it is placed.
+    which need not be where the message stands: equal work is shared wherever it is placed. maker: what computed it.
     """
 
     start: int
     layers: list[Layer]
+    maker: str
 
 
 def share(runner: Runner, call: Call, encoding: Encoding) -> None:
@@ -39,7 +40,8 @@ def copy_out(runner: Runner, call: Call) -> Copy:
     if call.mode != "choreographed":
         raise CallError(f"message {call.id} was computed in {call.mode} mode, where encodings belong to whole prompts")
     with runner.lock, on_device(runner, call) as encoding:
-        return Copy(encoding.start, runner.store.arena.read(encoding.slots))
+        maker = runner.adapter.fingerprint(encoding.model)
+        return Copy(encoding.start, runner.store.arena.read(encoding.slots), maker)
 
 
 @contextmanager
@@ -102,9 +104,11 @@ def unpin_all(runner: Runner, session: int) -> None:
 def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
     """Ends a prefill, never queued, whose encoding was computed before; False if there is no room for it now."""
     with runner.lock:
+        if copy.maker != runner.adapter.fingerprint(call.model):
+            raise CallError(f"the copy was computed by another model than {call.model!r}: name the one that made it")
         if any(parent.encoding is None for parent in call.parents):
             raise CallError("a copy is taken back behind complete parents: read them first")
-        call.find_ready_time()
+        call.get_ready()
         work = PLACE[call.mode](call, runner.store, runner.adapter.facts.max_positions)
         if work.ready is not None:
             share(runner, call, work.ready)
@@ -116,7 +120,7 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
         while encoding is None:
             try:
                 encoding = runner.store.create(
-                    work.tokens, copy.start, context, capacity=count, holder=call.message_holder
+                    work.tokens, copy.start, context, capacity=count, holder=call.message_holder, model=call.model
                 )
             except RoomLater:
                 _wait(runner)

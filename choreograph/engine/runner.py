@@ -94,7 +94,7 @@ class Runner:
         self.events.deliver()
 
     def _queue(self, call: Call) -> None:
-        for parent in call.parents:
+        for parent in call.needs:
             parent.children_waiting += 1
         if call.mode != "choreographed" and not call.is_decode:
             self.end(call, State.DONE, "encoded")  # a text: nothing to compute
@@ -123,7 +123,7 @@ class Runner:
     def _admit(self, call: Call) -> None:
         """Places a call and gives it room, or raises. Called by the scheduler, in order of submission."""
         facts = self.adapter.facts
-        call.find_ready_time()
+        call.get_ready()
         work = PLACE[call.mode](call, self.store, facts.max_positions)
         seen = sum(s.count for s in work.sights)
         if work.ready is not None:
@@ -142,7 +142,7 @@ class Runner:
         capacity = self._capacity(call, len(work.tokens))
         self.residence.bring(call.id, work.sights, capacity)
         call.encoding = self.store.create(
-            work.tokens, work.start, work.sights, capacity=capacity, holder=call.call_holder
+            work.tokens, work.start, work.sights, capacity=capacity, holder=call.call_holder, model=call.model
         )
         for sight in work.sights:
             self.store.hold(sight.encoding, call.call_holder)
@@ -229,7 +229,7 @@ class Runner:
         arena = self.store.arena
         step = Step(plan, arena.keys, arena.values, self.backend, batch.arrivals)
         now = time.perf_counter()
-        logits = self.adapter.forward(batch.tokens, batch.positions, step, rows)
+        logits = self.adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
         for take in batch.takes:
             take.call.started_at = take.call.started_at or now
         self.steps += 1
@@ -325,7 +325,7 @@ class Runner:
 
     def _parents_served(self, call: Call) -> None:
         """The call has its own hold on what it sees: parents whose release waited for it can go."""
-        for parent in call.parents:
+        for parent in call.needs:
             parent.children_waiting -= 1
             if parent.released and not parent.children_waiting:
                 self._release_now(parent)

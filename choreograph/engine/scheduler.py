@@ -30,12 +30,13 @@ class Take(NamedTuple):
 
 @dataclass
 class Batch:
-    """One step's rows: token, logical position and slot of each; what they read; whose last row is sampled."""
+    """One step's rows: token, logical position, slot and model of each; what they read; whose last row is sampled."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
     takes: list[Take] = field(default_factory=list)
     arrivals: tuple[Callable[[int], None], ...] = ()  # waits, layer by layer, for what is still being loaded
 
@@ -145,7 +146,7 @@ class Scheduler:
                 break
             if call.state is not State.WAITING:
                 continue
-            failed = next((p for p in call.parents if p.state in (State.FAILED, State.CANCELLED)), None)
+            failed = next((p for p in call.needs if p.state in (State.FAILED, State.CANCELLED)), None)
             if failed is not None:
                 self._fail(call, CallFailed(f"parent {failed.id} failed: {failed.error or failed.state.value}"))
             elif self._parents_known(call) and not self._try(call):
@@ -153,6 +154,8 @@ class Scheduler:
                 break
 
     def _parents_known(self, call: Call) -> bool:
+        if call.source is not None and not (call.source.tokens_known and call.source.start is not None):
+            return False
         if call.mode != "choreographed":
             return all(p.tokens_known for p in call.parents)
         return all(p.tokens_known and p.encoding is not None for p in call.parents)
@@ -194,7 +197,7 @@ class Scheduler:
             call.state = State.CANCELLED
             return
         call.state, call.encoding = State.WAITING, None
-        for parent in call.parents:
+        for parent in call.needs:
             parent.children_waiting += 1
         later = next((i for i, other in enumerate(self.waiting) if other.id > call.id), len(self.waiting))
         self.waiting.insert(later, call)
@@ -235,6 +238,7 @@ def _take(batch: Batch, call: Call, count: int) -> None:
     batch.tokens += encoding.tokens[token0:token1]
     batch.positions += range(encoding.start + token0, encoding.start + token1)
     batch.slots += (encoding.slot(token) for token in range(token0, token1))
+    batch.models += [encoding.model] * count
     batch.reads += context_reads(call.sights, row0, row0 + count)
     batch.reads += own_reads(encoding, row0, token0, token1, call.beginning.count if call.beginning else 0)
     batch.takes.append(Take(call, row0, token0, token1))

@@ -137,17 +137,20 @@ def _hub(source: str, split: str) -> Iterable[Record]:
         raise DataError(f"{source}: neither a file nor a dataset that can be loaded ({problem})") from None
 
 
-def pairs(examples: Sequence[Example], seed: int = 0) -> list[Example]:
-    """Every example once first and once second: in a seeded random ring, each with its successor."""
+def pairs(examples: Sequence[Example], seed: int = 0, *, rings: int = 1) -> list[Example]:
+    """Every example once first and once second in each ring: in a seeded random order, with its n-th successor."""
     if len(examples) < 2:
         raise DataError(f"{len(examples)} examples: pairs need two or more")
     if any(e.kind != "qa" for e in examples):
         raise DataError(f"pairs are made of questions with answers, not of {sorted({e.kind for e in examples})}")
+    if not 0 < rings < len(examples):
+        raise DataError(f"rings={rings}: use 1 to {len(examples) - 1} for {len(examples)} examples")
     ring = list(examples)
     random.Random(seed).shuffle(ring)
     return [
         Example(f"{a.id}+{b.id}", "pair", [a.task, b.task], {"first": dict(a.gold), "second": dict(b.gold)})
-        for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
+        for distance in range(1, rings + 1)
+        for a, b in zip(ring, [*ring[distance:], *ring[:distance]], strict=True)
     ]
 
 

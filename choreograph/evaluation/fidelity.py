@@ -1,25 +1,31 @@
 """How far a workflow drifts when its encodings are reused, whatever its task (Prompt Choreography, section 3.2).
 
-A trace of the baseline is forced twice, in the baseline's mode and under a condition: the mean log-loss of its own
-tokens in both, and the divergence KL(baseline || condition) of the two distributions at every token. Blockage and
-leakage show up here even where a small model solves nothing.
+A trace of the baseline is computed twice, in the baseline's mode and under a condition, each time in one pass: the mean
+log-loss of its own tokens in both, and the divergence KL(baseline || condition) of the two distributions at every
+token. Blockage and leakage show up here even where a small model solves nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from ..choreographies import Performance, Workflow
-from ..choreographies.performance import Condition, Step
+from ..choreographies import Workflow
+from ..choreographies.performance import Condition
 from ..core import Engine
-from ..together import together
+from ..models.adapter import Adapter
+from ..onepass.calls import TracedCall
+from ..onepass.packed import pack, read_logits
+from ..onepass.rehearsal import Script, rehearse
 from ..types import SamplingParams
 from .data import Example
-from .runs import Record, seed_of
+from .runs import Record
 from .statistics import Estimate, difference, mean
+
+Readings = dict[tuple[str, int], tuple[list[int], torch.Tensor]]  # of a stage's n-th message: its tokens, their logits
 
 
 @dataclass(frozen=True)
@@ -40,92 +46,57 @@ def drifts(
     conditions: Mapping[str, Condition],
     *,
     sampling: SamplingParams,
-    seed: int = 0,
     options: Mapping[str, Any] | None = None,
-    at_once: int = 2,
 ) -> Iterator[tuple[str, dict[str, list[Drift]]]]:
     """For every example, its id and what each condition but the first (the baseline) makes of its trace.
 
-    Memory: two bytes for every token of a trace and every word of the vocabulary, `at_once` traces at a time.
+    Memory: two rows of logits for every token of a trace, one trace at a time.
     """
-    baseline, *others = conditions.items()
-    known = [e for e in examples if not traces[e.id].get("error")]
+    adapter = engine.runner.adapter
+    scripts = [Script(e.id, e.task, traces[e.id]["tokens"]) for e in examples if not traces[e.id].get("error")]
+    calls = {
+        name: dict(rehearse(adapter, workflow, scripts, condition, sampling=sampling, options=options))
+        for name, condition in conditions.items()
+    }
+    baseline, *others = conditions
 
-    def program(example: Example) -> Callable[[], dict[str, list[Drift]]]:
-        def run() -> dict[str, list[Drift]]:
-            trace = traces[example.id]["tokens"]
-            rows = _listen(engine, workflow, example, baseline[1], trace, sampling, seed, options)
-            found = {}
-            for name, condition in others:
-                found[name] = _compare(engine, workflow, example, condition, trace, sampling, seed, options, rows)
-            return found
+    def readings(name: str, id: str) -> Readings:
+        return _readings(adapter, calls[name][id], conditions[name].model)
 
-        return run
-
-    for outcome in together(engine, (program(e) for e in known), at_once=at_once):
-        if outcome.error is not None:
-            raise outcome.error
-        yield known[outcome.index].id, outcome.value
+    for script in scripts:
+        before = readings(baseline, script.id)
+        yield script.id, {name: _compare(before, readings(name, script.id)) for name in others}
 
 
-class _Stage:
-    """Per stage, the messages in order, each with what was heard of it."""
-
-    def __init__(self) -> None:
-        self.heard: dict[str, list[list[Any]]] = {}
-
-    def open(self, step: Step) -> tuple[int, list[Any]]:
-        messages = self.heard.setdefault(step.stage, [])
-        messages.append([])
-        return len(messages) - 1, messages[-1]
-
-
-def _perform(engine, workflow, example, condition, trace, sampling, seed, options, on_step) -> None:
-    with engine.session(mode=condition.mode, seed=seed_of(seed, example.id)) as session:
-        p = Performance(session, sampling=sampling, forced=trace, on_step=on_step)
-        workflow(p, example.task, **{**(options or {}), **condition.options}).result()
-        for _, message in p.steps:
-            message.result()
+def _readings(adapter: Adapter, calls: Sequence[TracedCall], model: str) -> Readings:
+    logits = read_logits(adapter, pack(calls), model)
+    found: Readings = {}
+    count: Counter[str] = Counter()
+    at = 0
+    for call in calls:
+        if call.generated is not None:
+            found[call.stage, count[call.stage]] = call.generated, logits[at : at + len(call.generated)]
+            count[call.stage] += 1
+            at += len(call.generated)
+    return found
 
 
-def _listen(
-    engine, workflow, example, condition, trace, sampling, seed, options
-) -> dict[str, list[list[torch.Tensor]]]:
-    """The baseline's log-probabilities behind every token of the trace, as float16."""
-    stages = _Stage()
-
-    def on_step(step: Step) -> None:
-        if step.message.kind == "decode":
-            _, rows = stages.open(step)
-            step.message.watch(lambda row: rows.append(row.half()))
-
-    _perform(engine, workflow, example, condition, trace, sampling, seed, options, on_step)
-    return stages.heard
-
-
-def _compare(engine, workflow, example, condition, trace, sampling, seed, options, rows) -> list[Drift]:
-    stages = _Stage()
-
-    def on_step(step: Step) -> None:
-        if step.message.kind == "decode":
-            number, heard = stages.open(step)
-            tokens, before = trace[step.stage][number], rows[step.stage][number]
-            step.message.watch(lambda row: heard.append(_measure(row, before[len(heard)], tokens[len(heard)])))
-
-    _perform(engine, workflow, example, condition, trace, sampling, seed, options, on_step)
+def _compare(before: Readings, after: Readings) -> list[Drift]:
+    """Message by message, in the order of the condition's calls."""
     return [
-        Drift(stage, *zip(*values, strict=True))
-        for stage, messages in stages.heard.items()
-        for values in messages
-        if values
+        Drift(stage, *_measure(tokens, before[stage, number][1], logits))
+        for (stage, number), (tokens, logits) in after.items()
+        if tokens
     ]
 
 
-def _measure(row: torch.Tensor, before: torch.Tensor, token: int) -> tuple[float, float, float]:
-    """Log-loss of the token before and now, and the divergence of the whole distribution (never below zero)."""
-    old = before.float().log_softmax(-1)  # half precision does not quite sum to one
-    divergence = float((old.exp() * (old - row)).sum())
-    return -float(old[token]), -float(row[token]), max(0.0, divergence)
+def _measure(tokens: Sequence[int], before: torch.Tensor, after: torch.Tensor) -> tuple[tuple[float, ...], ...]:
+    """Log-losses of the tokens before and now, and the divergence of the whole distributions (never below zero)."""
+    old, new = before.float().log_softmax(-1), after.float().log_softmax(-1)
+    divergence = (old.exp() * (old - new)).sum(-1).clamp_min(0)
+    ids = torch.tensor(tokens, device=old.device)[:, None]
+    losses = (tuple((-rows.gather(1, ids)[:, 0]).tolist()) for rows in (old, new))
+    return (*losses, tuple(divergence.tolist()))
 
 
 @dataclass(frozen=True)

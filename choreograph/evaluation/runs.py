@@ -18,7 +18,7 @@ from ..errors import CacheFull, CallFailed, ConfigError, DataError
 from ..measure import check_options
 from ..message import Message
 from ..together import Outcome, together
-from ..types import SamplingParams
+from ..types import BASE, SamplingParams
 from .data import Example
 
 Record = dict[str, Any]
@@ -76,7 +76,7 @@ def settings_of(
     asked = json.dumps([[e.id, e.task] for e in examples], ensure_ascii=False)
     return {
         "workflow": name,
-        "source": _source(workflow),
+        "source": source_of(workflow),
         "model": engine.facts.name,
         "fingerprint": engine.facts.fingerprint,
         "engine": {
@@ -87,14 +87,22 @@ def settings_of(
         "dtype": str(engine.facts.dtype).removeprefix("torch."),
         "examples": len(examples),
         "data": hashlib.sha256(asked.encode()).hexdigest()[:16],
-        "conditions": {k: asdict(c) for k, c in conditions.items()},
+        "conditions": {k: _condition(engine, c) for k, c in conditions.items()},
         "sampling": {k: v for k, v in asdict(sampling).items() if v != getattr(SamplingParams(), k)},
         "options": dict(options),
         "seed": seed,
     }
 
 
-def _source(workflow: Workflow) -> str:
+def _condition(engine: Engine, condition: Condition) -> dict[str, Any]:
+    """The base model is not named: the fingerprint of all says which it is."""
+    described = asdict(condition)
+    if described.pop("model") != BASE:
+        described["model"] = engine.runner.adapter.fingerprint(condition.model)
+    return described
+
+
+def source_of(workflow: Workflow) -> str:
     """A digest of the file that defines a workflow: other prompts make another run."""
     file = getattr(workflow, "__globals__", {}).get("__file__")
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
@@ -113,11 +121,12 @@ def run_conditions(
     at_once: int = 32,
     calls: int = 128,
     on_done: Callable[[str, Record], None] = lambda condition, record: None,
+    record: Callable[[Example, Performance, Message], Record] | None = None,
 ) -> dict[str, list[Record]]:
     """Every example under every condition, in order; the records of each condition in the order of the examples.
 
     A run that failed is a record too, and is tried again when the folder is opened again. One that found the cache
-    full of what others hold is repeated alone at once.
+    full of what others hold is repeated alone at once. record: what to keep of a run, `record_of` by default.
     """
     found: dict[str, dict[str, Record]] = {}
     for name, condition in conditions.items():
@@ -129,7 +138,7 @@ def run_conditions(
 
         def program(e: Example, condition=condition, given=given, first=first) -> Callable[[], Record]:
             copied = first[e.id] if first is not None and condition.copies else None
-            return _program(engine, workflow, e, condition, given, sampling, seed, copied)
+            return _program(engine, workflow, e, condition, given, sampling, seed, copied, record or record_of)
 
         crowded = []
         engine.clear_cache()
@@ -173,15 +182,17 @@ def _program(
     sampling: SamplingParams,
     seed: int,
     copied: Record | None,
+    record: Callable[[Example, Performance, Message], Record],
 ) -> Callable[[], Record]:
     def program() -> Record:
         if copied is not None and copied.get("error"):
             raise CallFailed(f"{example.id}: the run to copy {condition.copies} from failed")
         forced = {stage: copied["tokens"][stage] for stage in condition.copies} if copied else None
-        with engine.session(mode=condition.mode, seed=seed_of(seed, example.id)) as session:
+        seeded = seed_of(seed, example.id)
+        with engine.session(mode=condition.mode, seed=seeded, model=condition.model) as session:
             p = Performance(session, sampling=sampling, forced=forced)
             answer = workflow(p, example.task, **options)
-            return record_of(example, p, answer)
+            return record(example, p, answer)
 
     return program
 

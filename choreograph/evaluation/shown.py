@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,14 @@ def chosen(workflow: Workflow, names: Sequence[str]) -> dict[str, Condition]:
     return {k: c for k, c in known.items() if not names or k in names or k == first}
 
 
+def with_adapter(conditions: Mapping[str, Condition], model: str) -> dict[str, Condition]:
+    """The conditions, and beside each but the first the same one on an adapter."""
+    _, *others = conditions.items()
+    if not others:
+        raise ConfigError("an adapter is tried under every condition but the first: there is no other")
+    return {**conditions, **{f"{name} + {model}": replace(c, model=model) for name, c in others}}
+
+
 def evaluate(
     engine: Engine,
     console: Console,
@@ -68,7 +76,7 @@ def evaluate(
     settings = settings_of(engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options)
     folder = Folder(out, settings)
     done = sum(1 for c in conditions for r in folder.records(c) if not r.get("error"))
-    with _progress(console, name, len(examples) * len(conditions), done) as tick:
+    with progress(console, name, len(examples) * len(conditions), done) as tick:
         records = run_conditions(
             engine,
             workflow,
@@ -89,14 +97,12 @@ def evaluate(
     if fidelity:
         some = examples[:fidelity]
         traces = {r["id"]: r for r in next(iter(records.values()))}
-        with _progress(console, "fidelity", len(some)) as tick:
+        with progress(console, "fidelity", len(some)) as tick:
             found = []
-            for example in drifts(
-                engine, workflow, some, traces, conditions, sampling=sampling, seed=seed, options=options
-            ):
-                found.append(example)
+            for _, drift in drifts(engine, workflow, some, traces, conditions, sampling=sampling, options=options):
+                found.append(drift)
                 tick()
-        report["fidelity"] = show_drift(console, name, [one for _, one in sorted(found, key=lambda f: f[0])])
+        report["fidelity"] = show_drift(console, name, found)
         _write(out / "report.json", report)
     if judge is not None:
         report["judge"] = judge.facts.name
@@ -149,7 +155,7 @@ def judged(
         if not sound:
             continue
         some = [[side[i] for i in sound] for side in (requests, before, after)]
-        with _progress(console, f"judging {name}", len(sound)) as tick:
+        with progress(console, f"judging {name}", len(sound)) as tick:
             votes = {}
             for index, verdict in verdicts(judge, *some):  # type: ignore[arg-type]
                 votes[index] = verdict
@@ -185,7 +191,7 @@ def bench(
         raise ConfigError(f"conditions {list(conditions)}: speed compares two or more")
     settings = settings_of(engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options)
     drawn = Folder(out / "traces", settings)
-    with _progress(console, "traces", len(examples), len(drawn.records(baseline))) as tick:
+    with progress(console, "traces", len(examples), len(drawn.records(baseline))) as tick:
         records = run_conditions(
             engine,
             workflow,
@@ -207,7 +213,7 @@ def bench(
     folder = Folder(out, settings)
     done = {r["id"]: r for r in folder.records("timed")}
     missing = [e for e in examples if e.id in traces and e.id not in done]
-    with _progress(console, name, len(traces), len(done)) as tick:
+    with progress(console, name, len(traces), len(done)) as tick:
         for record in timed(engine, workflow, missing, traces, conditions, options=options):
             folder.add("timed", record)
             done[record["id"]] = record
@@ -238,7 +244,7 @@ def points(costs: Sequence[Record], baseline: str, other: str) -> list[tuple[flo
 
 
 @contextmanager
-def _progress(console: Console, what: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+def progress(console: Console, what: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
     """A bar with the time left on a terminal, a line at each tenth in a pipe."""
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

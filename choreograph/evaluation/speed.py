@@ -55,6 +55,7 @@ def _cost(
         workflow,
         example.task,
         mode=condition.mode,
+        model=condition.model,
         seed=seed_of(0, example.id),
         sampling=SamplingParams(max_tokens=engine.facts.max_positions),
         forced=content,

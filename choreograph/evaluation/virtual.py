@@ -8,6 +8,7 @@ of what it reads (the weights, and every sampled call's context), plus a fixed o
 over a link, offloads over it the other way, and neither slows a step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,7 +127,9 @@ class VirtualModel(Adapter):
             parameters=int(machine.parameters),
         )
 
-    def forward(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> torch.Tensor:
+    def forward(
+        self, tokens: list[int], positions: list[int], step: Step, rows: list[int], models: Sequence[str] = ()
+    ) -> torch.Tensor:
         seconds = self.machine.step_seconds(positions, rows)
         for layer in range(self.machine.layers):
             for arrive in step.arrivals:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ..types import BASE
 from .arena import page_runs
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Encoding:
     borrows: bool = False  # its first tokens are still those of another encoding
     refused: "set[str]" = field(default_factory=set)  # tiers where a copy could not be written
     group: object = None  # whoever made it, for those who give advice
+    model: str = BASE  # what computes it
     _spans: list[Span] | None = None
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import CacheFull, RoomLater
 from ..events import EventLog
+from ..types import BASE
 from .advice import Counsel
 from .arena import Arena
 from .beginnings import Beginnings
@@ -55,7 +56,14 @@ class Store:
     # -- life ---------------------------------------------------------------------------------------------
 
     def create(
-        self, tokens: list[int], start: int, context: Iterable[Sight], *, capacity: int, holder: tuple[str, object]
+        self,
+        tokens: list[int],
+        start: int,
+        context: Iterable[Sight],
+        *,
+        capacity: int,
+        holder: tuple[str, object],
+        model: str = BASE,
     ) -> Encoding:
         """A new encoding with room for `capacity` tokens; makes room if it must, or raises CacheFull."""
         pages = self._allocate(self.arena.pages_for(capacity))
@@ -69,6 +77,7 @@ class Store:
             page_size=self.arena.page_size,
             promised=len(tokens),
             used_at=self._ticks,
+            model=model,
         )
         encoding.holders.add(holder)
         self._encodings[encoding.id] = encoding

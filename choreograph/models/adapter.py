@@ -7,8 +7,8 @@ pass, so that a model handed over in memory stays usable by its owner.
 
 import hashlib
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..errors import ConfigError, ModelError
 from ..ops.attend import Step
 from ..ops.rope import Rotary
+from ..types import BASE
 from .families import FAMILIES
+from .lora import Loras
 
 ATTENTION = "choreograph"
 _TURN = threading.RLock()
@@ -73,10 +75,14 @@ AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 class Adapter:
     """One model. `forward` is the only way in; `tokenizer` may be None (then token ids alone work)."""
 
+    loras: Loras | None = None
+    in_training = False  # its weights are not what its fingerprint says
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.facts = read_facts(model, name or model.config._name_or_path or model.config.model_type)
+        self.loras = Loras(model)
         self.compiled: Any = None  # a `models.compiled.CompiledForward`, or nothing
 
     def quantize(self, kind: str) -> None:
@@ -90,25 +96,35 @@ class Adapter:
         self.facts = replace(self.facts, fingerprint=f"{self.facts.fingerprint}-{kind}")
 
     @torch.no_grad()
-    def forward(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> Float[Tensor, "R V"]:
-        """Computes all rows of a step; the logits of `rows` only, in float32."""
-        device = self.facts.device
-        with self._hooked(), torch.autocast(device.type, enabled=False):
-            if self.compiled is not None:
+    def forward(
+        self, tokens: list[int], positions: list[int], step: Step, rows: list[int], models: Sequence[str] = ()
+    ) -> Float[Tensor, "R V"]:
+        """Computes all rows of a step, each by the model that it names; the logits of `rows` only, in float32."""
+        if self.in_training:
+            raise ModelError("the model is being trained: compute when the training has ended")
+        with self.hooked(), torch.autocast(self.facts.device.type, enabled=False), self.adapted(models) as changed:
+            if self.compiled is not None and not changed:  # graphs are of the base model
                 logits = self.compiled(tokens, positions, step, rows)
                 if logits is not None:
                     return logits
-            logits = self.model(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
-                use_cache=False,
-                step=step,
-            ).logits
-        return logits[0].float()
+            return self.logits(tokens, positions, step, rows).float()
+
+    def logits(
+        self, tokens: list[int], positions: list[int], step: Any, rows: list[int], *, through: Any = None
+    ) -> Float[Tensor, "R V"]:
+        """One pass of the hooked model, attention being what `step.attend` makes of every layer. through: what wraps
+        the model."""
+        device = self.facts.device
+        return (through or self.model)(
+            input_ids=torch.tensor([tokens], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
+            use_cache=False,
+            step=step,
+        ).logits[0]
 
     @contextmanager
-    def _hooked(self) -> Iterator[None]:
+    def hooked(self) -> Iterator[None]:
         """Engines in several threads take turns: the attention setting is the model's, and models are shared."""
         config = self.model.config
         with _TURN:
@@ -118,6 +134,19 @@ class Adapter:
                 yield
             finally:
                 config._attn_implementation = before
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that calls may ask for: the base model's, and those of its adapters."""
+        return (BASE, *(self.loras.names if self.loras else ()))
+
+    def fingerprint(self, model: str) -> str:
+        """Names what computes: nothing that one computed is ever found by another."""
+        return self.facts.fingerprint + (self.loras.fingerprint(model) if self.loras else "")
+
+    def adapted(self, models: Sequence[str]) -> AbstractContextManager[bool]:
+        """For one pass, the model of every row; tells whether any is an adapter."""
+        return nullcontext(False) if self.loras is None else self.loras.applied(models)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def load(
     except SafetensorError as problem:
         raise CacheFileError(f"{file.name} is no safetensors file: {problem}") from None
     runs = [_run(tensors, file, i, (layers, *shape), dtype) for i, shape in enumerate(shapes)]
-    return [Copy(start, run) for start, run in zip(starts, runs, strict=True)]
+    return [Copy(start, run, facts["model"]) for start, run in zip(starts, runs, strict=True)]
 
 
 def _is_position(value: object) -> bool:

@@ -95,3 +95,16 @@ def growth(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, n
         panel.legend()
     panels[0].set_ylabel(f"ms to the first token, {new} new tokens")
     _save(figure, path)
+
+
+def learning_curves(series: Mapping[str, tuple[Sequence[Point], float]], path: Path) -> None:
+    """Log-loss for validation over updates, a panel for each training; the dotted line is the baseline's own."""
+    figure, axes = _figure(3.0 * len(series), 2.8, len(series))
+    panels = [axes] if len(series) == 1 else list(axes[0])
+    for panel, (label, (points, floor)) in zip(panels, series.items(), strict=True):
+        panel.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, linewidth=1.2)
+        panel.axhline(floor, color="grey", linewidth=0.8, linestyle=":")
+        panel.set_title(label, fontsize=9)
+        panel.set_xlabel("updates")
+    panels[0].set_ylabel("log-loss of a token")
+    _save(figure, path)

@@ -102,6 +102,17 @@ def test_pairs_show_everything_first_and_second_once():
         pairs(some[:1])
 
 
+def test_more_rings_make_other_pairs_of_the_same_examples():
+    some = [Example(str(i), "qa", f"q{i}", {"answers": [str(i)]}) for i in range(7)]
+    found = pairs(some, seed=4, rings=3)
+    assert found[:7] == pairs(some, seed=4)
+    assert len({e.id for e in found}) == 21 and len({frozenset(e.task) for e in found}) == 21
+    assert sorted(e.task[0] for e in found) == sorted(3 * [e.task for e in some])
+    for rings in (0, 7):
+        with pytest.raises(DataError, match="rings"):
+            pairs(some, rings=rings)
+
+
 def test_half_of_the_games_start_with_bob():
     assert [g.task for g in games(4)] == ["Alice", "Bob", "Alice", "Bob"]
     assert load("games:3") == games(3)

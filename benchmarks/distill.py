@@ -1,0 +1,280 @@
+"""What fine-tuning repairs: gaps in log-loss, Table 1's last row, harm done, cost (Prompt Choreography, section 3).
+
+`make bench NAME=distill ARGS="--model model.gguf --data folder"`: for every run of the table below, traces of the
+baseline are drawn, an adapter is trained on them, and both are measured on examples that it never saw. `--out` keeps
+traces, checkpoints and records; a run that was stopped goes on. `--only name ...` takes some.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from choreograph import CacheConfig, Engine, EngineConfig
+from choreograph.choreographies import Performance, conditions_of, find
+from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train
+from choreograph.distill.lessons import Lesson, baseline_lessons
+from choreograph.distill.losses import losses
+from choreograph.evaluation.data import Example, example, games, load, pairs
+from choreograph.evaluation.runs import Folder, run_conditions, settings_of
+from choreograph.evaluation.shown import with_adapter
+from choreograph.evaluation.statistics import Estimate, difference, mean, ratio
+from choreograph.evaluation.summary import interval, summarize, table
+from choreograph.onepass.calls import TracedCall
+from choreograph.report import show_table
+from choreograph.types import SamplingParams
+from choreograph.viz.charts import learning_curves
+
+from .common import FIGURES, estimate_row, last, merged, provenance, save
+
+Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, for validation, for the test
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One training. condition: the way of running the workflow that is learned. scored: answers are scored too."""
+
+    workflow: str
+    condition: str
+    splits: Callable[[Path], Splits]
+    max_tokens: int
+    config: TrainConfig
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scored: bool = False
+
+
+def questions(folder: Path) -> Splits:
+    """Pairs of questions with passages; no question is in two splits."""
+    found = load(str(folder / "nq_oracle.jsonl"), seed=1)
+    learn, check, test = found[:80], found[80:100], found[100:200]
+    return pairs(learn, rings=3)[:200], pairs(check), pairs(test, rings=2)
+
+
+def concepts(folder: Path) -> Splits:
+    """Lists of concepts; those to learn from are drawn from the concepts of records that nothing else uses."""
+    found = load(str(folder / "commongen_hard.jsonl"), seed=1)
+    learn, check, test = found[:55], found[55:70], found[70:100]
+    known, draw = sorted({c for e in learn for c in e.task}), random.Random(0)
+    drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(100)]
+    return [example(r, i) for i, r in enumerate(drawn)], check, test
+
+
+def problems(folder: Path) -> Splits:
+    found = load(str(folder / "math_train.jsonl"), seed=1)
+    return found[:200], found[200:215], load(str(folder / "math.jsonl"), limit=30, seed=1)
+
+
+def played(folder: Path) -> Splits:
+    """Games differ by their seeds alone."""
+    found = games(240)
+    return found[:200], found[200:215], found[215:]
+
+
+PLANS = {
+    "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(epochs=2, validations=2), scored=True),
+    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(epochs=4)),
+    "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(epochs=2, validations=2)),
+    "prisoners_dilemma": Plan(
+        "prisoners_dilemma",
+        "leak both",
+        played,
+        96,
+        TrainConfig(epochs=2, validations=2),
+        {"strategy": "defect"},
+    ),
+}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", required=True)
+    options.add_argument("--data", type=Path, required=True)
+    options.add_argument("--out", type=Path, default=Path("out/distill"))
+    options.add_argument("--only", nargs="*", default=list(PLANS))
+    options.add_argument("--name", help="how to call the model in the results")
+    given = options.parse_args()
+    for name in given.only:
+        result = run(given.model, given.name or Path(given.model).stem, name, PLANS[name], given.data, given.out)
+        runs = merged("distill", "runs", {f"{name}, {result['model']}": result})
+        rows = [
+            estimate_row(f"{title}: gap closed", one["closed"], "", must=0.6 if "multi_qa" in title else 0.4, aim=0.85)
+            for title, one in runs.items()
+        ]
+        save("distill", rows, result["model"], runs=runs)
+        learning_curves(
+            {title: (one["curve"], one["validation"]["baseline"]) for title, one in runs.items()},
+            FIGURES / "distill.svg",
+        )
+
+
+def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -> dict[str, Any]:
+    """Everything of one plan; what is in `out` is not done again."""
+    out = out / model / name
+    workflow, conditions = find(plan.workflow), conditions_of(find(plan.workflow))
+    engine = Engine.from_pretrained(source, dtype="float32", config=EngineConfig(cache=CacheConfig(tokens=100_000)))
+    adapter = engine.runner.adapter
+    sampling = SamplingParams(max_tokens=plan.max_tokens)
+    splits = dict(zip(("learn", "check", "test"), plan.splits(data), strict=True))
+    traces = {}
+    for split, examples in splits.items():
+        done = Progress(f"{name}: traces to {split}", len(examples))
+        traces[split] = collect(
+            engine,
+            plan.workflow,
+            workflow,
+            examples,
+            out / split,
+            sampling=sampling,
+            options=plan.options,
+            on_done=done,
+        )
+    engine.clear_cache()
+
+    def reused(split: str) -> list[Lesson]:
+        return lessons_of(
+            adapter, workflow, traces[split], conditions[plan.condition], sampling=sampling, options=plan.options
+        )
+
+    report = train(
+        adapter,
+        reused("learn"),
+        reused("check"),
+        out / "adapter",
+        plan.config,
+        baseline=baseline_lessons(traces["check"]),
+        on_update=lambda done, most: print(f"... {name}: update {done} of {most}", flush=True),
+    )
+    engine.add_adapter("FT", out / "adapter")
+    found = gap(engine, baseline_lessons(traces["test"]), reused("test"))
+    found["harm"] = harm(engine, data)
+    found["one pass"] = one_pass(engine, plan, traces["test"][:5])
+    if plan.scored:
+        found["scores"] = scores(engine, name, plan, splits["test"], out)
+    facts = {k: v for k, v in report.as_dict().items() if k not in ("log", "before", "after", "baseline", "closed")}
+    found |= {
+        "workflow": plan.workflow,
+        "model": model,
+        "condition": plan.condition,
+        "traces": {split: len(one) for split, one in traces.items()},
+        "config": asdict(plan.config),
+        "max_tokens": plan.max_tokens,
+        "training": facts,
+        "validation": {"before": report.before, "after": report.after, "baseline": report.baseline},
+        "curve": [[0, report.before], *([e["step"], e["eval_loss"]] for e in report.log if "eval_loss" in e)],
+        **provenance(),
+    }
+    show(name, found)
+    return found
+
+
+def gap(engine: Engine, baseline: Sequence[Lesson], reused: Sequence[Lesson]) -> dict[str, Any]:
+    """Log-loss of the baseline's own texts: on the baseline, under reuse, and adapted; every trace weighs the same."""
+    adapter = engine.runner.adapter
+    base = losses(adapter, baseline)
+    before, after = losses(adapter, reused), losses(adapter, reused, "FT")
+    drifted = losses(adapter, baseline, "FT")
+    return {
+        "baseline": asdict(mean(base)),
+        "before": asdict(mean(before)),
+        "after": asdict(mean(after)),
+        "gap before": asdict(difference(before, base)),
+        "gap after": asdict(difference(after, base)),
+        "closed": asdict(closed(base, before, after)),
+        "adapted baseline": asdict(difference(drifted, base)),
+    }
+
+
+def closed(base: Sequence[float], before: Sequence[float], after: Sequence[float]) -> Estimate:
+    """How much of the gap is gone, pooled over traces that are drawn together."""
+    gained = [b - a for b, a in zip(before, after, strict=True)]
+    return ratio(gained, [b - o for b, o in zip(before, base, strict=True)])
+
+
+def harm(engine: Engine, data: Path, texts: int = 24, length: int = 384) -> dict[str, Any]:
+    """The change of log-loss on ordinary text in prefix mode: documents that no training has seen."""
+    adapter, found = engine.runner.adapter, []
+    for one in load(str(data / "hotpotqa.jsonl"), limit=texts):
+        ids = adapter.tokenizer.encode(str(one.task))[: length + 1]
+        found.append(Lesson(one.id, (TracedCall("text", ids[:1], 0, generated=ids[1:]),)))
+    plain, adapted = losses(adapter, found), losses(adapter, found, "FT")
+    return {"plain": asdict(mean(plain)), "change": asdict(difference(adapted, plain)), "tokens": length}
+
+
+def one_pass(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
+    """Seconds of a trace, alone: the engine's forced decodes, step by step, over one pass. Neither takes gradients."""
+    workflow, condition = find(plan.workflow), conditions_of(find(plan.workflow))[plan.condition]
+    sampling = SamplingParams(max_tokens=plan.max_tokens)
+    adapter, steps, passes = engine.runner.adapter, [], []
+    lessons = lessons_of(adapter, workflow, traces, condition, sampling=sampling, options=plan.options)
+    for number, (trace, lesson) in enumerate([(traces[0], lessons[0]), *zip(traces, lessons, strict=True)]):
+        engine.clear_cache()
+        began = time.perf_counter()
+        with engine.session(mode=condition.mode) as session:
+            p = Performance(session, sampling=sampling, forced=trace.content)
+            workflow(p, trace.task, **{**plan.options, **condition.options}).result()
+            engine.drain()
+        stepped = time.perf_counter()
+        losses(adapter, [lesson])
+        if number:  # the first is not counted
+            steps.append(stepped - began)
+            passes.append(time.perf_counter() - stepped)
+    return {"speed-up": asdict(ratio(steps, passes)), "seconds": asdict(mean(passes)), "steps": asdict(mean(steps))}
+
+
+def scores(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, Any]:
+    """Table 1: answers at temperature 0.7, under every condition of the workflow and with the adapter."""
+    workflow = find(plan.workflow)
+    known = conditions_of(workflow)
+    learned = f"{plan.condition} + FT"
+    conditions = {**known, learned: with_adapter(known, "FT")[learned]}
+    sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
+    settings = settings_of(
+        engine, plan.workflow, workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options
+    )
+    records = run_conditions(
+        engine,
+        workflow,
+        examples,
+        conditions,
+        Folder(out / "scores", settings),
+        sampling=sampling,
+        options=plan.options,
+        at_once=64,
+        on_done=Progress(f"{name}: answers", len(conditions) * len(examples)),
+    )
+    summary = summarize(examples, records, max_tokens=plan.max_tokens)
+    show_table(Console(width=170), f"{name}, {len(examples)} examples", *table(summary))
+    return summary
+
+
+class Progress:
+    """A line now and then."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, total, 0
+
+    def __call__(self, condition: str, record: object) -> None:
+        self.done += 1
+        if self.done % 20 == 0:
+            print(f"... {self.what}: {self.done} of {self.total}", flush=True)
+
+
+def show(name: str, found: Mapping[str, Any]) -> None:
+    lines = [
+        (what, interval(found[what], places=3))
+        for what in ("baseline", "before", "after", "gap before", "gap after", "closed", "adapted baseline")
+    ]
+    lines.append(("ordinary text, change", interval(found["harm"]["change"], places=3, sign=True)))
+    lines.append(("one pass over steps", interval(found["one pass"]["speed-up"], places=1)))
+    lines += [(what, f"{value:.4g}") for what, value in found["training"].items()]
+    show_table(Console(width=120), f"{name}, {found['model']}", ("log-loss of a token", "95%"), lines)
+
+
+if __name__ == "__main__":
+    print("runs so far:", list(last("distill").get("runs", {})))
+    main()

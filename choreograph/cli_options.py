@@ -1,0 +1,70 @@
+"""Options that several commands share, and how they are read. Owns no command."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EMBEDDED = "smollm2-135m-instruct"
+ADAPTED = "FT"  # the name of the adapter that a command is given
+
+
+class ModeName(StrEnum):
+    """The three execution modes."""
+
+    choreographed = "choreographed"
+    prefix = "prefix"
+    naive = "naive"
+
+
+class DtypeName(StrEnum):
+    """Types a model can compute in."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float16 = "float16"
+
+
+Model = Annotated[str, typer.Option(help="A name, a Hub id, a model folder or a .gguf file.")]
+Dtype = Annotated[DtypeName, typer.Option(help="The type to compute in.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile small steps; the first run waits for the compiler.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Mode = Annotated[ModeName, typer.Option(help="choreographed reuses messages anywhere, prefix only prefixes.")]
+Seed = Annotated[int, typer.Option(help="Seed of all sampling.")]
+Adapter = Annotated[str | None, typer.Option(help="A LoRA adapter to compute with: a folder or a Hub id.")]
+WorkflowName = Annotated[str, typer.Argument(help="A workflow of the package, or the path of a Python file.")]
+Data = Annotated[str, typer.Option(help="A .jsonl file, a Hub dataset (name or name:configuration), or games:N.")]
+Out = Annotated[Path | None, typer.Option(help="The folder of the run; a run that was stopped goes on there.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only so many examples.")]
+Split = Annotated[str, typer.Option(help="The split of a Hub dataset.")]
+Shuffle = Annotated[int | None, typer.Option(help="Seed to shuffle the examples with; unshuffled without one.")]
+Only = Annotated[list[str] | None, typer.Option("--condition", help="Only these conditions (and the baseline).")]
+Options = Annotated[list[str] | None, typer.Option("--option", help="An option of the workflow, as name=value.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of one message.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+AtOnce = Annotated[int, typer.Option(min=1, help="Examples that run at once, packed into the same steps.")]
+
+
+def open_engine(model: str, dtype: str, compile: bool = False, adapter: str | None = None) -> Any:
+    """An engine over a model; an adapter is served beside it as `FT`."""
+    from .config import EngineConfig
+    from .core import Engine
+
+    adapters = {} if adapter is None else {ADAPTED: adapter}
+    return Engine.from_pretrained(model, dtype=dtype, config=EngineConfig(compile=compile), adapters=adapters)
+
+
+def read_options(given: list[str]) -> dict[str, Any]:
+    """name=value pairs; a value that reads as JSON is taken as such (4, true), else as text."""
+    options = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--option {pair!r}: write name=value")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options

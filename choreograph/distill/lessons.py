@@ -1,0 +1,93 @@
+"""Lessons: the calls of a trace as they are made under reuse, saying what the baseline said. Computes nothing."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..choreographies import Workflow
+from ..choreographies.performance import Condition
+from ..models.adapter import Adapter
+from ..onepass.calls import TracedCall, as_prompts
+from ..onepass.rehearsal import Script, rehearse
+from ..types import SamplingParams
+from .traces import Trace
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is computed in one pass, and what it is to say. Its generated calls carry what the baseline gave them."""
+
+    id: str
+    calls: tuple[TracedCall, ...]
+
+    @property
+    def targets(self) -> int:
+        return sum(len(call.generated or ()) for call in self.calls)
+
+
+def lessons_of(
+    model: Adapter,
+    workflow: Workflow,
+    traces: Sequence[Trace],
+    condition: Condition,
+    *,
+    sampling: SamplingParams | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[Lesson]:
+    """Each trace as the workflow runs under a condition."""
+    scripts = [Script(t.id, t.task, t.content) for t in traces]
+    found = dict(rehearse(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
+    return [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
+
+
+def baseline_lessons(traces: Sequence[Trace]) -> list[Lesson]:
+    """Each trace as the baseline computed it: every decode behind its whole prompt."""
+    return [Lesson(t.id, tuple(as_prompts(t.calls))) for t in traces]
+
+
+def answer_lessons(
+    model: Adapter,
+    direct: Workflow,
+    traces: Sequence[Trace],
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> list[Lesson]:
+    """The final answer of a whole workflow, to be given by one of a single decode (the paper's distilled baseline)."""
+    scripts = [Script(t.id, t.task, _Only(t.calls[t.answer].generated or [])) for t in traces]
+    found = rehearse(model, direct, scripts, Condition("choreographed"), sampling=SamplingParams(), options=options)
+    calls = dict(found)
+    return [Lesson(t.id, tuple(calls[t.id])) for t in traces]
+
+
+class _Only(dict[str, list[list[int]]]):
+    """The content of a workflow with one decode, whatever the name of its stage."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __contains__(self, stage: object) -> bool:
+        return True
+
+    def __getitem__(self, stage: str) -> list[list[int]]:
+        return [self._tokens]
+
+
+def _with_readings(calls: Sequence[TracedCall], heard: Sequence[TracedCall]) -> tuple[TracedCall, ...]:
+    """The calls with the log-probabilities that the baseline gave to the same messages."""
+    count: Counter[str] = Counter()
+    readings: dict[tuple[str, int], dict[str, Any]] = {}
+    for call in heard:
+        if call.generated is not None:
+            readings[call.stage, count[call.stage]] = {"logprobs": call.logprobs, "top": call.top}
+            count[call.stage] += 1
+    count.clear()
+    found = []
+    for call in calls:
+        if call.generated is not None:
+            found.append(replace(call, **readings[call.stage, count[call.stage]]))
+            count[call.stage] += 1
+        else:
+            found.append(call)
+    return tuple(found)

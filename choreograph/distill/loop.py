@@ -1,0 +1,159 @@
+"""transformers' training loop over lessons that are computed in one pass each. Owns checkpoints and metrics."""
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
+
+from ..models.adapter import Adapter
+from ..onepass.packed import log_likelihood, logits_of, pack
+from .lessons import Lesson
+from .losses import divergence, mean_loss
+from .setting import TrainConfig
+
+_NAMES = {f.name for f in fields(TrainingArguments)}
+_CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in _NAMES)
+
+
+class OnePass(Trainer):
+    """transformers' loop over lessons that are computed in one pass each."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        model: Any,
+        lessons: Sequence[Lesson],
+        validation: Sequence[Lesson],
+        out: Path,
+        config: TrainConfig,
+        metrics: TrainerCallback,
+    ) -> None:
+        self._adapter, self._config = adapter, config
+        self._validation = validation
+        self._typical = fmean(lesson.targets for lesson in lessons)
+        self.validating, self.taken = 0.0, 0  # seconds; lessons
+        updates = -(-len(lessons) // config.lessons)  # of an epoch
+        callbacks = [metrics]
+        if config.patience:
+            callbacks.append(EarlyStoppingCallback(config.patience))
+        super().__init__(
+            model=model,
+            args=_arguments(out, config, max(1, updates // config.validations), adapter.facts.device.type == "cpu"),
+            train_dataset=list(lessons),
+            eval_dataset=list(validation),
+            data_collator=lambda batch: {"lessons": batch},
+            callbacks=callbacks,
+        )
+        self.remove_callback(PrinterCallback)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self.taken += len(inputs["lessons"])
+        with self._adapter.hooked():  # over `backward` too
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The log-loss of a whole trace (the paper's loss), in units of a token of a typical one."""
+        total: Any = 0.0
+        for lesson in inputs["lessons"]:
+            packed = pack(lesson.calls)
+            logits = logits_of(self._adapter, packed, through=model)
+            total = total - log_likelihood(logits, packed.targets).sum()
+            if self._config.kl:
+                total = total + self._config.kl * divergence(logits, lesson).sum()
+        return total / (self._typical * len(inputs["lessons"]))
+
+    def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
+        began = time.perf_counter()
+        self._adapter.model.eval()
+        loss = mean_loss(self._adapter, self._validation)  # the model holds the adapters now
+        self.validating += time.perf_counter() - began
+        return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss}, len(self._validation))  # type: ignore[arg-type]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0
+
+
+def _arguments(out: Path, config: TrainConfig, every: int, cpu: bool) -> TrainingArguments:
+    again: dict[str, Any] = {}
+    if config.checkpointing:
+        again = {_CHECKPOINTING: True, f"{_CHECKPOINTING}_kwargs": {"use_reentrant": False}}
+    return TrainingArguments(
+        output_dir=str(out),
+        learning_rate=config.rate,
+        weight_decay=config.decay,
+        max_grad_norm=config.clip,
+        num_train_epochs=config.epochs,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=config.lessons,
+        lr_scheduler_type="cosine",
+        warmup_steps=config.warm_up,
+        optim="adamw_torch",
+        **again,
+        bf16=config.bf16,
+        use_cpu=cpu,
+        eval_strategy="steps",
+        eval_steps=every,
+        save_strategy="steps",
+        save_steps=every,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        restore_callback_states_from_checkpoint=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        logging_steps=1,
+        report_to=["tensorboard"] if config.tensorboard else [],
+        seed=config.seed,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+class Metrics(TrainerCallback):
+    """Writes what is measured as lines of JSON; a run that goes on from a checkpoint repeats none."""
+
+    def __init__(self, out: Path, on_update: Any) -> None:
+        self._file = out / "metrics.jsonl"
+        self._on_update = on_update
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        entries = [e for e in history(self._file.parent) if e["step"] <= state.global_step]
+        self._file.write_text("".join(json.dumps(e) + "\n" for e in entries))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        kept = {k: v for k, v in (logs or {}).items() if k in ("loss", "eval_loss", "learning_rate", "grad_norm")}
+        if kept:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **kept}) + "\n")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._on_update is not None:
+            self._on_update(state.global_step, state.max_steps)
+
+
+def history(out: Path) -> list[dict[str, Any]]:
+    """What was measured so far; a last line that was cut off does not count."""
+    file = out / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def last_checkpoint(out: Path) -> str | None:
+    """The newest whole checkpoint. One that was being written when the process ended is removed."""
+    while (found := get_last_checkpoint(str(out))) is not None:
+        try:  # written last
+            json.loads((Path(found) / "trainer_state.json").read_text())
+            return found
+        except (OSError, json.JSONDecodeError):
+            shutil.rmtree(found)
+    return None

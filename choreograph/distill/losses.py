@@ -1,0 +1,47 @@
+"""What a lesson costs: log-loss of its tokens, divergence from what the baseline gave. Every lesson in one pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..models.adapter import Adapter
+from ..onepass.packed import log_likelihood, pack, read_logits
+from ..types import BASE
+from .lessons import Lesson
+
+
+def losses(adapter: Adapter, lessons: Sequence[Lesson], model: str = BASE) -> list[float]:
+    """The mean log-loss of a token of every lesson, by the model or one of its adapters."""
+    found = []
+    for lesson in lessons:
+        packed = pack(lesson.calls)
+        found.append(-float(log_likelihood(read_logits(adapter, packed, model), packed.targets).mean()))
+    return found
+
+
+def mean_loss(adapter: Adapter, lessons: Sequence[Lesson], model: str = BASE) -> float:
+    """The mean of a token over all lessons, each token weighing the same."""
+    each = losses(adapter, lessons, model)
+    return sum(loss * x.targets for loss, x in zip(each, lessons, strict=True)) / sum(x.targets for x in lessons)
+
+
+def divergence(logits: Tensor, lesson: Lesson) -> Tensor:
+    """Of every generated token, KL(baseline || now) over the tokens that the trace kept, the rest as one."""
+    kept = kept_of(lesson)
+    width = min(map(len, kept))
+    ids = torch.tensor([[token for token, _ in one[:width]] for one in kept], device=logits.device)
+    old = torch.tensor([[value for _, value in one[:width]] for one in kept], device=logits.device)
+    new = logits.float().log_softmax(-1).gather(1, ids)
+    rest_old, rest_new = (torch.log1p(-x.exp().sum(-1).clamp(max=1 - 1e-6)) for x in (old, new))
+    return (old.exp() * (old - new)).sum(-1) + rest_old.exp() * (rest_old - rest_new)
+
+
+def kept_of(lesson: Lesson) -> list[Any]:
+    """Of every generated token, the likeliest ones on the baseline."""
+    kept = [top for call in lesson.calls if call.generated for top in call.top]
+    if len(kept) != lesson.targets or not all(kept):
+        raise DataError(f"{lesson.id}: the trace keeps no likeliest tokens: make it with --top 32")
+    return kept

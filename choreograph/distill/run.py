@@ -1,0 +1,74 @@
+"""From a folder of traces to an adapter: what `choreograph train` does. Owns the split."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..choreographies import conditions_of, find
+from ..choreographies.performance import Condition
+from ..errors import ConfigError, DataError
+from ..evaluation.runs import source_of
+from ..models.adapter import Adapter
+from ..types import SamplingParams
+from .lessons import answer_lessons, baseline_lessons, lessons_of
+from .setting import TrainConfig, TrainReport
+from .traces import Trace, read_traces
+from .training import train
+
+
+def train_on(
+    adapter: Adapter,
+    traces: Path,
+    out: Path,
+    config: TrainConfig | None = None,
+    *,
+    condition: str | None = None,
+    direct: str | None = None,
+    validation: float = 0.1,
+    on_update: Callable[[int, int], None] | None = None,
+) -> TrainReport:
+    """Trains an adapter for the workflow of some traces under one of its conditions (by default its last one), or,
+    with `direct`, for a workflow of one decode that gives their final answers."""
+    settings, found = read_traces(traces)
+    if settings["model"] != adapter.facts.name:
+        raise ConfigError(f"{traces}: traces of model {settings['model']!r}, not of {adapter.facts.name!r}")
+    learn, check = split(found, validation, (config or TrainConfig()).seed)
+    if direct is not None and (condition is not None or (config and config.kl)):
+        raise ConfigError(
+            "direct: final answers are learned without a condition, and without readings of a baseline (kl)"
+        )
+    if direct is not None:
+        workflow = find(direct)
+        lessons, checks = (answer_lessons(adapter, workflow, part) for part in (learn, check))
+        return train(adapter, lessons, checks, out, config, on_update=on_update)
+    workflow = find(settings["workflow"])
+    if settings["source"] != source_of(workflow):
+        raise ConfigError(f"{traces}: the workflow {settings['workflow']!r} has changed since: make the traces again")
+    given: dict[str, Any] = {
+        "sampling": SamplingParams.from_dict({k: v for k, v in settings["sampling"].items() if k != "logprobs"}),
+        "options": settings["options"],
+    }
+    chosen = choose(conditions_of(workflow), condition)
+    lessons, checks = (lessons_of(adapter, workflow, part, chosen, **given) for part in (learn, check))
+    return train(adapter, lessons, checks, out, config, baseline=baseline_lessons(check), on_update=on_update)
+
+
+def choose(conditions: Any, name: str | None) -> Condition:
+    """A condition by name, or the last one."""
+    known = list(conditions)
+    if name is not None and name not in known:
+        raise ConfigError(f"condition {name!r}: the workflow has {known}")
+    return conditions[name or known[-1]]
+
+
+def split(traces: Sequence[Trace], share: float, seed: int) -> tuple[list[Trace], list[Trace]]:
+    """Some for learning and the others, at least one, for validation."""
+    if not 0 < share < 1:
+        raise ConfigError(f"validation={share}: use a share between 0 and 1")
+    if len(traces) < 2:
+        raise DataError(f"{len(traces)} traces: learning and validation need one each at least")
+    mixed = list(traces)
+    random.Random(seed).shuffle(mixed)
+    apart = min(len(mixed) - 1, max(1, round(share * len(mixed))))
+    return mixed[apart:], mixed[:apart]

@@ -1,0 +1,91 @@
+"""How to train, and what came of it. Values; computes nothing."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config import check_count
+from ..errors import ConfigError
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The paper's setting where it says one (section 3.3, footnote 7).
+
+    targets: the layers that get an adapter, by the end of their names. lessons: how many go into one update, one pass
+    each. kl: weight of the divergence from the log-probabilities kept in the traces, beside the log-loss. patience:
+    validations without a better one before it stops (0: never). checkpointing: computes layers again for the gradient,
+    to save memory. bf16: computes in bfloat16, with weights in their own type.
+    """
+
+    rank: int = 64
+    alpha: int = 32
+    dropout: float = 0.05
+    targets: tuple[str, ...] = ATTENTION
+    rate: float = 2e-4
+    epochs: int = 2
+    lessons: int = 8
+    warm_up: float = 0.1
+    decay: float = 0.0
+    clip: float = 1.0
+    kl: float = 0.0
+    validations: int = 1
+    patience: int = 0
+    checkpointing: bool = False
+    bf16: bool = False
+    tensorboard: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("alpha", 1), ("epochs", 1), ("lessons", 1), ("validations", 1)):
+            check_count(getattr(self, name), name, least)
+        check_count(self.patience, "patience", 0)
+        check_count(self.seed, "seed", 0)
+        for name, ok, mend in (
+            ("dropout", 0 <= self.dropout < 1, "use 0 to below 1"),
+            ("warm_up", 0 <= self.warm_up < 1, "use a share of all updates, 0 to below 1"),
+            ("rate", self.rate > 0, "use a positive number"),
+            ("clip", self.clip > 0, "use a positive number"),
+            ("decay", self.decay >= 0, "use 0 or more"),
+            ("kl", self.kl >= 0, "use 0 or more"),
+            ("targets", self.targets and "lm_head" not in self.targets, "name kinds of layers, not the output layer"),
+        ):
+            if not ok:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: {mend}")
+
+
+@dataclass
+class TrainReport:
+    """Mean log-loss of a token of the lessons for validation: under reuse before and after, and of the baseline.
+
+    trained_share: trained parameters over those of the model, as the paper counts. seconds: of a lesson, in training.
+    peak_memory: the most bytes that the process, or the GPU, ever held. log: what was measured on the way.
+    """
+
+    before: float
+    after: float
+    baseline: float | None
+    trained_share: float
+    seconds: float
+    peak_memory: int
+    updates: int
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def closed(self) -> float | None:
+        """How much of the gap to the baseline is gone: 1 where the log-loss is the baseline's own."""
+        if self.baseline is None or self.before == self.baseline:
+            return None
+        return (self.before - self.after) / (self.before - self.baseline)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"closed": self.closed}
+
+    @classmethod
+    def read(cls, out: Path) -> "TrainReport":
+        """The report that a finished training left in its folder."""
+        found = json.loads((out / "report.json").read_text())
+        return cls(**{k: v for k, v in found.items() if k != "closed"})

@@ -1,0 +1,147 @@
+"""Fine-tunes LoRA adapters on lessons, so that a model on reused encodings says what it says on the baseline.
+
+A lesson is computed in one pass (`onepass.packed`), so that gradients reach every message that was reused. What follows
+from a checkpoint depends on it and the seed alone: a run that was stopped goes on as if it had not been.
+"""
+
+import hashlib
+import json
+import random
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers.trainer_utils import set_seed
+
+from ..errors import ConfigError, DataError
+from ..models.adapter import Adapter
+from ..onepass.calls import to_json
+from .lessons import Lesson
+from .loop import Metrics, OnePass, history, last_checkpoint
+from .losses import kept_of, mean_loss
+from .setting import TrainConfig, TrainReport
+
+
+def train(
+    adapter: Adapter,
+    lessons: Sequence[Lesson],
+    validation: Sequence[Lesson],
+    out: Path,
+    config: TrainConfig | None = None,
+    *,
+    baseline: Sequence[Lesson] = (),
+    on_update: Any = None,
+) -> TrainReport:
+    """Trains an adapter and saves it in `out`, as `peft` does; the model is left as it was.
+
+    baseline: the lessons for validation as the baseline computes them, to say how much of the gap is closed.
+    on_update: called with the number of updates that are made, and of all. A folder that holds checkpoints of the same
+    setting is gone on with, a finished one is read.
+    """
+    config = config or TrainConfig()
+    if not lessons or not validation:
+        raise DataError(f"{len(lessons)} lessons, {len(validation)} for validation: give one or more of each")
+    if config.kl:
+        for lesson in lessons:
+            kept_of(lesson)
+    if _is_finished(adapter, lessons, validation, out, config):
+        return TrainReport.read(out)
+    floor = mean_loss(adapter, baseline) if baseline else None
+    before = mean_loss(adapter, validation)
+    metrics = Metrics(out, on_update)
+    with _trained(adapter, config) as model:
+        trained, every = model.get_nb_trainable_parameters()
+        trainer = OnePass(adapter, model, lessons, validation, out, config, metrics)
+        began = time.perf_counter()
+        trainer.train(resume_from_checkpoint=last_checkpoint(out))
+        seconds = time.perf_counter() - began - trainer.validating
+        model.save_pretrained(str(out), save_embedding_layers=False)
+    log = history(out)
+    report = TrainReport(
+        before=before,
+        after=min(entry["eval_loss"] for entry in log if "eval_loss" in entry),
+        baseline=floor,
+        trained_share=trained / (every - trained),
+        seconds=seconds / max(1, trainer.taken),
+        peak_memory=_peak_memory(adapter),
+        updates=trainer.state.global_step,
+        log=log,
+    )
+    (out / "report.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    return report
+
+
+@contextmanager
+def _trained(adapter: Adapter, config: TrainConfig) -> Iterator[Any]:
+    """The model with adapters of its own to train; afterwards it, and everybody's random numbers, are as they were."""
+    base, numbers, more = adapter.model, random.getstate(), np.random.get_state()
+    asked, use_cache = [(p, p.requires_grad) for p in base.parameters()], base.config.use_cache
+    with torch.random.fork_rng():
+        set_seed(config.seed)  # what the adapters begin with
+        try:
+            model = get_peft_model(base, _lora(config))
+        except ValueError as problem:
+            raise ConfigError(f"targets={config.targets!r}: {problem}") from None
+        adapter.in_training = True
+        try:
+            yield model
+        finally:
+            adapter.in_training = False
+            model.unload()
+            base.eval()
+            if config.checkpointing:
+                base.gradient_checkpointing_disable()
+                base.disable_input_require_grads()
+            base.config.use_cache = use_cache
+            for parameter, wanted in asked:
+                parameter.requires_grad_(wanted)
+            random.setstate(numbers)
+            np.random.set_state(more)
+
+
+def _lora(config: TrainConfig) -> LoraConfig:
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _is_finished(
+    adapter: Adapter, lessons: Sequence[Lesson], validation: Sequence[Lesson], out: Path, config: TrainConfig
+) -> bool:
+    """Whether a folder holds this training, ended. It belongs to one setting, model, and set of lessons."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "train.json"
+    wanted = {
+        "config": asdict(config),
+        "model": adapter.facts.fingerprint,
+        "lessons": _digest(lessons),
+        "validation": _digest(validation),
+    }
+    wanted = json.loads(json.dumps(wanted))
+    if file.exists() and json.loads(file.read_text()) != wanted:
+        raise ConfigError(
+            f"{out} holds a training of another setting, model or traces: use another folder, or remove it"
+        )
+    file.write_text(json.dumps(wanted, indent=1) + "\n")
+    return (out / "report.json").exists()
+
+
+def _digest(lessons: Sequence[Lesson]) -> str:
+    return hashlib.sha256(json.dumps([[x.id, to_json(x.calls)] for x in lessons]).encode()).hexdigest()
+
+
+def _peak_memory(adapter: Adapter) -> int:
+    if adapter.facts.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(adapter.facts.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

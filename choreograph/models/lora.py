@@ -1,0 +1,177 @@
+"""LoRA adapters over one base model, each for some rows of a step: several serve calls in the same pass.
+
+The weights are those that `peft` saves. A hook behind every projection that an adapter changes adds the adapter's
+part to the rows that asked for it; the model itself is not changed, and computes as ever where no adapter is asked for.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import ConfigError, ModelError
+from ..types import BASE
+
+_PREFIX = "base_model.model."
+_UNDERSTOOD = {  # options of peft that say nothing about the values, or what this module knows how to do
+    *(
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *("r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "runtime_config"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
+}
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # other beginnings change the base weights too
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Of every projection that it changes, by path: down (r, in) and up (out, r), which is scaled already."""
+
+    name: str
+    fingerprint: str
+    weights: Mapping[str, tuple[Tensor, Tensor]]
+
+    @property
+    def parameters(self) -> int:
+        return sum(down.numel() + up.numel() for down, up in self.weights.values())
+
+
+class Loras:
+    """The adapters of one model. Used by whoever runs the model, one at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._known: dict[str, Lora] = {}
+        self._hooked: set[str] = set()
+        self._active: list[tuple[Lora, slice | Tensor]] = []  # of the pass that is being computed: which rows
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._known)
+
+    def add(self, name: str, source: str | os.PathLike[str]) -> Lora:
+        """Reads an adapter from a folder or the Hub. Raises ModelError for one that does not fit the model."""
+        if not isinstance(name, str) or not name or name == BASE or name in self._known:
+            raise ConfigError(f"adapter {name!r}: use a new name, other than {BASE!r}")
+        lora = read(name, source, self._model)
+        for path in lora.weights.keys() - self._hooked:
+            self._model.get_submodule(path).register_forward_hook(self._behind(path))
+            self._hooked.add(path)
+        self._known[name] = lora
+        return lora
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter; what it encoded stays where messages name it."""
+        if name not in self._known:
+            raise ConfigError(f"adapter {name!r}: there are {list(self._known)}")
+        del self._known[name]
+
+    def fingerprint(self, name: str) -> str:
+        """Names the weights: two names of one adapter share what they encoded."""
+        return "" if name == BASE else self._known[name].fingerprint
+
+    @contextmanager
+    def applied(self, names: Sequence[str]) -> Iterator[bool]:
+        """For one pass, gives every row the adapter that it names; tells whether there is any."""
+        asked: dict[str, list[int]] = {}
+        for row, name in enumerate(names):
+            if name != BASE:
+                asked.setdefault(name, []).append(row)
+        for name, rows in asked.items():
+            lo, hi = rows[0], rows[-1] + 1
+            here = slice(lo, hi) if hi - lo == len(rows) else torch.tensor(rows, device=self._model.device)
+            self._active.append((self._known[name], here))
+        try:
+            yield bool(self._active)
+        finally:
+            self._active.clear()
+
+    def _behind(self, path: str) -> Any:
+        def hook(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            for lora, rows in self._active:
+                if path in lora.weights:
+                    down, up = lora.weights[path]
+                    out[:, rows] += (given[0][:, rows] @ down.T) @ up.T
+            return out
+
+        return hook
+
+
+def read(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> Lora:
+    """An adapter that `peft` saved, in the type and on the device of the model."""
+    from peft import LoraConfig, PeftConfig
+    from peft.utils import load_peft_weights
+
+    if Path(source).exists() and not (Path(source) / "adapter_config.json").is_file():
+        raise ModelError(f"adapter {name!r}: {source} holds no adapter_config.json: name a folder that peft saved")
+    try:
+        config = PeftConfig.from_pretrained(str(source))
+        tensors = load_peft_weights(str(source), device="cpu")
+    except Exception as problem:  # the library raises many kinds for what cannot be found or read
+        raise ModelError(f"adapter {name!r} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+    if not isinstance(config, LoraConfig):
+        raise ModelError(f"adapter {name!r} is of type {config.peft_type}: only LoRA is served")
+    plain = LoraConfig()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        odd = field.name not in _UNDERSTOOD and value != getattr(plain, field.name, None)
+        if odd and not (field.name == "init_lora_weights" and value in _PLAIN_STARTS):
+            raise ModelError(
+                f"adapter {name!r}: {field.name}={value!r} is not served; merge it into the weights instead"
+            )
+    modules = dict(model.named_modules())
+    weights, digest = {}, hashlib.sha256()
+    for key in sorted(k for k in tensors if ".lora_A." in k):
+        path = key.removeprefix(_PREFIX).partition(".lora_A.")[0]
+        down, up = tensors[key], tensors.get(key.replace(".lora_A.", ".lora_B."))
+        if up is None:
+            raise ModelError(f"adapter {name!r}: {key} has no other half; the file is damaged")
+        if modules.get(path) is model.get_output_embeddings():
+            raise ModelError(f"adapter {name!r} changes {path}, the output layer: merge it into the weights instead")
+        _check_fit(name, path, modules.get(path), down, up)
+        scaled = up.float() * _scaling(config, path, down.shape[0])
+        weight = modules[path].weight
+        place: Any = {"dtype": model.dtype, "device": weight.device}
+        weights[path] = down.to(**place), scaled.to(**place)
+        digest.update(path.encode() + down.float().numpy().tobytes() + scaled.numpy().tobytes())
+    if not weights or 2 * len(weights) != len(tensors):
+        others = sorted(k for k in tensors if ".lora_A." not in k and ".lora_B." not in k)
+        raise ModelError(
+            f"adapter {name!r}: it changes {others[:3] or 'nothing'}; only LoRA of linear layers is served"
+        )
+    return Lora(name, digest.hexdigest()[:16], weights)
+
+
+def _check_fit(name: str, path: str, module: nn.Module | None, down: Tensor, up: Tensor) -> None:
+    if not isinstance(module, nn.Linear):
+        raise ModelError(f"adapter {name!r} changes {path}, which is no linear layer of this model")
+    if (up.shape[0], down.shape[1]) != (module.out_features, module.in_features):
+        asked = f"{module.in_features} to {module.out_features}"
+        raise ModelError(
+            f"adapter {name!r}: {path} goes from {down.shape[1]} to {up.shape[0]}; this model's from {asked}"
+        )
+
+
+def _scaling(config: Any, path: str, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r); alpha may differ from layer to layer."""
+    from peft.utils.other import get_pattern_key
+
+    patterns: Any = config.alpha_pattern or {}
+    alpha = patterns.get(get_pattern_key(list(patterns), path), config.lora_alpha)
+    return float(alpha / (rank**0.5 if config.use_rslora else rank))

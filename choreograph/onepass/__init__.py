@@ -1,0 +1,1 @@
+"""A whole run of a workflow in one forward pass, since every token is known."""

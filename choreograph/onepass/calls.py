@@ -1,0 +1,146 @@
+"""What the calls of a workflow were, token by token: enough to compute them again, all at once. Owns the schema.
+
+A call names no messages: it points to its parents by their number among the calls, with what it saw of them and where.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ..choreographies.performance import Step
+from ..errors import DataError
+from ..message import Message, Part
+from ..types import BASE
+
+VERSION = 1
+
+
+class Seen(NamedTuple):
+    """Tokens first <= k < last of call number `call`, the first of them seen at position `offset`."""
+
+    call: int
+    first: int
+    last: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """prompt: the tokens of a prefill, or the header of a decode. generated: None for a prefill. logprobs: what the
+    model gave to each generated token; top: to its likeliest ones there, as pairs of token and log-probability."""
+
+    stage: str
+    prompt: list[int]
+    start: int
+    parents: tuple[Seen, ...] = ()
+    generated: list[int] | None = None
+    footer: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """What others see."""
+        return [*self.prompt, *(self.generated or ()), *self.footer]
+
+
+def calls_of(steps: Iterable[Step]) -> list[TracedCall]:
+    """The calls of a finished performance, in order. Equal prefills are one call, as they are one encoding."""
+    found: list[TracedCall] = []
+    numbers: dict[int, int] = {}
+    known: dict[object, int] = {}
+    for stage, message in steps:
+        call = _call_of(stage, message.result(), numbers)
+        places = tuple((*seen[:3], seen.offset - call.start) for seen in call.parents)
+        name = (tuple(call.prompt), places) if call.generated is None else message.id
+        if name not in known:
+            known[name] = len(found)
+            found.append(call)
+        numbers[message.id] = known[name]
+    return found
+
+
+def _call_of(stage: str, message: Message, numbers: Mapping[int, int]) -> TracedCall:
+    if message.model != BASE:
+        raise DataError(f"stage {stage!r} runs on {message.model!r}: only what the base model does can be traced")
+    decoded, call = message.kind == "decode", message._call
+    logprobs = message.logprobs or ()
+    return TracedCall(
+        stage,
+        list(call.prompt),
+        message.start,
+        tuple(_seen(p, at, numbers) for p, at in zip(message.parents, message.offsets, strict=True)),
+        message.generated if decoded else None,
+        tuple(call.footer) if decoded else (),
+        tuple(one.logprob for one in logprobs),
+        tuple(tuple(one.top.items()) for one in logprobs),
+    )
+
+
+def _seen(parent: Message | Part, offset: int, numbers: Mapping[int, int]) -> Seen:
+    if parent.id not in numbers:
+        raise DataError(f"message {parent.id} was not made through the performance: a trace cannot say what it is")
+    first = parent.first if isinstance(parent, Part) else 0
+    return Seen(numbers[parent.id], first, first + parent.length, offset)
+
+
+def as_prompts(calls: Sequence[TracedCall]) -> list[TracedCall]:
+    """The decodes alone, as prefix mode computes them: each behind its whole prompt, of which it shares the longest
+    beginning that an earlier one has."""
+    found: list[TracedCall] = []
+    texts: list[list[int]] = []
+    homes: list[list[tuple[int, int]]] = []  # of every token of a text: the call that computes it, and its place there
+    for call in calls:
+        if call.generated is None:
+            continue
+        prompt = [t for s in call.parents for t in calls[s.call].tokens[s.first : s.last]] + call.prompt
+        shared, behind = max(((_common(text, prompt[:-1]), n) for n, text in enumerate(texts)), default=(0, 0))
+        before = homes[behind][:shared] if shared else []
+        number, own = len(found), len(prompt) - shared + len(call.generated)
+        found.append(
+            TracedCall(call.stage, prompt[shared:], shared, _runs(before), call.generated, (), call.logprobs, call.top)
+        )
+        texts.append(prompt + call.generated)
+        homes.append([*before, *((number, k) for k in range(own))])
+    return found
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _runs(homes: Sequence[tuple[int, int]]) -> tuple[Seen, ...]:
+    """Consecutive tokens of one call as one sight of it; the first token of all stands at position 0."""
+    runs, at = [], 0
+    for number, group in groupby(homes, key=lambda home: home[0]):
+        places = [place for _, place in group]
+        runs.append(Seen(number, places[0], places[-1] + 1, at))
+        at += len(places)
+    return tuple(runs)
+
+
+# -- JSON -------------------------------------------------------------------------------------------------
+
+
+def to_json(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
+    return [{**asdict(call), "parents": [seen._asdict() for seen in call.parents]} for call in calls]
+
+
+def from_json(version: object, calls: Sequence[Mapping[str, Any]]) -> list[TracedCall]:
+    """Raises DataError for another version, and for what is no trace."""
+    if version != VERSION:
+        raise DataError(f"a trace of version {version!r}; this package reads version {VERSION}: make it again")
+    found: list[TracedCall] = []
+    for number, call in enumerate(calls):
+        try:
+            top = tuple(tuple((int(t), float(p)) for t, p in one) for one in call["top"])
+            parents = tuple(Seen(**seen) for seen in call["parents"])
+            changed = {"parents": parents, "footer": tuple(call["footer"]), "logprobs": tuple(call["logprobs"])}
+            found.append(TracedCall(**{**call, **changed, "top": top}))
+        except (KeyError, TypeError, ValueError) as problem:
+            raise DataError(f"call {number} of a trace: {problem!r}") from None
+        for seen in parents:
+            if not (0 <= seen.call < number and 0 <= seen.first <= seen.last <= len(found[seen.call].tokens)):
+                raise DataError(f"call {number} of a trace sees {seen}, which is not there")
+    return found

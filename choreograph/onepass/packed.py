@@ -1,0 +1,153 @@
+"""One differentiable forward pass over every call of a trace. Owns the packed layout and its attention.
+
+The calls stand one behind the other in one sequence, each from its home position on. Attention shows a call its own
+tokens causally and, whole, what it saw of its parents, their keys turned from where they stand to where it saw them
+(Prompt Choreography, sections 2.2 to 2.4); gradients reach every parent. Knows no engine and no cache.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from ..models.adapter import Adapter
+from ..ops.rope import Rotary, turn
+from ..types import BASE
+from .calls import TracedCall
+
+
+class Run(NamedTuple):
+    """Rows lo <= r < hi of the sequence, seen `shift` positions behind where they stand."""
+
+    lo: int
+    hi: int
+    shift: int
+
+
+class Span(NamedTuple):
+    """One call: its own rows, and the runs that it sees whole."""
+
+    lo: int
+    hi: int
+    sees: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """tokens and positions of every row; spans in order. Row rows[i] predicts targets[i], the first tokens of which are
+    those of the first decode."""
+
+    tokens: list[int]
+    positions: list[int]
+    spans: tuple[Span, ...]
+    rows: list[int]
+    targets: list[int]
+
+    def check(self) -> None:
+        """Spans tile the sequence, and see only what stands before them."""
+        assert [s.lo for s in self.spans] == [0, *(s.hi for s in self.spans)][:-1]
+        assert not self.spans or self.spans[-1].hi == len(self.tokens) == len(self.positions)
+        assert all(0 <= run.lo <= run.hi <= span.lo for span in self.spans for run in span.sees)
+        assert len(self.rows) == len(self.targets)
+
+
+def pack(*traces: Sequence[TracedCall]) -> Pack:
+    """The calls of one trace or of several, which do not see each other, in one sequence."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    targets: list[int] = []
+    spans: list[Span] = []
+    for calls in traces:
+        first = len(spans)
+        for call in calls:
+            lo, header = len(tokens), len(call.prompt)
+            spans.append(Span(lo, lo + len(call.tokens), tuple(_runs(call, spans[first:], calls))))
+            tokens += call.tokens
+            positions += range(call.start, call.start + len(call.tokens))
+            if call.generated:
+                rows += range(lo + header - 1, lo + header - 1 + len(call.generated))
+                targets += call.generated
+    return Pack(tokens, positions, tuple(spans), rows, targets)
+
+
+def _runs(call: TracedCall, spans: Sequence[Span], calls: Sequence[TracedCall]) -> Iterator[Run]:
+    for seen in call.parents:
+        lo = spans[seen.call].lo
+        if seen.first < seen.last:
+            yield Run(lo + seen.first, lo + seen.last, seen.offset - seen.first - calls[seen.call].start)
+
+
+class PackedStep:
+    """The attention of one pass, layer by layer; travels through the model as the engine's `Step` does."""
+
+    def __init__(self, packed: Pack, rotary: Rotary, device: torch.device) -> None:
+        self._spans = packed.spans
+        self._rotary = rotary
+        shifts = sorted({run.shift for span in packed.spans for run in span.sees})
+        cos, sin = (torch.from_numpy(table).to(device) for table in rotary.table(shifts))
+        self._turns = {shift: (cos[i], sin[i]) for i, shift in enumerate(shifts)}
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "1 G N D"],
+        value: Float[Tensor, "1 G N D"],
+        scale: float,
+    ) -> Float[Tensor, "1 N H D"]:
+        turned: dict[Run, Tensor] = {}  # several calls see the same thing at the same place
+        outputs = []
+        for span in self._spans:
+            for run in span.sees:
+                if run not in turned:
+                    turned[run] = self._turn(key[:, :, run.lo : run.hi], run.shift)
+            own = slice(span.lo, span.hi)
+            keys = torch.cat([*(turned[run] for run in span.sees), key[:, :, own]], dim=2)
+            values = torch.cat([*(value[:, :, run.lo : run.hi] for run in span.sees), value[:, :, own]], dim=2)
+            outputs.append(_attend(query[:, :, own], keys, values, scale))
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    def _turn(self, keys: Float[Tensor, "1 G T D"], shift: int) -> Float[Tensor, "1 G T D"]:
+        return turn(keys, *self._turns[shift], self._rotary.interleaved).to(keys.dtype) if shift else keys
+
+
+def _attend(
+    query: Float[Tensor, "1 H N D"], keys: Float[Tensor, "1 G T D"], values: Float[Tensor, "1 G T D"], scale: float
+) -> Float[Tensor, "1 H N D"]:
+    """The last N of T tokens see the ones before them whole, and each other causally. The heads that share a key are
+    rows of one product, which is many times faster on a CPU than repeating the keys."""
+    (_, heads, own, width), (_, groups, seen, _) = query.shape, keys.shape
+    visible = torch.ones(own, seen, dtype=torch.bool, device=query.device).tril(seen - own)
+    rows = query.reshape(1, groups, heads // groups * own, width)
+    mask = visible.repeat(heads // groups, 1)
+    return functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale).reshape(query.shape)
+
+
+def logits_of(adapter: Adapter, packed: Pack, *, through: Any = None) -> Float[Tensor, "R V"]:
+    """The logits that predict the targets, with gradients if they are enabled. through: what wraps the model.
+
+    To be called inside `adapter.hooked()`, and left only behind `backward`, which may compute layers again.
+    """
+    facts = adapter.facts
+    if not packed.rows:
+        return torch.zeros(0, facts.vocab_size, device=facts.device)
+    step = PackedStep(packed, facts.rotary, facts.device)
+    return adapter.logits(packed.tokens, packed.positions, step, packed.rows, through=through)
+
+
+@torch.no_grad()
+def read_logits(adapter: Adapter, packed: Pack, model: str = BASE) -> Float[Tensor, "R V"]:
+    """The logits that predict the targets, of the model or one of its adapters."""
+    with adapter.hooked(), adapter.adapted([model] * len(packed.tokens)):
+        return logits_of(adapter, packed)
+
+
+def log_likelihood(logits: Float[Tensor, "R V"], targets: Sequence[int]) -> Float[Tensor, "R"]:
+    """The log-probability of every target."""
+    ids = torch.tensor(targets, dtype=torch.long, device=logits.device)
+    return -functional.cross_entropy(logits.float(), ids, reduction="none")

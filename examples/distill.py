@@ -1,0 +1,34 @@
+"""A workflow of your own learns to work with cached encodings: traces, training, a served adapter.
+
+python examples/distill.py
+"""
+
+import tempfile
+from pathlib import Path
+
+from choreograph import Engine, SamplingParams
+from choreograph.choreographies import find
+from choreograph.distill import TrainConfig, collect, train_on
+from choreograph.evaluation.data import Example
+from choreograph.measure import perform
+
+WORKFLOW = str(Path(__file__).with_name("own_workflow.py"))
+THINGS = ("bridge", "clock", "well", "mill", "kite", "drum")  # a hundred or more, and longer texts, for real
+
+
+def main(tokens: int = 12, epochs: int = 1) -> None:
+    out = Path(tempfile.mkdtemp())
+    engine = Engine.from_pretrained(dtype="float32")
+    tasks = [Example(f"task-{i}", "text", f"What is a {thing} for?") for i, thing in enumerate(THINGS)]
+    traces = out / "traces"
+    collect(engine, WORKFLOW, find(WORKFLOW), tasks, traces, sampling=SamplingParams(max_tokens=tokens))
+    report = train_on(engine.runner.adapter, traces, out / "adapter", TrainConfig(epochs=epochs, lessons=2))
+    print(f"log-loss under reuse {report.before:.2f}, trained {report.after:.2f}, without reuse {report.baseline:.2f}")
+    engine.add_adapter("tuned", out / "adapter")
+    sampling = SamplingParams(temperature=0, max_tokens=tokens)
+    done = perform(engine, find(WORKFLOW), "What is a key for?", mode="choreographed", model="tuned", sampling=sampling)
+    print(done.answer.text)
+
+
+if __name__ == "__main__":
+    main()

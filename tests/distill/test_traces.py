@@ -1,0 +1,149 @@
+"""From a workflow to a served adapter: traces, lessons, the two commands, on the embedded model."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from choreograph import SamplingParams
+from choreograph.choreographies import Step, conditions_of, find
+from choreograph.cli import app
+from choreograph.distill import answer_lessons, collect, lessons_of, read_traces, train_on
+from choreograph.distill.lessons import baseline_lessons
+from choreograph.distill.losses import losses
+from choreograph.errors import ConfigError, DataError
+from choreograph.evaluation.data import Example
+from choreograph.onepass.calls import calls_of
+
+PAIRS = [
+    Example(f"p{i}", "pair", [f"What is {i} plus one?", f"What is {i} plus two?"], {"first": {}, "second": {}})
+    for i in range(3)
+]
+SHORT = SamplingParams(max_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def traces(embedded, tmp_path_factory):
+    out = tmp_path_factory.mktemp("traces")
+    return out, collect(embedded, "multi_qa", find("multi_qa"), PAIRS, out, sampling=SHORT, top=3)
+
+
+def test_a_trace_says_all_of_a_run(embedded, traces):
+    out, found = traces
+    assert [t.id for t in found] == ["p0", "p1", "p2"]
+    for trace in found:
+        call = trace.calls[trace.answer]
+        assert call.stage == "answer" and 1 <= len(call.generated) == len(call.logprobs) == len(call.top) <= 5
+        assert all(len(top) >= 3 for top in call.top)
+        assert trace.content == {"answer": [call.generated]}
+    settings, again = read_traces(out)
+    assert sorted(again, key=lambda t: t.id) == found and settings["workflow"] == "multi_qa"
+
+
+def test_traces_that_were_stopped_go_on(embedded, traces, tmp_path):
+    out, found = traces
+    (tmp_path / "settings.json").write_text((out / "settings.json").read_text())
+    first, *_ = (out / "traces.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "traces.jsonl").write_text(first + '{"id": "p1", "cut')
+    drawn = []
+    again = collect(
+        embedded,
+        "multi_qa",
+        find("multi_qa"),
+        PAIRS,
+        tmp_path,
+        sampling=SHORT,
+        top=3,
+        on_done=lambda condition, record: drawn.append(record["id"]),
+    )
+    assert json.loads(first)["id"] not in drawn and len(drawn) == 2
+    assert [t.content for t in again] == [t.content for t in found]
+
+
+def test_the_baseline_in_one_pass_is_what_was_traced(embedded, traces):
+    for trace, lesson in zip(traces[1], baseline_lessons(traces[1]), strict=True):
+        (loss,) = losses(embedded.runner.adapter, [lesson])
+        assert loss == pytest.approx(-sum(trace.logprobs) / len(trace.logprobs), abs=1e-4)
+
+
+def test_lessons_are_the_workflow_under_reuse(embedded, traces):
+    workflow = find("multi_qa")
+    for name, condition in conditions_of(workflow).items():
+        if name == "baseline":
+            continue
+        lessons = lessons_of(embedded.runner.adapter, workflow, traces[1], condition)
+        for trace, lesson in zip(traces[1], lessons, strict=True):
+            said = lesson.calls[-1]
+            assert said.generated == trace.calls[trace.answer].generated
+            assert said.top == trace.calls[trace.answer].top
+            with embedded.session() as session:
+                from choreograph.choreographies import Performance
+
+                p = Performance(session, forced=trace.content, sampling=SamplingParams(logprobs=0))
+                answer = workflow(p, trace.task, **condition.options)
+                heard = [x.logprob for x in answer.logprobs]
+            (loss,) = losses(embedded.runner.adapter, [lesson])
+            assert loss == pytest.approx(-sum(heard) / len(heard), abs=1e-4)
+
+
+def test_final_answers_become_lessons_of_one_call(embedded, traces):
+    lessons = answer_lessons(embedded.runner.adapter, find("direct"), traces[1][:1])
+    decodes = [call for call in lessons[0].calls if call.generated is not None]
+    assert [call.generated for call in decodes] == [traces[1][0].calls[traces[1][0].answer].generated]
+
+
+def test_damaged_traces_are_refused(traces, tmp_path):
+    out, _ = traces
+    with pytest.raises(DataError, match="no traces"):
+        read_traces(tmp_path)
+    (tmp_path / "settings.json").write_text((out / "settings.json").read_text())
+    for text, words in (("{", "damaged"), ('{"id": "x"}', "damaged"), ('{"id":"x","version":9,"calls":[]}', "version")):
+        (tmp_path / "traces.jsonl").write_text(text + "\n")
+        with pytest.raises(DataError, match=words):
+            read_traces(tmp_path)
+
+
+def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path):
+    data = tmp_path / "data.jsonl"
+    rows = [{"id": f"q{i}", "question": f"What is {i} plus {i}?", "answers": [str(2 * i)]} for i in range(4)]
+    data.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    runner, traced, out = CliRunner(), tmp_path / "traces", tmp_path / "adapter"
+    common = ["--max-tokens", "4", "--dtype", "float32"]
+    result = runner.invoke(app, ["trace", "multi_qa", "--data", str(data), "--out", str(traced), *common])
+    assert result.exit_code == 0, result.output
+    assert "4 traces" in result.output
+    command = ["train", str(traced), "--out", str(out), "--epochs", "1", "--rank", "2", "--validation", "0.25"]
+    result = runner.invoke(app, [*command, "--condition", "parallel", "--lessons", "2"])
+    assert result.exit_code == 0, result.output
+    assert "gap closed" in result.output and "trained share" in result.output
+    assert (out / "adapter_model.safetensors").is_file()
+    evaluated = ["eval", "multi_qa", "--data", str(data), "--out", str(tmp_path / "eval"), "--adapter", str(out)]
+    result = runner.invoke(app, [*evaluated, *common, "--condition", "parallel", "--fidelity", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert list(report["conditions"]) == ["baseline", "parallel", "parallel + FT"]
+    drift = {r["condition"]: r["after"]["value"] for r in report["fidelity"] if r["stage"] == "all"}
+    assert drift["parallel + FT"] != drift["parallel"]
+    result = runner.invoke(app, [*command[:2], "--condition", "sideways", "--out", str(tmp_path / "x")])
+    assert isinstance(result.exception, ConfigError) and "sideways" in str(result.exception)
+    result = runner.invoke(app, [*command, "--direct", "direct"])
+    assert isinstance(result.exception, ConfigError) and "another setting" in str(result.exception)
+
+
+def test_traces_of_a_workflow_that_has_changed_are_refused(embedded, tmp_path):
+    file = tmp_path / "own.py"
+    text = "def run(p, task):\n    return p.decode('answer', p.assistant(), [p.prefill('task', p.user(task))])\n"
+    file.write_text(text)
+    tasks = [Example(f"t{i}", "text", f"Count to {i}.") for i in range(2)]
+    collect(embedded, str(file), find(str(file)), tasks, tmp_path / "traces", sampling=SHORT)
+    file.write_text(text + "# changed\n")
+    with pytest.raises(ConfigError, match="has changed"):
+        train_on(embedded.runner.adapter, tmp_path / "traces", tmp_path / "adapter")
+
+
+def test_only_what_the_base_model_does_is_traced(embedded):
+    with embedded.session() as session:
+        outside = session.prefill([1, 2, 3])
+        said = session.decode([4], [outside], sampling=SHORT)
+        with pytest.raises(DataError, match="not made through"):
+            calls_of([Step("answer", said)])

@@ -1,0 +1,271 @@
+"""Training on lessons: it learns, it can be stopped at any update, and it leaves the model alone."""
+
+import itertools
+import json
+import math
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from choreograph import Engine, SamplingParams
+from choreograph.distill import Lesson, TrainConfig, train
+from choreograph.distill.losses import divergence, losses, mean_loss
+from choreograph.errors import ConfigError, DataError, ModelError
+from choreograph.onepass.calls import Seen, TracedCall
+from choreograph.onepass.packed import log_likelihood, logits_of, pack
+
+FAST = {"rank": 4, "alpha": 8, "rate": 1e-2, "lessons": 2, "dropout": 0.0}
+
+
+def lesson(number):
+    """Two texts that do not see each other, placed over each other, and an answer that follows a rule."""
+    a = TracedCall("text", [number % 7 + 1, 2, 3], 0)
+    b = TracedCall("text", [number % 5 + 10, 12], 0)
+    said = TracedCall("answer", [20], 3, (Seen(0, 0, 3, 0), Seen(1, 0, 2, 0)), [number % 7 + 30, 41, 42])
+    return Lesson(str(number), (a, b, said))
+
+
+LEARN, CHECK = [lesson(i) for i in range(12)], [lesson(i) for i in range(12, 16)]
+
+
+@pytest.fixture
+def adapter():
+    return Engine.from_pretrained(tiny.build()).runner.adapter
+
+
+def weights(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], atol=1e-6, rtol=1e-5)
+
+
+def test_it_learns_and_says_what_it_cost(adapter, tmp_path):
+    before = losses(adapter, CHECK)
+    names = [n for n, _ in adapter.model.named_parameters()]
+    report = train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=6), baseline=LEARN[:2])
+    assert report.after < report.before - 0.5
+    assert report.closed == pytest.approx((report.before - report.after) / (report.before - report.baseline))
+    assert report.updates == 36 and report.seconds > 0 and report.peak_memory > 0
+    assert 0 < report.trained_share < 1
+    assert losses(adapter, CHECK) == before, "the model is as it was"
+    assert [n for n, _ in adapter.model.named_parameters()] == names
+    assert not adapter.model.training
+    log = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in log if "loss" in e] == list(range(1, 37))
+    assert [e["step"] for e in log if "eval_loss" in e] == [6, 12, 18, 24, 30, 36]
+    assert json.loads((tmp_path / "report.json").read_text())["after"] == report.after
+
+
+def test_the_adapter_is_served_as_it_was_trained(adapter, tmp_path):
+    report = train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=4))
+    engine = Engine(adapter, adapters={"FT": tmp_path})
+    total, count = 0.0, 0
+    with engine.session(model="FT") as session:
+        for one in CHECK:
+            a, b, said = one.calls
+            texts = [session.prefill(x.prompt, new_offset=0) for x in (a, b)]
+            answer = session.decode(
+                said.prompt,
+                texts,
+                offsets=[0, 0],
+                new_offset=3,
+                forced_tokens=said.generated,
+                sampling=SamplingParams(logprobs=0),
+            )
+            total -= sum(x.logprob for x in answer.logprobs)
+            count += 3
+    assert total / count == pytest.approx(report.after, abs=1e-4)
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(adapter, tmp_path, dropout):
+    """Six updates an epoch, a checkpoint every third."""
+    config = TrainConfig(**FAST | {"dropout": dropout}, epochs=3, validations=2)
+    whole = train(adapter, LEARN, CHECK, tmp_path / "whole", config)
+
+    def stop(done, most):
+        assert most == 18
+        if done == 10:  # behind the checkpoint of update 9
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(adapter, LEARN, CHECK, tmp_path / "parts", config, on_update=stop)
+    broken = tmp_path / "parts" / "checkpoint-12"  # the process ended while it wrote this one
+    broken.mkdir()
+    (broken / "trainer_state.json").write_text('{"cut')
+    made = []
+    parts = train(adapter, LEARN, CHECK, tmp_path / "parts", config, on_update=lambda done, most: made.append(done))
+    assert made == list(range(10, 19))
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert [e.get("eval_loss") for e in whole.log] == pytest.approx([e.get("eval_loss") for e in parts.log])
+    again = train(adapter, LEARN, CHECK, tmp_path / "parts", config, on_update=lambda *_: pytest.fail("it has ended"))
+    assert again == parts
+
+
+def test_patience_is_not_forgotten_between_two_processes(adapter, tmp_path):
+    config = TrainConfig(**FAST | {"rate": 0.5}, epochs=30, patience=3)
+    whole = train(adapter, LEARN, CHECK, tmp_path / "whole", config)
+
+    def stop(done, most):
+        if done == whole.updates - 3:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(adapter, LEARN, CHECK, tmp_path / "parts", config, on_update=stop)
+    parts = train(adapter, LEARN, CHECK, tmp_path / "parts", config)
+    assert whole.updates < 180 and parts.updates == whole.updates
+
+
+def test_checkpointing_computes_layers_again_and_changes_nothing(adapter, tmp_path):
+    passes = {}
+    for name, checkpointing in (("plain", False), ("again", True)):
+        count = 0
+
+        def counted(*_):
+            nonlocal count
+            count += 1
+
+        forget = adapter.model.model.layers[0].mlp.register_forward_pre_hook(counted)
+        config = TrainConfig(**FAST | {"dropout": 0.2}, epochs=1, checkpointing=checkpointing)
+        train(adapter, LEARN, CHECK, tmp_path / name, config)
+        forget.remove()
+        passes[name] = count
+    assert passes["again"] == passes["plain"] + len(LEARN)
+    assert_same(weights(tmp_path / "plain"), weights(tmp_path / "again"))
+    assert not adapter.model.get_input_embeddings()._forward_hooks
+    engine = Engine(adapter)
+    with engine.session() as session:
+        assert session.decode([1], sampling=SamplingParams(max_tokens=2)).result()
+
+
+def test_an_update_is_one_of_the_sum_of_its_lessons(adapter, tmp_path):
+    """By hand: the loss of whole traces in units of a typical one, the mean over an update, AdamW, cosine."""
+    short, long = lesson(1), lesson(2)
+    said = TracedCall("answer", [20], 3, long.calls[2].parents, [5, 6, 7, 8, 9, 10, 11, 12, 13])
+    learn = [short, Lesson("long", (*long.calls[:2], said)), lesson(4)]
+    config = TrainConfig(**FAST, epochs=1, warm_up=0.0)
+    train(adapter, learn, CHECK, tmp_path, config)
+    found = weights(tmp_path)
+    orders = [
+        _by_hand(adapter, learn, order, config) for order in itertools.permutations(range(3))
+    ]  # the sampler's own
+    assert any(all(torch.allclose(one[name], found[name], atol=1e-5) for name in found) for one in orders)
+
+
+def _by_hand(adapter, learn, order, config):
+    """Two updates, of two lessons and of one, in some order; the weights under the names of the file."""
+    torch.manual_seed(config.seed)
+    model = get_peft_model(adapter.model, LoraConfig(r=4, lora_alpha=8, target_modules=list(config.targets)))
+    given = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(given, lr=config.rate, weight_decay=0.0)
+    typical = sum(x.targets for x in learn) / len(learn)
+    for update, group in enumerate((order[:2], order[2:])):
+        for number in group:
+            packed = pack(learn[number].calls)
+            with adapter.hooked():
+                logits = logits_of(adapter, packed)
+                (-log_likelihood(logits, packed.targets).sum() / typical / len(group)).backward()
+        torch.nn.utils.clip_grad_norm_(given, config.clip)
+        for settings in optimizer.param_groups:
+            settings["lr"] = config.rate * 0.5 * (1 + math.cos(math.pi * update / 2))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {n: p.detach().clone() for n, p in get_peft_model_state_dict(model).items()}
+    model.unload()
+    for parameter in adapter.model.parameters():
+        parameter.requires_grad_(True)
+    return found
+
+
+def test_it_stops_early_and_keeps_the_best(adapter, tmp_path):
+    config = TrainConfig(**FAST | {"rate": 0.5}, epochs=30, patience=2)
+    report = train(adapter, LEARN, CHECK, tmp_path, config)
+    found = [e["eval_loss"] for e in report.log if "eval_loss" in e]
+    assert len(found) < 30 and found.index(min(found)) < len(found) - 1
+    engine = Engine(adapter, adapters={"FT": tmp_path})
+    assert mean_loss(engine.runner.adapter, CHECK, "FT") == pytest.approx(min(found), abs=1e-4)
+
+
+def test_nobody_computes_on_a_model_in_training(adapter, tmp_path):
+    engine = Engine(adapter)
+
+    def use(done, most):
+        with engine.session() as session, pytest.raises(ModelError, match="being trained"):
+            session.prefill([1, 2]).result()
+
+    before = (torch.random.get_rng_state(), adapter.model.config.use_cache)
+    train(adapter, LEARN[:2], CHECK[:1], tmp_path, TrainConfig(**FAST, epochs=1), on_update=use)
+    assert torch.equal(torch.random.get_rng_state(), before[0]) and adapter.model.config.use_cache == before[1]
+    with engine.session() as session:
+        session.prefill([1, 2]).result()
+    engine.check()
+
+
+def with_readings(adapter, one):
+    """The lesson with the log-probabilities of every token of the vocabulary, as the model has them now."""
+    packed = pack(one.calls)
+    with torch.no_grad(), adapter.hooked():
+        rows = logits_of(adapter, packed).log_softmax(-1)
+    top = tuple(tuple(enumerate(row.tolist())) for row in rows)
+    said = one.calls[-1]
+    return Lesson(one.id, (*one.calls[:-1], TracedCall(said.stage, said.prompt, said.start, said.parents,
+                                                       said.generated, top=top))), rows  # fmt: skip
+
+
+def test_divergence_is_the_whole_one_where_every_token_is_kept(adapter):
+    one, rows = with_readings(adapter, lesson(3))
+    other = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    wanted = (rows.exp() * (rows - other.log_softmax(-1))).sum(-1)
+    torch.testing.assert_close(divergence(other, one), wanted, atol=1e-4, rtol=1e-4)
+    assert float(divergence(rows, one).abs().max()) < 1e-4
+    few = Lesson("few", (*one.calls[:-1], TracedCall("answer", [20], 3, one.calls[-1].parents, [1, 2, 3], top=tuple(
+        tuple(sorted(t, key=lambda p: -p[1])[:5]) for t in one.calls[-1].top))))  # fmt: skip
+    assert (divergence(other, few) <= wanted + 1e-5).all() and (divergence(other, few) > 0).all()
+
+
+def test_divergence_can_be_learned_from(adapter, tmp_path):
+    learn = [with_readings(adapter, x)[0] for x in LEARN[:4]]
+    report = train(adapter, learn, CHECK, tmp_path / "kl", TrainConfig(**FAST, epochs=1, kl=1.0))
+    assert math.isfinite(report.after)
+    with pytest.raises(DataError, match="top"):
+        train(adapter, LEARN, CHECK, tmp_path / "none", TrainConfig(**FAST, epochs=1, kl=1.0))
+
+
+def test_another_setting_needs_another_folder(adapter, tmp_path):
+    train(adapter, LEARN[:2], CHECK[:1], tmp_path, TrainConfig(**FAST, epochs=1))
+    with pytest.raises(ConfigError, match="another"):
+        train(adapter, LEARN[:2], CHECK[:1], tmp_path, TrainConfig(**FAST, epochs=2))
+    with pytest.raises(ConfigError, match="another"):
+        train(adapter, LEARN[1:3], CHECK[:1], tmp_path, TrainConfig(**FAST, epochs=1))
+    with pytest.raises(ConfigError, match="targets"):
+        train(adapter, LEARN, CHECK, tmp_path / "y", TrainConfig(**FAST, targets=("nothing",)))
+    with pytest.raises(DataError, match="one or more"):
+        train(adapter, [], CHECK, tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rank": 0},
+        {"dropout": 1.0},
+        {"rate": 0},
+        {"warm_up": 1.5},
+        {"kl": -1},
+        {"targets": ()},
+        {"targets": ("lm_head",)},
+    ],
+)
+def test_settings_out_of_range_are_refused(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        TrainConfig(**bad)

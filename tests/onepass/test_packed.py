@@ -1,0 +1,176 @@
+"""One pass over a trace gives what the engine gives step by step, and gradients of all that a call saw."""
+
+import pytest
+import tiny
+import torch
+from families import CONFIGS
+from graphs import graphs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from choreograph import Engine, SamplingParams
+from choreograph.choreographies import Step
+from choreograph.onepass.calls import as_prompts, calls_of
+from choreograph.onepass.packed import log_likelihood, logits_of, pack, read_logits
+
+HEARD = SamplingParams(logprobs=0)
+
+
+def perform(session, nodes):
+    """The calls of a graph on a session, with their content forced."""
+    messages = []
+    for node in nodes:
+        parents = [messages[i] for i in node.parents]
+        place = {"offsets": node.offsets, "new_offset": node.start}
+        if node.generated is None:
+            messages.append(session.prefill(node.tokens, parents, **place))
+        else:
+            forced = {"forced_tokens": node.generated, "footer": node.footer, "sampling": HEARD}
+            messages.append(session.decode(node.tokens, parents, **place, **forced))
+    return [Step(f"s{i}", m) for i, m in enumerate(messages)]
+
+
+def heard(steps):
+    return [one.logprob for step in steps for one in step.message.logprobs or ()]
+
+
+def in_one_pass(adapter, *traces):
+    packed = pack(*traces)
+    packed.check()
+    return log_likelihood(read_logits(adapter, packed), packed.targets).tolist()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny.engine()
+
+
+@given(nodes=graphs())
+@settings(max_examples=60, deadline=None)
+def test_one_pass_is_the_engine_step_by_step(engine, nodes):
+    with engine.session() as session:
+        steps = perform(session, nodes)
+        calls = calls_of(steps)
+        assert in_one_pass(engine.runner.adapter, calls) == pytest.approx(heard(steps), abs=1e-4)
+
+
+@given(nodes=graphs())
+@settings(max_examples=60, deadline=None)
+def test_the_decodes_behind_their_prompts_are_prefix_mode(engine, nodes):
+    with engine.session(mode="prefix") as session:
+        steps = perform(session, nodes)
+        prompts = as_prompts(calls_of(steps))
+        said = [call.generated for call in prompts]
+        assert said == [step.message.generated for step in steps if step.message.kind == "decode"]
+        assert in_one_pass(engine.runner.adapter, prompts) == pytest.approx(heard(steps), abs=1e-4)
+
+
+@given(first=graphs(3), second=graphs(3))
+@settings(max_examples=20, deadline=None)
+def test_traces_in_one_sequence_do_not_see_each_other(engine, first, second):
+    with engine.session() as session:
+        a, b = (calls_of(perform(session, nodes)) for nodes in (first, second))
+    adapter = engine.runner.adapter
+    apart = in_one_pass(adapter, a) + in_one_pass(adapter, b)
+    assert in_one_pass(adapter, a, b) == pytest.approx(apart, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_in_one_pass(name):
+    torch.manual_seed(0)
+    engine = Engine.from_pretrained(AutoModelForCausalLM.from_config(CONFIGS[name]).eval())
+    with engine.session() as session:
+        a = session.prefill([1, 2, 3, 4])
+        b = session.decode([5, 6], [a], forced_tokens=[7, 8, 9], sampling=HEARD)
+        c = session.decode([9], [b.part(1, 4), a], offsets=[30, 3], new_offset=50, forced_tokens=[1, 2], sampling=HEARD)
+        steps = [Step("", m) for m in (a, b, c)]
+        assert in_one_pass(engine.runner.adapter, calls_of(steps)) == pytest.approx(heard(steps), abs=1e-4)
+
+
+def test_equal_prefills_are_one_call(engine):
+    with engine.session() as session:
+        a = session.prefill([1, 2, 3])
+        here = session.prefill([4, 5], [a])
+        there = session.prefill([4, 5], [a], offsets=[7], new_offset=10)  # the same work elsewhere
+        other = session.prefill([4, 5], [a], offsets=[8], new_offset=10)
+        last = session.decode([6], [here, there, other], forced_tokens=[7, 8], sampling=HEARD)
+        steps = [Step("", m) for m in (a, here, there, other, last)]
+        calls = calls_of(steps)
+        assert len(calls) == 4
+        assert [seen.call for seen in calls[-1].parents] == [1, 1, 2]
+        assert in_one_pass(engine.runner.adapter, calls) == pytest.approx(heard(steps), abs=1e-4)
+
+
+def test_prompts_share_their_longest_beginning(engine):
+    with engine.session(mode="prefix") as session:
+        a = session.prefill(list(range(20)))
+        both = [session.decode([30 + i], [a], forced_tokens=[1, 2, 3], sampling=HEARD) for i in range(2)]
+        last = session.decode([40], [a, *both], forced_tokens=[5], sampling=HEARD)
+        steps = [Step("", m) for m in (a, *both, last)]
+        prompts = as_prompts(calls_of(steps))
+    assert [len(call.prompt) for call in prompts] == [21, 1, 5]
+    assert [tuple(seen) for seen in prompts[2].parents] == [(0, 0, 24, 0)]
+
+
+def loss_of(adapter, calls):
+    packed = pack(calls)
+    with adapter.hooked():
+        return -log_likelihood(logits_of(adapter, packed), packed.targets).sum()
+
+
+def test_gradients_of_a_chain_are_those_of_plain_training():
+    """Each call behind all that came before is one causal text, which transformers can differentiate itself."""
+    model = tiny.build(seed=4)
+    engine = Engine.from_pretrained(model)
+    with engine.session() as session:
+        a = session.prefill([1, 2, 3, 4])
+        b = session.decode([5, 6], [a], forced_tokens=[7, 8, 9])
+        c = session.decode([10], [a, b], forced_tokens=[11, 12])
+        calls = calls_of([Step("", m) for m in (a, b, c)])
+    ids = torch.tensor([[*range(1, 13)]])
+    logprobs = model(ids).logits[0].log_softmax(-1)
+    plain = -sum(logprobs[at - 2, at] for at in (7, 8, 9, 11, 12))  # token n stands at n - 1, and follows n - 2
+    ours = loss_of(engine.runner.adapter, calls)
+    assert ours.item() == pytest.approx(plain.item(), abs=1e-4)
+    wanted = torch.autograd.grad(plain, list(model.parameters()))
+    for mine, theirs in zip(torch.autograd.grad(ours, list(model.parameters())), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=8, deadline=None)
+def test_gradients_reach_what_was_seen_elsewhere(seed):
+    """Finite differences of the engine's own log-probabilities, along a random direction of all weights."""
+    model = tiny.build(seed=seed)
+    engine = Engine.from_pretrained(model)
+
+    def listen():
+        with engine.session() as session:
+            a, b = session.prefill([1, 2, 3, 4]), session.prefill([20, 21, 22])
+            said = session.decode([5, 6], [a], forced_tokens=[7, 8, 9], sampling=HEARD)
+            last = session.decode(
+                [10], [b, said, a], offsets=[40, 3, 3], new_offset=9, forced_tokens=[11, 12], sampling=HEARD
+            )
+            steps = [Step("", m) for m in (a, b, said, last)]
+            return -sum(heard(steps)), calls_of(steps)
+
+    _, calls = listen()
+    weights = list(model.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    direction = [torch.randn(p.shape, generator=generator) * 1e-3 for p in weights]
+    slope = sum(
+        float((g * d).sum())
+        for g, d in zip(torch.autograd.grad(loss_of(engine.runner.adapter, calls), weights), direction, strict=True)
+    )
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, d in zip(weights, direction, strict=True):
+                p.add_(sign * d)
+        engine.clear_cache()
+        ends.append(listen()[0])
+        with torch.no_grad():
+            for p, d in zip(weights, direction, strict=True):
+                p.sub_(sign * d)
+    assert (ends[0] - ends[1]) / 2 == pytest.approx(slope, rel=0.03, abs=2e-4)
