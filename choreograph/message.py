@@ -33,6 +33,10 @@ class Part:
         return self.message.id
 
     @property
+    def model(self) -> str:
+        return self.message.model
+
+    @property
     def length(self) -> int:
         return self.last - self.first
 

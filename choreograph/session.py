@@ -289,7 +289,8 @@ class Session:
         """Parents that another model encoded become what the message's own model makes of them, unless it reuses."""
         if message.reuses or self.mode != "choreographed":
             return
-        message.parents = tuple(under(message.model, parent, self._again) for parent in message.parents)
+        model = message.model
+        message.parents = tuple(p if p.model == model else under(model, p, self._again) for p in message.parents)
         message._call.parents = tuple(whole(parent)._call for parent in message.parents)
 
     def _again(self, message: Message, model: str, parents: tuple[Message | Part, ...]) -> Message:

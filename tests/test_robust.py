@@ -79,8 +79,8 @@ def test_one_call_without_numbers_fails_alone():
     engine = tiny.engine()
     healthy = engine.runner.adapter.forward
 
-    def poisoned(tokens, positions, step, rows):
-        logits = healthy(tokens, positions, step, rows)
+    def poisoned(*arguments):
+        logits = healthy(*arguments)
         logits[0] = float("nan")
         return logits
 
