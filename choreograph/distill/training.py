@@ -9,6 +9,7 @@ import json
 import random
 import resource
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -83,7 +84,8 @@ def _trained(adapter: Adapter, config: TrainConfig) -> Iterator[Any]:
     """The model with adapters of its own to train; afterwards it, and everybody's random numbers, are as they were."""
     base, numbers, more = adapter.model, random.getstate(), np.random.get_state()
     asked, use_cache = [(p, p.requires_grad) for p in base.parameters()], base.config.use_cache
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*checkpointing.*deprecated", category=FutureWarning)  # peft's own
         set_seed(config.seed)  # what the adapters begin with
         try:
             model = get_peft_model(base, _lora(config))
