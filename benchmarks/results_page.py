@@ -31,6 +31,7 @@ def record(name: str) -> dict[str, Any]:
 def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     head = list(head)
     rows = [head, ["---"] * len(head), *map(list, lines)]
+    assert all(len(row) == len(head) for row in rows), head
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -72,6 +73,8 @@ def speed() -> str:
         "paper",
         "prompt tokens",
         "r with tokens",
+        "limit of tokens",
+        "n",
     ]
     return markdown(head, lines) + "\n\n" + _made("speed")
 
