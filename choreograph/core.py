@@ -81,14 +81,14 @@ class Engine:
             return loras.add(name, source)
 
     def remove_adapter(self, name: str) -> None:
-        """Serves an adapter no longer; to be called when no call on it is unfinished."""
+        """Serves an adapter no longer, and clears the cache. Raises ConfigError while one of its messages is held."""
         loras = self.runner.adapter.loras
         assert loras is not None
         with self.runner.lock:
-            calls = (*self.runner.scheduler.waiting, *self.runner.scheduler.running)
-            if any(call.model == name for call in calls):
-                raise ConfigError(f"adapter {name!r} has unfinished calls: read or release them first")
+            if any(call.model == name for call in self.runner.scheduler.waiting) or self.runner.store.holds(name):
+                raise ConfigError(f"adapter {name!r} is in use: release its messages first")
             loras.remove(name)
+            self.clear_cache()  # what it made could be found under another name, and not be built again
 
     @property
     def events(self) -> EventLog:

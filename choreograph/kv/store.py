@@ -83,6 +83,10 @@ class Store:
         self._encodings[encoding.id] = encoding
         return encoding
 
+    def holds(self, model: str) -> bool:
+        """Whether anybody holds what a model computes."""
+        return any(encoding.model == model and encoding.holders for encoding in self._encodings.values())
+
     def hold(self, encoding: Encoding, holder: tuple[str, object]) -> None:
         """One holder more. An encoding that was forgotten is known again, without pages."""
         if encoding.id not in self._encodings:

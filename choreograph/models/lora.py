@@ -20,19 +20,12 @@ from ..errors import ConfigError, ModelError
 from ..types import BASE
 
 _PREFIX = "base_model.model."
-_UNDERSTOOD = {  # options of peft that say nothing about the values, or what this module knows how to do
-    *(
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *("r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "runtime_config"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
-}
+_UNDERSTOOD = (  # options of peft that say nothing about the values, or that this module knows how to read
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "lora_dropout", "runtime_config", "megatron_core"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # other beginnings change the base weights too
 
 
@@ -44,10 +37,6 @@ class Lora:
     fingerprint: str
     weights: Mapping[str, tuple[Tensor, Tensor]]
 
-    @property
-    def parameters(self) -> int:
-        return sum(down.numel() + up.numel() for down, up in self.weights.values())
-
 
 class Loras:
     """The adapters of one model. Used by whoever runs the model, one at a time."""
@@ -57,9 +46,6 @@ class Loras:
         self._known: dict[str, Lora] = {}
         self._hooked: set[str] = set()
         self._active: list[tuple[Lora, slice | Tensor]] = []  # of the pass that is being computed: which rows
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._known
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +63,7 @@ class Loras:
         return lora
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter; what it encoded stays where messages name it."""
+        """Forgets an adapter that nobody uses."""
         if name not in self._known:
             raise ConfigError(f"adapter {name!r}: there are {list(self._known)}")
         del self._known[name]
@@ -118,8 +104,9 @@ def read(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> L
     from peft import LoraConfig, PeftConfig
     from peft.utils import load_peft_weights
 
-    if Path(source).exists() and not (Path(source) / "adapter_config.json").is_file():
-        raise ModelError(f"adapter {name!r}: {source} holds no adapter_config.json: name a folder that peft saved")
+    for file in ("adapter_config.json", "adapter_model.safetensors") if Path(source).exists() else ():
+        if not (Path(source) / file).is_file():
+            raise ModelError(f"adapter {name!r}: {source} holds no {file}: name a folder that peft saved")
     try:
         config = PeftConfig.from_pretrained(str(source))
         tensors = load_peft_weights(str(source), device="cpu")
