@@ -174,8 +174,8 @@ def prediction() -> str:
 
 def fidelity() -> str:
     lines = []
-    for one in record("fidelity")["runs"].values():
-        title = f"{TITLES[one['workflow']]}, {one['data']}"
+    for name, one in record("fidelity")["runs"].items():
+        title = f"{TITLES[one['workflow']]}, {STRATEGIES.get(name, one['data'])}"
         for r in one["rows"]:
             cells = [interval(r[k], places=3, sign=k == "gap") for k in ("before", "after", "gap", "divergence")]
             lines.append([title, r["condition"], r["stage"], *cells, str(r["tokens"]), str(one["n"])])
