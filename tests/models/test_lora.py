@@ -325,7 +325,7 @@ def test_the_owner_s_model_is_not_changed(folders):
 def test_a_long_chain_is_encoded_again_without_recursion(engine):
     with engine.session() as session:
         message = session.prefill([1])
-        for _ in range(1500):
+        for _ in range(1100):
             message = session.prefill([2], [message], offsets=[0], new_offset=1)
         said = session.decode([3], [message], sampling=SamplingParams(max_tokens=1), model="b")
         assert len(said.tokens) == 2

