@@ -1,14 +1,14 @@
 """Lessons: the calls of a trace as they are made under reuse, saying what the baseline said. Computes nothing."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..choreographies import Workflow
 from ..choreographies.performance import Condition
+from ..errors import ConfigError
 from ..models.adapter import Adapter
-from ..onepass.calls import TracedCall, as_prompts
+from ..onepass.calls import TracedCall, as_prompts, decodes_of
 from ..onepass.rehearsal import Script, rehearse
 from ..types import SamplingParams
 from .traces import Trace
@@ -57,6 +57,9 @@ def answer_lessons(
     scripts = [Script(t.id, t.task, _Only(t.calls[t.answer].generated or [])) for t in traces]
     found = rehearse(model, direct, scripts, Condition("choreographed"), sampling=SamplingParams(), options=options)
     calls = dict(found)
+    for one in calls.values():
+        if len(stages := [stage for (stage, _), _ in decodes_of(one)]) != 1:
+            raise ConfigError(f"a workflow that decodes {stages}: a final answer is learned by one of a single decode")
     return [Lesson(t.id, tuple(calls[t.id])) for t in traces]
 
 
@@ -76,18 +79,11 @@ class _Only(dict[str, list[list[int]]]):
 
 def _with_readings(calls: Sequence[TracedCall], heard: Sequence[TracedCall]) -> tuple[TracedCall, ...]:
     """The calls with the log-probabilities that the baseline gave to the same messages."""
-    count: Counter[str] = Counter()
-    readings: dict[tuple[str, int], dict[str, Any]] = {}
-    for call in heard:
-        if call.generated is not None:
-            readings[call.stage, count[call.stage]] = {"logprobs": call.logprobs, "top": call.top}
-            count[call.stage] += 1
-    count.clear()
-    found = []
-    for call in calls:
-        if call.generated is not None:
-            found.append(replace(call, **readings[call.stage, count[call.stage]]))
-            count[call.stage] += 1
-        else:
-            found.append(call)
-    return tuple(found)
+    readings = dict(decodes_of(heard))
+    names = {id(call): name for name, call in decodes_of(calls)}
+
+    def read(call: TracedCall) -> TracedCall:
+        name = names.get(id(call))
+        return call if name is None else replace(call, logprobs=readings[name].logprobs, top=readings[name].top)
+
+    return tuple(map(read, calls))

@@ -34,11 +34,11 @@ def train_on(
     if settings["model"] != adapter.facts.name:
         raise ConfigError(f"{traces}: traces of model {settings['model']!r}, not of {adapter.facts.name!r}")
     learn, check = split(found, validation, (config or TrainConfig()).seed)
-    if direct is not None and (condition is not None or (config and config.kl)):
-        raise ConfigError(
-            "direct: final answers are learned without a condition, and without readings of a baseline (kl)"
-        )
     if direct is not None:
+        if condition is not None or (config and config.kl):
+            raise ConfigError(
+                "direct: final answers are learned without a condition, and without a baseline's readings"
+            )
         workflow = find(direct)
         lessons, checks = (answer_lessons(adapter, workflow, part) for part in (learn, check))
         return train(adapter, lessons, checks, out, config, on_update=on_update)

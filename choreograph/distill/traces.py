@@ -72,12 +72,11 @@ def collect(
     )
 
     def record(example: Example, p: Performance, answer: Message) -> Record:
-        numbers = [message.id for _, message in p.steps]
         calls = calls_of(p.steps)
         decodes = [number for number, call in enumerate(calls) if call.generated is not None]
         said = [message.id for _, message in p.steps if message.kind == "decode"]
         if answer.id not in said:
-            raise DataError(f"{example.id}: the answer of a workflow must be one of its {len(numbers)} decodes")
+            raise DataError(f"{example.id}: the answer of a workflow must be one of its {len(said)} decodes")
         return {
             "version": VERSION,
             "id": example.id,

@@ -5,7 +5,6 @@ log-loss of its own tokens in both, and the divergence KL(baseline || condition)
 token. Blockage and leakage show up here even where a small model solves nothing.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,7 +16,7 @@ from ..choreographies import Workflow
 from ..choreographies.performance import Condition
 from ..core import Engine
 from ..models.adapter import Adapter
-from ..onepass.calls import TracedCall
+from ..onepass.calls import TracedCall, decodes_of
 from ..onepass.packed import pack, read_logits
 from ..onepass.rehearsal import Script, rehearse
 from ..types import SamplingParams
@@ -71,13 +70,11 @@ def drifts(
 def _readings(adapter: Adapter, calls: Sequence[TracedCall], model: str) -> Readings:
     logits = read_logits(adapter, pack(calls), model)
     found: Readings = {}
-    count: Counter[str] = Counter()
     at = 0
-    for call in calls:
-        if call.generated is not None:
-            found[call.stage, count[call.stage]] = call.generated, logits[at : at + len(call.generated)]
-            count[call.stage] += 1
-            at += len(call.generated)
+    for name, call in decodes_of(calls):
+        tokens = call.generated or []
+        found[name] = tokens, logits[at : at + len(tokens)]
+        at += len(tokens)
     return found
 
 

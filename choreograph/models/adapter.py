@@ -146,7 +146,7 @@ class Adapter:
 
     def adapted(self, models: Sequence[str]) -> AbstractContextManager[bool]:
         """For one pass, the model of every row; tells whether any is an adapter."""
-        return nullcontext(False) if self.loras is None else self.loras.applied(models)
+        return self.loras.applied(models) if self.loras is not None and self.loras.names else nullcontext(False)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 A call names no messages: it points to its parents by their number among the calls, with what it saw of them and where.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -59,6 +60,15 @@ def calls_of(steps: Iterable[Step]) -> list[TracedCall]:
             found.append(call)
         numbers[message.id] = known[name]
     return found
+
+
+def decodes_of(calls: Iterable[TracedCall]) -> Iterator[tuple[tuple[str, int], TracedCall]]:
+    """The decodes in order, each by the name of its stage and its number there: the same in every condition."""
+    count: Counter[str] = Counter()
+    for call in calls:
+        if call.generated is not None:
+            yield (call.stage, count[call.stage]), call
+            count[call.stage] += 1
 
 
 def _call_of(stage: str, message: Message, numbers: Mapping[int, int]) -> TracedCall:

@@ -92,6 +92,11 @@ def test_final_answers_become_lessons_of_one_call(embedded, traces):
     assert [call.generated for call in decodes] == [traces[1][0].calls[traces[1][0].answer].generated]
 
 
+def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(embedded, traces):
+    with pytest.raises(ConfigError, match="single decode"):
+        answer_lessons(embedded.runner.adapter, find("mad_iter"), traces[1][:1], options={"rounds": 1})
+
+
 def test_damaged_traces_are_refused(traces, tmp_path):
     out, _ = traces
     with pytest.raises(DataError, match="no traces"):

@@ -5,7 +5,7 @@ import tiny
 import torch
 from families import CONFIGS
 from graphs import graphs
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -139,6 +139,7 @@ def test_gradients_of_a_chain_are_those_of_plain_training():
 
 
 @given(seed=st.integers(0, 1000))
+@example(seed=561)  # a steep third derivative: the step has to be small
 @settings(max_examples=8, deadline=None)
 def test_gradients_reach_what_was_seen_elsewhere(seed):
     """Finite differences of the engine's own log-probabilities, along a random direction of all weights."""
@@ -158,7 +159,7 @@ def test_gradients_reach_what_was_seen_elsewhere(seed):
     _, calls = listen()
     weights = list(model.parameters())
     generator = torch.Generator().manual_seed(seed)
-    direction = [torch.randn(p.shape, generator=generator) * 1e-3 for p in weights]
+    direction = [torch.randn(p.shape, generator=generator) * 3e-4 for p in weights]
     slope = sum(
         float((g * d).sum())
         for g, d in zip(torch.autograd.grad(loss_of(engine.runner.adapter, calls), weights), direction, strict=True)
@@ -173,4 +174,4 @@ def test_gradients_reach_what_was_seen_elsewhere(seed):
         with torch.no_grad():
             for p, d in zip(weights, direction, strict=True):
                 p.sub_(sign * d)
-    assert (ends[0] - ends[1]) / 2 == pytest.approx(slope, rel=0.03, abs=2e-4)
+    assert (ends[0] - ends[1]) / 2 == pytest.approx(slope, rel=0.03, abs=5e-5)
