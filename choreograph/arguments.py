@@ -5,8 +5,18 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .errors import BadPosition, BadTokens, CallError, SamplingError
-from .message import Message
+from .engine.call import State
+from .errors import (
+    BadPosition,
+    BadTokens,
+    CallError,
+    ForeignMessage,
+    ReleasedMessage,
+    RepeatedParent,
+    SamplingError,
+    UnknownMessage,
+)
+from .message import Message, Part, whole
 from .types import SamplingParams
 
 Offsets = Sequence[int | None] | None
@@ -39,6 +49,32 @@ def refuse_empty(ids: list[int], what: str) -> None:
     """Raises BadTokens where there is not a single token."""
     if not ids:
         raise BadTokens(f"{what} is empty: give at least one token")
+
+
+def check_parents(parents: Iterable[Message | Part], runner: object, session: int) -> tuple[Message | Part, ...]:
+    """Messages of this session, or parts of them that do not overlap."""
+    if isinstance(parents, (Message, Part)):
+        raise CallError("parents is one message: put it into a list")
+    if not isinstance(parents, Iterable):
+        raise CallError(f"parents={parents!r}: use a list of messages")
+    parents = tuple(parents)
+    seen: dict[int, list[range]] = {}
+    for given in parents:
+        parent = whole(given)
+        if not isinstance(parent, Message):
+            raise UnknownMessage(f"parent {parent!r} is not a message of this session")
+        if parent._runner is not runner or parent._call.session != session:
+            raise ForeignMessage(f"parent {parent.id} belongs to another session or engine: make it here")
+        if parent._call.released:
+            raise ReleasedMessage(f"parent {parent.id} was released: keep it until its last use")
+        if parent._call.state is State.FAILED:
+            raise CallError(f"parent {parent.id} failed: {parent._call.error}")
+        tokens = range(given.first, given.last) if isinstance(given, Part) else range(1 << 40)
+        others = seen.setdefault(parent.id, [])
+        if any(tokens.start < other.stop and other.start < tokens.stop for other in others):
+            raise RepeatedParent(f"parent {parent.id} is given twice: prefill it again to show it twice")
+        others.append(tokens)
+    return parents
 
 
 def check_offsets(offsets: Offsets, count: int, most: int) -> tuple[int | None, ...]:

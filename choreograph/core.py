@@ -1,7 +1,7 @@
 """`Engine`, the public way in: one model, its cache, and sessions over both. Owns nothing that they do not."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,26 +10,37 @@ from transformers import PreTrainedModel
 from .chat import ChatFormat
 from .config import EngineConfig
 from .engine.runner import Runner
+from .engine.sharing import Choose
 from .errors import ConfigError, ModelError
 from .events import EventLog
 from .models.adapter import Adapter, ModelFacts, check_dtype
 from .models.load import EMBEDDED, load
 from .models.lora import Lora
+from .pattern import Pattern, read_pattern
 from .session import Session
 from .types import BASE, MODES, Mode
 
-Adapters = Mapping[str, str | os.PathLike[str]]
+Source = str | os.PathLike[str]
+Adapters = Mapping[str, Source]
+Models = Mapping[str, Source | PreTrainedModel]
 
 
 class Engine:
     """One model, one cache, any number of sessions."""
 
     def __init__(
-        self, adapter: Adapter, config: EngineConfig | None = None, *, adapters: Adapters | None = None
+        self,
+        adapter: Adapter,
+        config: EngineConfig | None = None,
+        *,
+        adapters: Adapters | None = None,
+        models: Models | None = None,
     ) -> None:
         self.runner = Runner(adapter, config or EngineConfig())
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)
+        for name, model in (models or {}).items():
+            self.add_model(name, model)
         self.tokenizer = adapter.tokenizer
         self.chat = ChatFormat(adapter.tokenizer) if adapter.tokenizer is not None else None
 
@@ -43,11 +54,13 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         adapters: Adapters | None = None,
+        models: Models | None = None,
     ) -> "Engine":
         """Loads a model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
 
         dtype defaults to bfloat16 (a model in memory keeps its own), device to the first GPU or the CPU. adapters:
-        LoRA adapters by name, each a folder that `peft` saved or a Hub id.
+        LoRA adapters by name, each a folder that `peft` saved or a Hub id. models: other models of its family by name,
+        each as `model`.
         Raises ModelError for a model that cannot be found, read or served.
         """
         config = EngineConfig() if config is None else config
@@ -62,7 +75,7 @@ class Engine:
             from .models.compiled import CompiledForward  # touches private names of torch: only where asked for
 
             adapter.compiled = CompiledForward(adapter, config.compile_rows)
-        return cls(adapter, config, adapters=adapters)
+        return cls(adapter, config, adapters=adapters, models=models)
 
     @property
     def facts(self) -> ModelFacts:
@@ -70,25 +83,79 @@ class Engine:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """What sessions and calls may name as their model: "base" and the adapters."""
-        return self.runner.adapter.models
+        """What sessions and calls may name as their model: "base", the adapters, and other models of the family."""
+        return self.runner.family.names
 
-    def add_adapter(self, name: str, source: str | os.PathLike[str]) -> Lora:
+    def add_adapter(self, name: str, source: Source) -> Lora:
         """Serves a LoRA adapter beside the base model. What it encodes is never found by another model."""
         loras = self.runner.adapter.loras
         assert loras is not None
         with self.runner.lock, self.runner.adapter.hooked():  # nobody computes meanwhile
+            self.runner.family.check_new(name)
             return loras.add(name, source)
+
+    def add_model(self, name: str, source: Source | PreTrainedModel) -> ModelFacts:
+        """Serves another model of the base's family, with weights of its own, in the same cache.
+
+        Raises ModelError for one whose encodings could not stand for the base's: other layers, heads, positions, or
+        another tokenizer. It is loaded in the base's type and on its device.
+        """
+        runner, config = self.runner, self.runner.config
+        own = runner.adapter.facts
+        runner.family.check_new(name)
+        given = isinstance(source, PreTrainedModel)  # in memory: it has no tokenizer of its own, the base's is its
+        other = load(source, dtype=None if given else own.dtype, device=own.device)
+        if config.quantization:
+            other.quantize(config.quantization)
+        with runner.lock:
+            runner.family.add(name, other)
+        return other.facts
 
     def remove_adapter(self, name: str) -> None:
         """Serves an adapter no longer, and clears the cache. Raises ConfigError while one of its messages is held."""
         loras = self.runner.adapter.loras
         assert loras is not None
+        self._remove(name, loras.remove)
+
+    def remove_model(self, name: str) -> None:
+        """Serves a model beside the base no longer, and clears the cache, as `remove_adapter`."""
+        self._remove(name, self.runner.family.remove)
+
+    def _remove(self, name: str, remove: Callable[[str], None]) -> None:
         with self.runner.lock:
             if any(call.model == name for call in self.runner.scheduler.waiting) or self.runner.store.holds(name):
-                raise ConfigError(f"adapter {name!r} is in use: release its messages first")
-            loras.remove(name)
+                raise ConfigError(f"model {name!r} is in use: release its messages first")
+            remove(name)
+            self.runner.sharing.forget(name)
             self.clear_cache()  # what it made could be found under another name, and not be built again
+
+    def share(
+        self,
+        receiver: str,
+        sender: str = BASE,
+        *,
+        pattern: Pattern | Sequence[int] | None = None,
+        choose: Choose | None = None,
+        patterns: Iterable[Pattern | Sequence[int]] = (),
+        tokens: int | None = None,
+    ) -> None:
+        """Calls of `receiver` with share="partial" compute messages of `sender` again in the pattern's layers alone.
+
+        pattern: a `Pattern`, or its three integers (recompute up to the first, reuse, recompute from the second to the
+        third, reuse). Or `choose`, which gets the engine's `Load` and picks one of `patterns` for each message. tokens:
+        room for what receivers compute, in those layers alone. What was encoded before this call keeps no inputs to
+        begin from: it is computed whole.
+        """
+        if (pattern is None) == (choose is None):
+            raise ConfigError("give a pattern, or a function that chooses one of several patterns")
+        known = [read_pattern(one) for one in ((pattern,) if pattern is not None else tuple(patterns))]
+        if not known:
+            raise ConfigError("patterns is empty: name all that `choose` may answer")
+        runner = self.runner
+        with runner.lock, runner.adapter.hooked():  # nobody computes meanwhile
+            while runner.store.traffic.wait():
+                runner.settle()
+            runner.sharing.add(receiver, sender, known, choose or (lambda load: known[0]), tokens)
 
     @property
     def events(self) -> EventLog:
@@ -104,7 +171,7 @@ class Engine:
     ) -> Session:
         """A workflow's scope: its messages are released at the end. Clients never see each other's cache.
 
-        model: what computes calls that name none, "base" or an adapter.
+        model: what computes calls that name none, one of `models`.
         """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Event:
     """kind: submitted admitted hit miss step token known finished failed cancelled released rebuilding restored, and of
-    encodings: evicted offloaded loaded lowered prefetch failed_transfer.
+    encodings: evicted offloaded loaded lowered prefetch failed_transfer, and of models that share: shared recomputed.
 
     A hit is a prefill that is known; `where` says in which memory, or that it was dropped and has to be rebuilt. A miss
     is one that is not known, or no longer. evicted: `to` where, by which policy, and what that knew: steps until an

@@ -14,7 +14,7 @@ from .engine.copies import Copy, copy_out, pin, unpin
 from .engine.modes import resolve_offsets
 from .engine.runner import Runner
 from .errors import BadPosition, CallError, ConfigError
-from .types import FinishReason, Timing, TokenLogprob, Usage
+from .types import FinishReason, Share, Timing, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +55,8 @@ class Message:
         self._decode_text = decode_text
         self.parents: tuple[Message | Part, ...] = ()
         self.origin: Message | None = None  # of a borrowed message: whose encoding it is
-        self.reuses = False  # what other models encoded of its parents
-        self.versions: dict[str, Message] = {}  # the same, encoded by other models
+        self.share: Share = "recompute"  # what becomes of parents that another model encoded
+        self.versions: dict[tuple[str, Share], Message] = {}  # the same for other models
         self.on_release: Callable[[Message], None] | None = None
 
     def __repr__(self) -> str:
@@ -222,7 +222,8 @@ class Message:
     def release(self) -> None:
         """Gives the encoding up. Unfinished work that nobody else needs is cancelled; known values stay readable."""
         for version in self.versions.values():
-            version.release()
+            if version is not self:  # another model may take it as it is
+                version.release()
         self._runner.release(self._call)
         if self.on_release is not None:
             self.on_release(self)
@@ -270,33 +271,35 @@ def whole(parent: Message | Part) -> Message:
 
 
 def under(
-    model: str, parent: Message | Part, again: Callable[[Message, str, tuple[Message | Part, ...]], Message]
+    model: str, share: Share, parent: Message | Part, again: Callable[[Message, tuple[Message | Part, ...]], Message]
 ) -> Message | Part:
-    """What a parent is to a model: itself where the model encoded it, else a version of it that the model encodes, with
-    sight of its parents as they are to the model. `again` makes what is not there yet, the oldest first."""
+    """What a parent is to a model: itself where the model encoded it, else a version of it that is made for the model,
+    with sight of its parents as they are to the model. `again` makes what is not there yet, the oldest first."""
     waiting = [whole(parent)]
     while waiting:
         message = waiting[-1]
         parents = (message.origin or message).parents
-        missing = [whole(p) for p in parents if _version(whole(p), model) is None]
-        if _version(message, model) is not None:
+        missing = [whole(p) for p in parents if _version(whole(p), model, share) is None]
+        if _version(message, model, share) is not None:
             waiting.pop()
         elif missing:
             waiting += missing
         else:
-            message.versions[model] = again(message, model, tuple(_as_seen(p, model) for p in parents))
-    return _as_seen(parent, model)
+            seen = tuple(_as_seen(p, model, share) for p in parents)
+            message.versions[model, share] = again(message, seen)
+    return _as_seen(parent, model, share)
 
 
-def _version(message: Message, model: str) -> Message | None:
-    """The message as a model encoded it, if there is such a one to be seen."""
-    version = message if message.model == model else message.versions.get(model)
-    if version is message and message._call.released:
-        version = message.versions.get(model)
-    return None if version is None or version._call.released else version
+def _version(message: Message, model: str, share: Share) -> Message | None:
+    """The message as a model may see it, if there is such a one. What it encoded itself is better than a share."""
+    own = message if message.model == model else None
+    for version in (own, message.versions.get((model, "recompute")), message.versions.get((model, share))):
+        if version is not None and not version._call.released:
+            return version
+    return None
 
 
-def _as_seen(parent: Message | Part, model: str) -> Message | Part:
-    version = _version(whole(parent), model)
+def _as_seen(parent: Message | Part, model: str, share: Share) -> Message | Part:
+    version = _version(whole(parent), model, share)
     assert version is not None
     return Part(version, parent.first, parent.last) if isinstance(parent, Part) else version

@@ -2,34 +2,40 @@
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args, overload
+from typing import Any, overload
 
 import torch
 
 from . import arguments
-from .arguments import Offsets, check_offsets, check_position, check_token, is_calls, make_each, refuse_empty
+from .arguments import (
+    Offsets,
+    check_offsets,
+    check_parents,
+    check_position,
+    check_token,
+    is_calls,
+    make_each,
+    refuse_empty,
+)
 from .chat import ChatFormat, Turn
-from .engine.call import Call, State
+from .engine.call import Call
 from .engine.copies import Copy, copy_in, share, unpin_all
 from .engine.generation import Generation
 from .engine.runner import Runner
 from .engine.text import make_detokenizer
 from .errors import (
     BadTokens,
-    CallError,
     ChoreographError,
     ConfigError,
     ForeignMessage,
     ReleasedMessage,
-    RepeatedParent,
     SessionClosed,
     UnknownMessage,
 )
 from .message import Message, Part, under, whole
-from .types import BASE, Mode, SamplingParams
+from .types import BASE, SHARES, Mode, SamplingParams, Share
 
 Text = str | Sequence[int] | Turn
-Share = Literal["recompute", "reuse"]
 DEFAULTS = SamplingParams()
 
 
@@ -114,8 +120,9 @@ class Session:
         parent before. A parent is a message or a part of one (`Message.part`). A list of calls (dicts of these
         arguments) gives a list of messages, computed together.
 
-        `model` is the session's, unless "base" or an adapter of the engine is named. Parents that another model
-        encoded are encoded again by this one, each once a session; share="reuse" takes them as they are.
+        `model` is the session's, unless another one of the engine is named. Parents that another model encoded are
+        encoded again by this one, each once a session; share="partial" does so in the layers that `Engine.share` has
+        named and takes the others as they are, share="reuse" takes all as they are.
         """
         beside = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "model": model, "share": share}
         if is_calls(tokens):
@@ -246,13 +253,13 @@ class Session:
         generation: Generation | None = None,
         footer: list[int] | None = None,
         model: str | None = None,
-        share: str = "recompute",
+        share: Share = "recompute",
     ) -> Message:
         """A handle on a valid call that is not submitted yet."""
         runner = self._runner
         most = runner.adapter.facts.max_positions
-        if share not in get_args(Share):
-            raise ConfigError(f"share={share!r}: use one of {get_args(Share)}")
+        if share not in SHARES:
+            raise ConfigError(f"share={share!r}: use one of {SHARES}")
         placed = check_offsets(offsets, len(parents), most)
         check_position("new_offset", new_offset, most)
         call = Call(
@@ -271,32 +278,49 @@ class Session:
             group=self.group,
         )
         message = Message(call, runner, self._decode_text)
-        message.parents, message.reuses = parents, share == "reuse"
+        message.parents, message.share = parents, share
         return message
 
     def _salt(self, model: str) -> str:
         """What a call's encodings are found by: whoever computes them, and for whom."""
-        return f"{self._runner.adapter.fingerprint(model)}\0{self.client_id}"
+        return f"{self._runner.family.fingerprint(model)}\0{self.client_id}"
 
     def _known(self, model: str | None) -> str:
         """A model that calls may ask for; the session's own where none is named."""
-        name, known = self.model if model is None else model, self._runner.adapter.models
+        name, known = self.model if model is None else model, self._runner.family.names
         if name not in known:
-            raise ConfigError(f"model={name!r}: use one of {list(known)}, or give the engine an adapter of that name")
+            raise ConfigError(
+                f"model={name!r}: use one of {list(known)}, or give the engine a model or an adapter of that name"
+            )
         return name
 
     def _show_versions(self, message: Message) -> None:
         """Parents that another model encoded become what the message's own model makes of them, unless it reuses."""
-        if message.reuses or self.mode != "choreographed":
+        model, share = message.model, message.share
+        if share == "reuse" or self.mode != "choreographed":
             return
-        model = message.model
-        message.parents = tuple(p if p.model == model else under(model, p, self._again) for p in message.parents)
+
+        if share == "partial":
+            for sender in {p.model for p in message.parents} - {model}:
+                self._runner.sharing.refuse_unknown(model, sender)
+
+        def again(parent: Message, parents: tuple[Message | Part, ...]) -> Message:
+            return self._again(parent, parents, model, share)
+
+        message.parents = tuple(p if p.model == model else under(model, share, p, again) for p in message.parents)
         message._call.parents = tuple(whole(parent)._call for parent in message.parents)
 
-    def _again(self, message: Message, model: str, parents: tuple[Message | Part, ...]) -> Message:
-        """The same text at the same place, encoded by a model, with sight of these parents."""
+    def _again(self, message: Message, parents: tuple[Message | Part, ...], model: str, share: Share) -> Message:
+        """The same text at the same place for another model, with sight of these parents: encoded again in all layers
+        or in some of them, or as it is."""
         version = self._message([], parents, None, None, model=model)
-        version._call.source = (message.origin or message)._call
+        version._call.source = source = (message.origin or message)._call
+        if share == "partial":
+            with self._runner.lock:
+                pattern = self._runner.sharing.choose(model, source.model, version.id)
+            if not pattern.layers:
+                return message
+            version._call.layers = pattern.layers if len(pattern.layers) < self._runner.adapter.facts.layers else None
         return self._submit([version])[0]
 
     def _submit(self, messages: list[Message]) -> list[Message]:
@@ -328,28 +352,7 @@ class Session:
 
     def _parents(self, parents: Iterable[Message | Part]) -> tuple[Message | Part, ...]:
         self._check_open()
-        if isinstance(parents, (Message, Part)):
-            raise CallError("parents is one message: put it into a list")
-        if not isinstance(parents, Iterable):
-            raise CallError(f"parents={parents!r}: use a list of messages")
-        parents = tuple(parents)
-        seen: dict[int, list[range]] = {}
-        for given in parents:
-            parent = whole(given)
-            if not isinstance(parent, Message):
-                raise UnknownMessage(f"parent {parent!r} is not a message of this session")
-            if parent._runner is not self._runner or parent._call.session != self.id:
-                raise ForeignMessage(f"parent {parent.id} belongs to another session or engine: make it here")
-            if parent._call.released:
-                raise ReleasedMessage(f"parent {parent.id} was released: keep it until its last use")
-            if parent._call.state is State.FAILED:
-                raise CallError(f"parent {parent.id} failed: {parent._call.error}")
-            tokens = range(given.first, given.last) if isinstance(given, Part) else range(1 << 40)
-            others = seen.setdefault(parent.id, [])
-            if any(tokens.start < other.stop and other.start < tokens.stop for other in others):
-                raise RepeatedParent(f"parent {parent.id} is given twice: prefill it again to show it twice")
-            others.append(tokens)
-        return parents
+        return check_parents(parents, self._runner, self.id)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -9,6 +9,8 @@ from .errors import SamplingError
 
 Mode = Literal["choreographed", "prefix", "naive"]
 MODES: tuple[Mode, ...] = ("choreographed", "prefix", "naive")
+Share = Literal["recompute", "reuse", "partial"]
+SHARES: tuple[Share, ...] = ("recompute", "reuse", "partial")
 FinishReason = Literal["stop", "length", "forced", "cached", "encoded", "cancelled"]
 BASE = "base"  # the model that an engine was made with, beside its adapters
 GREEDY_BELOW = 1e-5  # vLLM's limit: colder distributions overflow

@@ -19,6 +19,7 @@ class OracleMessage:
     parents: list[tuple["OracleMessage", int]]
     keys: list[np.ndarray] | None = None  # per layer (T, G, D), unrotated
     values: list[np.ndarray] | None = None
+    inputs: list[np.ndarray] | None = None  # what comes into each layer (T, E)
     logprobs: np.ndarray | None = None  # (T, V) of the token after each
 
 
@@ -65,18 +66,38 @@ class Oracle:
     def compute(self, message: OracleMessage) -> OracleMessage:
         """Fills keys, values and log-probabilities of a message whose parents are computed."""
         x = self.w["model.embed_tokens.weight"][message.tokens]
-        message.keys, message.values = [], []
+        message.keys, message.values, message.inputs = [], [], []
         for layer in range(self.c.num_hidden_layers):
-            name = f"model.layers.{layer}."
-            x = x + self.attention(message, layer, self.norm(x, name + "input_layernorm.weight"), name + "self_attn.")
-            y = self.norm(x, name + "post_attention_layernorm.weight")
-            gate = y @ self.w[name + "mlp.gate_proj.weight"].T
-            gate = gate / (1 + np.exp(-gate)) * (y @ self.w[name + "mlp.up_proj.weight"].T)
-            x = x + gate @ self.w[name + "mlp.down_proj.weight"].T
+            x = self.through(message, layer, x)
         head = self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"])
         logits = self.norm(x, "model.norm.weight") @ head.T
         top = logits.max(-1, keepdims=True)
         message.logprobs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        return message
+
+    def through(self, message: OracleMessage, layer: int, x: np.ndarray) -> np.ndarray:
+        """One layer; notes what came in, keys and values."""
+        message.inputs.append(x)
+        name = f"model.layers.{layer}."
+        x = x + self.attention(message, layer, self.norm(x, name + "input_layernorm.weight"), name + "self_attn.")
+        y = self.norm(x, name + "post_attention_layernorm.weight")
+        gate = y @ self.w[name + "mlp.gate_proj.weight"].T
+        gate = gate / (1 + np.exp(-gate)) * (y @ self.w[name + "mlp.up_proj.weight"].T)
+        return x + gate @ self.w[name + "mlp.down_proj.weight"].T
+
+    def compute_some(self, message: OracleMessage, sent: OracleMessage, layers: set[int]) -> OracleMessage:
+        """A message that another model computed before (`sent`): these layers are computed, the others taken over.
+        Where computing begins in the middle, it begins from what came into that layer there."""
+        message.keys, message.values, message.inputs = [], [], []
+        x = self.w["model.embed_tokens.weight"][message.tokens]
+        for layer in range(self.c.num_hidden_layers):
+            if layer in layers:
+                x = self.through(message, layer, x)
+            else:
+                for mine, theirs in ((message.keys, sent.keys), (message.values, sent.values)):
+                    mine.append(theirs[layer])
+                message.inputs.append(sent.inputs[layer])
+                x = sent.inputs[layer + 1] if layer + 1 < self.c.num_hidden_layers else None
         return message
 
     def attention(self, m: OracleMessage, layer: int, x: np.ndarray, name: str) -> np.ndarray:

@@ -11,7 +11,12 @@ VOCABULARY, POSITIONS = 61, 256
 
 
 def build(
-    *, seed: int = 1, vocabulary: int = VOCABULARY, positions: int = POSITIONS, stop: int | None = None
+    *,
+    seed: int = 1,
+    vocabulary: int = VOCABULARY,
+    positions: int = POSITIONS,
+    stop: int | None = None,
+    layers: int = 2,
 ) -> LlamaForCausalLM:
     """A random Llama in float32; `stop` ends a message."""
     torch.manual_seed(seed)
@@ -19,7 +24,7 @@ def build(
         vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -22,6 +22,7 @@ def begin_as_another(store: Store, call: Call) -> None:
     call.beginning, call.sights = found, (*call.sights, found)
     encoding.scheduled = encoding.encoded = found.count
     encoding.borrows = True
+    encoding.inputs &= found.encoding.inputs
     call.usage = Usage(call.usage.cached_tokens + found.count, call.usage.encoded_tokens - found.count)
 
 

@@ -27,6 +27,7 @@ class Call:
 
     offsets[i] is None where the default rule places parent i; likewise new_offset. `start` and `placed` are
     known once every parent's length is. cuts[i]: the tokens first <= k < last of parent i that are seen; None: all.
+    layers: where alone it is computed, beginning from what `source` kept; None: in all.
     """
 
     id: int
@@ -40,6 +41,7 @@ class Call:
     cuts: tuple[tuple[int, int] | None, ...]
     generation: Generation | None = None
     source: "Call | None" = None  # a prefill of what this call will turn out to say, where it says it
+    layers: frozenset[int] | None = None
     footer: list[int] = field(default_factory=list)
     state: State = State.WAITING
     start: int | None = None
@@ -69,12 +71,18 @@ class Call:
         """A prefill in the pages of an encoding that exists, of what it is and saw."""
         call = cls(id, 0, "choreographed", "", list(encoding.tokens), (), (), None, ())
         call.rebuilds, call.state, call.passed_over = True, State.RUNNING, 1 << 30
+        call.model, call.layers = encoding.model, encoding.layers
         call.encoding, call.sights, call.start = encoding, encoding.context, encoding.start
         return call
 
     @property
     def is_decode(self) -> bool:
         return self.generation is not None
+
+    @property
+    def views(self) -> "tuple[Call, ...]":
+        """The calls whose encodings its readers see: of one that is computed in some layers, `source` in the others."""
+        return (self,) if self.layers is None or self.source is None else (self, self.source)
 
     @property
     def work(self) -> Encoding:

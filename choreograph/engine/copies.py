@@ -39,8 +39,10 @@ def copy_out(runner: Runner, call: Call) -> Copy:
     """A copy of what a message holds, whose encoding was computed before."""
     if call.mode != "choreographed":
         raise CallError(f"message {call.id} was computed in {call.mode} mode, where encodings belong to whole prompts")
+    if call.layers is not None:
+        raise CallError(f"message {call.id} was computed in some layers only: copy what it was made from")
     with runner.lock, on_device(runner, call) as encoding:
-        maker = runner.adapter.fingerprint(encoding.model)
+        maker = runner.family.fingerprint(encoding.model)
         return Copy(encoding.start, runner.store.arena.read(encoding.slots), maker)
 
 
@@ -104,7 +106,7 @@ def unpin_all(runner: Runner, session: int) -> None:
 def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
     """Ends a prefill, never queued, whose encoding was computed before; False if there is no room for it now."""
     with runner.lock:
-        if copy.maker != runner.adapter.fingerprint(call.model):
+        if copy.maker != runner.family.fingerprint(call.model):
             raise CallError(f"the copy was computed by another model than {call.model!r}: name the one that made it")
         if any(parent.encoding is None for parent in call.parents):
             raise CallError("a copy is taken back behind complete parents: read them first")

@@ -92,3 +92,10 @@ class Generation:
         """The part of the text that no stop string can still take back."""
         longest = max((len(s) for s in self.sampling.stop), default=1)
         return self.text[: len(self.text) - longest + 1] if longest > 1 else self.text
+
+
+def footer_after(footer: list[int], generated: list[int], stops: frozenset[int]) -> list[int]:
+    """The footer without what the model already wrote: a stop token that the footer starts with."""
+    if footer and generated and generated[-1] == footer[0] and footer[0] in stops:
+        return footer[1:]
+    return footer

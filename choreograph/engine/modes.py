@@ -4,7 +4,7 @@ choreographed: Prompt Choreography, section 2.3. prefix: its baseline method, se
 cached prefix token by token. naive: section 3.1 without any cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..errors import BadPosition
@@ -60,14 +60,29 @@ def choreographed(call: Call, store: Store, most: int) -> Placement:
     check_positions(call, lengths, most)
     call.placed, call.start = resolve_offsets(lengths, call.offsets, call.new_offset)
     firsts = [cut[0] if cut else 0 for cut in call.cuts]
+    layers = len(store.arena.keys)
     sights = tuple(
-        Sight(p.encoding, first, n, offset)  # type: ignore[arg-type]
+        sight
         for p, first, n, offset in zip(call.parents, firsts, lengths, call.placed, strict=True)
+        for sight in _sights(p, first, n, offset, layers)
     )
     if call.is_decode:
         return Placement(list(call.prompt), call.start, sights)
-    key = content_key(call.salt, call.prompt, call.start, sights)
+    salt = call.salt
+    if call.layers is not None and call.source is not None:
+        sights += (Sight(call.source.work, 0, 0, call.start, frozenset()),)  # where it begins from
+        salt = f"{salt}\0{sorted(call.layers)}"
+    key = content_key(salt, call.prompt, call.start, sights)
     return Placement(list(call.prompt), call.start, sights, key, store.find(key))
+
+
+def _sights(parent: Call, first: int, count: int, start: int, layers: int) -> Iterator[Sight]:
+    """What a reader sees of a parent: of one that was computed in some layers, the other model's in the others."""
+    if parent.layers is None or parent.source is None:
+        yield Sight(parent.work, first, count, start)
+        return
+    yield Sight(parent.work, first, count, start, parent.layers)
+    yield Sight(parent.source.work, first, count, start, frozenset(range(layers)) - parent.layers)
 
 
 def _lengths(call: Call) -> list[int]:

@@ -14,6 +14,8 @@ from ..errors import CacheFull, NeverFits, RoomLater
 from ..kv.encoding import Encoding, Sight
 from ..kv.store import Store
 
+_MEND = "shorten the call (max_tokens counts) or raise CacheConfig.tokens"
+
 
 @dataclass
 class _Frame:
@@ -36,10 +38,11 @@ class Residence:
         self._patience = 0
         self._held: dict[int, Encoding] = {}
 
-    def bring(self, call: int, sights: Sequence[Sight], capacity: int = 0) -> None:
+    def bring(self, call: int, sights: Sequence[Sight], capacity: int = 0, *, band: bool = False) -> None:
         """Everything that the sights show is on the device, or on its way, and held until `done`; or CacheFull, and
-        what could be had is held until the next attempt. capacity: tokens that the call itself needs room for."""
-        self._refuse_what_no_cache_holds(sights, capacity)
+        what could be had is held until the next attempt. capacity: tokens that the call itself needs room for; band:
+        where some layers have room alone."""
+        self._refuse_what_no_cache_holds(sights, capacity, band)
         if self._owner != call:
             self.done(self._owner)
             self._patience = 2 * len(sights) + 8
@@ -52,16 +55,18 @@ class Residence:
                 if encoding.id not in self._held:
                     self._store.let_go(encoding, ("plan", call))
 
-    def _refuse_what_no_cache_holds(self, sights: Sequence[Sight], capacity: int) -> None:
+    def _refuse_what_no_cache_holds(self, sights: Sequence[Sight], capacity: int, of_band: bool) -> None:
         """What a call sees and makes has to be on the device at once."""
         arena = self._store.arena
-        seen = {sight.encoding.id: len(sight.encoding.tokens) for sight in sights}
-        if sum(map(arena.pages_for, (*seen.values(), capacity))) > arena.pages:
-            raise NeverFits(
-                f"needs room for {sum(seen.values())} tokens that it sees and {capacity} of its own; "
-                f"the whole cache holds {arena.pages * arena.page_size}: "
-                "shorten the call (max_tokens counts) or raise CacheConfig.tokens"
-            )
+        for band in (False, True):
+            seen = {s.encoding.id: len(s.encoding.tokens) for s in sights if (s.encoding.layers is not None) == band}
+            own = capacity if band == of_band else 0
+            if sum(map(arena.pages_for, (*seen.values(), own))) > arena.size(band):
+                raise NeverFits(
+                    f"needs room for {sum(seen.values())} tokens that it sees and {own} of its own; the whole "
+                    f"{'room for shared layers' if band else 'cache'} holds {arena.size(band) * arena.page_size}: "
+                    + ("share(tokens=...) sets it" if band else _MEND)
+                )
 
     def done(self, call: int | None) -> None:
         """The call has its own holds now, or has ended."""

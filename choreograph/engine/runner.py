@@ -21,16 +21,19 @@ from ..kv.store import Store
 from ..kv.tiers import make_tiers
 from ..kv.transfers import TransferFailed
 from ..models.adapter import Adapter
-from ..ops.attend import Step, make_backend
+from ..models.family import Family
+from ..ops.attend import make_backend
 from ..ops.native import NativeUnavailable
-from ..ops.plan import make_plan
 from ..types import FinishReason, Usage
 from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
+from .compute import compute
+from .generation import footer_after
 from .modes import PLACE
 from .residence import Residence
 from .sampling import choose
 from .scheduler import Batch, Scheduler
+from .sharing import Sharing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +44,7 @@ class Runner:
 
     def __init__(self, adapter: Adapter, config: EngineConfig) -> None:
         self.adapter = adapter
+        self.family = Family(adapter)
         self.config = config
         self.events = EventLog()
         facts = adapter.facts
@@ -67,7 +71,9 @@ class Runner:
             status_aware=config.scheduler.status_aware,
             admit=self._admit,
             fail=self._fail,
+            weights=self.family.weights,
         )
+        self.sharing = Sharing(self.store, self.family, self.scheduler, self.events)
         self.steps = 0
         self.rows = 0
         self.closed = False
@@ -106,7 +112,7 @@ class Runner:
         if call.mode != "choreographed" and not call.is_decode:
             return
         pages, least = self.store.arena.pages, self._capacity(call, len(call.prompt))
-        if self.store.arena.pages_for(least) > pages:
+        if call.layers is None and self.store.arena.pages_for(least) > pages:
             size = self.store.arena.page_size
             raise CacheFull(
                 f"needs room for {least} tokens; the whole cache holds {pages * size}: "
@@ -124,8 +130,9 @@ class Runner:
         """Places a call and gives it room, or raises. Called by the scheduler, in order of submission."""
         facts = self.adapter.facts
         call.get_ready()
+        self.sharing.prepare(call)
         work = PLACE[call.mode](call, self.store, facts.max_positions)
-        seen = sum(s.count for s in work.sights)
+        seen = sum(s.count for s in work.sights if s.reaches(0))
         if work.ready is not None:
             call.encoding = work.ready
             self.store.hold(work.ready, call.message_holder)
@@ -140,10 +147,17 @@ class Runner:
             if call.generation.forced is None:
                 call.generation.limit = max(1, min(call.generation.limit, room))
         capacity = self._capacity(call, len(work.tokens))
-        self.residence.bring(call.id, work.sights, capacity)
+        self.residence.bring(call.id, work.sights, capacity, band=call.layers is not None)
         call.encoding = self.store.create(
-            work.tokens, work.start, work.sights, capacity=capacity, holder=call.call_holder, model=call.model
+            work.tokens,
+            work.start,
+            work.sights,
+            capacity=capacity,
+            holder=call.call_holder,
+            model=call.model,
+            layers=call.layers,
         )
+        call.encoding.inputs = frozenset(self.store.arena.inputs if call.layers is None else ())
         for sight in work.sights:
             self.store.hold(sight.encoding, call.call_holder)
         self.residence.done(call.id)
@@ -224,12 +238,9 @@ class Runner:
         for lost in self.store.settle():
             self.scheduler.withdraw_readers(lost)
 
-    def _compute(self, batch: Batch, rows: list[int]) -> "Tensor":
-        plan = make_plan(batch.slots, batch.reads, self.adapter.facts.rotary)
-        arena = self.store.arena
-        step = Step(plan, arena.keys, arena.values, self.backend, batch.arrivals)
+    def _compute(self, batch: Batch, rows: list[int]) -> "Tensor | None":
         now = time.perf_counter()
-        logits = self.adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
+        logits = compute(batch, rows, self.family, self.store.arena, self.backend)
         for take in batch.takes:
             take.call.started_at = take.call.started_at or now
         self.steps += 1
@@ -387,10 +398,3 @@ class Runner:
         with self.lock:
             self.store.check()
             self.scheduler.check()
-
-
-def footer_after(footer: list[int], generated: list[int], stops: frozenset[int]) -> list[int]:
-    """The footer without what the model already wrote: a stop token that the footer starts with."""
-    if footer and generated and generated[-1] == footer[0] and footer[0] in stops:
-        return footer[1:]
-    return footer

@@ -5,17 +5,18 @@ never waits for room and every step makes progress. A row may read rows of the s
 they read), so a chain of prefills, or a finished message's last tokens and the header that follows, go in one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import CacheFull, CallFailed, ChoreographError, NeverFits
-from ..kv.encoding import Encoding
+from ..kv.encoding import Encoding, Sight
 from ..kv.store import Store
 from ..kv.view import context_reads, own_reads
 from ..ops.plan import Read
 from .call import Call, State
 
+Pass = tuple[str, frozenset[int] | None]  # weights, and the layers that are computed
 PATIENCE = 8  # steps for which a prompt that nobody can use yet may be left behind
 
 
@@ -35,7 +36,6 @@ class Batch:
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
     takes: list[Take] = field(default_factory=list)
     arrivals: tuple[Callable[[int], None], ...] = ()  # waits, layer by layer, for what is still being loaded
@@ -52,9 +52,25 @@ class Batch:
             and t.token1 == len(t.call.work.tokens)
         ]
 
+    @property
+    def layers(self) -> frozenset[int] | None:
+        """Where alone its rows are computed, which is the same for all of them; None: in all layers."""
+        return self.takes[0].call.work.layers
+
+    @property
+    def sights(self) -> Iterator[Sight]:
+        return (sight for take in self.takes for sight in take.call.sights)
+
+    def reads(self, layer: int = 0) -> Iterator[Read]:
+        """What the rows read in a layer."""
+        for call, row0, token0, token1 in self.takes:
+            yield from context_reads(call.sights, row0, row0 + token1 - token0, layer)
+            yield from own_reads(call.work, row0, token0, token1, call.beginning.count if call.beginning else 0)
+
 
 class Scheduler:
-    """admit: places a call and gives it room, or raises; fail: ends a call with an error."""
+    """admit: places a call and gives it room, or raises; fail: ends a call with an error. weights: what two models
+    must have the same of to compute in one pass."""
 
     def __init__(
         self,
@@ -65,6 +81,7 @@ class Scheduler:
         status_aware: bool,
         admit: Callable[[Call], None],
         fail: Callable[[Call, ChoreographError], None],
+        weights: Callable[[str], str],
     ) -> None:
         self.waiting: list[Call] = []
         self.running: list[Call] = []
@@ -75,6 +92,8 @@ class Scheduler:
         self._status_aware = status_aware
         self._admit = admit
         self._fail = fail
+        self._weights = weights
+        self._served: dict[Pass, int] = {}  # the last step of each kind of pass
         self._step = 0
 
     @property
@@ -94,11 +113,28 @@ class Scheduler:
         """
         self._admit_waiting()
         self._step += 1
-        order = self._order()
-        batch = self._pack(order, hasten=not self._status_aware)
-        if not batch.takes and self._status_aware and self._store.traffic.loads:
-            batch = self._pack(order, hasten=True)
-        return batch if batch.takes else None
+        passes = self._passes(self._order())
+        batch = self._first(passes, hasten=not self._status_aware)
+        if batch is None and self._status_aware and self._store.traffic.loads:
+            batch = self._first(passes, hasten=True)
+        return batch
+
+    def _passes(self, order: list[Call]) -> list[list[Call]]:
+        """The calls that one pass could compute together: the same weights, the same layers. Those of the kind that
+        waited longest come first."""
+        kinds: dict[Pass, list[Call]] = {}
+        for call in order:
+            kinds.setdefault((self._weights(call.model), call.work.layers), []).append(call)
+        return [kinds[kind] for kind in sorted(kinds, key=lambda kind: self._served.get(kind, 0))]
+
+    def _first(self, passes: list[list[Call]], *, hasten: bool) -> Batch | None:
+        """A batch of the first pass that has anything to compute."""
+        for calls in passes:
+            batch = self._pack(calls, hasten=hasten)
+            if batch.takes:
+                self._served[self._weights(calls[0].model), calls[0].work.layers] = self._step
+                return batch
+        return None
 
     def _pack(self, order: list[Call], *, hasten: bool) -> Batch:
         batch, left, before = Batch(), self._max_step_tokens, -1
@@ -113,7 +149,7 @@ class Scheduler:
                 call.served_at = self._step
                 left -= count
         if self._store.traffic.loads:
-            loading = {s.encoding.moving for t in batch.takes for s in t.call.sights if s.encoding.state == "loading"}
+            loading = {s.encoding.moving for s in batch.sights if s.encoding.state == "loading"}
             batch.arrivals = self._store.traffic.arrivals(t for t in loading if t is not None)
         return batch
 
@@ -158,7 +194,7 @@ class Scheduler:
             return False
         if call.mode != "choreographed":
             return all(p.tokens_known for p in call.parents)
-        return all(p.tokens_known and p.encoding is not None for p in call.parents)
+        return all(p.tokens_known and all(v.encoding is not None for v in p.views) for p in call.parents)
 
     def _try(self, call: Call) -> bool:
         """Admits one call; False if it has to wait until a running one gives room."""
@@ -225,8 +261,10 @@ def _pending(call: Call) -> int:
 
 
 def _is_ready(call: Call, hasten: bool) -> bool:
-    """Whether all that it sees is encoded, or will be by this very step; `hasten`: or is being loaded."""
-    return all(
+    """Whether all that it sees is encoded, or will be by this very step; `hasten`: or is being loaded. What it begins
+    from, in the middle of the layers, has to be there."""
+    lender = call.work.lender
+    return (lender is None or lender.whole) and all(
         s.encoding.scheduled >= s.first + s.count or (hasten and s.encoding.state == "loading") for s in call.sights
     )
 
@@ -239,7 +277,5 @@ def _take(batch: Batch, call: Call, count: int) -> None:
     batch.positions += range(encoding.start + token0, encoding.start + token1)
     batch.slots += (encoding.slot(token) for token in range(token0, token1))
     batch.models += [encoding.model] * count
-    batch.reads += context_reads(call.sights, row0, row0 + count)
-    batch.reads += own_reads(encoding, row0, token0, token1, call.beginning.count if call.beginning else 0)
     batch.takes.append(Take(call, row0, token0, token1))
     encoding.scheduled = token1

@@ -98,7 +98,7 @@ def _condition(engine: Engine, condition: Condition) -> dict[str, Any]:
     """The base model is not named: the fingerprint of all says which it is."""
     described = asdict(condition)
     if described.pop("model") != BASE:
-        described["model"] = engine.runner.adapter.fingerprint(condition.model)
+        described["model"] = engine.runner.family.fingerprint(condition.model)
     return described
 
 

@@ -1,23 +1,26 @@
-"""Owns pages of token slots for all layers and who counts on them. Knows nothing of messages.
+"""Owns the memory of token slots, layer by layer, and which pages of it are free. Knows nothing of messages.
 
 A slot holds one token's keys and values in every layer. Runs of slots are contiguous in each layer's tensor
-(slot, head, dimension), so an encoding in one run is read, and later moved, as one piece.
+(slot, head, dimension), so an encoding in one run is read, and later moved, as one piece. Behind the slots that all
+layers have may lie a band: slots that some layers have alone, for encodings that are computed in those only.
 """
 
-import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import CacheFull
+from .pages import Pages
 
 Layer = tuple[Float[Tensor, "T G D"], Float[Tensor, "T G D"]]  # keys and values of some tokens in one layer
 
 
 class Arena:
-    """keys[l], values[l]: (S, G, D) of layer l. Page 0 is a bin for padding rows and is never allocated."""
+    """keys[l], values[l]: (S, G, D) of layer l. Page 0 is a bin for padding rows and is never allocated.
+
+    inputs[l]: (S, E), what came into layer l, for the layers where that is kept.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Arena:
         self.pages = pages
         self.page_size = page_size
         self.poison = poison
+        self._pinned = pinned
         slots = (pages + 1) * page_size
         shapes = [(slots, heads, width) for heads, width in layers]
 
@@ -42,91 +46,107 @@ class Arena:
 
         self.keys: list[Float[Tensor, "S G D"]] = [empty(shape) for shape in shapes]
         self.values: list[Float[Tensor, "S G D"]] = [empty(shape) for shape in shapes]
-        self._starts = [1]  # free runs of pages, by first page
-        self._lengths = {1: pages}
-        self._free = pages
-        self._owners = [0] * (pages + 1)
+        self.inputs: dict[int, Float[Tensor, "S E"]] = {}
+        self.band_layers: frozenset[int] = frozenset()
+        self._main, self._band = Pages(1, pages), Pages(pages + 1, 0)
         if poison:
             self._poison(range(pages + 1))
 
     @property
     def free_pages(self) -> int:
-        return self._free
+        return self._main.free
+
+    def free(self, band: bool) -> int:
+        """Free pages, of those that all layers have or of the band."""
+        return (self._band if band else self._main).free
+
+    def size(self, band: bool) -> int:
+        return (self._band if band else self._main).count
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(2 * k.shape[1] * k.shape[2] * k.element_size() for k in self.keys)
+        """Of a token in all layers, with what is kept beside keys and values."""
+        tensors = (t for layer in range(len(self.keys)) for t in self.tensors(layer).values())
+        return sum(t[0].numel() * t.element_size() for t in tensors)
+
+    @property
+    def band_bytes_per_token(self) -> int:
+        keys = (self.keys[layer] for layer in self.band_layers)
+        return sum(2 * k[0].numel() * k.element_size() for k in keys)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` pages with one owner each: one run where a run is long enough, else the longest runs."""
-        if count > self._free:
-            raise CacheFull(f"needs {count} pages, {self._free} free")
-        taken: list[int] = []
-        while len(taken) < count:
-            taken += self._take(count - len(taken))
-        for page in taken:
-            self._owners[page] = 1
-        return taken
+    # -- what is beside the pages that all layers have -----------------------------------------------------
 
-    def _take(self, count: int) -> list[int]:
-        """Up to `count` pages of the first run that holds them all, or of the longest run."""
-        start = next((s for s in self._starts if self._lengths[s] >= count), None)
-        if start is None:
-            start = max(self._starts, key=self._lengths.__getitem__)
-        length = self._lengths.pop(start)
-        self._starts.remove(start)
-        taken = min(count, length)
-        if taken < length:
-            bisect.insort(self._starts, start + taken)
-            self._lengths[start + taken] = length - taken
-        self._free -= taken
-        return list(range(start, start + taken))
+    def keep_inputs(self, layers: Iterable[int], width: int) -> None:
+        """From now on there is room for what comes into these layers, of all tokens."""
+        like = self.keys[0]
+        for layer in set(layers) - self.inputs.keys():
+            shape = ((self.pages + 1) * self.page_size, width)
+            self.inputs[layer] = torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=self._pinned)
+            if self.poison:
+                self.inputs[layer].fill_(float("nan"))
+
+    def widen(self, layers: Iterable[int], pages: int) -> None:
+        """Gives these layers a band of at least `pages` pages. Those that have one keep what is in it."""
+        self.band_layers |= set(layers)
+        self._band.add(max(0, pages - self._band.count))
+        slots = self._band.end * self.page_size
+        for layer in self.band_layers:
+            for tensors in (self.keys, self.values):
+                old = tensors[layer]
+                if len(old) < slots:
+                    more = torch.empty((slots - len(old), *old.shape[1:]), dtype=old.dtype, device=old.device)
+                    if self.poison:
+                        more.fill_(float("nan"))
+                    tensors[layer] = torch.cat([old, more])
+
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """Everything that is kept of a layer, by name."""
+        found = {"keys": self.keys[layer], "values": self.values[layer]}
+        return found | ({"inputs": self.inputs[layer]} if layer in self.inputs else {})
+
+    # -- pages --------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int, *, band: bool = False) -> list[int]:
+        """`count` pages with one owner each: one run where a run is long enough, else the longest runs."""
+        return (self._band if band else self._main).allocate(count)
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more owner for each page."""
-        for page in pages:
-            assert self._owners[page] > 0, f"page {page} is free"
-            self._owners[page] += 1
+        for range_, some in self._split(pages):
+            range_.retain(some)
 
     def release(self, pages: Iterable[int]) -> None:
         """One owner less for each page; a page without owners is free again."""
-        freed = []
-        for page in pages:
-            assert self._owners[page] > 0, f"page {page} is free"
-            self._owners[page] -= 1
-            if not self._owners[page]:
-                freed.append(page)
-        if self.poison:
-            self._poison(freed)
-        for first, length in page_runs(sorted(freed)):
-            self._give_back(first, length)
+        for range_, some in self._split(pages):
+            freed = range_.release(some)
+            if self.poison:
+                self._poison(freed, self.band_layers if range_ is self._band else None)
 
-    def _give_back(self, first: int, length: int) -> None:
-        self._free += length
-        at = bisect.bisect(self._starts, first)
-        if at < len(self._starts) and self._starts[at] == first + length:
-            length += self._lengths.pop(self._starts.pop(at))
-        if at and self._starts[at - 1] + self._lengths[self._starts[at - 1]] == first:
-            self._lengths[self._starts[at - 1]] += length
-        else:
-            self._starts.insert(at, first)
-            self._lengths[first] = length
+    def _split(self, pages: Iterable[int]) -> Iterator[tuple[Pages, list[int]]]:
+        pages = list(pages)
+        yield self._main, [page for page in pages if page <= self.pages]
+        yield self._band, [page for page in pages if page > self.pages]
+
+    # -- content ------------------------------------------------------------------------------------------
 
     def copy(self, slots: list[int], to: list[int]) -> None:
-        """Keys and values of some slots into others."""
+        """All that is kept of some slots into others."""
         device = self.keys[0].device
         old, new = torch.tensor(slots, device=device), torch.tensor(to, device=device)
-        for tensor in (*self.keys, *self.values):
-            tensor[new] = tensor[old]
+        for layer in range(len(self.keys)):
+            for tensor in self.tensors(layer).values():
+                tensor[new] = tensor[old]
 
     def read(self, slots: list[int]) -> list[Layer]:
         """Copies of keys and values, layer by layer, in host memory."""
+        return [self.read_layer(layer, slots) for layer in range(len(self.keys))]
+
+    def read_layer(self, layer: int, slots: list[int]) -> Layer:
         at = torch.tensor(slots, dtype=torch.long, device=self.keys[0].device)
-        pairs = zip(self.keys, self.values, strict=True)
-        return [(keys[at].cpu(), values[at].cpu()) for keys, values in pairs]
+        return self.keys[layer][at].cpu(), self.values[layer][at].cpu()
 
     def write(self, slots: list[int], layers: list[Layer]) -> None:
         """What `read` gave, into other slots."""
@@ -134,32 +154,17 @@ class Arena:
         for keys, values, (k, v) in zip(self.keys, self.values, layers, strict=True):
             keys[at], values[at] = k.to(keys.device), v.to(values.device)
 
-    def _poison(self, pages: Iterable[int]) -> None:
+    def _poison(self, pages: Iterable[int], layers: Iterable[int] | None = None) -> None:
         slots = [p * self.page_size + i for p in pages for i in range(self.page_size)]
-        if slots:
-            for tensor in (*self.keys, *self.values):
-                tensor[slots] = float("nan")
+        if not slots:
+            return
+        for layer in range(len(self.keys)) if layers is None else layers:
+            for name, tensor in self.tensors(layer).items():
+                if layers is None or name != "inputs":  # a band has none
+                    tensor[slots] = float("nan")
 
     def check(self) -> None:
         """Every page is free or owned, never both; free runs are apart and in order."""
-        free: set[int] = set()
-        for start in self._starts:
-            run = range(start, start + self._lengths[start])
-            assert len(run) and not free & set(run) and start - 1 not in free, "free runs touch or overlap"
-            free |= set(run)
-        assert self._starts == sorted(self._lengths), "free runs out of order"
-        assert len(free) == self._free, "free count is off"
-        assert 0 not in free and max(free, default=0) <= self.pages
-        for page in range(1, self.pages + 1):
-            assert (self._owners[page] > 0) != (page in free), f"page {page} is both or neither"
-
-
-def page_runs(pages: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, length) of each stretch of consecutive numbers, in the order given."""
-    runs: list[tuple[int, int]] = []
-    for page in pages:
-        if runs and page == runs[-1][0] + runs[-1][1]:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((page, 1))
-    return runs
+        self._main.check()
+        self._band.check()
+        assert (self._main.first, self._main.count) == (1, self.pages), "page 0 is nobody's"

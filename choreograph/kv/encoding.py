@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..types import BASE
-from .arena import page_runs
+from .pages import page_runs
 
 if TYPE_CHECKING:
     from .tiers import Copy
@@ -17,17 +17,25 @@ Where = Literal["device", "host", "disk", "loading", "offloading", "dropped"]
 
 
 class Sight(NamedTuple):
-    """Tokens first <= j < first + count of an encoding are seen, the first of them at logical position `start`."""
+    """Tokens first <= j < first + count of an encoding are seen, the first of them at logical position `start`.
+
+    layers: where alone they are seen; None: in all. A sight of no tokens shows nothing, but what is computed from the
+    encoding in another way needs it (a partial prefill: what came into its layers).
+    """
 
     encoding: "Encoding"
     first: int
     count: int  # type: ignore[assignment] # not tuple.count
     start: int
+    layers: frozenset[int] | None = None
 
     @property
     def shift(self) -> int:
         """Logical minus home position, the same for every token."""
         return self.start - self.first - self.encoding.start
+
+    def reaches(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
 
 
 class Span(NamedTuple):
@@ -70,6 +78,8 @@ class Encoding:
     refused: "set[str]" = field(default_factory=set)  # tiers where a copy could not be written
     group: object = None  # whoever made it, for those who give advice
     model: str = BASE  # what computes it
+    layers: frozenset[int] | None = None  # where alone it is computed; None: in all
+    inputs: frozenset[int] = frozenset()  # the layers whose inputs are kept beside it
     _spans: list[Span] | None = None
 
     @property
@@ -103,6 +113,11 @@ class Encoding:
     def in_use(self) -> bool:
         """Whether anybody but messages holds it: a call in flight, a pin."""
         return any(holder[0] != "message" for holder in self.holders)
+
+    @property
+    def lender(self) -> "Encoding | None":
+        """Of one that is computed in some layers only: the encoding of another model that it begins from."""
+        return None if self.layers is None else next(s.encoding for s in self.context if not s.count)
 
     @property
     def spans(self) -> list[Span]:
@@ -143,6 +158,9 @@ def content_key(salt: str, tokens: Iterable[int], start: int, context: Iterable[
         assert sight.encoding.key is not None, "a context is named before what saw it"
         place = (sight.first, sight.count, sight.start - start)
         digest.update(b"seen" + sight.encoding.key + struct.pack("<3q", *place))
+        if sight.layers is not None:
+            some = sorted(sight.layers)
+            digest.update(b"only" + struct.pack(f"<{len(some) + 1}q", len(some), *some))
     numbers = list(tokens)
     digest.update(b"mine" + struct.pack(f"<{len(numbers)}q", *numbers))
     return digest.digest()

@@ -6,11 +6,12 @@ then rebuilt from its tokens and context when it is wanted; one that nobody hold
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import CacheFull, RoomLater
 from ..events import EventLog
 from ..types import BASE
+from . import audit
 from .advice import Counsel
 from .arena import Arena
 from .beginnings import Beginnings
@@ -64,9 +65,13 @@ class Store:
         capacity: int,
         holder: tuple[str, object],
         model: str = BASE,
+        layers: frozenset[int] | None = None,
     ) -> Encoding:
-        """A new encoding with room for `capacity` tokens; makes room if it must, or raises CacheFull."""
-        pages = self._allocate(self.arena.pages_for(capacity))
+        """A new encoding with room for `capacity` tokens; makes room if it must, or raises CacheFull.
+
+        layers: where alone it will be computed, all of which the arena's band has; None: in all.
+        """
+        pages = self._allocate(self.arena.pages_for(capacity), band=layers is not None)
         self._ticks += 1
         encoding = Encoding(
             id=self._ticks,
@@ -78,6 +83,7 @@ class Store:
             promised=len(tokens),
             used_at=self._ticks,
             model=model,
+            layers=layers,
         )
         encoding.holders.add(holder)
         self._encodings[encoding.id] = encoding
@@ -174,13 +180,19 @@ class Store:
 
     # -- room ---------------------------------------------------------------------------------------------
 
-    def _movable(self, encoding: Encoding) -> bool:
-        return bool(encoding.pages) and not encoding.in_use and encoding.moving is None and encoding.whole
+    def _movable(self, band: bool) -> Iterator[Encoding]:
+        """What could leave the pages that all layers have, or those of the band."""
+        for e in self._encodings.values():
+            if e.pages and (e.layers is not None) == band and not e.in_use and e.moving is None and e.whole:
+                yield e
 
-    def room(self) -> int:
+    def _free(self, band: bool) -> int:
+        """Pages that are free, or will be without anybody's doing."""
+        return self.arena.free(band) + (0 if band else self.traffic.pages_coming)
+
+    def room(self, band: bool = False) -> int:
         """Pages that are free, or could be made free."""
-        movable = sum(len(e.pages) for e in self._encodings.values() if self._movable(e))
-        return self.arena.free_pages + self.traffic.pages_coming + movable
+        return self._free(band) + sum(len(e.pages) for e in self._movable(band))
 
     def clear_idle(self) -> None:
         """Forgets everything that nobody holds, on every tier."""
@@ -193,35 +205,43 @@ class Store:
                 self._forget(encoding)
             progress = bool(idle)
 
-    def _allocate(self, pages: int) -> list[int]:
-        if self.arena.free_pages < pages:
-            self._make_room(pages)
-        return self.arena.allocate(pages)
+    def _allocate(self, pages: int, *, band: bool) -> list[int]:
+        if self.arena.free(band) < pages:
+            self._make_room(pages, band)
+        return self.arena.allocate(pages, band=band)
 
-    def _make_room(self, pages: int) -> None:
-        room = self.room()
+    def _make_room(self, pages: int, band: bool) -> None:
+        arena, room = self.arena, self.room(band)
         if room < pages:
             raise CacheFull(
-                f"needs {pages} pages of {self.arena.page_size} tokens; {self.arena.free_pages} of "
-                f"{self.arena.pages} are free and {room - self.arena.free_pages} can be evicted: "
-                "release messages or raise CacheConfig.tokens"
+                f"needs {pages} pages of {arena.page_size} tokens; {arena.free(band)} of {arena.size(band)} are free "
+                f"and {room - arena.free(band)} can be evicted: release messages or raise "
+                + ("what models may share" if band else "CacheConfig.tokens")
             )
-        self._evict(pages, spare=self.arena.pages // SPARE)
-        if self.arena.free_pages < pages and not self.traffic.moves:
-            self._evict(pages, prefixes=True)  # what hangs on them lies below and cannot make way
-        if self.arena.free_pages < pages:
+        self._evict(pages, spare=arena.size(band) // SPARE, band=band)
+        if arena.free(band) < pages and not self.traffic.moves:
+            self._evict(pages, prefixes=True, band=band)  # what hangs on them lies below and cannot make way
+        if arena.free(band) < pages:
             kind, why = (
                 (RoomLater, "others on their way") if self.traffic.moves else (CacheFull, "the idle rest pinned")
             )
-            raise kind(f"needs {pages} pages, {self.arena.free_pages} free, {why}")
+            raise kind(f"needs {pages} pages, {arena.free(band)} free, {why}")
 
-    def _evict(self, pages: int, *, spare: int = 0, before: Encoding | None = None, prefixes: bool = False) -> None:
+    def _evict(
+        self,
+        pages: int,
+        *,
+        spare: int = 0,
+        before: Encoding | None = None,
+        prefixes: bool = False,
+        band: bool = False,
+    ) -> None:
         """Sends encodings away until `pages` are free or will be. `before`: only those that the policy gives up before
         this one, and that are not wanted as soon. prefixes: with what hangs on them, not only after it."""
-        progress, enough = True, lambda: self.arena.free_pages + self.traffic.pages_coming >= pages + spare
+        progress, enough = True, lambda: self._free(band) >= pages + spare
         while progress and not enough():
             progress = False
-            candidates = {e.id: e for e in self._encodings.values() if self._movable(e)}
+            candidates = {e.id: e for e in self._movable(band)}
             others = {} if before is None else {before.id: before}
             for one in self._order(map(self.counsel.facts, (candidates | others).values())):
                 if enough() or one in others:
@@ -234,9 +254,8 @@ class Store:
         to = "dropped"
         if encoding.copies:
             to = next(iter(encoding.copies))
-        elif (
-            encoding.holders or not self.counsel.facts(encoding).varying
-        ):  # what nobody will ask for again is not worth a copy
+        elif encoding.layers is None and (encoding.holders or not self.counsel.facts(encoding).varying):
+            # what nobody will ask for again is not worth a copy, nor is what is soon made from another's
             tier = self._tier_for(encoding)
             if tier is not None:
                 self.traffic.offload(encoding, tier)
@@ -262,7 +281,7 @@ class Store:
     def _tier_for(self, encoding: Encoding) -> Tier | None:
         """The highest tier with room for a copy, once what is worth less has left it; None if there is none now."""
         for depth, tier in enumerate(self.traffic.tiers):
-            if not _takes(tier, encoding):
+            if not self.traffic.takes(tier, encoding):
                 continue
             if self._make_tier_room(depth, encoding):
                 return tier
@@ -286,7 +305,7 @@ class Store:
         """Gives up one tier's copy: at once where another copy or the device has it, or where no lower tier does."""
         tier, below = self.traffic.tiers[depth], self.traffic.tiers[depth + 1 :]
         elsewhere = encoding.whole or len(encoding.copies) > 1
-        lower = None if elsewhere else next((t for t in below if _takes(t, encoding)), None)
+        lower = None if elsewhere else next((t for t in below if self.traffic.takes(t, encoding)), None)
         if lower is not None and self._make_tier_room(depth + 1, encoding):
             self.traffic.lower(encoding, tier, lower)
             return
@@ -301,7 +320,8 @@ class Store:
     def give_pages(self, encoding: Encoding) -> None:
         """Room on the device for an encoding that is not there, or CacheFull."""
         assert not encoding.pages
-        encoding.pages = self._allocate(self.arena.pages_for(len(encoding.tokens)))
+        band = encoding.layers is not None
+        encoding.pages = self._allocate(self.arena.pages_for(len(encoding.tokens)), band=band)
         encoding.keep_pages(len(encoding.pages))
 
     def load(self, encoding: Encoding) -> None:
@@ -367,34 +387,14 @@ class Store:
     @property
     def counts(self) -> dict[str, int]:
         """Encodings and pages, held and idle, on every tier."""
-        held = [e for e in self._encodings.values() if e.holders]
-        return {
-            "held_encodings": len(held),
-            "idle_encodings": len(self._encodings) - len(held),
-            "held_pages": sum(len(e.pages) for e in held),
-            "free_pages": self.arena.free_pages,
-            "pages": self.arena.pages,
-        }
+        return audit.counts(self._encodings.values(), self.arena)
 
     def check(self) -> None:
         """Pages are conserved, every page has one encoding, what nobody holds can be found, copies are counted."""
-        self.arena.check()
-        pages = [page for e in self._encodings.values() for page in e.pages]
-        assert len(pages) == len(set(pages)), "two encodings share a page"
-        assert len(pages) + self.arena.free_pages == self.arena.pages, "pages are lost"
-        for e in self._encodings.values():
-            assert e.holders or e.moving or (e.reusable and e.kept), f"encoding {e.id} is idle but cannot be found"
-            assert e.encoded <= e.scheduled <= len(e.tokens)
-            assert not e.pages or len(e.tokens) <= len(e.pages) * e.page_size
-            assert e.pages or not e.encoded, f"encoding {e.id} is encoded nowhere"
+        audit.check(self._encodings, self.arena)
         for key, e in self._by_key.items():
             assert e.key == key and e.id in self._encodings
         self.pins.check()
         self.traffic.check(list(self._encodings.values()))
         for tree in self._trees.values():
             tree.check()
-
-
-def _takes(tier: Tier, encoding: Encoding) -> bool:
-    """Whether a tier could keep a copy, if it had room."""
-    return tier.name not in encoding.refused and tier.ever_fits(len(encoding.tokens))

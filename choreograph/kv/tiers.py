@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -52,6 +52,9 @@ class Damaged(Exception):
 class Tier(Protocol):
     name: str
 
+    def keep_inputs(self, layers: Iterable[int], width: int) -> None:
+        """What comes into some layers will be kept too."""
+
     def fits(self, tokens: int) -> bool:
         """Whether there is room for a copy now."""
 
@@ -87,6 +90,9 @@ class HostTier:
             poison=device.poison,
             pinned=device.keys[0].is_cuda,
         )
+
+    def keep_inputs(self, layers: Iterable[int], width: int) -> None:
+        self.arena.keep_inputs(layers, width)
 
     def fits(self, tokens: int) -> bool:
         return self.arena.pages_for(tokens) <= self.arena.free_pages
@@ -132,6 +138,9 @@ class DiskTier:
         self._names = itertools.count(1)
         self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
+    def keep_inputs(self, layers: Iterable[int], width: int) -> None:
+        pass  # a file holds what there is
+
     def fits(self, tokens: int) -> bool:
         return self._used + tokens <= self._limit
 
@@ -156,10 +165,8 @@ class DiskTier:
         assert file is not None
 
         def copy_layer(layer: int) -> None:
-            for name, tensors in (("keys", source.keys), ("values", source.values)):
-                staging[f"{name}.{layer}"] = np.concatenate(
-                    [_raw(tensors[layer][a : a + n].cpu()) for a, _, n in moves]
-                )
+            for name, tensor in source.tensors(layer).items():
+                staging[f"{name}.{layer}"] = np.concatenate([_raw(tensor[a : a + n].cpu()) for a, _, n in moves])
 
         def finish() -> None:
             copy.checksum = _checksum(staging)
@@ -184,10 +191,13 @@ class DiskTier:
                 raise Damaged("its checksum is another")
 
         def copy_layer(layer: int) -> None:
-            for name, tensors in (("keys", target.keys), ("values", target.values)):
-                raw, at = staging.pop(f"{name}.{layer}"), 0
+            for name, tensor in target.tensors(layer).items():
+                raw, at = staging.pop(f"{name}.{layer}", None), 0
+                if raw is None and name == "inputs":  # nobody kept them when the copy was made
+                    continue
+                assert raw is not None
                 for slot, _, count in moves:
-                    _fill(tensors[layer][slot : slot + count], raw[at : at + count])
+                    _fill(tensor[slot : slot + count], raw[at : at + count])
                     at += count
 
         return Work(copy_layer, prepare=prepare, finish=staging.clear)
@@ -207,11 +217,12 @@ def make_tiers(arena: Arena, config: CacheConfig) -> list[Tier]:
 
 
 def _between(source: Arena, from_pages: Sequence[int], target: Arena, to_pages: Sequence[int], tokens: int):
-    """Copies one layer's keys and values from pages of one arena to pages of another."""
+    """Copies all that is kept of one layer from pages of one arena to pages of another."""
     moves = _moves(from_pages, source.page_size, to_pages, tokens)
 
     def copy_layer(layer: int) -> None:
-        for old, new in ((source.keys[layer], target.keys[layer]), (source.values[layer], target.values[layer])):
+        from_, to = source.tensors(layer), target.tensors(layer)
+        for old, new in ((from_[name], to[name]) for name in from_ if name in to):
             for a, b, count in moves:
                 if old.device.type == new.device.type == "cpu":
                     _fill(new[b : b + count], _raw(old[a : a + count]))

@@ -54,6 +54,18 @@ class Traffic:
         """Tokens whose room in a tier will be free when they have been lowered."""
         return sum(move.copy.tokens for move in self.moves if move.source is tier)
 
+    def keep_inputs(self, layers: Iterable[int], width: int) -> None:
+        """From now on what comes into these layers is kept, on the device and below. Nothing may be moving."""
+        assert not self.moves
+        self.arena.keep_inputs(layers, width)
+        for tier in self.tiers:
+            tier.keep_inputs(layers, width)
+
+    def takes(self, tier: Tier, encoding: Encoding) -> bool:
+        """Whether a tier could keep a copy, if it had room. What is computed in some layers only is not worth one."""
+        sound = encoding.layers is None and tier.name not in encoding.refused
+        return sound and tier.ever_fits(len(encoding.tokens))
+
     def load(self, encoding: Encoding) -> None:
         """Starts to fill the pages that an encoding was given from its nearest copy."""
         tier = next(t for t in self.tiers if t.name in encoding.copies)

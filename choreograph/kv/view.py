@@ -6,9 +6,11 @@ from ..ops.plan import Read
 from .encoding import Encoding, Sight, Span
 
 
-def context_reads(sights: Iterable[Sight], row0: int, row1: int) -> Iterator[Read]:
-    """Every row sees every token of every sight (contract, point 2)."""
+def context_reads(sights: Iterable[Sight], row0: int, row1: int, layer: int = 0) -> Iterator[Read]:
+    """In a layer, every row sees every token of every sight that reaches it (contract, point 2)."""
     for sight in sights:
+        if not sight.reaches(layer):
+            continue
         end = sight.first + sight.count
         for span in sight.encoding.spans:
             first, last = max(span.first, sight.first), min(span.first + span.count, end)
@@ -39,3 +41,12 @@ def spans_from(encoding: Encoding, first: int) -> Iterator[Span]:
         skipped = max(0, first - span.first)
         if skipped < span.count:
             yield Span(span.first + skipped, span.slot + skipped, span.count - skipped)
+
+
+def layers_alike(sights: Iterable[Sight], layers: int) -> list[list[int]]:
+    """The layers in groups within which exactly the same is seen."""
+    somewhere = {sight.layers for sight in sights if sight.layers is not None and sight.count}
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for layer in range(layers):
+        groups.setdefault(tuple(layer in some for some in somewhere), []).append(layer)
+    return list(groups.values())

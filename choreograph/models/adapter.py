@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..errors import ConfigError, ModelError
 from ..ops.attend import Step
 from ..ops.rope import Rotary
 from ..types import BASE
+from .depth import Depth
 from .families import FAMILIES
 from .lora import Loras
 
@@ -100,14 +102,42 @@ class Adapter:
         self, tokens: list[int], positions: list[int], step: Step, rows: list[int], models: Sequence[str] = ()
     ) -> Float[Tensor, "R V"]:
         """Computes all rows of a step, each by the model that it names; the logits of `rows` only, in float32."""
-        if self.in_training:
-            raise ModelError("the model is being trained: compute when the training has ended")
+        self.refuse_in_training()
         with self.hooked(), torch.autocast(self.facts.device.type, enabled=False), self.adapted(models) as changed:
-            if self.compiled is not None and not changed:  # graphs are of the base model
+            if self.compiled is not None and not changed and not step.kept:  # graphs are of the base model alone
                 logits = self.compiled(tokens, positions, step, rows)
                 if logits is not None:
                     return logits
             return self.logits(tokens, positions, step, rows).float()
+
+    @torch.no_grad()
+    def run_layers(
+        self, first: int, end: int, tokens: list[int], positions: list[int], step: Step, models: Sequence[str] = ()
+    ) -> None:
+        """Computes some layers alone, from the tokens or from what the step gives into the first of them."""
+        self.refuse_in_training()
+        device = self.facts.device
+        with (
+            self.hooked(),
+            torch.autocast(device.type, enabled=False),
+            self.adapted(models),
+            self.depth.only(first, end),
+        ):
+            self.depth.body(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=False,
+                step=step,
+            )
+
+    def refuse_in_training(self) -> None:
+        if self.in_training:
+            raise ModelError("the model is being trained: compute when the training has ended")
+
+    @cached_property
+    def depth(self) -> Depth:
+        """Its layers one by one."""
+        return Depth(self.model)
 
     def logits(
         self, tokens: list[int], positions: list[int], step: Any, rows: list[int], *, through: Any = None

@@ -5,8 +5,8 @@ which writes the rows' own keys and values into their slots before anything is r
 rows of other calls in the same step.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -77,13 +77,18 @@ def make_backend(name: str, width: int, dtype: torch.dtype, device: torch.device
 @dataclass(eq=False)
 class Step:
     """keys and values: per layer, (S, G, D), the arena's own tensors. arrivals: called with the layer before it is
-    read, each returns when what it brings of that layer is there."""
+    read, each returns when what it brings of that layer is there. others: the plans of layers where something else is
+    seen. kept: where what comes into some layers is kept, (S, E). given: what comes into some layers in place of what
+    was computed, (1, N, E)."""
 
     plan: Plan
     keys: list[Tensor]
     values: list[Tensor]
     backend: Backend
     arrivals: tuple[Callable[[int], None], ...] = ()
+    others: Mapping[int, Plan] = field(default_factory=dict)
+    kept: Mapping[int, Tensor] = field(default_factory=dict)
+    given: Mapping[int, Tensor] = field(default_factory=dict)
 
     def attend(
         self,
@@ -95,12 +100,23 @@ class Step:
     ) -> Float[Tensor, "1 N H D"]:
         for arrive in self.arrivals:
             arrive(layer)
-        out = self.backend(self.plan, query[0], key[0], value[0], self.keys[layer], self.values[layer], scale)
+        plan = self.others.get(layer, self.plan)
+        out = self.backend(plan, query[0], key[0], value[0], self.keys[layer], self.values[layer], scale)
         return out[None]
+
+    def enter(self, layer: int, hidden: Float[Tensor, "1 N E"]) -> Float[Tensor, "1 N E"]:
+        """What comes into a layer: keeps it where that is wanted, or puts what is given in its place."""
+        if layer in self.given:
+            return self.given[layer]
+        if layer in self.kept:
+            self.kept[layer][torch.from_numpy(self.plan.slots)] = hidden[0]
+        return hidden
 
     def padded(self, rows: int) -> "Step":
         """The same step with rows added that write into slot 0 (the bin page) and read nothing."""
         if rows == self.plan.rows:
             return self
         slots = np.concatenate([self.plan.slots, np.zeros(rows - self.plan.rows, dtype=np.int64)])
-        return replace(self, plan=replace(self.plan, slots=slots, memo={}))
+        plans = {id(p): replace(p, slots=slots, memo={}) for p in (self.plan, *self.others.values())}
+        others = {layer: plans[id(plan)] for layer, plan in self.others.items()}
+        return replace(self, plan=plans[id(self.plan)], others=others)

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph.errors import CacheFull
-from choreograph.kv.arena import Arena, page_runs
+from choreograph.kv.arena import Arena
+from choreograph.kv.pages import page_runs
 
 
 def make(pages: int = 12, poison: bool = True) -> Arena:

@@ -132,7 +132,7 @@ def test_reuse_has_to_be_asked_for(engine, merged):
         wanted = other.decode([7], [other.prefill([1, 2, 3, 4, 5, 6])], sampling=GREEDY)
         assert values(again) == pytest.approx(values(wanted), abs=1e-4)
         assert values(reused)[0] != pytest.approx(values(wanted)[0], abs=1e-4)
-        assert text.versions["a"].usage.encoded_tokens == 6
+        assert text.versions["a", "recompute"].usage.encoded_tokens == 6
         with pytest.raises(ConfigError, match="share"):
             session.decode([7], [text], model="a", share="partial")
 
@@ -329,7 +329,7 @@ def test_a_long_chain_is_encoded_again_without_recursion(engine):
             message = session.prefill([2], [message], offsets=[0], new_offset=1)
         said = session.decode([3], [message], sampling=SamplingParams(max_tokens=1), model="b")
         assert len(said.tokens) == 2
-        assert session.mode == "choreographed" and message.versions["b"].done
+        assert session.mode == "choreographed" and message.versions["b", "recompute"].done
 
 
 def test_a_copy_goes_back_to_the_model_that_made_it(engine):
@@ -340,3 +340,19 @@ def test_a_copy_goes_back_to_the_model_that_made_it(engine):
         with pytest.raises(CallError, match="another model"):
             session.restore([4, 4, 4], copy)
         assert session.restore([4, 4, 4], copy, model="a").usage.cached_tokens == 3
+
+
+@pytest.mark.parametrize(("receiver", "sender"), [("a", "base"), ("base", "a"), ("b", "a")])
+def test_an_adapter_shares_in_part_as_a_model_of_its_own_would(folders, merged, receiver, sender):
+    models = {name: merged[name].runner.adapter.model for name in folders}
+    found = []
+    for engine in (serve(folders), Engine.from_pretrained(tiny.build(), models=models)):
+        engine.share(receiver, sender, pattern=[0, 1, 2])
+        with engine.session() as session:
+            text = session.prefill([1, 2, 3, 4, 5, 6], model=sender)
+            said = session.decode([7], [text], model=receiver, share="partial", sampling=GREEDY)
+            found.append(values(said))
+            text = session.prefill([1, 2, 3, 4, 5, 6], model=receiver)
+            own = session.decode([7], [text], model=receiver, sampling=GREEDY)
+            assert values(own) != pytest.approx(values(said), abs=1e-4)
+    assert found[0] == pytest.approx(found[1], abs=1e-4)

@@ -1,0 +1,49 @@
+"""Computes a batch: makes the step's plans and hands it to the model. Changes the arena, decides nothing."""
+
+from typing import TYPE_CHECKING
+
+from ..kv.arena import Arena
+from ..kv.view import layers_alike
+from ..models.family import Family
+from ..ops.attend import Backend, Step
+from ..ops.plan import Plan, make_plan
+from ..ops.rope import Rotary
+from ..pattern import Pattern
+from .scheduler import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def compute(batch: Batch, rows: list[int], family: Family, arena: Arena, backend: Backend) -> "Tensor | None":
+    """The logits of some rows; None for rows that are computed in some layers only."""
+    adapter = family.of(batch.models[0])
+    plan, others = _plans(batch, len(arena.keys), adapter.facts.rotary)
+    step = Step(plan, arena.keys, arena.values, backend, batch.arrivals, others)
+    if batch.layers is None:
+        step.kept = arena.inputs
+        return adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
+    for first, end in Pattern.of_layers(batch.layers).stretches:
+        step.given = {first: _inputs(batch, arena, first)} if first else {}
+        adapter.run_layers(first, end, batch.tokens, batch.positions, step, batch.models)
+    return None
+
+
+def _plans(batch: Batch, layers: int, rotary: Rotary | None) -> tuple[Plan, dict[int, Plan]]:
+    """The plan of most steps, or of layer 0; and those of the layers where the rows see something else."""
+    first, *more = layers_alike(batch.sights, layers)
+    others: dict[int, Plan] = {}
+    for alike in more:
+        plan = make_plan(batch.slots, batch.reads(alike[0]), rotary)
+        others |= dict.fromkeys(alike, plan)
+    return make_plan(batch.slots, batch.reads(first[0]), rotary), others
+
+
+def _inputs(batch: Batch, arena: Arena, layer: int) -> "Tensor":
+    """What came into a layer where the rows' tokens were computed first: (1, N, E)."""
+    slots = []
+    for take in batch.takes:
+        lender = take.call.work.lender
+        assert lender is not None and layer in lender.inputs
+        slots += [lender.slot(token) for token in range(take.token0, take.token1)]
+    return arena.inputs[layer][slots][None]

@@ -1,0 +1,99 @@
+"""Who may use whose encodings in part, and which layers are then computed again. Knows no weights and no text.
+
+A *pair* is a receiver and a sender. What the sender computes keeps the inputs of the layers where the receiver may
+begin (the E cache), and the layers that the receiver may compute get room of their own.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from ..events import EventLog
+from ..kv.store import Store
+from ..models.family import Family
+from ..pattern import Pattern
+from .call import Call
+from .scheduler import Scheduler
+
+
+class Load(NamedTuple):
+    """What the engine has to do: calls that wait and run, and tokens that they have yet to encode."""
+
+    waiting: int
+    running: int
+    tokens: int
+
+
+Choose = Callable[[Load], Pattern]
+
+
+class Sharing:
+    """The pairs of one engine."""
+
+    def __init__(self, store: Store, family: Family, scheduler: Scheduler, events: EventLog) -> None:
+        self._store = store
+        self._family = family
+        self._scheduler = scheduler
+        self._events = events
+        self._pairs: dict[tuple[str, str], Choose] = {}
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(receiver, sender) of each."""
+        return tuple(self._pairs)
+
+    def add(self, receiver: str, sender: str, patterns: Iterable[Pattern], choose: Choose, tokens: int | None) -> None:
+        """patterns: all that `choose` may answer. tokens: room for what receivers compute of others' encodings; None:
+        as much as the cache has for all layers."""
+        family, arena = self._family, self._store.arena
+        for role, name in (("receiver", receiver), ("sender", sender)):
+            if name not in family.names:
+                raise ConfigError(f"{role}={name!r}: use one of {list(family.names)}")
+        if receiver == sender:
+            raise ConfigError(f"receiver={receiver!r} is the sender too: a model sees its own encodings anyway")
+        patterns = [pattern.check(len(arena.keys)) for pattern in patterns]
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+            raise ConfigError(f"tokens={tokens!r}: use a positive number or None")
+        entered = frozenset[int]().union(*(pattern.transitions for pattern in patterns))
+        width = family.base.model.config.get_text_config().hidden_size
+        self._store.traffic.keep_inputs(entered, width)
+        family.of(sender).depth.watch(entered)
+        family.of(receiver).depth.watch(entered)
+        computed = frozenset[int]().union(*(p.layers for p in patterns if len(p.layers) < len(arena.keys)))
+        if computed:
+            arena.widen(computed, arena.pages if tokens is None else arena.pages_for(tokens))
+        self._pairs[receiver, sender] = choose
+
+    def forget(self, name: str) -> None:
+        """Nobody shares with a model that is gone."""
+        self._pairs = {pair: choose for pair, choose in self._pairs.items() if name not in pair}
+
+    def refuse_unknown(self, receiver: str, sender: str) -> None:
+        if (receiver, sender) not in self._pairs:
+            known = [f"{r!r} from {s!r}" for r, s in self._pairs] or "no pairs"
+            raise ConfigError(
+                f"share='partial': {receiver!r} does not share with {sender!r} ({known}): "
+                f"call engine.share({receiver!r}, {sender!r}, ...) first"
+            )
+
+    def choose(self, receiver: str, sender: str, call: int) -> Pattern:
+        """Which layers a receiver computes of a message that a sender encoded, as things are now. call: what for."""
+        self.refuse_unknown(receiver, sender)
+        pattern = self._pairs[receiver, sender](self.load).check(len(self._store.arena.keys))
+        self._events.write("shared", call=call, receiver=receiver, sender=sender, pattern=str(pattern))
+        return pattern
+
+    @property
+    def load(self) -> Load:
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        left = sum(len(c.prompt) for c in waiting) + sum(len(c.work.tokens) - c.work.encoded for c in running)
+        return Load(len(waiting), len(running), left)
+
+    def prepare(self, call: Call) -> None:
+        """A call that was to begin from inputs that nobody kept is computed whole instead."""
+        if call.layers is None or call.source is None:
+            return
+        missing = Pattern.of_layers(call.layers).transitions - call.source.work.inputs
+        if missing:
+            call.layers = None
+            self._events.write("recomputed", call=call.id, why=f"no inputs of layers {sorted(missing)} were kept")

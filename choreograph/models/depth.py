@@ -1,0 +1,63 @@
+"""The layers of a model one by one: what comes into some of them is kept, and a stretch of them runs alone.
+
+The model itself is not changed: a hook before a layer sees what comes into it, and a stretch is the model's own forward
+pass over a list of layers that holds only those.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import ModelError
+
+
+class Depth:
+    """The decoder layers of one model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        count = model.config.get_text_config().num_hidden_layers
+        self.body: Any = model.base_model
+        lists = {n: m for n, m in self.body.named_children() if isinstance(m, nn.ModuleList) and len(m) == count}
+        if len(lists) != 1:
+            raise ModelError(f"{type(model).__name__}: its {count} layers are not one list; it cannot share encodings")
+        (self._name, self.layers), *_ = lists.items()
+        self._watched: set[int] = set()
+
+    def watch(self, layers: Iterable[int]) -> None:
+        """From now on a step may keep what comes into these layers, or give something else in its place."""
+        for layer in set(layers) - self._watched:
+            self.layers[layer].register_forward_pre_hook(_before(layer), with_kwargs=True)
+            self._watched.add(layer)
+
+    @contextmanager
+    def only(self, first: int, end: int) -> Iterator[None]:
+        """Inside the block the model has no other layers than these."""
+        setattr(self.body, self._name, self.layers[first:end])
+        try:
+            yield
+        finally:
+            setattr(self.body, self._name, self.layers)
+
+
+def _before(layer: int) -> Any:
+    def hook(
+        module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        step = named.get("step")
+        if step is not None and not torch.compiler.is_compiling():  # graphs are for steps that keep nothing
+            if given:
+                given = (_seen(step, layer, given[0]), *given[1:])
+            else:
+                named = named | {"hidden_states": _seen(step, layer, named["hidden_states"])}
+        return given, named
+
+    return hook
+
+
+def _seen(step: Any, layer: int, hidden: Tensor) -> Tensor:
+    enter = getattr(step, "enter", None)  # a step that computes gradients keeps nothing
+    return hidden if enter is None else enter(layer, hidden)

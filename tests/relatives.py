@@ -1,0 +1,34 @@
+"""Models of one tiny family: a base, one that was trained on (noise on its weights), and a copy of the base."""
+
+from functools import cache
+
+import tiny
+import torch
+
+from choreograph import CacheConfig, Engine, EngineConfig, SchedulerConfig
+
+LAYERS = 5
+
+
+@cache
+def base():
+    return tiny.build(layers=LAYERS)
+
+
+@cache
+def other(seed: int = 7):
+    """Far enough from the base for every layer to be told apart."""
+    model, noise = tiny.build(layers=LAYERS), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
+    return model
+
+
+def engine(*, tokens: int = 2048, step: int = 1024, page: int = 4, calls: int = 256, **cache) -> Engine:
+    """An engine over the base, "math" and "twin", a copy of the base; freed pages are poisoned."""
+    config = EngineConfig(
+        cache=CacheConfig(tokens=tokens, page_size=page, poison=True, **cache),
+        scheduler=SchedulerConfig(max_step_tokens=step, max_calls=calls),
+    )
+    return Engine.from_pretrained(base(), config=config, models={"math": other(), "twin": tiny.build(layers=LAYERS)})

@@ -1,0 +1,226 @@
+"""Partial prefill: equal to the oracle on random graphs and patterns, exact at its end points."""
+
+import pytest
+import relatives
+import torch
+from graphs import graphs, placed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Oracle, OracleMessage
+from relatives import LAYERS
+
+from choreograph import SamplingParams
+from choreograph.errors import ConfigError
+from choreograph.pattern import Pattern
+
+HEARD = SamplingParams(logprobs=0)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+CONTEXT = [5, 9, 17, 3, 44, 21, 8]
+patterns = st.sets(st.integers(0, LAYERS - 1), min_size=1, max_size=LAYERS - 1).map(Pattern.of_layers)
+
+
+def values(message):
+    return [one.logprob for one in message.logprobs]
+
+
+def talk(session, nodes, model):
+    """Every node as the model computes it."""
+    messages = []
+    for node in nodes:
+        place = {"parents": [messages[p] for p in node.parents], "offsets": node.offsets, "new_offset": node.start}
+        if node.generated is None:
+            messages.append(session.prefill(node.tokens, **place, model=model))
+        else:
+            forced = {"forced_tokens": node.generated, "footer": node.footer}
+            messages.append(session.decode(node.tokens, **place, **forced, model=model))
+    return messages
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs(most=5), patterns, st.sampled_from([3, 1024]), st.data())
+def test_it_equals_the_oracle(nodes, pattern, step, data):
+    parents = data.draw(st.lists(st.sampled_from(range(len(nodes))), unique=True, min_size=1))
+    engine = relatives.engine(step=step)
+    engine.share("math", pattern=pattern)
+    with engine.session() as session:
+        messages = talk(session, nodes, "base")
+        said = session.decode(
+            [7, 8],
+            [messages[p] for p in parents],
+            model="math",
+            share="partial",
+            forced_tokens=[1, 2, 3],
+            sampling=HEARD,
+        )
+        engine.drain()
+        engine.check()
+        found = values(said)
+
+    sender, receiver, sent, made = Oracle(relatives.base()), Oracle(relatives.other()), [], []
+    for node, (offsets, start) in zip(nodes, placed(nodes), strict=True):
+        for known in (sent, made):
+            seen = [(known[p], o) for p, o in zip(node.parents, offsets, strict=True)]
+            known.append(OracleMessage(node.all_tokens, start, seen))
+        sender.compute(sent[-1])
+        receiver.compute_some(made[-1], sent[-1], pattern.layers)
+    at, seen = 0, []
+    for p in parents:
+        seen.append((made[p], at))
+        at += len(made[p].tokens)
+    wanted = receiver.compute(OracleMessage([7, 8, 1, 2, 3], at, seen)).logprobs
+    assert found == pytest.approx([wanted[1 + i, t] for i, t in enumerate([1, 2, 3])], abs=1e-4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(graphs(most=4), patterns)
+def test_from_itself_every_pattern_gives_what_it_computes_itself(nodes, pattern):
+    engine = relatives.engine()
+    engine.share("twin", "base", pattern=pattern)
+    with engine.session() as session:
+        shared = talk(session, nodes, "base")
+        said = session.decode([7], shared, model="twin", share="partial", sampling=GREEDY)
+        wanted = session.decode([7], talk(session, nodes, "twin"), model="twin", sampling=GREEDY)
+        assert said.tokens == wanted.tokens and values(said) == pytest.approx(values(wanted), abs=1e-5)
+    engine.check()
+
+
+def test_all_layers_is_its_own_prefill_and_none_is_the_senders():
+    engine = relatives.engine()
+    with engine.session() as session:
+        text = session.prefill(CONTEXT)
+        own = session.decode([7], [session.prefill(CONTEXT, model="math")], model="math", sampling=GREEDY)
+        reused = session.decode([7], [text], model="math", share="reuse", sampling=GREEDY)
+        assert values(own) != pytest.approx(values(reused), abs=1e-3)
+        for pattern, wanted in (([LAYERS] * 3, own), ([0, 0, 0], reused), ([0, 0, LAYERS], own)):
+            engine.share("math", pattern=pattern)
+            with engine.session() as other:
+                seen = [other.prefill(CONTEXT)]
+                said = other.decode([7], seen, model="math", share="partial", sampling=GREEDY)
+                assert values(said) == pytest.approx(values(wanted), abs=1e-5)
+    engine.check()
+
+
+def test_only_layers_that_are_computed_take_room():
+    engine = relatives.engine()
+    engine.share("math", pattern=[1, 3, 4])
+    store = engine.runner.store
+    with engine.session() as session:
+        text = session.prefill(CONTEXT).encode()
+        before = store.arena.free_pages
+        said = session.decode([7], [text], model="math", share="partial", sampling=GREEDY)
+        said.result()
+        assert before - store.arena.free_pages == 2, "the decode alone"
+        assert store.counts["held_band_pages"] == 2
+        assert store.arena.band_layers == {0, 3}
+        assert store.arena.band_bytes_per_token * LAYERS == 2 * (store.arena.bytes_per_token - 4 * 32), "one E cache"
+    engine.clear_cache()
+    assert store.arena.free(band=True) == store.arena.size(band=True)
+    engine.check()
+
+
+def test_a_pair_has_to_be_known():
+    engine = relatives.engine()
+    engine.share("math", pattern=[1, 3, 4])
+    with engine.session() as session:
+        text = session.prefill(CONTEXT, model="twin")
+        with pytest.raises(ConfigError, match="does not share with 'twin'"):
+            session.decode([7], [text], model="math", share="partial")
+        with pytest.raises(ConfigError, match="share='some'"):
+            session.decode([7], [text], model="math", share="some")
+    for wrong in (
+        {"pattern": [1, 2]},
+        {"pattern": [3, 2, 4]},
+        {"pattern": [0, 4, 6]},
+        {},
+        {"pattern": [0, 1, 2], "tokens": 0},
+    ):
+        with pytest.raises(ConfigError):
+            engine.share("math", **wrong)
+    with pytest.raises(ConfigError, match="nobody"):
+        engine.share("nobody", pattern=[0, 1, 2])
+
+
+def test_its_own_inputs_give_its_own_keys():
+    engine = relatives.engine()
+    engine.share("math", pattern=[1, 2, 4])
+    store = engine.runner.store
+    with engine.session() as session:
+        text, own = session.prefill(CONTEXT), session.prefill(CONTEXT, model="math")
+        sent, wanted = text.encode()._call.work, own.encode()._call.work
+        store.arena.inputs[2][sent.slots] = store.arena.inputs[2][wanted.slots]
+        session.decode([7], [text], model="math", share="partial", sampling=GREEDY).result()
+        made = text.versions["math", "partial"]._call.work
+        for layer in (0, 2, 3):
+            found, expected = (store.arena.read_layer(layer, e.slots) for e in (made, wanted))
+            for one, other in zip(found, expected, strict=True):
+                assert torch.allclose(one, other, atol=1e-5)
+
+
+def answers(engine, contexts, *, release=False):
+    """What "math" says of contexts that "base" encoded, one after the other, twice."""
+    with engine.session() as session:
+        texts = [session.prefill(context) for context in contexts]
+        heads = [session.prefill([3, 4], [text], model="math", share="partial") for text in texts]
+        said = []
+        for _ in range(2):
+            for text, head in zip(texts, heads, strict=True):
+                both = session.decode([7], [text, head], model="math", share="partial", sampling=GREEDY)
+                if release and len(said) >= len(texts):
+                    text.release()
+                said.append(values(both))
+                engine.check()
+        return said
+
+
+@pytest.mark.parametrize(
+    ("room", "band", "release"),
+    [
+        ({"tokens": 64}, 24, False),
+        ({"tokens": 64, "host": 512}, 24, False),
+        ({"tokens": 64, "disk": 512}, 16, True),
+        ({"tokens": 2048}, 16, True),
+    ],
+)
+def test_short_memory_changes_nothing(room, band, release):
+    contexts = [[(7 * i + 3 * k) % 60 for k in range(9 + i)] for i in range(5)]
+    roomy, tight = relatives.engine(), relatives.engine(**room)
+    for engine, tokens in ((roomy, None), (tight, band)):
+        engine.share("math", pattern=[1, 2, 4], tokens=tokens)
+    assert [pytest.approx(one, abs=1e-5) for one in answers(roomy, contexts)] == answers(
+        tight, contexts, release=release
+    )
+    events = [event.kind for event in tight.events.recent]
+    assert "rebuilding" in events or "evicted" in events
+    tight.clear_cache()
+    tight.check()
+    assert tight.runner.store.arena.free(band=True) == tight.runner.store.arena.size(band=True)
+
+
+def test_what_kept_no_inputs_is_computed_whole():
+    engine = relatives.engine()
+    with engine.session() as session:
+        text = session.prefill(CONTEXT).encode()
+        engine.share("math", pattern=[1, 3, 4])
+        said = session.decode([7], [text], model="math", share="partial", sampling=GREEDY)
+        wanted = session.decode([7], [session.prefill(CONTEXT, model="math")], model="math", sampling=GREEDY)
+        assert values(said) == pytest.approx(values(wanted), abs=1e-5)
+    assert [event.facts["why"] for event in engine.events.recent if event.kind == "recomputed"]
+
+
+def test_a_choice_is_made_for_every_message_and_told():
+    engine, loads = relatives.engine(), []
+    careful, quick = Pattern.of(0, 1, 4), Pattern.of(0, 3, 4)
+
+    def choose(load):
+        loads.append(load)
+        return quick if load.waiting > 1 else careful
+
+    engine.share("math", choose=choose, patterns=[careful, quick])
+    with engine.session() as session:
+        for context in (CONTEXT, CONTEXT[::-1], CONTEXT[2:]):
+            text = session.prefill(context)
+            session.decode([7], [text], model="math", share="partial", sampling=GREEDY)
+        engine.drain()
+    told = [event.facts["pattern"] for event in engine.events.recent if event.kind == "shared"]
+    assert told == ["1-4", "3-4", "3-4"] and [load.waiting for load in loads] == [1, 4, 7]
+    engine.check()
