@@ -56,7 +56,7 @@ class Message:
         self.parents: tuple[Message | Part, ...] = ()
         self.origin: Message | None = None  # of a borrowed message: whose encoding it is
         self.share: Share = "recompute"  # what becomes of parents that another model encoded
-        self.versions: dict[tuple[str, Share], Message] = {}  # the same for other models
+        self.versions: dict[tuple[str, str], Message] = {}  # the same for other models, by model and way of sharing
         self.on_release: Callable[[Message], None] | None = None
 
     def __repr__(self) -> str:
@@ -268,38 +268,3 @@ class Message:
 
 def whole(parent: Message | Part) -> Message:
     return parent.message if isinstance(parent, Part) else parent
-
-
-def under(
-    model: str, share: Share, parent: Message | Part, again: Callable[[Message, tuple[Message | Part, ...]], Message]
-) -> Message | Part:
-    """What a parent is to a model: itself where the model encoded it, else a version of it that is made for the model,
-    with sight of its parents as they are to the model. `again` makes what is not there yet, the oldest first."""
-    waiting = [whole(parent)]
-    while waiting:
-        message = waiting[-1]
-        parents = (message.origin or message).parents
-        missing = [whole(p) for p in parents if _version(whole(p), model, share) is None]
-        if _version(message, model, share) is not None:
-            waiting.pop()
-        elif missing:
-            waiting += missing
-        else:
-            seen = tuple(_as_seen(p, model, share) for p in parents)
-            message.versions[model, share] = again(message, seen)
-    return _as_seen(parent, model, share)
-
-
-def _version(message: Message, model: str, share: Share) -> Message | None:
-    """The message as a model may see it, if there is such a one. What it encoded itself is better than a share."""
-    own = message if message.model == model else None
-    for version in (own, message.versions.get((model, "recompute")), message.versions.get((model, share))):
-        if version is not None and not version._call.released:
-            return version
-    return None
-
-
-def _as_seen(parent: Message | Part, model: str, share: Share) -> Message | Part:
-    version = _version(whole(parent), model, share)
-    assert version is not None
-    return Part(version, parent.first, parent.last) if isinstance(parent, Part) else version

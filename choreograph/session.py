@@ -25,6 +25,7 @@ from .engine.runner import Runner
 from .engine.text import make_detokenizer
 from .errors import (
     BadTokens,
+    CallError,
     ChoreographError,
     ConfigError,
     ForeignMessage,
@@ -32,8 +33,10 @@ from .errors import (
     SessionClosed,
     UnknownMessage,
 )
-from .message import Message, Part, under, whole
+from .message import Message, Part, whole
+from .pattern import Pattern, read_pattern
 from .types import BASE, SHARES, Mode, SamplingParams, Share
+from .versions import Versions
 
 Text = str | Sequence[int] | Turn
 DEFAULTS = SamplingParams()
@@ -65,6 +68,7 @@ class Session:
         self.on_message: Callable[[Message], None] | None = None
         self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
+        self.versions = Versions(runner, self._message, self._submit, self._keep)
         self._seeds = random.Random(seed)
 
     def __enter__(self) -> "Session":
@@ -187,6 +191,7 @@ class Session:
         message.result()
         copy = self._message(message.tokens, (), None, message.start, model=message._call.model)
         copy.origin, copy._call.start = message.origin or message, message.start
+        copy._call.layers, copy._call.source = message._call.layers, message._call.source
         share(self._runner, copy._call, message._call.work)
         return self._keep(copy)
 
@@ -206,12 +211,26 @@ class Session:
         """
         message = self._prefill_call(tokens, parents, offsets, new_offset, model)
         if self.mode == "choreographed":
-            self._show_versions(message)
+            self.versions.show(message)
             for parent in message.parents:
                 whole(parent).encode()
             if copy_in(self._runner, message._call, copy):
                 return self._keep(message)
         return self._submit([message])[0]
+
+    def partial_prefill(
+        self, message: Message, pattern: Pattern | Sequence[int], *, model: str | None = None
+    ) -> Message:
+        """A message for a model that did not encode it, and computes these layers of it and of what it sees: the others
+        are those of the model that did (DroidSpeak, section 4.2). pattern: a `Pattern` or its three integers.
+
+        Begins in the middle from what came into a layer then, which is kept where `Engine.share` named the layer;
+        elsewhere all layers are computed. In calls with share="partial" this happens by itself.
+        """
+        check_parents([message], self._runner, self.id)
+        if self.mode != "choreographed":
+            raise CallError(f"there is no partial prefill in {self.mode} mode, where nothing is shared")
+        return self.versions.partial(message, self._known(model), read_pattern(pattern))
 
     # -- validation: everything is checked before anything is changed ---------------------------------------
 
@@ -294,39 +313,10 @@ class Session:
             )
         return name
 
-    def _show_versions(self, message: Message) -> None:
-        """Parents that another model encoded become what the message's own model makes of them, unless it reuses."""
-        model, share = message.model, message.share
-        if share == "reuse" or self.mode != "choreographed":
-            return
-
-        if share == "partial":
-            for sender in {p.model for p in message.parents} - {model}:
-                self._runner.sharing.refuse_unknown(model, sender)
-
-        def again(parent: Message, parents: tuple[Message | Part, ...]) -> Message:
-            return self._again(parent, parents, model, share)
-
-        message.parents = tuple(p if p.model == model else under(model, share, p, again) for p in message.parents)
-        message._call.parents = tuple(whole(parent)._call for parent in message.parents)
-
-    def _again(self, message: Message, parents: tuple[Message | Part, ...], model: str, share: Share) -> Message:
-        """The same text at the same place for another model, with sight of these parents: encoded again in all layers
-        or in some of them, or as it is."""
-        version = self._message([], parents, None, None, model=model)
-        version._call.source = source = (message.origin or message)._call
-        if share == "partial":
-            with self._runner.lock:
-                pattern = self._runner.sharing.choose(model, source.model, version.id)
-            if not pattern.layers:
-                return message
-            version._call.layers = pattern.layers if len(pattern.layers) < self._runner.adapter.facts.layers else None
-        return self._submit([version])[0]
-
     def _submit(self, messages: list[Message]) -> list[Message]:
         """All or none; a refused call takes no seed from the session."""
         for message in messages:
-            self._show_versions(message)
+            self.versions.show(message)
         before = self._seeds.getstate()
         for generation in (m._call.generation for m in messages):
             if generation is not None:

@@ -79,6 +79,7 @@ def choreographed(call: Call, store: Store, most: int) -> Placement:
 def _sights(parent: Call, first: int, count: int, start: int, layers: int) -> Iterator[Sight]:
     """What a reader sees of a parent: of one that was computed in some layers, the other model's in the others."""
     if parent.layers is None or parent.source is None:
+        assert parent.work.layers is None, "an encoding of some layers is seen in all of them"
         yield Sight(parent.work, first, count, start)
         return
     yield Sight(parent.work, first, count, start, parent.layers)

@@ -17,11 +17,13 @@ from .scheduler import Scheduler
 
 
 class Load(NamedTuple):
-    """What the engine has to do: calls that wait and run, and tokens that they have yet to encode."""
+    """What the engine has to do: calls that wait and run, and tokens that they have yet to encode. own: those of the
+    message that is to be shared, as far as they are known."""
 
     waiting: int
     running: int
     tokens: int
+    own: int = 0
 
 
 Choose = Callable[[Load], Pattern]
@@ -76,11 +78,12 @@ class Sharing:
                 f"call engine.share({receiver!r}, {sender!r}, ...) first"
             )
 
-    def choose(self, receiver: str, sender: str, call: int) -> Pattern:
-        """Which layers a receiver computes of a message that a sender encoded, as things are now. call: what for."""
+    def choose(self, receiver: str, sender: str, call: Call) -> Pattern:
+        """Which layers a receiver computes of a message that a sender encoded, as things are now."""
         self.refuse_unknown(receiver, sender)
-        pattern = self._pairs[receiver, sender](self.load).check(len(self._store.arena.keys))
-        self._events.write("shared", call=call, receiver=receiver, sender=sender, pattern=str(pattern))
+        load = self.load._replace(own=len(call.tokens))
+        pattern = self._pairs[receiver, sender](load).check(len(self._store.arena.keys))
+        self._events.write("shared", call=call.id, receiver=receiver, sender=sender, pattern=str(pattern))
         return pattern
 
     @property
@@ -94,6 +97,11 @@ class Sharing:
         if call.layers is None or call.source is None:
             return
         missing = Pattern.of_layers(call.layers).transitions - call.source.work.inputs
-        if missing:
+        why = f"no inputs of layers {sorted(missing)} were kept" if missing else ""
+        if call.source.layers is not None:
+            why = "what it begins from was computed in some layers only"
+        if not call.layers <= self._store.arena.band_layers:
+            why = "there is no room for these layers alone"
+        if why:
             call.layers = None
-            self._events.write("recomputed", call=call.id, why=f"no inputs of layers {sorted(missing)} were kept")
+            self._events.write("recomputed", call=call.id, why=why)

@@ -224,3 +224,26 @@ def test_a_choice_is_made_for_every_message_and_told():
     told = [event.facts["pattern"] for event in engine.events.recent if event.kind == "shared"]
     assert told == ["1-4", "3-4", "3-4"] and [load.waiting for load in loads] == [1, 4, 7]
     engine.check()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sets(st.integers(0, LAYERS - 1), max_size=LAYERS - 1), st.integers(1, LAYERS - 1))
+def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(some, first):
+    """A stretch that ends earlier computes the same: what the profile relies on."""
+    engine = relatives.engine()
+    engine.share("math", pattern=[0, 1, LAYERS])
+    engine.share("math", choose=lambda load: Pattern(), patterns=[Pattern.of_layers({i}) for i in range(LAYERS)])
+    whole, end = Pattern.of(0, first, LAYERS), max(some, default=0) + 1
+    part = Pattern.of(0, first, max(end, first + 1))
+    with engine.session() as session:
+        text = session.prefill([3, 4], [session.prefill(CONTEXT)])
+        narrow = session.versions.narrowed(text, session.partial_prefill(text, whole, model="math"), part)
+        said = [
+            session.decode([7], [seen], model="math", sampling=GREEDY)
+            for seen in (narrow, session.partial_prefill(text, part, model="math"))
+        ]
+        if whole == part:
+            assert values(said[0]) == values(said[1])
+        engine.drain()
+        engine.check()
+        assert values(said[0]) == pytest.approx(values(said[1]), abs=1e-5)

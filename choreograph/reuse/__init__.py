@@ -1,0 +1,7 @@
+"""Encodings across models of one family (DroidSpeak): stored by content, profiled, chosen under load."""
+
+from .choice import Choice
+from .profile import Cell, Profile
+from .storage import ContextStore, content_name
+
+__all__ = ["Cell", "Choice", "ContextStore", "Profile", "content_name"]

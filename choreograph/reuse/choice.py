@@ -1,0 +1,49 @@
+"""Which pattern serves a context just now (DroidSpeak, section 4.4): careful while there is time, quick under load.
+
+choice = Choice(profile.frontier(), floor=0.01, objective=2.0, seconds=0.001)
+engine.share("math", choose=choice, patterns=choice.patterns)
+"""
+
+from collections.abc import Iterable
+
+from ..engine.sharing import Load
+from ..errors import ConfigError
+from ..pattern import Pattern
+from .profile import Point
+
+
+class Choice:
+    """Takes, of the patterns that lose at most `floor`, the most careful one whose first token should come within
+    `objective` seconds, or else the cheapest. seconds: a full prefill's, for one token."""
+
+    def __init__(
+        self,
+        points: Iterable[Point],
+        *,
+        seconds: float,
+        objective: float = float("inf"),
+        floor: float = float("inf"),
+    ) -> None:
+        self.points = sorted((p for p in points if p.loss <= floor), key=lambda p: (p.loss, p.cost))
+        if not self.points:
+            raise ConfigError(f"floor={floor}: no pattern loses so little; the least is computing everything")
+        for name, value in (("seconds", seconds), ("objective", objective)):
+            if not value > 0:
+                raise ConfigError(f"{name}={value}: use a positive number")
+        self._seconds = seconds
+        self._objective = objective
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """All that it may answer: what `Engine.share` wants to know."""
+        return tuple(point.pattern for point in self.points)
+
+    def expected(self, point: Point, load: Load) -> float:
+        """Seconds until the first token: what is queued has to be computed first, shared in the same way."""
+        return (load.tokens + load.own) * self._seconds * point.cost
+
+    def __call__(self, load: Load) -> Pattern:
+        for point in self.points:
+            if self.expected(point, load) <= self._objective:
+                return point.pattern
+        return min(self.points, key=lambda p: p.cost).pattern

@@ -1,0 +1,141 @@
+"""What a pair of models was found to lose by sharing, pattern by pattern (DroidSpeak, section 4.3). Measures nothing.
+
+A profile holds one value of quality an input, so that differences are paired and anything can be asked of it later:
+which layers are critical, the heat map of stretches, the frontier of quality against computing.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import DataError
+from ..evaluation.statistics import Estimate, difference
+from ..pattern import Pattern
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A pattern and the quality of every input under it; higher is better."""
+
+    pattern: Pattern
+    values: tuple[float, ...]
+
+
+class Point(NamedTuple):
+    """A pattern on the frontier. loss: of mean quality against the receiver's own. cost: its time, or its share of
+    layers where no time was measured, over that of computing everything."""
+
+    pattern: Pattern
+    loss: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """receiver, sender: fingerprints. own: the receiver alone; reused: with all of the sender's encoding; sent: the
+    sender alone. single[l]: with the sender's keys and values of layer l only. stretches: the heat map, recomputed
+    from a begin to an end. scattered: the same numbers of layers, the most critical ones wherever they are.
+
+    costs: measured time of a pattern over that of a full prefill, by the pattern's name.
+    """
+
+    receiver: str
+    sender: str
+    layers: int
+    metric: str
+    inputs: tuple[str, ...]
+    own: tuple[float, ...]
+    reused: tuple[float, ...]
+    sent: tuple[float, ...]
+    single: tuple[tuple[float, ...], ...] = ()
+    stretches: tuple[Cell, ...] = ()
+    scattered: tuple[Cell, ...] = ()
+    costs: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    # -- what it says -------------------------------------------------------------------------------------
+
+    def loss(self, values: Sequence[float]) -> Estimate:
+        """How much less than the receiver's own, over the inputs in pairs."""
+        return difference(self.own, values)
+
+    def sensitivity(self) -> list[Estimate]:
+        """Figure 7: the loss from reusing one layer alone, layer by layer."""
+        return [self.loss(values) for values in self.single]
+
+    def critical(self, share: float = 0.1) -> list[int]:
+        """The layers whose reuse alone costs more than a share of the receiver's quality."""
+        most = share * abs(sum(self.own) / len(self.own))
+        return [layer for layer, one in enumerate(self.sensitivity()) if one.value > most]
+
+    def cost(self, pattern: Pattern) -> float:
+        """Time of a pattern over that of computing everything; its share of layers where that was not measured."""
+        return self.costs.get(str(pattern), len(pattern.layers) / self.layers)
+
+    def points(self) -> list[Point]:
+        """Every pattern that was measured, with reusing and computing everything."""
+        ends = [Cell(Pattern(), self.reused), Cell(Pattern.of(0, 0, self.layers), self.own)]
+        return [Point(c.pattern, self.loss(c.values).value, self.cost(c.pattern)) for c in (*ends, *self.stretches)]
+
+    def frontier(self) -> list[Point]:
+        """The patterns that no other beats in both loss and cost, the cheapest first."""
+        best: list[Point] = []
+        for point in sorted(self.points(), key=lambda p: (p.cost, p.loss)):
+            if not best or point.loss < best[-1].loss:
+                best.append(point)
+        return best
+
+    def cheapest(self, loss: float) -> Point:
+        """The cheapest pattern that loses at most this much."""
+        return min((p for p in self.points() if p.loss <= max(loss, 0.0)), key=lambda p: (p.cost, p.loss))
+
+    def transferred(self, other: "Profile") -> list[tuple[Point, float]]:
+        """Figure 17: this profile's frontier, and what its patterns lose by another profile."""
+        theirs = {p.pattern: p.loss for p in other.points()}
+        return [(point, theirs[point.pattern]) for point in self.frontier() if point.pattern in theirs]
+
+    # -- to and from files --------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name in ("stretches", "scattered"):
+            found[name] = [{"layers": c.pattern.stretches, "values": c.values} for c in found[name]]
+        return {"version": VERSION, **found}
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Profile":
+        """Raises DataError for what is no profile of this version."""
+        if not isinstance(found, Mapping) or found.get("version") != VERSION:
+            raise DataError(f"no profile of version {VERSION}: profile the pair again")
+        try:
+            given = {k: v for k, v in found.items() if k != "version"}
+            for name in ("stretches", "scattered"):
+                given[name] = tuple(
+                    Cell(Pattern(tuple((int(a), int(b)) for a, b in c["layers"])), tuple(c["values"]))
+                    for c in given[name]
+                )
+            for name in ("inputs", "own", "reused", "sent"):
+                given[name] = tuple(given[name])
+            given["single"] = tuple(tuple(values) for values in given["single"])
+            return cls(**given)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise DataError(f"a damaged profile: {problem!r}") from problem
+
+    @classmethod
+    def load(cls, path: Path) -> "Profile":
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except (OSError, json.JSONDecodeError) as problem:
+            raise DataError(f"{path}: no profile ({problem})") from None
+
+
+def by_pattern(cells: Iterable[Cell]) -> dict[Pattern, tuple[float, ...]]:
+    return {cell.pattern: cell.values for cell in cells}

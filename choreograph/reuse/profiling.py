@@ -1,0 +1,198 @@
+"""Measures what a pair of models loses by sharing (DroidSpeak, sections 3.2 and 4.3). Owns the run and its records.
+
+Every stretch that begins at one layer is measured from a single partial prefill to the last layer: a stretch that ends
+earlier has the same keys and values, and is that prefill seen in fewer layers.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core import Engine
+from ..errors import ConfigError
+from ..evaluation.runs import Folder, Record
+from ..evaluation.scores import f1
+from ..message import Message
+from ..pattern import Pattern
+from ..session import Session
+from ..types import BASE, SamplingParams
+from .profile import Cell, Profile
+
+METRICS = ("f1", "likelihood")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A context that the sender encodes, and a question about it for the receiver."""
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """metric: "f1" of the greedy answer, or "likelihood", the mean log-probability of the first known answer's tokens.
+
+    every: begins and ends of stretches lie so many layers apart. system: what stands before every context.
+    """
+
+    metric: str = "likelihood"
+    every: int = 1
+    max_tokens: int = 16
+    system: str = "Read the text and answer the question in as few words as you can."
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ConfigError(f"metric={self.metric!r}: use one of {METRICS}")
+        if self.every < 1 or self.max_tokens < 1:
+            raise ConfigError("every and max_tokens: use 1 or more")
+
+
+def boundaries(layers: int, every: int) -> list[int]:
+    """The layers where stretches may begin and end."""
+    return [*range(0, layers, every), layers]
+
+
+def stretches(layers: int, every: int) -> list[Pattern]:
+    """Every stretch between two boundaries, but for all layers at once."""
+    edges = boundaries(layers, every)
+    found = [Pattern.of(0, a, b) for a in edges for b in edges if a < b]
+    return [pattern for pattern in found if len(pattern.layers) < layers]
+
+
+def prepare(engine: Engine, receiver: str, sender: str, every: int = 1, *, tokens: int | None = None) -> None:
+    """Lets the receiver begin at every boundary."""
+    layers = engine.facts.layers
+    single = [Pattern.of_layers(set(range(layers)) - {layer}) for layer in range(layers)]
+    patterns = [*stretches(layers, every), *single, *(Pattern.of_layers({layer}) for layer in range(layers))]
+    engine.share(receiver, sender, choose=lambda load: Pattern.of(0, 0, layers), patterns=patterns, tokens=tokens)
+
+
+def profile(
+    engine: Engine,
+    receiver: str,
+    asked: Sequence[Asked],
+    out: Path,
+    *,
+    sender: str = BASE,
+    setting: Setting | None = None,
+    on_done: Callable[[Record], None] = lambda record: None,
+) -> Profile:
+    """Measures every input under every stretch of layers; one that is in `out` is not measured again."""
+    setting = setting or Setting()
+    family, layers = engine.runner.family, engine.facts.layers
+    prepare(engine, receiver, sender, setting.every)
+    folder = Folder(
+        out,
+        {
+            "receiver": family.fingerprint(receiver),
+            "sender": family.fingerprint(sender),
+            "metric": setting.metric,
+            "every": setting.every,
+            "max_tokens": setting.max_tokens,
+            "system": setting.system,
+        },
+    )
+    done = {record["id"]: record for record in folder.records("inputs")}
+    for one in asked:
+        if one.id not in done:
+            done[one.id] = _measure(engine, one, receiver, sender, setting)
+            folder.add("inputs", done[one.id])
+            on_done(done[one.id])
+    records = [done[one.id] for one in asked]
+    cells = [Cell(p, tuple(r["stretches"][str(p)] for r in records)) for p in stretches(layers, setting.every)]
+    return Profile(
+        receiver=family.fingerprint(receiver),
+        sender=family.fingerprint(sender),
+        layers=layers,
+        metric=setting.metric,
+        inputs=tuple(one.id for one in asked),
+        own=tuple(r["own"] for r in records),
+        reused=tuple(r["reused"] for r in records),
+        sent=tuple(r["sent"] for r in records),
+        single=tuple(tuple(r["single"][layer] for r in records) for layer in range(layers)),
+        stretches=tuple(cells),
+        facts={"system": setting.system, "every": setting.every, "max_tokens": setting.max_tokens},
+    )
+
+
+def _measure(engine: Engine, one: Asked, receiver: str, sender: str, setting: Setting) -> Record:
+    """One input under every stretch, and with every single layer reused."""
+    layers = engine.facts.layers
+    edges = boundaries(layers, setting.every)
+    with engine.session(seed=0) as session:
+        scene = Scene(session, one, receiver, sender, setting)
+        own = scene.version(Pattern.of(0, 0, layers))
+        found: dict[str, Any] = {"id": one.id, "tokens": scene.text.length}
+        found |= {"own": scene.ask(own), "reused": scene.ask(scene.text), "sent": scene.ask(scene.text, sender)}
+        singles = [Pattern.of_layers(set(range(layers)) - {layer}) for layer in range(layers)]
+        found["single"] = scene.ask_all(scene.narrowed(own, singles))
+        found["stretches"] = {}
+        for begin in edges[:-1]:
+            ends = [Pattern.of(0, begin, end) for end in edges if end > begin and (begin or end < layers)]
+            whole = own if not begin else scene.version(Pattern.of(0, begin, layers))
+            values = scene.ask_all(scene.narrowed(whole, ends))
+            found["stretches"] |= {str(p): v for p, v in zip(ends, values, strict=True)}
+            if whole is not own:
+                whole.release()
+    return found
+
+
+class Scene:
+    """One context in a session, encoded by the sender, and questions about versions of it."""
+
+    def __init__(self, session: Session, one: Asked, receiver: str, sender: str, setting: Setting) -> None:
+        self._session = session
+        self._one = one
+        self._receiver = receiver
+        self._setting = setting
+        self.text = session.prefill(session.user(f"{setting.system}\n\n{one.context}"), model=sender)
+
+    def version(self, pattern: Pattern) -> Message:
+        return self._session.partial_prefill(self.text, pattern, model=self._receiver)
+
+    def narrowed(self, version: Message, patterns: Iterable[Pattern]) -> list[Message]:
+        return [self._session.versions.narrowed(self.text, version, pattern) for pattern in patterns]
+
+    def ask_all(self, versions: Sequence[Message]) -> list[float]:
+        """The quality of every version; all are asked in the same steps."""
+        answers = [self._answer(version, self._receiver) for version in versions]
+        values = [self._quality(answer) for answer in answers]
+        for message in (*answers, *versions):
+            if message is not self.text:
+                message.release()
+        return values
+
+    def ask(self, version: Message, model: str | None = None) -> float:
+        """The quality of one version, which is kept."""
+        answer = self._answer(version, model or self._receiver)
+        value = self._quality(answer)
+        answer.release()
+        return value
+
+    def _answer(self, version: Message, model: str) -> Message:
+        session, setting, one = self._session, self._setting, self._one
+        question = session.prefill(session.user(one.question), [version], model=model, share="reuse")
+        forced = _tokens_of(session, one.answers[0]) if setting.metric == "likelihood" else None
+        return session.decode(
+            session.assistant(),
+            [version, question],
+            sampling=SamplingParams(temperature=0, max_tokens=setting.max_tokens, logprobs=0),
+            forced_tokens=forced,
+            model=model,
+            share="reuse",
+        )
+
+    def _quality(self, answer: Message) -> float:
+        if self._setting.metric == "f1":
+            return f1(answer.text, self._one.answers)
+        logprobs = answer.logprobs or []
+        return sum(one.logprob for one in logprobs) / len(logprobs)
+
+
+def _tokens_of(session: Session, text: str) -> list[int]:
+    tokenizer = session.engine.tokenizer
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,75 @@
+"""Contexts by content, layer and model: the paper's five functions."""
+
+import pytest
+import relatives
+import torch
+from relatives import LAYERS
+
+from choreograph import SamplingParams
+from choreograph.errors import CallError
+from choreograph.pattern import Pattern
+from choreograph.reuse import ContextStore, content_name
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+CONTEXT = [5, 9, 17, 3, 44, 21, 8]
+
+
+@pytest.fixture
+def engine():
+    engine = relatives.engine()
+    engine.share("math", pattern=[1, 2, 4])
+    return engine
+
+
+def test_a_name_says_what_was_read_and_where_not_by_whom(engine):
+    with engine.session() as one, engine.session(model="math") as other:
+        first, second = (s.prefill(CONTEXT) for s in (one, other))
+        assert content_name(first) == content_name(second) == content_name(one.prefill(CONTEXT, new_offset=9))
+        assert content_name(one.prefill(CONTEXT[1:])) != content_name(first)
+        below = [content_name(s.prefill([7], [m])) for s, m in ((one, first), (other, second))]
+        assert below[0] == below[1] != content_name(one.prefill([7]))
+        assert below[0] != content_name(one.prefill([7], [first], offsets=[2], new_offset=7))
+        assert below[0] != content_name(one.prefill([7], [first.part(0, 6)], offsets=[1]))
+
+
+def test_what_was_stored_outlives_its_session(engine):
+    with ContextStore(engine) as store:
+        with engine.session() as session:
+            context = session.prefill(CONTEXT, new_offset=3)
+            name = store.store_kv(context)
+            assert store.store_e(context) == (2,) and store.store_kv(context) == name
+            wanted = [engine.runner.store.arena.read_layer(layer, context._call.work.slots) for layer in range(LAYERS)]
+            inputs = engine.runner.store.arena.inputs[2][context._call.work.slots]
+        for layer, pair in enumerate(wanted):
+            assert all(map(torch.equal, store.fetch_kv(name, "base", layer), pair))
+        assert torch.equal(store.fetch_e(name, "base", 2), inputs)
+        made = store.partial_prefill(Pattern.of(1, 2, 4), name, model="math", sender="base")
+        with engine.session() as session:
+            text = session.prefill(CONTEXT, new_offset=3)
+            one = session.decode(
+                [7], [session.partial_prefill(text, [1, 2, 4], model="math")], model="math", sampling=GREEDY
+            )
+            other = session.decode([7], [session.borrow(made)], model="math", sampling=GREEDY)
+            assert one.tokens == other.tokens
+        per_layer = 2 * 2 * 16 * 4 * len(CONTEXT)
+        assert store.bytes() == {"base": LAYERS * per_layer + 32 * 4 * len(CONTEXT), "math": 3 * per_layer}
+        assert store.models(name) == ("base",)
+        store.forget(name)
+        assert store.models(name) == ()
+    engine.clear_cache()
+    engine.check()
+
+
+def test_what_is_not_there_is_said(engine):
+    with ContextStore(engine) as store, engine.session() as session:
+        name = store.store_kv(session.prefill(CONTEXT))
+        with pytest.raises(CallError, match="'math' has not encoded it; \\('base',\\) has"):
+            store.fetch_kv(name, "math", 0)
+        with pytest.raises(CallError, match=r"inputs of layers \[2\]"):
+            store.fetch_e(name, "base", 1)
+        for layer in (-1, LAYERS, True, "0"):
+            with pytest.raises(CallError, match="layers 0 to 4"):
+                store.fetch_kv(name, "base", layer)
+    engine = relatives.engine()
+    with ContextStore(engine) as store, engine.session() as session, pytest.raises(CallError, match=r"engine\.share"):
+        store.store_e(session.prefill(CONTEXT))
