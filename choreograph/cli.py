@@ -38,6 +38,7 @@ from .cli_options import (
     read_options,
 )
 from .cli_pml import app as pml
+from .cli_reuse import app as reuse
 from .types import BASE
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ app = typer.Typer(
 )
 app.add_typer(pml)
 app.add_typer(graph)
+app.add_typer(reuse)
 app.command()(trace)
 app.command()(train)
 

@@ -101,8 +101,8 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
         found = games(int(count))
     else:
         path = Path(source)
-        records = _lines(path) if path.suffix in (".jsonl", ".json") or path.exists() else _hub(source, split)
-        found = [example(record, number) for number, record in enumerate(records)]
+        lines = records(path) if path.suffix in (".jsonl", ".json") or path.exists() else _hub(source, split)
+        found = [example(record, number) for number, record in enumerate(lines)]
     if len({e.id for e in found}) != len(found):
         raise DataError(f"{source}: two records have the same id")
     if seed is not None:
@@ -110,7 +110,8 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
     return found[:limit]
 
 
-def _lines(path: Path) -> Iterable[Record]:
+def records(path: Path) -> Iterable[Record]:
+    """The objects of a .jsonl file."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):

@@ -71,7 +71,7 @@ def prepare(engine: Engine, receiver: str, sender: str, every: int = 1, *, token
     engine.share(receiver, sender, choose=lambda load: Pattern.of(0, 0, layers), patterns=patterns, tokens=tokens)
 
 
-def profile(
+def measure(
     engine: Engine,
     receiver: str,
     asked: Sequence[Asked],
@@ -191,6 +191,23 @@ class Scene:
             return f1(answer.text, self._one.answers)
         logprobs = answer.logprobs or []
         return sum(one.logprob for one in logprobs) / len(logprobs)
+
+
+def open_pair(model: str, receiver: str, sender: str | None, dtype: str) -> tuple[Engine, tuple[str, str]]:
+    """An engine over a base, a receiver and, if it is not the base, a sender; and their names in it."""
+    engine = Engine.from_pretrained(model, dtype=dtype)
+    add(engine, "receiver", receiver)
+    if sender is not None:
+        add(engine, "sender", sender)
+    return engine, ("receiver", "sender" if sender is not None else BASE)
+
+
+def add(engine: Engine, name: str, source: str) -> None:
+    """Serves a model beside the base: an adapter where the source is a folder that `peft` saved, else weights."""
+    if (Path(source) / "adapter_config.json").is_file():
+        engine.add_adapter(name, source)
+    else:
+        engine.add_model(name, source)
 
 
 def _tokens_of(session: Session, text: str) -> list[int]:

@@ -108,3 +108,48 @@ def learning_curves(series: Mapping[str, tuple[Sequence[Point], float]], path: P
         panel.set_xlabel("updates")
     panels[0].set_ylabel("log-loss of a token")
     _save(figure, path)
+
+
+def layer_bars(values: Sequence[Bar], path: Path, *, level: float, critical: Sequence[int] = (), ylabel: str) -> None:
+    """DroidSpeak, Figures 7 and 8: what reusing one layer alone leaves of the quality; critical layers in red. A bar's
+    low and high are its spread over the inputs."""
+    figure, axes = _figure(max(4.0, 0.2 * len(values)), 2.8)
+    colours = ["tab:red" if layer in critical else "tab:blue" for layer in range(len(values))]
+    spread = [[max(0.0, b[0] - b[1]) for b in values], [max(0.0, b[2] - b[0]) for b in values]]
+    bars = [b[0] for b in values]
+    axes.bar(range(len(bars)), bars, color=colours, yerr=spread, error_kw={"linewidth": 0.7}, capsize=1.5)
+    axes.axhline(level, color="tab:red", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("the layer that is reused")
+    axes.set_ylabel(ylabel)
+    _save(figure, path)
+
+
+def heat_map(cells: Mapping[tuple[int, int], float], path: Path, *, label: str) -> None:
+    """DroidSpeak, Figure 12: quality over where computing begins (up) and ends (to the right)."""
+    import numpy
+
+    begins, ends = sorted({b for b, _ in cells}), sorted({e for _, e in cells})
+    grid = numpy.full((len(begins), len(ends)), numpy.nan)
+    for (begin, end), value in cells.items():
+        grid[begins.index(begin), ends.index(end)] = value
+    figure, axes = _figure(4.6, 3.8)
+    image = axes.imshow(grid, origin="lower", cmap="Blues", aspect="auto")
+    for axis, ticks in ((axes.xaxis, ends), (axes.yaxis, begins)):
+        shown = range(0, len(ticks), max(1, len(ticks) // 8))
+        axis.set_ticks(list(shown), [str(ticks[i]) for i in shown])
+    axes.set_xlabel("computes up to layer")
+    axes.set_ylabel("computes from layer")
+    figure.colorbar(image, ax=axes, label=label)
+    _save(figure, path)
+
+
+def trade_off(series: Mapping[str, Sequence[Point]], path: Path, *, xlabel: str, ylabel: str) -> None:
+    """Quality over cost, a line for each way of choosing; a series of one point is a mark."""
+    figure, axes = _figure(4.8, 3.2)
+    for label, points in series.items():
+        line = "-" if len(points) > 1 else "none"
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.2, linestyle=line, label=label)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.legend()
+    _save(figure, path)

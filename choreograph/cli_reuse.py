@@ -1,0 +1,92 @@
+"""`choreograph reuse`: profiles of pairs of models. Owns options and printing."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .cli_options import EMBEDDED, Dtype, DtypeName, Json, Limit, Model, Shuffle
+
+app = typer.Typer(name="reuse", help="DroidSpeak: one model on what another encoded.", no_args_is_help=True)
+ProfileFile = Annotated[Path, typer.Argument(help="A profile that `reuse profile` wrote.", show_default=False)]
+
+
+@app.callback()
+def _group() -> None:
+    """DroidSpeak: one model on what another encoded."""
+
+
+@app.command()
+def profile(
+    receiver: Annotated[
+        str, typer.Argument(help="The model that reuses: a LoRA adapter, a model folder, a .gguf file or a Hub id.")
+    ],
+    data: Annotated[Path, typer.Option(help="A .jsonl file: questions with documents or a context, and answers.")],
+    out: Annotated[Path, typer.Option(help="The folder of the profile; one that was stopped goes on.")],
+    model: Model = EMBEDDED,
+    sender: Annotated[
+        str | None, typer.Option(help="The model that encodes, if it is not the base: as the receiver.")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="f1, or likelihood of the answers.")] = "likelihood",
+    every: Annotated[int, typer.Option(min=1, help="Stretches begin and end so many layers apart.")] = 1,
+    limit: Limit = 20,
+    shuffle: Shuffle = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 16,
+    dtype: Dtype = DtypeName.float32,
+) -> None:
+    """Measure which layers a receiver has to compute itself of what a sender encoded."""
+    from .evaluation.shown import progress
+    from .report import show_table
+    from .reuse.asked import read_asked
+    from .reuse.profiling import Setting, measure, open_pair
+    from .reuse.shown import draw, lines, summary
+
+    console = Console()
+    asked = read_asked(data, limit=limit, seed=shuffle)
+    engine, names = open_pair(model, receiver, sender, dtype)
+    with progress(console, "inputs", len(asked)) as tick:
+        found = measure(
+            engine,
+            names[0],
+            asked,
+            out,
+            sender=names[1],
+            setting=Setting(metric=metric, every=every, max_tokens=max_tokens),
+            on_done=lambda record: tick(),
+        )
+    found.save(out / "profile.json")
+    files = draw(found, out, "profile")
+    show_table(console, f"{len(asked)} inputs, {found.metric}", ("", ""), summary(found))
+    show_table(console, "frontier", ("computes layers", "of all", "cost", "loss"), lines(found))
+    console.print(f"{out / 'profile.json'} and {len(files)} pictures beside it", markup=False, highlight=False)
+
+
+@app.command()
+def show(
+    profile: ProfileFile,
+    loss: Annotated[float | None, typer.Option(help="Name the cheapest pattern that loses at most this.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Draw it into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the frontier of a profile, or pick a pattern on it."""
+    import json
+
+    from .report import show_table
+    from .reuse.profile import Profile
+    from .reuse.shown import draw, lines, summary
+
+    found = Profile.load(profile)
+    picked = None if loss is None else found.cheapest(loss)
+    if pictures is not None:
+        draw(found, pictures, profile.stem)
+    if as_json:
+        points = [{"pattern": str(p.pattern), "loss": p.loss, "cost": p.cost} for p in found.frontier()]
+        chosen = None if picked is None else str(picked.pattern)
+        print(json.dumps({"frontier": points, "critical": found.critical(), "picked": chosen}))
+        return
+    console = Console()
+    show_table(console, profile.name, ("", ""), summary(found))
+    show_table(console, "frontier", ("computes layers", "of all", "cost", "loss"), lines(found))
+    if picked is not None:
+        console.print(f"picked {picked.pattern}: cost {picked.cost:.2f}, loss {picked.loss:.3f}", highlight=False)

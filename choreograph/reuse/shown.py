@@ -1,0 +1,71 @@
+"""A profile as tables and pictures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..evaluation.statistics import Estimate
+from ..viz import charts
+from .profile import Profile
+
+LABELS = {"f1": "F1", "likelihood": "log-likelihood of a token"}
+
+
+def lines(profile: Profile) -> list[tuple[str, ...]]:
+    """The frontier, the cheapest first: pattern, share of layers, cost, loss with its interval."""
+    known = {cell.pattern: cell.values for cell in profile.stretches}
+    found: list[tuple[str, ...]] = []
+    for point in profile.frontier():
+        values = known.get(point.pattern, profile.own if point.pattern.layers else profile.reused)
+        share = len(point.pattern.layers) / profile.layers
+        found.append((str(point.pattern), f"{share:.0%}", f"{point.cost:.2f}", _interval(profile.loss(values))))
+    return found
+
+
+def summary(profile: Profile) -> list[tuple[str, str]]:
+    """What the pair is like: quality alone and shared, critical layers."""
+    mean = {"receiver": profile.own, "all of the sender's": profile.reused, "sender": profile.sent}
+    found = [(name, f"{sum(values) / len(values):.3f}") for name, values in mean.items()]
+    found.append(("loss from reusing all", _interval(profile.loss(profile.reused))))
+    found.append(("critical layers", ", ".join(map(str, profile.critical())) or "none"))
+    return found
+
+
+def draw(profile: Profile, folder: Path, name: str) -> list[Path]:
+    """Figures 7, 8, 12 and the frontier, as SVG."""
+    label = LABELS.get(profile.metric, profile.metric)
+    own = float(np.mean(profile.own))
+    files = [folder / f"{name}-{kind}.svg" for kind in ("layers", "heat", "frontier")]
+    charts.layer_bars(
+        [_quartiles(values) for values in profile.single],
+        files[0],
+        level=own,
+        critical=profile.critical(),
+        ylabel=label,
+    )
+    cells = {}
+    for cell in profile.stretches:
+        (begin, end), *_ = cell.pattern.stretches
+        cells[begin, end] = float(np.mean(cell.values))
+    charts.heat_map(cells, files[1], label=label)
+    charts.trade_off(
+        {
+            "frontier": [(p.cost, own - p.loss) for p in profile.frontier()],
+            "full prefill": [(1.0, own)],
+            "full reuse": [(profile.points()[0].cost, float(np.mean(profile.reused)))],
+        },
+        files[2],
+        xlabel="cost, of a full prefill",
+        ylabel=label,
+    )
+    return files
+
+
+def _quartiles(values: Sequence[float]) -> charts.Bar:
+    low, high = np.percentile(values, [25, 75])
+    return float(np.mean(values)), float(low), float(high)
+
+
+def _interval(one: Estimate) -> str:
+    return f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})"

@@ -1,0 +1,133 @@
+"""Profiles: what is measured is what would be served, runs go on where they stopped, points are picked as asked."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from characters import tokenizer
+from relatives import LAYERS
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.engine.sharing import Load
+from choreograph.errors import ConfigError, DataError
+from choreograph.pattern import Pattern
+from choreograph.reuse import Cell, Choice, Point, Profile
+from choreograph.reuse.asked import asked
+from choreograph.reuse.profiling import Asked, Setting, measure, stretches
+from choreograph.reuse.shown import draw, lines, summary
+
+ASKED = [
+    Asked("a", "The cat is red. The dog is blue.", "What is red?", ("cat",)),
+    Asked("b", "One plus two is three.", "What is three?", ("one plus two", "1+2")),
+]
+PROFILE = Profile(
+    receiver="r",
+    sender="s",
+    layers=4,
+    metric="f1",
+    inputs=("a", "b"),
+    own=(0.9, 0.7),
+    reused=(0.5, 0.1),
+    sent=(0.1, 0.1),
+    single=((0.9, 0.7), (0.5, 0.3), (0.9, 0.6), (0.9, 0.7)),
+    stretches=(
+        Cell(Pattern.of(0, 1, 2), (0.8, 0.6)),
+        Cell(Pattern.of(0, 1, 3), (0.9, 0.7)),
+        Cell(Pattern.of(0, 0, 1), (0.5, 0.2)),
+        Cell(Pattern.of(0, 2, 3), (0.4, 0.2)),
+    ),
+    costs={"1-3": 0.45},
+)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    letters = tokenizer()
+    base, other = (tiny.build(seed=3, vocabulary=len(letters), layers=LAYERS) for _ in range(2))
+    noise = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
+    config = EngineConfig(cache=CacheConfig(tokens=2048, page_size=4, poison=True))
+    return Engine.from_pretrained(base, tokenizer=letters, config=config, models={"math": other})
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
+    done = []
+    setting = Setting(every=every)
+    found = measure(engine, "math", ASKED, tmp_path, setting=setting, on_done=done.append)
+    engine.check()
+    assert [cell.pattern for cell in found.stretches] == stretches(LAYERS, every)
+    assert len(found.single) == LAYERS and len(done) == 2 and found.inputs == ("a", "b")
+    for cell in [*found.stretches, Cell(Pattern.of(0, 0, LAYERS), found.own), Cell(Pattern(), found.reused)]:
+        with engine.session() as session:
+            text = session.prefill(session.user(f"{setting.system}\n\n{ASKED[1].context}"))
+            seen = session.partial_prefill(text, cell.pattern, model="math")
+            question = session.prefill(session.user(ASKED[1].question), [seen], model="math", share="reuse")
+            forced = engine.tokenizer.encode(ASKED[1].answers[0], add_special_tokens=False)
+            said = session.decode(
+                session.assistant(),
+                [seen, question],
+                model="math",
+                share="reuse",
+                forced_tokens=forced,
+                sampling=SamplingParams(logprobs=0),
+            )
+            value = sum(one.logprob for one in said.logprobs) / len(forced)
+        assert cell.values[1] == pytest.approx(value, abs=1e-4), cell.pattern
+    again = measure(engine, "math", ASKED, tmp_path, setting=setting, on_done=done.append)
+    assert again == found and len(done) == 2, "nothing is measured twice"
+    with pytest.raises(ConfigError, match="other settings"):
+        measure(engine, "math", ASKED, tmp_path, setting=Setting(every=every, metric="f1"))
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    file = tmp_path / "deep" / "profile.json"
+    PROFILE.save(file)
+    assert Profile.load(file) == PROFILE
+    for damage in ("", "[]", "{}", json.dumps({**PROFILE.to_json(), "version": 0}), '{"version": 1}'):
+        file.write_text(damage)
+        with pytest.raises(DataError):
+            Profile.load(file)
+
+
+def test_critical_layers_frontier_and_picks():
+    assert PROFILE.critical() == [1]
+    assert [str(p.pattern) for p in PROFILE.frontier()] == ["none", "1-2", "1-3"]
+    assert PROFILE.frontier()[-1] == Point(Pattern.of(0, 1, 3), 0.0, 0.45)
+    assert str(PROFILE.cheapest(0.15).pattern) == "1-2" and str(PROFILE.cheapest(0).pattern) == "1-3"
+    assert str(PROFILE.cheapest(1).pattern) == "none"
+    other = PROFILE.transferred(PROFILE)
+    assert [(p.loss, loss) for p, loss in other] == [(p.loss, p.loss) for p in PROFILE.frontier()]
+
+
+def test_pictures_and_tables(tmp_path):
+    files = draw(PROFILE, tmp_path, "pair")
+    assert all(file.read_text().startswith("<?xml") for file in files)
+    assert [row[:3] for row in lines(PROFILE)][-1] == ("1-3", "50%", "0.45")
+    assert ("critical layers", "1") in summary(PROFILE)
+
+
+def test_a_choice_is_careful_while_there_is_time():
+    points = PROFILE.frontier()
+    choice = Choice(points, seconds=0.01, objective=1.0, floor=0.2)
+    assert [str(p) for p in choice.patterns] == ["1-3", "1-2"]
+    loads = [Load(0, 0, tokens, 100) for tokens in (0, 100, 200, 1000, 0)]
+    assert [str(choice(load)) for load in loads] == ["1-3", "1-3", "1-2", "1-2", "1-3"]
+    assert str(Choice(points, seconds=0.01)(loads[3])) == "1-3", "without an objective there is always time"
+    assert str(Choice(points, seconds=0.01, objective=1e-9)(loads[0])) == "none"
+    for wrong in ({"floor": -1.0}, {"seconds": 0.0}, {"objective": 0.0}):
+        with pytest.raises(ConfigError):
+            Choice(points, **{"seconds": 1.0} | wrong)
+
+
+def test_records_are_contexts_and_questions():
+    documents = [{"title": "T", "text": "one"}, {"text": "two"}]
+    found = asked({"id": 3, "question": "Who?", "documents": documents, "answer": "me", "answer_aliases": ["I"]}, 0)
+    assert found == Asked("3", "T\none\n\ntwo", "Who?", ("me", "I"))
+    assert asked({"input": "Who?", "context": "text", "answers": ["me"]}, 7) == Asked("7", "text", "Who?", ("me",))
+    for wrong in ({"question": "Who?", "answer": "me"}, {"context": "text", "answers": ["me"]}):
+        with pytest.raises(DataError, match="needs a question"):
+            asked(wrong, 0)
