@@ -6,6 +6,7 @@ Versions hang on the message, one for each model and way of sharing, and go with
 from collections.abc import Callable
 from typing import Protocol
 
+from .arguments import Offsets
 from .engine.copies import share as share_encoding
 from .engine.runner import Runner
 from .errors import CallError
@@ -21,7 +22,7 @@ class Make(Protocol):
     """A handle on a call of the session that is not submitted yet."""
 
     def __call__(
-        self, ids: list[int], parents: tuple[Parent, ...], offsets: None, new_offset: None, *, model: str
+        self, ids: list[int], parents: tuple[Parent, ...], offsets: Offsets, new_offset: int | None, *, model: str
     ) -> Message: ...
 
 
@@ -80,6 +81,15 @@ class Versions:
         made._call.layers = pattern.layers
         share_encoding(self._runner, made._call, version._call.work)
         return self._keep(made)
+
+    def elsewhere(self, plain: Message, model: str) -> Message:
+        """A prefill that is not submitted, as a message that a model in another process has encoded."""
+        call = plain._call
+        return self._keep(self._make(list(call.prompt), plain.parents, call.offsets, call.new_offset, model=model))
+
+    def among(self, context: Message, plain: Message, pattern: Pattern) -> Message:
+        """The version of `context`, with sight of what a prefill that is not submitted sees."""
+        return self._again(context, plain.parents, plain.model, pattern)
 
     def _chosen(self, message: Message, model: str, share: Share) -> Pattern | None:
         """The layers to compute of a message; None: all of them."""

@@ -41,6 +41,8 @@ def _plans(batch: Batch, layers: int, rotary: Rotary | None) -> tuple[Plan, dict
 
 def _inputs(batch: Batch, arena: Arena, layer: int) -> "Tensor":
     """What came into a layer where the rows' tokens were computed first: (1, N, E)."""
+    for arrive in batch.arrivals:
+        arrive(layer)
     slots = []
     for take in batch.takes:
         lender = take.call.work.lender

@@ -1,12 +1,13 @@
 """What is done with encodings beside computing them: shared, kept on the device, copied out and in again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import CacheFull, CallError, ReleasedMessage, RoomLater, SessionClosed
 from ..kv.arena import Layer
 from ..kv.encoding import Encoding, Sight
+from ..kv.tiers import Work
 from ..types import Usage
 from .call import Call, State
 from .modes import PLACE
@@ -108,33 +109,69 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
     with runner.lock:
         if copy.maker != runner.family.fingerprint(call.model):
             raise CallError(f"the copy was computed by another model than {call.model!r}: name the one that made it")
-        if any(parent.encoding is None for parent in call.parents):
-            raise CallError("a copy is taken back behind complete parents: read them first")
-        call.get_ready()
-        work = PLACE[call.mode](call, runner.store, runner.adapter.facts.max_positions)
-        if work.ready is not None:
-            share(runner, call, work.ready)
-            return True
-        assert work.key is not None, "only choreographed prefills are copied in"
-        count, moved = len(work.tokens), copy.start - work.start
-        context = [sight._replace(start=sight.start + moved) for sight in work.sights]
-        encoding = None
-        while encoding is None:
-            try:
-                encoding = runner.store.create(
-                    work.tokens, copy.start, context, capacity=count, holder=call.message_holder, model=call.model
-                )
-            except RoomLater:
-                _wait(runner)
-            except CacheFull:
-                return False
+        encoding = _room_for(runner, call, copy.start)
+        if encoding is None:
+            return call.ended
         try:
             runner.store.arena.write(encoding.slots, copy.layers)
         except BaseException:
             runner.store.let_go(encoding, call.message_holder)
             raise
-        encoding.scheduled = encoding.encoded = count
-        runner.store.publish(encoding, work.key)
-        runner.events.write("restored", call=call.id, tokens=count)
+        encoding.scheduled = encoding.encoded = len(encoding.tokens)
+        runner.events.write("restored", call=call.id, tokens=len(encoding.tokens))
         share(runner, call, encoding)
     return True
+
+
+def receive(
+    runner: Runner,
+    call: Call,
+    start: int,
+    work: Callable[[list[int]], Work],
+    *,
+    inputs: frozenset[int],
+    absent: frozenset[int],
+) -> bool:
+    """Ends a prefill, never queued, whose encoding comes from elsewhere while others compute; False if there is no room
+    for it now. start: its home there. work: what brings it into these pages. inputs, absent: what comes beside keys
+    and values, and the layers of which those do not come."""
+    with runner.lock:
+        encoding = _room_for(runner, call, start)
+        if encoding is None:
+            return call.ended
+        encoding.inputs, encoding.absent, encoding.rebuildable = inputs, absent, False
+        runner.store.traffic.receive(encoding, work(encoding.pages))
+        share(runner, call, encoding)
+    return True
+
+
+def _room_for(runner: Runner, call: Call, start: int) -> Encoding | None:
+    """An empty encoding for a prefill that others have computed, with its home at `start`, held by the message. None if
+    there is no room now, or if the very work is known, which ends the call."""
+    if any(parent.encoding is None for parent in call.parents):
+        raise CallError("a copy is taken back behind complete parents: read them first")
+    call.get_ready()
+    work = PLACE[call.mode](call, runner.store, runner.adapter.facts.max_positions)
+    if work.ready is not None and not work.ready.lost:
+        share(runner, call, work.ready)
+        return None
+    assert work.key is not None, "only choreographed prefills are copied in"
+    moved = start - work.start
+    context = [sight._replace(start=sight.start + moved) for sight in work.sights]
+    while True:
+        try:
+            encoding = runner.store.create(
+                work.tokens,
+                start,
+                context,
+                capacity=len(work.tokens),
+                holder=call.message_holder,
+                model=call.model,
+            )
+        except RoomLater:
+            _wait(runner)
+        except CacheFull:
+            return None
+        else:
+            runner.store.publish(encoding, work.key)
+            return encoding

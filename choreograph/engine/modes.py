@@ -7,7 +7,7 @@ cached prefix token by token. naive: section 3.1 without any cache.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ..errors import BadPosition
+from ..errors import BadPosition, CallError
 from ..kv.encoding import Encoding, Sight, content_key
 from ..kv.store import Store
 from .call import Call
@@ -80,6 +80,8 @@ def _sights(parent: Call, first: int, count: int, start: int, layers: int) -> It
     """What a reader sees of a parent: of one that was computed in some layers, the other model's in the others."""
     if parent.layers is None or parent.source is None:
         assert parent.work.layers is None, "an encoding of some layers is seen in all of them"
+        if parent.work.absent:
+            raise CallError(f"parent {parent.id} came without layers {sorted(parent.work.absent)}: see a version of it")
         yield Sight(parent.work, first, count, start)
         return
     yield Sight(parent.work, first, count, start, parent.layers)

@@ -72,6 +72,7 @@ class Runner:
             admit=self._admit,
             fail=self._fail,
             weights=self.family.weights,
+            mend=lambda call: self.sharing.mend(call),
         )
         self.sharing = Sharing(self.store, self.family, self.scheduler, self.events)
         self.steps = 0
@@ -239,10 +240,9 @@ class Runner:
             self.scheduler.withdraw_readers(lost)
 
     def _compute(self, batch: Batch, rows: list[int]) -> "Tensor | None":
-        now = time.perf_counter()
-        logits = compute(batch, rows, self.family, self.store.arena, self.backend)
         for take in batch.takes:
-            take.call.started_at = take.call.started_at or now
+            take.call.started_at = take.call.started_at or time.perf_counter()
+        logits = compute(batch, rows, self.family, self.store.arena, self.backend)
         self.steps += 1
         self.rows += len(batch.tokens)
         self.events.write("step", rows=len(batch.tokens), calls=len(batch.takes))

@@ -70,7 +70,7 @@ class Batch:
 
 class Scheduler:
     """admit: places a call and gives it room, or raises; fail: ends a call with an error. weights: what two models
-    must have the same of to compute in one pass."""
+    must have the same of to compute in one pass. mend: sees to what a waiting call needs and is lost."""
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class Scheduler:
         admit: Callable[[Call], None],
         fail: Callable[[Call, ChoreographError], None],
         weights: Callable[[str], str],
+        mend: Callable[[Call], None],
     ) -> None:
         self.waiting: list[Call] = []
         self.running: list[Call] = []
@@ -93,6 +94,7 @@ class Scheduler:
         self._admit = admit
         self._fail = fail
         self._weights = weights
+        self._mend = mend
         self._served: dict[Pass, int] = {}  # the last step of each kind of pass
         self._step = 0
 
@@ -178,6 +180,8 @@ class Scheduler:
         """Admits calls in order until one has to wait for room; calls that wait for parents are passed over."""
         self._blocked = None
         for call in list(self.waiting):
+            self._mend(call)
+        for call in list(self.waiting):
             if len(self.running) >= self._max_calls:
                 break
             if call.state is not State.WAITING:
@@ -232,6 +236,10 @@ class Scheduler:
         if call.rebuilds:
             call.state = State.CANCELLED
             return
+        self.wait_again(call)
+
+    def wait_again(self, call: Call) -> None:
+        """A call that was admitted, and has no encoding any more, takes its place among those that wait."""
         call.state, call.encoding = State.WAITING, None
         for parent in call.needs:
             parent.children_waiting += 1
@@ -264,7 +272,8 @@ def _is_ready(call: Call, hasten: bool) -> bool:
     """Whether all that it sees is encoded, or will be by this very step; `hasten`: or is being loaded. What it begins
     from, in the middle of the layers, has to be there."""
     lender = call.work.lender
-    return (lender is None or lender.whole) and all(
+    there = lender is None or lender.whole or (hasten and lender.state == "loading")
+    return there and all(
         s.encoding.scheduled >= s.first + s.count or (hasten and s.encoding.state == "loading") for s in call.sights
     )
 

@@ -48,10 +48,7 @@ class Sharing:
         """patterns: all that `choose` may answer. tokens: room for what receivers compute of others' encodings; None:
         as much as the cache has for all layers."""
         family, arena = self._family, self._store.arena
-        for role, name in (("receiver", receiver), ("sender", sender)):
-            if name not in family.names:
-                raise ConfigError(f"{role}={name!r}: use one of {list(family.names)}")
-        if receiver == sender:
+        if self._known("receiver", receiver) == self._known("sender", sender):
             raise ConfigError(f"receiver={receiver!r} is the sender too: a model sees its own encodings anyway")
         patterns = [pattern.check(len(arena.keys)) for pattern in patterns]
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
@@ -69,6 +66,12 @@ class Sharing:
     def forget(self, name: str) -> None:
         """Nobody shares with a model that is gone."""
         self._pairs = {pair: choose for pair, choose in self._pairs.items() if name not in pair}
+
+    def _known(self, role: str, name: str) -> str:
+        known = (*self._family.names, *(self._family.elsewhere if role == "sender" else ()))
+        if name not in known:
+            raise ConfigError(f"{role}={name!r}: use one of {list(known)}")
+        return name
 
     def refuse_unknown(self, receiver: str, sender: str) -> None:
         if (receiver, sender) not in self._pairs:
@@ -93,15 +96,33 @@ class Sharing:
         return Load(len(waiting), len(running), left)
 
     def prepare(self, call: Call) -> None:
-        """A call that was to begin from inputs that nobody kept is computed whole instead."""
+        """A call that was to begin from what is not there is computed whole instead."""
         if call.layers is None or call.source is None:
             return
-        missing = Pattern.of_layers(call.layers).transitions - call.source.work.inputs
+        sent, layers = call.source.work, frozenset(range(len(self._store.arena.keys)))
+        missing = Pattern.of_layers(call.layers).transitions - sent.inputs
         why = f"no inputs of layers {sorted(missing)} were kept" if missing else ""
+        if sent.absent & (layers - call.layers):
+            why = f"layers {sorted(sent.absent & (layers - call.layers))} did not come"
+        if sent.lost:
+            why = "what the sender encoded is lost"
         if call.source.layers is not None:
             why = "what it begins from was computed in some layers only"
         if not call.layers <= self._store.arena.band_layers:
             why = "there is no room for these layers alone"
         if why:
-            call.layers = None
-            self._events.write("recomputed", call=call.id, why=why)
+            self._compute_whole(call, why)
+
+    def mend(self, call: Call) -> None:
+        """What a call sees in part of an encoding that is lost for good is computed whole, once more."""
+        for parent in call.parents:
+            if parent.layers is None or parent.encoding is None or parent.source is None:
+                continue
+            if parent.source.work.lost:
+                self._store.let_go(parent.work, parent.message_holder)
+                self._scheduler.wait_again(parent)
+                self._compute_whole(parent, "what the sender encoded is lost")
+
+    def _compute_whole(self, call: Call, why: str) -> None:
+        call.layers = None
+        self._events.write("recomputed", call=call.id, why=why)

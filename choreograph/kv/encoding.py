@@ -80,6 +80,8 @@ class Encoding:
     model: str = BASE  # what computes it
     layers: frozenset[int] | None = None  # where alone it is computed; None: in all
     inputs: frozenset[int] = frozenset()  # the layers whose inputs are kept beside it
+    absent: frozenset[int] = frozenset()  # of one that came from elsewhere: the layers that did not come
+    rebuildable: bool = True  # whether its model is here to compute it again
     _spans: list[Span] | None = None
 
     @property
@@ -108,6 +110,11 @@ class Encoding:
     def resident(self) -> bool:
         """Whether it is on the device, is being computed there, or on its way to it."""
         return bool(self.pages)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is nowhere, for good."""
+        return not (self.rebuildable or self.pages or self.copies)
 
     @property
     def in_use(self) -> bool:

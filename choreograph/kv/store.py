@@ -67,10 +67,8 @@ class Store:
         model: str = BASE,
         layers: frozenset[int] | None = None,
     ) -> Encoding:
-        """A new encoding with room for `capacity` tokens; makes room if it must, or raises CacheFull.
-
-        layers: where alone it will be computed, all of which the arena's band has; None: in all.
-        """
+        """A new encoding with room for `capacity` tokens; makes room if it must, or raises CacheFull. layers: where
+        alone it will be computed; None: in all."""
         pages = self._allocate(self.arena.pages_for(capacity), band=layers is not None)
         self._ticks += 1
         encoding = Encoding(
@@ -262,7 +260,8 @@ class Store:
                 return True
             if any(self.traffic.leaving(one) for one in self.traffic.tiers):
                 return False
-        if to == "dropped" and encoding.children and not (prefixes and self._hangs_free(encoding)):
+        needed = encoding.children and not (prefixes and self._hangs_free(encoding))
+        if to == "dropped" and (needed or (encoding.holders and not encoding.rebuildable)):
             return False
         self._tell_evicted(encoding, to)
         self._free_pages(encoding)
@@ -309,7 +308,7 @@ class Store:
         if lower is not None and self._make_tier_room(depth + 1, encoding):
             self.traffic.lower(encoding, tier, lower)
             return
-        if not elsewhere and encoding.children:
+        if not elsewhere and (encoding.children or (encoding.holders and not encoding.rebuildable)):
             return
         self.traffic.free(encoding, tier, encoding.copies[tier.name])
         if not elsewhere:

@@ -19,13 +19,25 @@ Way = Literal["load", "offload", "lower"]
 KINDS: dict[Way, Kind] = {"load": "loading", "offload": "offloading", "lower": "offloading"}
 
 
+class Elsewhere:
+    """Where something came from that nobody here keeps a copy of."""
+
+    name = "elsewhere"
+
+    def free(self, copy: Copy) -> None:
+        pass
+
+
+ELSEWHERE = Elsewhere()
+
+
 @dataclass(eq=False)
 class Move:
     """One transfer and what it is for. copy: the one it reads or makes. source: the tier a lowered copy leaves."""
 
     way: Way
     encoding: Encoding
-    tier: Tier
+    tier: Tier | Elsewhere
     copy: Copy
     transfer: Transfer
     source: Tier | None = None
@@ -74,6 +86,11 @@ class Traffic:
             Move("load", encoding, tier, copy, self._transfer("load", copy, tier.get(copy, self.arena, encoding.pages)))
         )
 
+    def receive(self, encoding: Encoding, work: Work) -> None:
+        """Starts to fill the pages of an encoding with what comes from elsewhere."""
+        copy = Copy(ELSEWHERE.name, len(encoding.tokens))
+        self._start(Move("load", encoding, ELSEWHERE, copy, self._transfer("load", copy, work)))
+
     def offload(self, encoding: Encoding, tier: Tier) -> None:
         copy = tier.reserve(len(encoding.tokens))
         work = tier.put(self.arena, encoding.pages, copy)
@@ -118,7 +135,7 @@ class Traffic:
             self._events.write(kind, encoding=move.encoding.id, tokens=move.copy.tokens, tier=move.tier.name)
         return done
 
-    def free(self, encoding: Encoding, tier: Tier, copy: Copy) -> None:
+    def free(self, encoding: Encoding, tier: Tier | Elsewhere, copy: Copy) -> None:
         tier.free(copy)
         if encoding.copies.get(tier.name) is copy:
             del encoding.copies[tier.name]

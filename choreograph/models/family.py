@@ -17,6 +17,7 @@ class Family:
     def __init__(self, base: Adapter) -> None:
         self.base = base
         self._others: dict[str, Adapter] = {}
+        self.elsewhere: dict[str, str] = {}  # models that compute in other processes: names and fingerprints
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -33,6 +34,8 @@ class Family:
 
     def fingerprint(self, name: str) -> str:
         """Names what computes: nothing that one computed is ever found by another."""
+        if name in self.elsewhere:
+            return self.elsewhere[name]
         other = self._others.get(name)
         return self.base.fingerprint(name) if other is None else other.fingerprint(BASE)
 
@@ -45,8 +48,8 @@ class Family:
         self._others[name] = other
 
     def check_new(self, name: str) -> None:
-        if not isinstance(name, str) or not name or name in self.names:
-            raise ConfigError(f"model {name!r}: use a new name; there are {list(self.names)}")
+        if not isinstance(name, str) or not name or name in (*self.names, *self.elsewhere):
+            raise ConfigError(f"model {name!r}: use a new name; there are {[*self.names, *self.elsewhere]}")
 
     def remove(self, name: str) -> None:
         if name not in self._others:

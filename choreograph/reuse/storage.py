@@ -6,6 +6,7 @@ agree on it without knowing each other; what a model encoded of it is found by n
 
 import hashlib
 import struct
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..core import Engine
@@ -22,12 +23,18 @@ if TYPE_CHECKING:
 
 def content_name(message: Message) -> str:
     """Names a context: its tokens, what it sees, and where that stands relative to it. No model is part of it."""
+    made = message.origin or message
+    places = zip(made.parents, made.offsets, strict=True)
+    return name_of(message.tokens, [(content_name(whole(p)), p, at - made.start) for p, at in places])
+
+
+def name_of(tokens: Sequence[int], seen: Iterable[tuple[str, Message | Part, int]]) -> str:
+    """The same of parts. seen: of each parent its name, itself, and where it stands relative to the first token."""
     digest = hashlib.sha256(b"context")
-    parents = (message.origin or message).parents
-    for parent, offset in zip(parents, (message.origin or message).offsets, strict=True):
+    for name, parent, at in seen:
         cut = (parent.first, parent.last) if isinstance(parent, Part) else (0, parent.length)
-        digest.update(content_name(whole(parent)).encode() + struct.pack("<3q", *cut, offset - message.start))
-    digest.update(struct.pack(f"<{message.length}q", *message.tokens))
+        digest.update(name.encode() + struct.pack("<3q", *cut, at))
+    digest.update(struct.pack(f"<{len(tokens)}q", *tokens))
     return digest.hexdigest()
 
 

@@ -1,0 +1,128 @@
+"""A sender in another process: what arrives is what it has, and what does not arrive is computed here."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import relatives
+import torch.distributed as dist
+from senders import BELOW, CONTEXT, join
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.errors import ConfigError, ModelError
+from choreograph.reuse.remote import Link, facts_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+PATTERN = [1, 2, 4]
+HERE = Path(__file__).parent
+
+
+def values(message):
+    return [one.logprob for one in message.logprobs]
+
+
+@contextmanager
+def sender(folder, *how):
+    """A process that sends as told; this process is its receiver."""
+    path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent)])
+    file = folder / "meeting"
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "senders.py"), str(file), *how],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        join(str(file), 1)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def receiver():
+    """Its own model is what is "math" in the sender's family."""
+    config = EngineConfig(cache=CacheConfig(tokens=512, page_size=4, poison=True))
+    return Engine.from_pretrained(relatives.other(), config=config)
+
+
+def local(pattern):
+    """What the receiver would say if the sender were in its own engine."""
+    engine = relatives.engine()
+    engine.share("math", pattern=pattern)
+    with engine.session() as session:
+        first = session.prefill(CONTEXT)
+        below = session.prefill(BELOW, [first])
+        for parents in ([first], [first, below]):
+            said = session.decode([7], parents, model="math", share="partial", sampling=GREEDY)
+            yield values(said)
+
+
+def test_what_arrives_is_what_the_sender_has(tmp_path):
+    with sender(tmp_path, "good"), Link(receiver(), 0, name="writer", seconds=60) as link:
+        engine = link._engine
+        engine.share("base", "writer", pattern=PATTERN)
+        with engine.session() as session:
+            first = link.partial_prefill(session, CONTEXT, PATTERN)
+            below = link.partial_prefill(session, BELOW, PATTERN, [first])
+            said = [session.decode([7], parents, sampling=GREEDY) for parents in ([first], [first, below])]
+            for one, wanted in zip(said, local(PATTERN), strict=True):
+                assert values(one) == pytest.approx(wanted, abs=1e-5)
+            assert engine.events.counts["recomputed"] == 0 and engine.events.counts["loaded"] == 2
+            unknown = link.partial_prefill(session, CONTEXT[1:], PATTERN)
+            alone = session.decode([7], [session.prefill(CONTEXT[1:])], sampling=GREEDY)
+            assert values(session.decode([7], [unknown], sampling=GREEDY)) == values(alone)
+            why = [event.facts["why"] for event in engine.events.recent if event.kind == "recomputed"]
+            assert len(why) == 1 and "has not encoded it" in str(why[0])
+            moved = link.partial_prefill(session, CONTEXT, PATTERN, new_offset=20)
+            wanted = session.decode([7], [first], offsets=[20], sampling=GREEDY)
+            assert values(session.decode([7], [moved], offsets=[20], sampling=GREEDY)) == pytest.approx(
+                values(wanted), abs=1e-5
+            )
+            engine.check()
+        engine.clear_cache()
+        engine.check()
+
+
+@pytest.mark.parametrize("kind", ["dies", "stalls", "lies", "leaves out", "mumbles"])
+def test_what_does_not_arrive_is_computed_here(tmp_path, kind):
+    engine, pattern, one = receiver(), [2, 2, 2], SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+    with (
+        sender(tmp_path, kind, json.dumps(facts_of(engine, "base"))),
+        Link(engine, 0, name="writer", seconds=3) as link,
+        engine.session() as session,
+    ):
+        engine.share("base", "writer", pattern=pattern)
+        wanted = values(session.decode([7], [session.prefill([*CONTEXT, 1])], sampling=GREEDY))
+        seen = link.partial_prefill(session, CONTEXT, pattern)
+        said = session.decode([1], [seen], sampling=one)
+        again = session.decode([1], [session.prefill(CONTEXT)], sampling=one)
+        assert values(said) == pytest.approx(values(again), abs=1e-5)
+        assert link.broken and engine.events.counts["recomputed"] == 1
+        late = link.partial_prefill(session, [*CONTEXT, 1], pattern)
+        assert values(session.decode([7], [late], sampling=GREEDY)) == pytest.approx(wanted, abs=1e-5)
+        engine.drain()
+        engine.check()
+    engine.clear_cache()
+    engine.check()
+
+
+def test_another_family_is_refused(tmp_path):
+    engine = receiver()
+    theirs = json.dumps(facts_of(engine, "base") | {"layers": 6, "tokenizer": "other"})
+    with (
+        sender(tmp_path, "dies", theirs),
+        pytest.raises(ModelError, match="layers: 5 and 6; tokenizer: None and other"),
+    ):
+        Link(engine, 0, seconds=20)
+    assert not engine.runner.family.elsewhere
+
+
+def test_there_has_to_be_a_group():
+    with pytest.raises(ConfigError, match="init_process_group"):
+        Link(receiver(), 0)
