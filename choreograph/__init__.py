@@ -9,6 +9,7 @@ from .config import CacheConfig, EngineConfig, SchedulerConfig
 from .core import Engine
 from .errors import ChoreographError
 from .message import Message
+from .pattern import Pattern
 from .session import Session
 from .types import SamplingParams, Timing, TokenLogprob, Usage
 
@@ -19,6 +20,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Message",
+    "Pattern",
     "SamplingParams",
     "SchedulerConfig",
     "Session",

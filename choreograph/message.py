@@ -78,6 +78,11 @@ class Message:
         return self._call.model
 
     @property
+    def layers(self) -> tuple[int, ...] | None:
+        """The layers that are computed where others are those of another model's encoding; None: all of them."""
+        return None if self._call.layers is None else tuple(sorted(self._call.layers))
+
+    @property
     def tokens(self) -> list[int]:
         """All token ids: of a decode, header + generated + footer."""
         self._wait_known()

@@ -15,6 +15,7 @@ NAMES = [
     "Engine",
     "EngineConfig",
     "Message",
+    "Pattern",
     "SamplingParams",
     "SchedulerConfig",
     "Session",
@@ -32,7 +33,10 @@ def test_public_names():
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/quickstart.md", "docs/workflows.md", "docs/pml.md", "docs/memory.md", "docs/distillation.md"],
+    [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("quickstart", "workflows", "pml", "memory", "distillation", "reuse")),
+    ],
 )
 def test_code_in_the_documents_runs(page):
     """All python blocks of a page, in one namespace, top to bottom."""

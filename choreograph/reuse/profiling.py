@@ -4,8 +4,9 @@ Every stretch that begins at one layer is measured from a single partial prefill
 earlier has the same keys and values, and is that prefill seen in fewer layers.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,60 @@ def measure(
         stretches=tuple(cells),
         facts={"system": setting.system, "every": setting.every, "max_tokens": setting.max_tokens},
     )
+
+
+def measure_scattered(
+    engine: Engine,
+    receiver: str,
+    asked: Sequence[Asked],
+    found: Profile,
+    counts: Sequence[int],
+    *,
+    sender: str = BASE,
+    setting: Setting | None = None,
+) -> Profile:
+    """The profile with Figure 11's other side: so many of its most critical layers, wherever they are, each stretch of
+    them begun from the sender's inputs. asked: the same inputs."""
+    setting = setting or Setting()
+    if tuple(one.id for one in asked) != found.inputs:
+        raise ConfigError("scattered layers are compared on the inputs of the profile: give the same ones")
+    prepare(engine, receiver, sender, setting.every)
+    worst = sorted(range(found.layers), key=lambda layer: -found.sensitivity()[layer].value)
+    patterns = [Pattern.of_layers(worst[:count]) for count in counts]
+    values: list[list[float]] = [[] for _ in patterns]
+    for one in asked:
+        with engine.session(seed=0) as session:
+            scene = Scene(session, one, receiver, sender, setting)
+            for known, value in zip(values, scene.ask_all([scene.version(p) for p in patterns]), strict=True):
+                known.append(value)
+    cells = tuple(Cell(pattern, tuple(known)) for pattern, known in zip(patterns, values, strict=True))
+    return replace(found, scattered=cells)
+
+
+def measure_costs(
+    engine: Engine,
+    receiver: str,
+    patterns: Sequence[Pattern],
+    tokens: int,
+    *,
+    sender: str = BASE,
+    rounds: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of a receiver's prefill of `tokens` tokens that the sender has encoded, of every pattern, by its name: of
+    all rounds, in which patterns take turns. Timed alone; what the sender's encoding cost is not counted."""
+    words = [3 + (7 * i) % 50 for i in range(tokens)]
+    seconds: dict[str, list[float]] = {str(p): [] for p in patterns}
+    for number in range(rounds + 1):
+        for pattern in patterns:
+            engine.clear_cache()
+            with engine.session() as session:
+                text = session.prefill([2 + number, *words[1:]], model=sender).encode()
+                began = clock()
+                session.partial_prefill(text, pattern, model=receiver).encode()
+                if number:  # the first round warms up
+                    seconds[str(pattern)].append(clock() - began)
+    return seconds
 
 
 def _measure(engine: Engine, one: Asked, receiver: str, sender: str, setting: Setting) -> Record:

@@ -14,7 +14,7 @@ from choreograph.errors import ConfigError, DataError
 from choreograph.pattern import Pattern
 from choreograph.reuse import Cell, Choice, Point, Profile
 from choreograph.reuse.asked import asked
-from choreograph.reuse.profiling import Asked, Setting, measure, stretches
+from choreograph.reuse.profiling import Asked, Setting, measure, measure_costs, measure_scattered, stretches
 from choreograph.reuse.shown import draw, lines, summary
 
 ASKED = [
@@ -81,6 +81,21 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     assert again == found and len(done) == 2, "nothing is measured twice"
     with pytest.raises(ConfigError, match="other settings"):
         measure(engine, "math", ASKED, tmp_path, setting=Setting(every=every, metric="f1"))
+
+
+def test_scattered_layers_and_costs(engine, tmp_path):
+    setting = Setting(metric="f1", max_tokens=4)
+    found = measure(engine, "math", ASKED, tmp_path, setting=setting)
+    more = measure_scattered(engine, "math", ASKED, found, [1, 3], setting=setting)
+    assert [len(cell.pattern.layers) for cell in more.scattered] == [1, 3]
+    known = {cell.pattern: cell.values for cell in found.stretches}
+    assert more.scattered[0].values == known[more.scattered[0].pattern], "one layer is a stretch"
+    with pytest.raises(ConfigError, match="same ones"):
+        measure_scattered(engine, "math", ASKED[:1], found, [1])
+    patterns = [Pattern.of(0, 0, LAYERS), Pattern.of(0, 1, 2)]
+    costs = measure_costs(engine, "math", patterns, 40, rounds=2, clock=iter(range(100)).__next__)
+    assert costs == {"0-5": [1, 1], "1-2": [1, 1]}
+    engine.check()
 
 
 def test_a_profile_survives_its_file(tmp_path):
