@@ -83,12 +83,14 @@ class Versions:
         return self._keep(made)
 
     def elsewhere(self, plain: Message, model: str) -> Message:
-        """A prefill that is not submitted, as a message that a model in another process has encoded."""
+        """A prefill that is not submitted, as a message that a model in another process has encoded: to be kept once
+        it has."""
         call = plain._call
-        return self._keep(self._make(list(call.prompt), plain.parents, call.offsets, call.new_offset, model=model))
+        return self._make(list(call.prompt), plain.parents, call.offsets, call.new_offset, model=model)
 
     def among(self, context: Message, plain: Message, pattern: Pattern) -> Message:
         """The version of `context`, with sight of what a prefill that is not submitted sees."""
+        self._keep(context)
         return self._again(context, plain.parents, plain.model, pattern)
 
     def _chosen(self, message: Message, model: str, share: Share) -> Pattern | None:

@@ -1,6 +1,6 @@
 """What is done with encodings beside computing them: shared, kept on the device, copied out and in again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -109,7 +109,7 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
     with runner.lock:
         if copy.maker != runner.family.fingerprint(call.model):
             raise CallError(f"the copy was computed by another model than {call.model!r}: name the one that made it")
-        encoding = _room_for(runner, call, copy.start)
+        encoding = reserve(runner, call)
         if encoding is None:
             return call.ended
         try:
@@ -119,59 +119,70 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
             raise
         encoding.scheduled = encoding.encoded = len(encoding.tokens)
         runner.events.write("restored", call=call.id, tokens=len(encoding.tokens))
-        share(runner, call, encoding)
+        _take_over(runner, call, encoding, copy.start)
     return True
 
 
 def receive(
     runner: Runner,
     call: Call,
+    encoding: Encoding,
     start: int,
-    work: Callable[[list[int]], Work],
+    work: Work,
     *,
     inputs: frozenset[int],
     absent: frozenset[int],
-) -> bool:
-    """Ends a prefill, never queued, whose encoding comes from elsewhere while others compute; False if there is no room
-    for it now. start: its home there. work: what brings it into these pages. inputs, absent: what comes beside keys
-    and values, and the layers of which those do not come."""
+) -> None:
+    """Ends a prefill whose encoding, which was reserved, comes from elsewhere while others compute. start: its home
+    there. inputs, absent: what comes beside keys and values, and the layers of which those do not come."""
     with runner.lock:
-        encoding = _room_for(runner, call, start)
-        if encoding is None:
-            return call.ended
         encoding.inputs, encoding.absent, encoding.rebuildable = inputs, absent, False
-        runner.store.traffic.receive(encoding, work(encoding.pages))
-        share(runner, call, encoding)
-    return True
+        runner.store.traffic.receive(encoding, work)
+        _take_over(runner, call, encoding, start)
 
 
-def _room_for(runner: Runner, call: Call, start: int) -> Encoding | None:
-    """An empty encoding for a prefill that others have computed, with its home at `start`, held by the message. None if
-    there is no room now, or if the very work is known, which ends the call."""
-    if any(parent.encoding is None for parent in call.parents):
-        raise CallError("a copy is taken back behind complete parents: read them first")
-    call.get_ready()
-    work = PLACE[call.mode](call, runner.store, runner.adapter.facts.max_positions)
-    if work.ready is not None and not work.ready.lost:
-        share(runner, call, work.ready)
-        return None
-    assert work.key is not None, "only choreographed prefills are copied in"
-    moved = start - work.start
-    context = [sight._replace(start=sight.start + moved) for sight in work.sights]
-    while True:
-        try:
-            encoding = runner.store.create(
-                work.tokens,
-                start,
-                context,
-                capacity=len(work.tokens),
-                holder=call.message_holder,
-                model=call.model,
-            )
-        except RoomLater:
-            _wait(runner)
-        except CacheFull:
+def reserve(runner: Runner, call: Call) -> Encoding | None:
+    """Room for a prefill, never queued, that others have computed: held by its message, found by nobody. None if there is
+    no room now, or if the very work is known, which ends the call."""
+    with runner.lock:
+        if any(parent.encoding is None for parent in call.parents):
+            raise CallError("a copy is taken back behind complete parents: read them first")
+        call.get_ready()
+        work = PLACE[call.mode](call, runner.store, runner.adapter.facts.max_positions)
+        assert work.key is not None, "only choreographed prefills are copied in"
+        if work.ready is not None and not work.ready.lost:
+            share(runner, call, work.ready)
             return None
-        else:
-            runner.store.publish(encoding, work.key)
-            return encoding
+        while True:
+            try:
+                encoding = runner.store.create(
+                    work.tokens,
+                    work.start,
+                    work.sights,
+                    capacity=len(work.tokens),
+                    holder=call.message_holder,
+                    model=call.model,
+                )
+            except RoomLater:
+                _wait(runner)
+            except CacheFull:
+                return None
+            else:
+                encoding.key = work.key
+                return encoding
+
+
+def _take_over(runner: Runner, call: Call, encoding: Encoding, start: int) -> None:
+    """The reserved encoding is the call's, with its home at `start`."""
+    moved = start - encoding.start
+    encoding.context = tuple(sight._replace(start=sight.start + moved) for sight in encoding.context)
+    encoding.start = start
+    assert encoding.key is not None
+    runner.store.publish(encoding, encoding.key)
+    share(runner, call, encoding)
+
+
+def give_up(runner: Runner, call: Call, encoding: Encoding) -> None:
+    """What was reserved is not needed."""
+    with runner.lock:
+        runner.store.let_go(encoding, call.message_holder)

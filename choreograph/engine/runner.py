@@ -72,7 +72,7 @@ class Runner:
             admit=self._admit,
             fail=self._fail,
             weights=self.family.weights,
-            mend=lambda call: self.sharing.mend(call),
+            mend=lambda calls: self.sharing.mend(calls),
         )
         self.sharing = Sharing(self.store, self.family, self.scheduler, self.events)
         self.steps = 0

@@ -5,7 +5,7 @@ never waits for room and every step makes progress. A row may read rows of the s
 they read), so a chain of prefills, or a finished message's last tokens and the header that follows, go in one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ class Batch:
 
 class Scheduler:
     """admit: places a call and gives it room, or raises; fail: ends a call with an error. weights: what two models
-    must have the same of to compute in one pass. mend: sees to what a waiting call needs and is lost."""
+    must have the same of to compute in one pass. mend: sees to what waiting calls need and is lost."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Scheduler:
         admit: Callable[[Call], None],
         fail: Callable[[Call, ChoreographError], None],
         weights: Callable[[str], str],
-        mend: Callable[[Call], None],
+        mend: Callable[[Sequence[Call]], None],
     ) -> None:
         self.waiting: list[Call] = []
         self.running: list[Call] = []
@@ -179,8 +179,7 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         """Admits calls in order until one has to wait for room; calls that wait for parents are passed over."""
         self._blocked = None
-        for call in list(self.waiting):
-            self._mend(call)
+        self._mend(self.waiting)
         for call in list(self.waiting):
             if len(self.running) >= self._max_calls:
                 break

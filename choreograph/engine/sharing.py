@@ -4,7 +4,7 @@ A *pair* is a receiver and a sender. What the sender computes keeps the inputs o
 begin (the E cache), and the layers that the receiver may compute get room of their own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -108,14 +108,17 @@ class Sharing:
             why = "what the sender encoded is lost"
         if call.source.layers is not None:
             why = "what it begins from was computed in some layers only"
-        if not call.layers <= self._store.arena.band_layers:
-            why = "there is no room for these layers alone"
+        arena = self._store.arena
+        if not call.layers <= arena.band_layers or arena.pages_for(len(call.prompt)) > arena.size(band=True):
+            why = "there is no room for so much in these layers alone"
         if why:
             self._compute_whole(call, why)
 
-    def mend(self, call: Call) -> None:
-        """What a call sees in part of an encoding that is lost for good is computed whole, once more."""
-        for parent in call.parents:
+    def mend(self, calls: Sequence[Call]) -> None:
+        """What calls see in part of an encoding that is lost for good is computed whole, once more."""
+        if not self._family.elsewhere:  # only what came from elsewhere can be lost
+            return
+        for parent in {id(p): p for call in calls for p in call.parents}.values():
             if parent.layers is None or parent.encoding is None or parent.source is None:
                 continue
             if parent.source.work.lost:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..config import CacheConfig, EngineConfig
 from ..core import Engine
 from ..errors import ConfigError
 from ..evaluation.runs import Folder, Record
@@ -21,6 +22,7 @@ from ..types import BASE, SamplingParams
 from .profile import Cell, Profile
 
 METRICS = ("f1", "likelihood")
+ROOM = 32_768
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,8 @@ class Scene:
 
 def open_pair(model: str, receiver: str, sender: str | None, dtype: str) -> tuple[Engine, tuple[str, str]]:
     """An engine over a base, a receiver and, if it is not the base, a sender; and their names in it."""
-    engine = Engine.from_pretrained(model, dtype=dtype)
+    config = EngineConfig(cache=CacheConfig(tokens=ROOM))  # the inputs of every layer are kept of so many
+    engine = Engine.from_pretrained(model, dtype=dtype, config=config)
     add(engine, "receiver", receiver)
     if sender is not None:
         add(engine, "sender", sender)

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core import Engine
-from ..engine.copies import on_device, receive
+from ..engine.copies import give_up, on_device, receive, reserve
 from ..engine.modes import resolve_offsets
 from ..errors import CallError, ConfigError, ModelError
 from ..kv.tiers import Work
+from ..kv.transfers import Transfer
 from ..message import Message, Part
 from ..pattern import Pattern, read_pattern
 from ..session import Offsets, Session, Text
@@ -38,8 +39,15 @@ class Broken(Exception):
     """The other side did not do what was agreed."""
 
 
+def tag_of(request: int, number: int) -> int:
+    return request % (1 << 16) * (1 << 14) + number
+
+
 class Wire:
-    """JSON objects and tensors between two processes of a group. seconds: how long one of them may take to come."""
+    """JSON objects and tensors between two processes of a group. seconds: how long one of them may take to come.
+
+    Everything carries the number of its request, so what nobody fetched of one is never taken for the next.
+    """
 
     def __init__(self, peer: int, group: Any = None, seconds: float | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -47,14 +55,24 @@ class Wire:
         self._peer = peer
         self._group = group
         self._limit = None if seconds is None else timedelta(seconds=seconds)
+        self._request = 0
+        self._sent = self._heard = 0  # of this request
+
+    def begin(self) -> None:
+        """The next request."""
+        self._request += 1
+        self._sent = self._heard = 0
 
     def send(self, tensor: Tensor) -> None:
-        self._wait(dist.isend(tensor.contiguous().view(-1).view(torch.uint8), self._peer, group=self._group))
+        raw, tag = tensor.contiguous().view(-1).view(torch.uint8), tag_of(self._request, self._sent)
+        self._sent += 1
+        self._wait(dist.isend(raw, self._peer, group=self._group, tag=tag))
 
     def receive(self, size: int) -> Tensor:
         """So many bytes."""
-        buffer = torch.empty(size, dtype=torch.uint8)
-        self._wait(dist.irecv(buffer, self._peer, group=self._group))
+        buffer, tag = torch.empty(size, dtype=torch.uint8), tag_of(self._request, self._heard)
+        self._heard += 1
+        self._wait(dist.irecv(buffer, self._peer, group=self._group, tag=tag))
         return buffer
 
     def _wait(self, work: Any) -> None:
@@ -91,6 +109,7 @@ def serve(engine: Engine, store: ContextStore, peer: int, *, group: Any = None, 
     wire, sent = Wire(peer, group), 0
     while True:
         try:
+            wire.begin()
             request = wire.hear()
             if request.get("ask") == "facts":
                 wire.say(facts_of(engine, model))
@@ -168,7 +187,9 @@ class Link:
         self.name = name
         self.broken: str | None = None
         self._wire = Wire(peer, group, seconds)
+        self._coming: Transfer | None = None
         engine.runner.family.check_new(name)
+        self._wire.begin()
         try:
             self._wire.say({"ask": "facts"})
             theirs = self._wire.hear()
@@ -183,6 +204,7 @@ class Link:
     def close(self) -> None:
         """Tells the sender that nothing more is wanted."""
         if self.broken is None:
+            self._wire.begin()
             try:
                 self._wire.say({"ask": "nothing"})
             except Broken as problem:
@@ -229,31 +251,38 @@ class Link:
         self, session: Session, plain: Message, name: str, keys: frozenset[int], inputs: frozenset[int]
     ) -> Message | None:
         """The context as the sender encoded it, its layers on their way; None where there is nothing to wait for."""
-        runner = self._engine.runner
+        runner, context = self._engine.runner, session.versions.elsewhere(plain, self.name)
+        encoding = reserve(runner, context._call)
+        if encoding is None:
+            if not context._call.ended:
+                self._say_why(plain, "there is no room for it now")
+            return context if context._call.ended else None
         try:
             answer = self._ask({"ask": "context", "name": name, "keys": sorted(keys), "inputs": sorted(inputs)})
             expected = self._expected(answer, len(plain._call.prompt), keys, inputs)
         except Broken as problem:
-            runner.events.write("recomputed", call=plain.id, why=f"sender {self.name!r}: {problem}")
+            give_up(runner, context._call, encoding)
+            self._say_why(plain, str(problem))
             return None
-        context = session.versions.elsewhere(plain, self.name)
-        arena = runner.store.arena
         come = frozenset(layer for layer, kind in expected if kind == "inputs")
-
-        def work(pages: list[int]) -> Work:
-            slots = [page * arena.page_size + i for page in pages for i in range(arena.page_size)]
-            return Work(self._receiver(expected, torch.tensor(slots[: len(plain._call.prompt)])))
-
-        absent = frozenset(range(len(arena.keys))) - keys
-        if not receive(runner, context._call, int(answer["start"]), work, inputs=come, absent=absent):
-            self.broken = "there was no room for what it sent"
-            runner.events.write("recomputed", call=plain.id, why=f"sender {self.name!r}: {self.broken}")
-            return None
+        absent = frozenset(range(self._engine.facts.layers)) - keys
+        work = Work(self._receiver(expected, torch.tensor(encoding.slots)))
+        receive(runner, context._call, encoding, int(answer["start"]), work, inputs=come, absent=absent)
+        self._coming = context._call.work.moving
         return context
 
+    def _say_why(self, plain: Message, why: str) -> None:
+        self._engine.runner.events.write("recomputed", call=plain.id, why=f"sender {self.name!r}: {why}")
+
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._coming is not None:  # one after the other: there is one wire
+            self._coming.wait()
+            if self._coming.cancelled and self.broken is None:
+                self.broken = "somebody let go of a context that was still coming"
+            self._coming = None
         if self.broken is not None:
             raise Broken(f"it failed before ({self.broken})")
+        self._wire.begin()
         try:
             self._wire.say(request)
             answer = self._wire.hear()

@@ -29,13 +29,14 @@ def good() -> None:
         below = session.prefill(BELOW, [context])
         store.store_e(context)
         store.store_e(below)
+        store.store_e(session.prefill(CONTEXT[::-1]))
         serve(engine, store, peer=1)
 
 
 def faulty(kind: str, facts: dict) -> None:
     """Knows the protocol well enough to break it."""
-    hear(), say(facts)
-    request = hear()
+    hear(1), say(1, facts)
+    request = hear(2)
     shape, count = [len(CONTEXT), 2, 16], len(CONTEXT) * 2 * 16 * 4
     tensors = [[layer, what, shape] for layer in request["keys"] for what in ("keys", "values")]
     if kind == "lies":
@@ -44,29 +45,29 @@ def faulty(kind: str, facts: dict) -> None:
         del tensors[-1]
     answer = {"tokens": len(CONTEXT), "start": 0, "dtype": "torch.float32", "tensors": tensors}
     if kind == "mumbles":
-        dist.send(torch.tensor([7]), 1)
-        dist.send(torch.full((7,), 255, dtype=torch.uint8), 1)
+        dist.send(torch.tensor([7]), 1, tag=2 << 14)
+        dist.send(torch.full((7,), 255, dtype=torch.uint8), 1, tag=(2 << 14) + 1)
         time.sleep(30)
-    say(answer)
+    say(2, answer)
     if kind in ("lies", "leaves out"):
         time.sleep(30)
-    dist.send(torch.zeros(count, dtype=torch.uint8), 1)
+    dist.send(torch.zeros(count, dtype=torch.uint8), 1, tag=(2 << 14) + 2)
     if kind == "stalls":
         time.sleep(30)
     os._exit(1)  # dies in the middle of a layer
 
 
-def say(message: dict) -> None:
+def say(request: int, message: dict) -> None:
     raw = json.dumps(message).encode()
-    dist.send(torch.tensor([len(raw)]), 1)
-    dist.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1)
+    dist.send(torch.tensor([len(raw)]), 1, tag=request << 14)
+    dist.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1, tag=(request << 14) + 1)
 
 
-def hear() -> dict:
+def hear(request: int) -> dict:
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, 1)
+    dist.recv(size, 1, tag=request << 14)
     raw = torch.zeros(int(size), dtype=torch.uint8)
-    dist.recv(raw, 1)
+    dist.recv(raw, 1, tag=(request << 14) + 1)
     return json.loads(raw.numpy().tobytes())
 
 

@@ -86,6 +86,12 @@ def test_what_arrives_is_what_the_sender_has(tmp_path):
             )
             engine.check()
         engine.clear_cache()
+        with engine.session() as session:  # asked for at once, before anything is read
+            both = [link.partial_prefill(session, tokens, PATTERN) for tokens in (CONTEXT, CONTEXT[::-1])]
+            said = [session.decode([7], [seen], sampling=GREEDY) for seen in both]
+            assert values(said[0]) == pytest.approx(next(local(PATTERN)), abs=1e-5)
+            assert engine.events.counts["recomputed"] == 1 and link.broken is None
+        engine.clear_cache()
         engine.check()
 
 
