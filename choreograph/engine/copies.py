@@ -142,8 +142,8 @@ def receive(
 
 
 def reserve(runner: Runner, call: Call) -> Encoding | None:
-    """Room for a prefill, never queued, that others have computed: held by its message, found by nobody. None if there is
-    no room now, or if the very work is known, which ends the call."""
+    """Room for a prefill, never queued, that others have computed: held by its message, found by nobody. None if there
+    is no room now, or if the very work is known, which ends the call."""
     with runner.lock:
         if any(parent.encoding is None for parent in call.parents):
             raise CallError("a copy is taken back behind complete parents: read them first")

@@ -1,0 +1,298 @@
+"""DroidSpeak's figures: what partial reuse between models of one family costs in quality and saves in time.
+
+`make bench NAME=reuse ARGS="--model model --data folder"`, with `--only` some of its parts, in this order: train (what
+is not trained yet), profile, quality, latency, stream, memory. `--out` keeps models, profiles and records; a part that
+was stopped goes on. Each part is written into the results when it is done.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from choreograph import CacheConfig, Engine, EngineConfig, Message, Pattern, SamplingParams
+from choreograph.evaluation.runs import Folder
+from choreograph.evaluation.statistics import difference, mean
+from choreograph.evaluation.summary import interval
+from choreograph.reuse import ContextStore, Profile
+from choreograph.reuse.profiling import Asked, Scene, Setting, measure, measure_costs, measure_scattered, prepare
+from choreograph.reuse.shown import draw
+from choreograph.viz.charts import trade_off
+
+from .common import FIGURES, Row, estimate_row, last, merged, provenance, ratio_row, save, some_tokens
+from .reuse_models import Splits, splits, train_adapter, train_fully
+
+PAIRS = {
+    "base to full": ("full", "base"),
+    "base to adapter": ("adapter", "base"),
+    "adapter to full": ("full", "adapter"),
+}
+LIKELY, ASKED = Setting(metric="likelihood", every=2), Setting(metric="f1", every=2, max_tokens=16)
+LOSS = 0.01  # a point of F1
+LENGTHS = (1024, 2048, 4096, 7680)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", required=True)
+    options.add_argument("--data", type=Path, required=True)
+    options.add_argument("--out", type=Path, default=Path("out/reuse"))
+    options.add_argument("--pairs", nargs="*", default=list(PAIRS))
+    options.add_argument("--only", nargs="*", default=list(PARTS))
+    options.add_argument("--epochs", type=int, default=2)
+    given = options.parse_args()
+    name = Path(given.model).stem
+    out, data = given.out / name, splits(given.data)
+    engine = open_family(given.model, data, out, given.pairs, given.epochs)
+    for part in given.only:
+        for pair in given.pairs:
+            found = PARTS[part](engine, pair, data, out)
+            if found is not None:
+                keep(name, part, pair, found)
+
+
+def open_family(source: str, data: Splits, out: Path, pairs: Sequence[str], epochs: int) -> Engine:
+    """The base with the variants that the pairs name, trained where they are not there yet."""
+    names = {name for pair in pairs for name in PAIRS[pair]}
+    config = EngineConfig(cache=CacheConfig(tokens=24_576))
+    engine = Engine.from_pretrained(source, dtype="float32", config=config)
+    if "adapter" in names:
+        engine.add_adapter("adapter", train_adapter(engine, data, out / "adapter", LIKELY, epochs))
+    if "full" in names:
+        engine.add_model("full", train_fully(source, data, out / "full", LIKELY, epochs))
+    return engine
+
+
+def keep(model: str, part: str, pair: str, found: Mapping[str, Any]) -> None:
+    """Beside what was measured before."""
+    runs = merged("reuse", "runs", {})
+    one = dict(runs.get(f"{pair}, {model}", {}))  # type: ignore[call-overload]
+    one[part] = {**found, **provenance()}
+    runs[f"{pair}, {model}"] = one
+    save("reuse", [row for title, run in runs.items() for row in rows(title, run)], model, runs=runs)
+
+
+def rows(title: str, run: Any) -> list[Row]:
+    """What is held against the paper's figures."""
+    found = []
+    for length, one in run.get("latency", {}).get("lengths", {}).items():
+        facts = {"must": 1.7, "aim": 2.6, "made": _made(run["latency"])}
+        found.append(ratio_row(f"{title}: prefill of {length}", one["full"], one["partial"], **facts))
+    for data, one in run.get("quality", {}).get("data", {}).items():
+        made = {"better": "lower", "made": _made(run["quality"])}
+        found.append(estimate_row(f"{title}, {data}: loss, partial", one["partial loss"], "points", **made))
+        found.append(estimate_row(f"{title}, {data}: loss, all reused", one["reused loss"], "points", **made))
+    return found
+
+
+def _made(part: Mapping[str, Any]) -> dict[str, str]:
+    return {key: part[key] for key in ("commit", "date", "hardware")}
+
+
+# -- profile: Figures 7, 8, 11, 12, 17 ------------------------------------------------------------------------
+
+
+def profiles(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+    receiver, sender = PAIRS[pair]
+    found: dict[str, Profile] = {}
+    for name, asked in data.profile.items():
+        folder = out / "profiles" / f"{pair.replace(' ', '-')}-{name}"
+        one = measure(engine, receiver, asked, folder, sender=sender, setting=LIKELY, on_done=lambda r: print(r["id"]))
+        if name == "hotpotqa":
+            counts = [engine.facts.layers * share // 8 for share in (1, 2, 3, 4, 6)]
+            one = measure_scattered(engine, receiver, asked, one, counts, sender=sender, setting=LIKELY)
+        found[name] = one
+        one.save(folder / "profile.json")
+    ours = found["hotpotqa"]
+    draw(ours, FIGURES, f"reuse-{pair.replace(' ', '-')}-{engine.facts.layers}")
+    own = {name: mean(one.own).value for name, one in found.items()}
+    blocks = {len(c.pattern.layers): mean(c.values).value for c in best_of_each_size(ours)}
+    return {
+        "inputs": {name: len(one.inputs) for name, one in found.items()},
+        "own": own,
+        "reused": {name: asdict(one.loss(one.reused)) for name, one in found.items()},
+        "critical": {name: one.critical() for name, one in found.items()},
+        "sensitivity": [asdict(one) for one in ours.sensitivity()],
+        "frontier": [[str(p.pattern), p.loss, p.cost] for p in ours.frontier()],
+        "scattered": [[len(c.pattern.layers), mean(c.values).value] for c in ours.scattered],
+        "blocks": sorted(blocks.items()),
+        "transfer": {
+            name: [[str(p.pattern), p.loss, loss] for p, loss in ours.transferred(one)]
+            for name, one in found.items()
+            if one is not ours
+        },
+    }
+
+
+def best_of_each_size(profile: Profile):
+    """The best stretch of each number of layers."""
+    best: dict[int, Any] = {}
+    for cell in profile.stretches:
+        size = len(cell.pattern.layers)
+        if size not in best or mean(cell.values).value > mean(best[size].values).value:
+            best[size] = cell
+    return best.values()
+
+
+# -- quality: Figures 6 and 14 --------------------------------------------------------------------------------
+
+
+def pick(pair: str, out: Path) -> Pattern:
+    """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less."""
+    found = Profile.load(out / "profiles" / f"{pair.replace(' ', '-')}-hotpotqa" / "profile.json")
+    return found.cheapest(0.05 * max(0.0, found.loss(found.reused).value)).pattern
+
+
+def quality(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+    """F1 on questions that neither training nor the profile has seen."""
+    receiver, sender = PAIRS[pair]
+    pattern = pick(pair, out)
+    prepare(engine, receiver, sender, ASKED.every)
+    found = {}
+    for name, asked in data.test.items():
+        folder = Folder(out / "quality" / f"{pair.replace(' ', '-')}-{name}", {"pattern": str(pattern)})
+        known = {record["id"]: record for record in folder.records("answers")}
+        for one in asked:
+            if one.id not in known:
+                known[one.id] = _answers(engine, one, receiver, sender, pattern)
+                folder.add("answers", known[one.id])
+        records = [known[one.id] for one in asked]
+        of = {how: [r[how] for r in records] for how in ("own", "partial", "reused", "sent")}
+        found[name] = {
+            **{how: asdict(mean(values)) for how, values in of.items()},
+            "partial loss": _points(of["own"], of["partial"]),
+            "reused loss": _points(of["own"], of["reused"]),
+            "gain over the sender": _points(of["own"], of["sent"]),
+        }
+        print(pair, name, {how: interval(found[name][how]) for how in of}, flush=True)
+    return {"pattern": str(pattern), "share": len(pattern.layers) / engine.facts.layers, "data": found}
+
+
+def _answers(engine: Engine, one: Asked, receiver: str, sender: str, pattern: Pattern) -> dict[str, Any]:
+    everything = Pattern.of(0, 0, engine.facts.layers)
+    with engine.session(seed=0) as session:
+        scene = Scene(session, one, receiver, sender, ASKED)
+        return {
+            "id": one.id,
+            "tokens": scene.text.length,
+            "own": scene.ask(scene.version(everything)),
+            "partial": scene.ask(scene.version(pattern)),
+            "reused": scene.ask(scene.text),
+            "sent": scene.ask(scene.text, sender),
+        }
+
+
+def _points(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Differences in points of F1."""
+    return asdict(difference([100 * x for x in own], [100 * x for x in other]))
+
+
+# -- time: Figures 14, 15 and 16 ------------------------------------------------------------------------------
+
+
+def latency(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+    """Seconds of a prefill by the receiver, alone, computing all layers or the pattern's; the sender's is there."""
+    receiver, sender = PAIRS[pair]
+    pattern, everything = pick(pair, out), Pattern.of(0, 0, engine.facts.layers)
+    engine.share(receiver, sender, pattern=pattern)
+    lengths = {}
+    for length in LENGTHS:
+        taken = measure_costs(engine, receiver, [everything, pattern], length, sender=sender, rounds=5)
+        lengths[str(length)] = {"full": taken[str(everything)], "partial": taken[str(pattern)]}
+        ratio = np.median(taken[str(everything)]) / np.median(taken[str(pattern)])
+        print(f"{pair}, {length} tokens: {ratio:.2f}x", flush=True)
+    return {"pattern": str(pattern), "lengths": lengths}
+
+
+def stream(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+    """Requests at rising rates, each a context that the sender has encoded, a question and an answer of 16 tokens."""
+    receiver, sender = PAIRS[pair]
+    engine.share(receiver, sender, pattern=pick(pair, out))
+    full = 1 / np.mean(
+        measure_costs(engine, receiver, [Pattern.of(0, 0, engine.facts.layers)], 1024, sender=sender)[
+            "0-%d" % engine.facts.layers
+        ]
+    )
+    found: dict[str, Any] = {}
+    for share in ("recompute", "partial"):
+        for factor in (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5):
+            rate = factor * full
+            found.setdefault(share, []).append({"rate": rate, **_serve(engine, receiver, sender, share, rate)})
+            print(pair, share, found[share][-1], flush=True)
+    for what in ("ttft", "tbt", "e2e"):
+        series = {share: [(one["rate"], one[what]) for one in points] for share, points in found.items()}
+        name = f"reuse-stream-{pair.replace(' ', '-')}-{what}.svg"
+        trade_off(series, FIGURES / name, xlabel="requests a second", ylabel=f"{what}, seconds")
+    return {"rates": found, "knee": {share: knee(points) for share, points in found.items()}}
+
+
+def knee(points: Sequence[Mapping[str, float]]) -> float:
+    """The highest rate whose time to the first token is below three times that of the lowest."""
+    limit = 3 * points[0]["ttft"]
+    return max(one["rate"] for one in points if one["ttft"] <= limit)
+
+
+def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, count: int = 24) -> dict[str, float]:
+    """Uniform arrivals (section 5.3). The sender's encodings are made before the clock starts."""
+    engine.clear_cache()
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with engine.session() as session:
+        texts = [session.prefill(some_tokens(512, seed=i), model=sender).encode() for i in range(count)]
+        said: list[Message] = []
+        began = time.perf_counter()
+        while len(said) < count or not all(m.done for m in said):
+            due = int((time.perf_counter() - began) * rate) + 1
+            while len(said) < min(due, count):
+                header, parents = some_tokens(24, seed=1000 + len(said)), [texts[len(said)]]
+                said.append(session.decode(header, parents, model=receiver, share=share, sampling=sampling))  # type: ignore[call-overload]
+            if not engine.step():
+                time.sleep(0.001)
+        timings = [message.timing for message in said]
+    ttft, e2e = ([getattr(t, name) for t in timings] for name in ("ttft", "e2e"))
+    tbt = [(whole - first) / 15 for whole, first in zip(e2e, ttft, strict=True)]
+    return {name: float(np.mean(values)) for name, values in (("ttft", ttft), ("tbt", tbt), ("e2e", e2e))}
+
+
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+def memory(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+    """Bytes for one more model on a context of 2,048 tokens: of its own, and sharing."""
+    receiver, sender = PAIRS[pair]
+    pattern = pick(pair, out)
+    engine.share(receiver, sender, pattern=pattern)
+    engine.clear_cache()
+    with engine.session() as session, ContextStore(engine) as store:
+        text = session.prefill(some_tokens(2048), model=sender)
+        store.store_kv(text)
+        store.store_kv(session.prefill(some_tokens(2048), model=receiver))
+        apart = store.bytes()
+        name = store.store_kv(text)
+        shared = store.partial_prefill(pattern, name, model=receiver, sender=sender).encode()
+        layers = shared.layers or ()
+        own = len(layers) / engine.facts.layers * engine.facts.kv_bytes_per_token * 2048
+    alone = engine.facts.kv_bytes_per_token * 2048
+    inputs = apart[sender] - alone
+    return {
+        "apart": 2 * alone,
+        "shared": alone + inputs + own,
+        "inputs": inputs,
+        "ratio": 2 * alone / (alone + inputs + own),
+    }
+
+
+PARTS: dict[str, Callable[[Engine, str, Splits, Path], dict[str, Any] | None]] = {
+    "profile": profiles,
+    "quality": quality,
+    "latency": latency,
+    "stream": stream,
+    "memory": memory,
+}
+
+if __name__ == "__main__":
+    print("measured so far:", list(last("reuse").get("runs", {})))
+    main()

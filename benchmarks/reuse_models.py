@@ -1,0 +1,110 @@
+"""Models of one family for the measurements of sharing: variants of a base, trained to answer questions about texts.
+
+`train_pairs` trains what is not in the folder yet: a LoRA adapter through `choreograph.distill`, and a full fine-tune.
+Questions for training, for profiles and for tests are different ones.
+"""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from choreograph import Engine
+from choreograph.chat import Turn
+from choreograph.distill import Lesson, TrainConfig, train
+from choreograph.distill.losses import mean_loss
+from choreograph.models.adapter import Adapter
+from choreograph.onepass.calls import TracedCall
+from choreograph.onepass.packed import log_likelihood, logits_of, pack
+from choreograph.reuse.asked import read_asked
+from choreograph.reuse.profiling import Asked, Setting
+
+LONGEST = 3000  # tokens of a lesson: memory
+
+
+@dataclass(frozen=True)
+class Splits:
+    """learn and check: for training; profile: for profiles, by data set; test: for the figures, by data set."""
+
+    learn: list[Asked]
+    check: list[Asked]
+    profile: dict[str, list[Asked]]
+    test: dict[str, list[Asked]]
+
+
+def splits(folder: Path) -> Splits:
+    """Three data sets of long contexts, each in four parts; short contexts are learned from alone."""
+    parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in ("hotpotqa", "2wikimqa", "musique")}
+    learn = [one for found in parts.values() for one in found[:30]]
+    learn += read_asked(folder / "nq_oracle.jsonl", seed=2, limit=120)
+    random.Random(0).shuffle(learn)
+    return Splits(
+        learn,
+        [one for found in parts.values() for one in found[30:35]],
+        {name: found[35:50] for name, found in parts.items()},
+        {name: found[50:] for name, found in parts.items()},
+    )
+
+
+def lesson(engine: Engine, one: Asked, setting: Setting) -> Lesson:
+    """A question and its first known answer, as the profile asks it, in one prompt."""
+    chat = engine.chat
+    assert chat is not None
+    ids = chat.encode(Turn("user", f"{setting.system}\n\n{one.context}"), opening=True)
+    ids += chat.encode(Turn("user", one.question), opening=False)
+    header, footer = chat.open(Turn("assistant", ""), opening=False)
+    said = engine.tokenizer.encode(one.answers[0], add_special_tokens=False)
+    return Lesson(one.id, (TracedCall("answer", [*ids, *header], 0, (), [*said, *footer[:1]]),))
+
+
+def lessons(engine: Engine, asked: list[Asked], setting: Setting) -> list[Lesson]:
+    found = [lesson(engine, one, setting) for one in asked]
+    return [one for one in found if sum(len(call.tokens) for call in one.calls) <= LONGEST]
+
+
+def train_adapter(engine: Engine, data: Splits, out: Path, setting: Setting, epochs: int = 2) -> Path:
+    """A LoRA adapter on all linear layers."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    config = TrainConfig(rank=32, alpha=64, targets=targets, rate=3e-4, epochs=epochs, lessons=8, validations=2)
+    learn, check = (lessons(engine, asked, setting) for asked in (data.learn, data.check))
+    report = train(engine.runner.adapter, learn, check, out, config, on_update=_tell("adapter"))
+    print(f"adapter: {report.before:.3f} to {report.after:.3f}", flush=True)
+    return out
+
+
+def train_fully(source: str, data: Splits, out: Path, setting: Setting, epochs: int = 2, rate: float = 3e-5) -> Path:
+    """All weights, of a copy of the base. Saved as a folder that `Engine.add_model` takes."""
+    if (out / "config.json").is_file():
+        return out
+    engine = Engine.from_pretrained(source, dtype="float32")
+    adapter, draw = engine.runner.adapter, random.Random(0)
+    learn, check = (lessons(engine, asked, setting) for asked in (data.learn, data.check))
+    before, model = mean_loss(adapter, check), adapter.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    updates = epochs * (len(learn) // 8)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=updates + 1, pct_start=0.1)
+    for number in range(updates):
+        if number % (len(learn) // 8) == 0:
+            draw.shuffle(learn)
+        at = number % (len(learn) // 8) * 8
+        for one in learn[at : at + 8]:
+            (_loss(adapter, one) / 8).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        _tell("full")(number + 1, updates)
+    print(f"full: {before:.3f} to {mean_loss(adapter, check):.3f}", flush=True)
+    model.save_pretrained(out)
+    engine.tokenizer.save_pretrained(out)
+    return out
+
+
+def _loss(adapter: Adapter, one: Lesson) -> torch.Tensor:
+    packed = pack(one.calls)
+    return -log_likelihood(logits_of(adapter, packed), packed.targets).mean()
+
+
+def _tell(name: str):
+    return lambda done, most: print(f"... {name}: update {done} of {most}", flush=True)
