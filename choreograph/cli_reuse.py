@@ -1,7 +1,7 @@
 """`choreograph reuse`: profiles of pairs of models. Owns options and printing."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,14 +33,14 @@ def profile(
     limit: Limit = 20,
     shuffle: Shuffle = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 16,
+    timed: Annotated[int | None, typer.Option(min=1, help="Time the frontier too, on so many tokens.")] = None,
     dtype: Dtype = DtypeName.float32,
 ) -> None:
     """Measure which layers a receiver has to compute itself of what a sender encoded."""
     from .evaluation.shown import progress
-    from .report import show_table
     from .reuse.asked import read_asked
     from .reuse.profiling import Setting, measure, open_pair
-    from .reuse.shown import draw, lines, summary
+    from .reuse.profiling import timed as with_times
 
     console = Console()
     asked = read_asked(data, limit=limit, seed=shuffle)
@@ -55,11 +55,11 @@ def profile(
             setting=Setting(metric=metric, every=every, max_tokens=max_tokens),
             on_done=lambda record: tick(),
         )
+    if timed is not None:
+        found = with_times(engine, names[0], found, timed, sender=names[1])
     found.save(out / "profile.json")
-    files = draw(found, out, "profile")
-    show_table(console, f"{len(asked)} inputs, {found.metric}", ("", ""), summary(found))
-    show_table(console, "frontier", ("computes layers", "of all", "cost", "loss"), lines(found))
-    console.print(f"{out / 'profile.json'} and {len(files)} pictures beside it", markup=False, highlight=False)
+    _show(console, found, f"{len(asked)} inputs, {found.metric}", out)
+    console.print(f"{out / 'profile.json'}, with pictures beside it", markup=False, highlight=False)
 
 
 @app.command()
@@ -72,21 +72,25 @@ def show(
     """Show the frontier of a profile, or pick a pattern on it."""
     import json
 
-    from .report import show_table
     from .reuse.profile import Profile
-    from .reuse.shown import draw, lines, summary
 
-    found = Profile.load(profile)
+    found, console = Profile.load(profile), Console()
     picked = None if loss is None else found.cheapest(loss)
-    if pictures is not None:
-        draw(found, pictures, profile.stem)
     if as_json:
         points = [{"pattern": str(p.pattern), "loss": p.loss, "cost": p.cost} for p in found.frontier()]
         chosen = None if picked is None else str(picked.pattern)
         print(json.dumps({"frontier": points, "critical": found.critical(), "picked": chosen}))
         return
-    console = Console()
-    show_table(console, profile.name, ("", ""), summary(found))
-    show_table(console, "frontier", ("computes layers", "of all", "cost", "loss"), lines(found))
+    _show(console, found, profile.name, pictures)
     if picked is not None:
         console.print(f"picked {picked.pattern}: cost {picked.cost:.2f}, loss {picked.loss:.3f}", highlight=False)
+
+
+def _show(console: Console, found: Any, title: str, pictures: Path | None) -> None:
+    from .report import show_table
+    from .reuse.shown import draw, lines, summary
+
+    if pictures is not None:
+        draw(found, pictures, "profile")
+    show_table(console, title, ("", ""), summary(found))
+    show_table(console, "frontier", ("computes layers", "of all", "cost", "loss"), lines(found))

@@ -1,4 +1,4 @@
-"""`Engine`, the public way in: one model, its cache, and sessions over both. Owns nothing that they do not."""
+"""`Engine`, the public way in: models of one family, their cache, sessions over both. Owns nothing that they do not."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ Models = Mapping[str, Source | PreTrainedModel]
 
 
 class Engine:
-    """One model, one cache, any number of sessions."""
+    """A model, others of its family beside it, one cache, any number of sessions."""
 
     def __init__(
         self,
@@ -72,9 +72,7 @@ class Engine:
         if config.quantization:
             adapter.quantize(config.quantization)
         if config.compile:
-            from .models.compiled import CompiledForward  # touches private names of torch: only where asked for
-
-            adapter.compiled = CompiledForward(adapter, config.compile_rows)
+            _compile(adapter, config)
         return cls(adapter, config, adapters=adapters, models=models)
 
     @property
@@ -107,6 +105,8 @@ class Engine:
         other = load(source, dtype=None if given else own.dtype, device=own.device)
         if config.quantization:
             other.quantize(config.quantization)
+        if config.compile:
+            _compile(other, config)
         with runner.lock:
             runner.family.add(name, other)
         return other.facts
@@ -220,3 +220,9 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _compile(adapter: Adapter, config: EngineConfig) -> None:
+    from .models.compiled import CompiledForward  # touches private names of torch: only where asked for
+
+    adapter.compiled = CompiledForward(adapter, config.compile_rows)

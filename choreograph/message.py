@@ -74,7 +74,7 @@ class Message:
 
     @property
     def model(self) -> str:
-        """What encodes it: "base", or an adapter of the engine."""
+        """What encodes it: "base", or another model of the engine."""
         return self._call.model
 
     @property

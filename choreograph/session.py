@@ -191,7 +191,8 @@ class Session:
         message.result()
         copy = self._message(message.tokens, (), None, message.start, model=message._call.model)
         copy.origin, copy._call.start = message.origin or message, message.start
-        copy._call.layers, copy._call.source = message._call.layers, message._call.source
+        for name in ("layers", "source") if message._call.layers is None else ("layers", "source", "parents", "cuts"):
+            setattr(copy._call, name, getattr(message._call, name))
         share(self._runner, copy._call, message._call.work)
         return self._keep(copy)
 

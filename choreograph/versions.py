@@ -47,14 +47,24 @@ class Versions:
         if share == "reuse" or message._call.mode != "choreographed":
             return
         if share == "partial":
-            for sender in {p.model for p in message.parents} - {model}:
-                self._runner.sharing.refuse_unknown(model, sender)
+            self._refuse_unknown_pairs(message, model)
 
         def again(parent: Message, parents: tuple[Parent, ...]) -> Message:
             return self._again(parent, parents, model, self._chosen(parent, model, share))
 
         message.parents = tuple(p if p.model == model else _under(model, share, p, again) for p in message.parents)
         message._call.parents = tuple(whole(parent)._call for parent in message.parents)
+
+    def _refuse_unknown_pairs(self, message: Message, model: str) -> None:
+        """Before anything is submitted, everything that the message sees is looked at, as deep as versions will go."""
+        waiting, seen = [whole(p) for p in message.parents], set[int]()
+        while waiting:
+            parent = waiting.pop()
+            if parent.id in seen or _version(parent, model, "partial") is not None:
+                continue
+            seen.add(parent.id)
+            self._runner.sharing.refuse_unknown(model, parent.model)
+            waiting += [whole(p) for p in (parent.origin or parent).parents]
 
     def partial(self, message: Message, model: str, pattern: Pattern) -> Message:
         """The message for a model that computes these layers of it, and these of what it sees."""
@@ -91,7 +101,10 @@ class Versions:
     def among(self, context: Message, plain: Message, pattern: Pattern) -> Message:
         """The version of `context`, with sight of what a prefill that is not submitted sees."""
         self._keep(context)
-        return self._again(context, plain.parents, plain.model, pattern)
+        version = self._again(context, plain.parents, plain.model, pattern)
+        if version is not context:
+            version.versions[context.model, "sent"] = context  # goes with it
+        return version
 
     def _chosen(self, message: Message, model: str, share: Share) -> Pattern | None:
         """The layers to compute of a message; None: all of them."""

@@ -124,8 +124,9 @@ class Call:
 
     @property
     def needs(self) -> tuple["Call", ...]:
-        """The calls that have to be known before it can run."""
-        return self.parents if self.source is None else (*self.parents, self.source)
+        """The calls that have to be known before it can run, and to stay until then."""
+        sources = tuple(p.source for p in (*self.parents, self) if p.source is not None)
+        return self.parents + sources
 
     def get_ready(self) -> None:
         """Everything that it needs is known: takes over what it repeats, and finds when it was submitted and every

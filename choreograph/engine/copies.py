@@ -1,6 +1,6 @@
 """What is done with encodings beside computing them: shared, kept on the device, copied out and in again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -141,16 +141,16 @@ def receive(
         _take_over(runner, call, encoding, start)
 
 
-def reserve(runner: Runner, call: Call) -> Encoding | None:
+def reserve(runner: Runner, call: Call, enough: Callable[[Encoding], bool] = lambda known: True) -> Encoding | None:
     """Room for a prefill, never queued, that others have computed: held by its message, found by nobody. None if there
-    is no room now, or if the very work is known, which ends the call."""
+    is no room now, or if the very work is known and `enough`, which ends the call."""
     with runner.lock:
         if any(parent.encoding is None for parent in call.parents):
             raise CallError("a copy is taken back behind complete parents: read them first")
         call.get_ready()
         work = PLACE[call.mode](call, runner.store, runner.adapter.facts.max_positions)
         assert work.key is not None, "only choreographed prefills are copied in"
-        if work.ready is not None and not work.ready.lost:
+        if work.ready is not None and not work.ready.lost and enough(work.ready):
             share(runner, call, work.ready)
             return None
         while True:

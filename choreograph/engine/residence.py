@@ -10,7 +10,7 @@ gathered first is in the way of what has to be rebuilt, it goes and comes back a
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import CacheFull, NeverFits, RoomLater
+from ..errors import CacheFull, CallFailed, NeverFits, RoomLater
 from ..kv.encoding import Encoding, Sight
 from ..kv.store import Store
 
@@ -82,6 +82,8 @@ class Residence:
             frame = stack[-1]
             self._hold(frame)
             missing = next(_missing(frame.needed), None)
+            if missing is not None and missing.lost:
+                raise CallFailed("what it sees came from another process and is lost: make it again")
             if missing is not None and not missing.copies:
                 stack.append(_Frame(_seen(missing.context), missing))
                 continue

@@ -158,7 +158,7 @@ class Runner:
             model=call.model,
             layers=call.layers,
         )
-        call.encoding.inputs = frozenset(self.store.arena.inputs if call.layers is None else ())
+        call.encoding.inputs = self.family.keeps(call.model, self.store.arena.inputs if call.layers is None else ())
         for sight in work.sights:
             self.store.hold(sight.encoding, call.call_holder)
         self.residence.done(call.id)

@@ -11,14 +11,15 @@ from ..errors import ConfigError
 from ..events import EventLog
 from ..kv.store import Store
 from ..models.family import Family
-from ..pattern import Pattern
+from ..pattern import Pattern, read_pattern
+from ..types import BASE
 from .call import Call
 from .scheduler import Scheduler
 
 
 class Load(NamedTuple):
-    """What the engine has to do: calls that wait and run, and tokens that they have yet to encode. own: those of the
-    message that is to be shared, as far as they are known."""
+    """What the engine has to do: calls that wait and run, and tokens that they have yet to encode, as far as those are
+    known. own: those of the message that is to be shared."""
 
     waiting: int
     running: int
@@ -55,9 +56,9 @@ class Sharing:
             raise ConfigError(f"tokens={tokens!r}: use a positive number or None")
         entered = frozenset[int]().union(*(pattern.transitions for pattern in patterns))
         width = family.base.model.config.get_text_config().hidden_size
+        for name in {receiver, sender} - family.elsewhere.keys():
+            family.of(name).depth.watch(entered)
         self._store.traffic.keep_inputs(entered, width)
-        family.of(sender).depth.watch(entered)
-        family.of(receiver).depth.watch(entered)
         computed = frozenset[int]().union(*(p.layers for p in patterns if len(p.layers) < len(arena.keys)))
         if computed:
             arena.widen(computed, arena.pages if tokens is None else arena.pages_for(tokens))
@@ -85,14 +86,14 @@ class Sharing:
         """Which layers a receiver computes of a message that a sender encoded, as things are now."""
         self.refuse_unknown(receiver, sender)
         load = self.load._replace(own=len(call.tokens))
-        pattern = self._pairs[receiver, sender](load).check(len(self._store.arena.keys))
+        pattern = read_pattern(self._pairs[receiver, sender](load)).check(len(self._store.arena.keys))
         self._events.write("shared", call=call.id, receiver=receiver, sender=sender, pattern=str(pattern))
         return pattern
 
     @property
     def load(self) -> Load:
         waiting, running = self._scheduler.waiting, self._scheduler.running
-        left = sum(len(c.prompt) for c in waiting) + sum(len(c.work.tokens) - c.work.encoded for c in running)
+        left = sum(len(c.tokens) for c in waiting) + sum(len(c.work.tokens) - c.work.encoded for c in running)
         return Load(len(waiting), len(running), left)
 
     def prepare(self, call: Call) -> None:
@@ -119,11 +120,14 @@ class Sharing:
         if not self._family.elsewhere:  # only what came from elsewhere can be lost
             return
         for parent in {id(p): p for call in calls for p in call.parents}.values():
-            if parent.layers is None or parent.encoding is None or parent.source is None:
-                continue
-            if parent.source.work.lost:
+            if any(view.encoding is not None and view.encoding.lost for view in parent.views):
+                if parent.encoding is None:  # it waits already
+                    continue
                 self._store.let_go(parent.work, parent.message_holder)
                 self._scheduler.wait_again(parent)
+                if parent.model in self._family.elsewhere:
+                    client = parent.salt.partition("\0")[2]
+                    parent.model, parent.salt = BASE, f"{self._family.fingerprint(BASE)}\0{client}"
                 self._compute_whole(parent, "what the sender encoded is lost")
 
     def _compute_whole(self, call: Call, why: str) -> None:

@@ -23,6 +23,19 @@ def counts(encodings: Iterable[Encoding], arena: Arena) -> dict[str, int]:
     return found
 
 
+def holds(encodings: Iterable[Encoding], model: str) -> bool:
+    """Whether anybody holds what a model computes, or what was computed with sight of it."""
+    waiting, seen = [e for e in encodings if e.holders], set[int]()
+    while waiting:
+        encoding = waiting.pop()
+        if encoding.model == model:
+            return True
+        if encoding.id not in seen:
+            seen.add(encoding.id)
+            waiting += [sight.encoding for sight in encoding.context]
+    return False
+
+
 def check(encodings: Mapping[int, Encoding], arena: Arena) -> None:
     """Raises AssertionError where an encoding and the pages do not agree."""
     arena.check()

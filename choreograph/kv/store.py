@@ -88,8 +88,8 @@ class Store:
         return encoding
 
     def holds(self, model: str) -> bool:
-        """Whether anybody holds what a model computes."""
-        return any(encoding.model == model and encoding.holders for encoding in self._encodings.values())
+        """Whether anybody holds what a model computes, or what was computed with sight of it."""
+        return audit.holds(self._encodings.values(), model)
 
     def hold(self, encoding: Encoding, holder: tuple[str, object]) -> None:
         """One holder more. An encoding that was forgotten is known again, without pages."""

@@ -25,13 +25,13 @@ class Depth:
         if len(lists) != 1:
             raise ModelError(f"{type(model).__name__}: its {count} layers are not one list; it cannot share encodings")
         (self._name, self.layers), *_ = lists.items()
-        self._watched: set[int] = set()
+        self.watched: frozenset[int] = frozenset()
 
     def watch(self, layers: Iterable[int]) -> None:
         """From now on a step may keep what comes into these layers, or give something else in its place."""
-        for layer in set(layers) - self._watched:
+        for layer in set(layers) - self.watched:
             self.layers[layer].register_forward_pre_hook(_before(layer), with_kwargs=True)
-            self._watched.add(layer)
+            self.watched |= {layer}
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:

@@ -4,7 +4,11 @@ All of them have the same layers, heads and rotary embedding, so their encodings
 other. Whether they should is not asked here.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ..errors import ConfigError, ModelError
 from ..types import BASE
@@ -25,8 +29,17 @@ class Family:
         return (*self.base.models, *self._others)
 
     def of(self, name: str) -> Adapter:
-        """What computes for a name."""
-        return self._others.get(name, self.base)
+        """What computes for a name. Raises ModelError for one that does not compute here."""
+        if name in self._others:
+            return self._others[name]
+        if name not in self.base.models:
+            raise ModelError(f"model {name!r} does not compute here: there are {list(self.names)}")
+        return self.base
+
+    def keeps(self, name: str, layers: Iterable[int]) -> frozenset[int]:
+        """Of these layers, those whose inputs a step of a model keeps."""
+        some = frozenset(layers)
+        return some & self.of(name).depth.watched if some else some
 
     def weights(self, name: str) -> str:
         """Names whose rows one pass can compute together have the same weights."""
@@ -45,6 +58,9 @@ class Family:
         found = differences(self.base, other)
         if found:
             raise ModelError(f"model {name!r} is not of {self.base.facts.name}'s family: {'; '.join(found)}")
+        for known in (self.base, *self._others.values()):
+            if known.facts.fingerprint == other.facts.fingerprint and not same_weights(known, other):
+                other.facts = replace(other.facts, fingerprint=f"{other.facts.fingerprint}-{name}")
         self._others[name] = other
 
     def check_new(self, name: str) -> None:
@@ -73,6 +89,12 @@ def differences(one: Adapter, other: Adapter) -> list[str]:
         odd = sorted(map(str, dict(vocabulary.items() ^ others_vocabulary.items())))
         found.append(f"tokenizer: {len(odd)} tokens differ, the first {odd[0]!r}")
     return found
+
+
+def same_weights(one: Adapter, other: Adapter) -> bool:
+    """A fingerprint samples the weights: two that changed little from each other may have the same."""
+    theirs = dict(other.model.named_parameters())
+    return all(torch.equal(weight, theirs[name]) for name, weight in one.model.named_parameters())
 
 
 _FACTS: dict[str, Any] = {

@@ -4,15 +4,18 @@ Every stretch that begins at one layer is measured from a single partial prefill
 earlier has the same keys and values, and is that prefill seen in fewer layers.
 """
 
+import hashlib
+import json
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..config import CacheConfig, EngineConfig
 from ..core import Engine
-from ..errors import ConfigError
+from ..errors import CallError, ConfigError
 from ..evaluation.runs import Folder, Record
 from ..evaluation.scores import f1
 from ..message import Message
@@ -33,6 +36,11 @@ class Asked:
     context: str
     question: str
     answers: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        said = json.dumps([self.context, self.question, self.answers], ensure_ascii=False)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -86,39 +94,36 @@ def measure(
 ) -> Profile:
     """Measures every input under every stretch of layers; one that is in `out` is not measured again."""
     setting = setting or Setting()
-    family, layers = engine.runner.family, engine.facts.layers
+    if len({one.id for one in asked}) != len(asked):
+        raise ConfigError("two inputs have the same id")
+    names = {"receiver": engine.runner.family.fingerprint(receiver), "sender": engine.runner.family.fingerprint(sender)}
     prepare(engine, receiver, sender, setting.every)
-    folder = Folder(
-        out,
-        {
-            "receiver": family.fingerprint(receiver),
-            "sender": family.fingerprint(sender),
-            "metric": setting.metric,
-            "every": setting.every,
-            "max_tokens": setting.max_tokens,
-            "system": setting.system,
-        },
-    )
+    folder = Folder(out, {**names, **asdict(setting)})
     done = {record["id"]: record for record in folder.records("inputs")}
     for one in asked:
         if one.id not in done:
             done[one.id] = _measure(engine, one, receiver, sender, setting)
             folder.add("inputs", done[one.id])
             on_done(done[one.id])
-    records = [done[one.id] for one in asked]
-    cells = [Cell(p, tuple(r["stretches"][str(p)] for r in records)) for p in stretches(layers, setting.every)]
+        if done[one.id]["digest"] != one.digest:
+            raise ConfigError(f"{out} holds another input of the id {one.id!r}: use another folder")
+    return _profile([done[one.id] for one in asked], engine.facts.layers, setting, names)
+
+
+def _profile(records: Sequence[Record], layers: int, setting: Setting, names: Mapping[str, str]) -> Profile:
+    cells = (Cell(p, tuple(r["stretches"][str(p)] for r in records)) for p in stretches(layers, setting.every))
     return Profile(
-        receiver=family.fingerprint(receiver),
-        sender=family.fingerprint(sender),
+        receiver=names["receiver"],
+        sender=names["sender"],
         layers=layers,
         metric=setting.metric,
-        inputs=tuple(one.id for one in asked),
+        inputs=tuple(r["id"] for r in records),
         own=tuple(r["own"] for r in records),
         reused=tuple(r["reused"] for r in records),
         sent=tuple(r["sent"] for r in records),
         single=tuple(tuple(r["single"][layer] for r in records) for layer in range(layers)),
         stretches=tuple(cells),
-        facts={"system": setting.system, "every": setting.every, "max_tokens": setting.max_tokens},
+        facts=asdict(setting),
     )
 
 
@@ -170,7 +175,7 @@ def measure_costs(
             with engine.session() as session:
                 text = session.prefill([2 + number, *words[1:]], model=sender).encode()
                 began = clock()
-                session.partial_prefill(text, pattern, model=receiver).encode()
+                checked(session.partial_prefill(text, pattern, model=receiver), pattern)
                 if number:  # the first round warms up
                     seconds[str(pattern)].append(clock() - began)
     return seconds
@@ -183,7 +188,7 @@ def _measure(engine: Engine, one: Asked, receiver: str, sender: str, setting: Se
     with engine.session(seed=0) as session:
         scene = Scene(session, one, receiver, sender, setting)
         own = scene.version(Pattern.of(0, 0, layers))
-        found: dict[str, Any] = {"id": one.id, "tokens": scene.text.length}
+        found: dict[str, Any] = {"id": one.id, "digest": one.digest, "tokens": scene.text.length}
         found |= {"own": scene.ask(own), "reused": scene.ask(scene.text), "sent": scene.ask(scene.text, sender)}
         singles = [Pattern.of_layers(set(range(layers)) - {layer}) for layer in range(layers)]
         found["single"] = scene.ask_all(scene.narrowed(own, singles))
@@ -209,7 +214,7 @@ class Scene:
         self.text = session.prefill(session.user(f"{setting.system}\n\n{one.context}"), model=sender)
 
     def version(self, pattern: Pattern) -> Message:
-        return self._session.partial_prefill(self.text, pattern, model=self._receiver)
+        return checked(self._session.partial_prefill(self.text, pattern, model=self._receiver), pattern)
 
     def narrowed(self, version: Message, patterns: Iterable[Pattern]) -> list[Message]:
         return [self._session.versions.narrowed(self.text, version, pattern) for pattern in patterns]
@@ -248,6 +253,28 @@ class Scene:
             return f1(answer.text, self._one.answers)
         logprobs = answer.logprobs or []
         return sum(one.logprob for one in logprobs) / len(logprobs)
+
+
+def checked(version: Message, pattern: Pattern) -> Message:
+    """A version that is complete and was computed in these layers: one that had to be computed whole says nothing of a
+    pattern."""
+    layers = version.encode().layers
+    if layers is None and 0 < len(pattern.layers) < version._runner.adapter.facts.layers:
+        raise CallError(f"message {version.id} was computed in all layers, not in {pattern}: call engine.share first")
+    return version
+
+
+def timed(
+    engine: Engine, receiver: str, found: Profile, tokens: int, *, sender: str = BASE, rounds: int = 3
+) -> Profile:
+    """The profile with the time of the patterns on its frontier, over that of a full prefill of so many tokens."""
+    whole = Pattern.of(0, 0, found.layers)
+    patterns = [whole, *(p.pattern for p in found.frontier() if 0 < len(p.pattern.layers) < found.layers)]
+    engine.share(receiver, sender, choose=lambda load: whole, patterns=patterns)
+    seconds = measure_costs(engine, receiver, patterns, tokens, sender=sender, rounds=rounds)
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    costs = {name: value / middle[str(whole)] for name, value in middle.items()}
+    return replace(found, costs=costs, facts={**found.facts, "timed": tokens})
 
 
 def open_pair(model: str, receiver: str, sender: str | None, dtype: str) -> tuple[Engine, tuple[str, str]]:

@@ -12,6 +12,7 @@ with something else) is computed by the receiver itself, and an event says so.
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,10 +24,10 @@ from torch import Tensor
 from ..core import Engine
 from ..engine.copies import give_up, on_device, receive, reserve
 from ..engine.modes import resolve_offsets
-from ..errors import CallError, ConfigError, ModelError
+from ..errors import CacheFull, CallError, ConfigError, ModelError
 from ..kv.tiers import Work
 from ..kv.transfers import Transfer
-from ..message import Message, Part
+from ..message import Message, Part, whole
 from ..pattern import Pattern, read_pattern
 from ..session import Offsets, Session, Text
 from .storage import ContextStore, content_name, name_of
@@ -94,7 +95,7 @@ class Wire:
             raise Broken(f"a message of {size} bytes")
         try:
             found = json.loads(self.receive(size).numpy().tobytes())
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise Broken(f"not JSON: {problem}") from problem
         if not isinstance(found, dict):
             raise Broken(f"{type(found).__name__}, not an object")
@@ -105,7 +106,8 @@ class Wire:
 
 
 def serve(engine: Engine, store: ContextStore, peer: int, *, group: Any = None, model: str = "base") -> int:
-    """Answers one receiver until it says that it is done, or is gone; returns how many contexts were sent."""
+    """Answers one receiver until it says that it is done, or is gone; returns how many contexts were sent. Waits for a
+    question as long as the process group does."""
     wire, sent = Wire(peer, group), 0
     while True:
         try:
@@ -123,26 +125,32 @@ def serve(engine: Engine, store: ContextStore, peer: int, *, group: Any = None, 
 
 def _send_context(wire: Wire, engine: Engine, store: ContextStore, model: str, request: Mapping[str, Any]) -> bool:
     try:
+        keys, inputs = ({int(layer) for layer in request[name]} for name in ("keys", "inputs"))
         message = store.context(str(request["name"]), model)
-    except CallError as problem:
+        start, tensors = _layers_of(engine, message, keys, inputs)
+    except (CallError, CacheFull, KeyError, TypeError, ValueError) as problem:
         wire.say({"missing": str(problem)})
         return False
-    keys, inputs = set(request["keys"]), set(request["inputs"])
-    runner = engine.runner
-    with runner.lock, on_device(runner, message._call) as encoding:
-        arena, slots = runner.store.arena, torch.tensor(encoding.slots)
-        tensors = [
-            (layer, kind, tensor[slots].cpu())
-            for layer in range(len(arena.keys))
-            for kind, tensor in arena.tensors(layer).items()
-            if layer in (inputs & encoding.inputs if kind == "inputs" else keys)
-        ]
-        start = encoding.start
     sizes = [[layer, kind, list(tensor.shape)] for layer, kind, tensor in tensors]
-    wire.say({"tokens": message.length, "start": start, "dtype": str(tensors[0][2].dtype), "tensors": sizes})
+    wire.say({"tokens": message.length, "start": start, "dtype": str(engine.facts.dtype), "tensors": sizes})
     for _, _, tensor in tensors:
         wire.send(tensor)
     return True
+
+
+def _layers_of(
+    engine: Engine, message: Message, keys: set[int], inputs: set[int]
+) -> tuple[int, list[tuple[int, str, Tensor]]]:
+    """Where a context's home is; keys and values of some layers, and inputs of some, as far as they were kept."""
+    runner = engine.runner
+    with runner.lock, on_device(runner, message._call) as encoding:
+        arena, slots = runner.store.arena, torch.tensor(encoding.slots)
+        return encoding.start, [
+            (layer, kind, tensor[slots].cpu())
+            for layer in range(len(arena.keys))
+            for kind, tensor in arena.tensors(layer).items()
+            if layer in (inputs & encoding.inputs if kind == "inputs" else keys - encoding.absent)
+        ]
 
 
 def facts_of(engine: Engine, model: str) -> dict[str, Any]:
@@ -187,8 +195,12 @@ class Link:
         self.name = name
         self.broken: str | None = None
         self._wire = Wire(peer, group, seconds)
+        self._turn = threading.Lock()
         self._coming: Transfer | None = None
-        engine.runner.family.check_new(name)
+        self._left: list[int] = []  # bytes of every tensor that is still to come
+        family = engine.runner.family
+        if name not in family.elsewhere:
+            family.check_new(name)
         self._wire.begin()
         try:
             self._wire.say({"ask": "facts"})
@@ -197,19 +209,19 @@ class Link:
             raise ModelError(f"sender {name!r} does not answer: {problem}") from None
         mine = facts_of(engine, "base")
         found = [f"{k}: {mine[k]} and {theirs.get(k)}" for k in mine if k != "fingerprint" and mine[k] != theirs.get(k)]
-        if found:
+        if found or not isinstance(theirs.get("fingerprint"), str):
             raise ModelError(f"sender {name!r} is not of {engine.facts.name}'s family: {'; '.join(found)}")
-        engine.runner.family.elsewhere[name] = f"{theirs['fingerprint']}@elsewhere"
+        family.elsewhere[name] = f"{theirs['fingerprint']}@elsewhere"
 
     def close(self) -> None:
-        """Tells the sender that nothing more is wanted."""
-        if self.broken is None:
-            self._wire.begin()
+        """Tells the sender that nothing more is wanted, when all that was asked for has come."""
+        with self._turn:
             try:
+                self._next_request()
                 self._wire.say({"ask": "nothing"})
             except Broken as problem:
-                self.broken = str(problem)
-        self.broken = self.broken or "closed"
+                self.broken = self.broken or str(problem)
+            self.broken = self.broken or "closed"
 
     def __enter__(self) -> "Link":
         return self
@@ -227,41 +239,39 @@ class Link:
         new_offset: int | None = None,
     ) -> Message:
         """`Session.prefill` by the engine's own model, which computes the pattern's layers alone where the sender has
-        encoded the same context. Costs one question to the sender; the layers come while others compute."""
+        encoded the same context. Costs one question to the sender; the layers come while others compute. Completes the
+        parents first."""
         pattern = read_pattern(pattern).check(self._engine.facts.layers)
-        plain = session._prefill_call(tokens, parents, offsets, new_offset)
-        lengths = [parent.length for parent in plain.parents]
-        placed, start = resolve_offsets(lengths, plain._call.offsets, plain._call.new_offset)
-        seen = [
-            (content_name(p.message if isinstance(p, Part) else p), p, at - start)
-            for p, at in zip(plain.parents, placed, strict=True)
-        ]
-        name = name_of(plain._call.prompt, seen)
+        arena, plain = self._engine.runner.store.arena, session._prefill_call(tokens, parents, offsets, new_offset)
         everything = frozenset(range(self._engine.facts.layers))
         if pattern.layers == everything:
             return session._submit([plain])[0]
+        if not (pattern.layers <= arena.band_layers and pattern.transitions <= arena.inputs.keys()):
+            raise ConfigError(f"pattern {pattern}: call engine.share('base', {self.name!r}, pattern=...) first")
         for parent in plain.parents:  # what comes is hung behind what is there
-            (parent.message if isinstance(parent, Part) else parent).encode()
-        context = self._fetch(session, plain, name, everything - pattern.layers, pattern.transitions)
+            whole(parent).encode()
+        with self._turn:
+            context = self._fetch(session, plain, everything - pattern.layers, pattern.transitions)
         if context is None:
             return session._submit([plain])[0]
         return session.versions.among(context, plain, pattern)
 
-    def _fetch(
-        self, session: Session, plain: Message, name: str, keys: frozenset[int], inputs: frozenset[int]
-    ) -> Message | None:
+    def _fetch(self, session: Session, plain: Message, keys: frozenset[int], inputs: frozenset[int]) -> Message | None:
         """The context as the sender encoded it, its layers on their way; None where there is nothing to wait for."""
         runner, context = self._engine.runner, session.versions.elsewhere(plain, self.name)
-        encoding = reserve(runner, context._call)
+        encoding = reserve(runner, context._call, lambda known: not known.absent & keys and inputs <= known.inputs)
         if encoding is None:
             if not context._call.ended:
                 self._say_why(plain, "there is no room for it now")
             return context if context._call.ended else None
         try:
-            answer = self._ask({"ask": "context", "name": name, "keys": sorted(keys), "inputs": sorted(inputs)})
+            asked = {"ask": "context", "name": _name(plain), "keys": sorted(keys), "inputs": sorted(inputs)}
+            answer = self._ask(asked)
             expected = self._expected(answer, len(plain._call.prompt), keys, inputs)
-        except Broken as problem:
+        except BaseException as problem:
             give_up(runner, context._call, encoding)
+            if not isinstance(problem, Broken):
+                raise
             self._say_why(plain, str(problem))
             return None
         come = frozenset(layer for layer, kind in expected if kind == "inputs")
@@ -275,23 +285,27 @@ class Link:
         self._engine.runner.events.write("recomputed", call=plain.id, why=f"sender {self.name!r}: {why}")
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        if self._coming is not None:  # one after the other: there is one wire
-            self._coming.wait()
-            if self._coming.cancelled and self.broken is None:
-                self.broken = "somebody let go of a context that was still coming"
-            self._coming = None
-        if self.broken is not None:
-            raise Broken(f"it failed before ({self.broken})")
-        self._wire.begin()
         try:
+            self._next_request()
             self._wire.say(request)
             answer = self._wire.hear()
         except Broken as problem:
-            self.broken = str(problem)
+            self.broken = self.broken or str(problem)
             raise
         if "missing" in answer:
             raise Broken(str(answer["missing"])[:200])
         return answer
+
+    def _next_request(self) -> None:
+        """When all of the last one has come: there is one wire. What nobody waits for now is read and forgotten."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        if self.broken is not None:
+            raise Broken(f"it failed before ({self.broken})")
+        while self._left:
+            self._wire.receive(self._left.pop(0))
+        self._wire.begin()
 
     def _expected(
         self, answer: Mapping[str, Any], tokens: int, keys: frozenset[int], inputs: frozenset[int]
@@ -306,11 +320,14 @@ class Link:
         }
         try:
             given = {(int(layer), str(kind)): tuple(map(int, shape)) for layer, kind, shape in answer["tensors"]}
-            sound = answer["tokens"] == tokens and answer["dtype"] == str(facts.dtype)
+            sound = (
+                len(given) == len(answer["tensors"])
+                and answer["tokens"] == tokens
+                and answer["dtype"] == str(facts.dtype)
+            )
             sound &= isinstance(answer["start"], int) and 0 <= answer["start"] < facts.max_positions
-        except (KeyError, TypeError, ValueError) as problem:
+        except (KeyError, TypeError, ValueError, OverflowError):
             given, sound = {}, False
-            del problem
         some = {what: shape for what, shape in wanted.items() if what[1] != "inputs"}
         if not sound or not some.items() <= given.items() <= wanted.items() or list(given) != sorted(given, key=_order):
             self.broken = "it sends other shapes than were asked for"
@@ -319,12 +336,14 @@ class Link:
 
     def _receiver(self, expected: Mapping[tuple[int, str], tuple[int, ...]], slots: Tensor) -> Callable[[int], None]:
         arena, size = self._engine.runner.store.arena, self._engine.facts.dtype.itemsize
+        self._left = [torch.Size(shape).numel() * size for shape in expected.values()]
 
         def copy_layer(layer: int) -> None:
             try:
                 for (at, kind), shape in expected.items():
                     if at == layer:
-                        raw = self._wire.receive(torch.Size(shape).numel() * size)
+                        raw = self._wire.receive(self._left[0])
+                        self._left.pop(0)
                         target = arena.tensors(layer)[kind]
                         target[slots] = raw.view(target.dtype).view(shape).to(target.device)
             except Broken as problem:
@@ -332,6 +351,14 @@ class Link:
                 raise
 
         return copy_layer
+
+
+def _name(plain: Message) -> str:
+    """The name of a context whose call is not submitted yet."""
+    lengths = [parent.length for parent in plain.parents]
+    placed, start = resolve_offsets(lengths, plain._call.offsets, plain._call.new_offset)
+    places = zip(plain.parents, placed, strict=True)
+    return name_of(plain._call.prompt, [(content_name(whole(p)), p, at - start) for p, at in places])
 
 
 def _order(what: tuple[int, str]) -> tuple[int, int]:

@@ -23,9 +23,19 @@ if TYPE_CHECKING:
 
 def content_name(message: Message) -> str:
     """Names a context: its tokens, what it sees, and where that stands relative to it. No model is part of it."""
-    made = message.origin or message
-    places = zip(made.parents, made.offsets, strict=True)
-    return name_of(message.tokens, [(content_name(whole(p)), p, at - made.start) for p, at in places])
+    names: dict[int, str] = {}
+    waiting = [message.origin or message]
+    while waiting:
+        made = waiting[-1]
+        parents = [whole(p).origin or whole(p) for p in made.parents]
+        missing = [parent for parent in parents if parent.id not in names]
+        if missing:
+            waiting += missing
+            continue
+        places = zip(parents, made.parents, made.offsets, strict=True)
+        seen = [(names[parent.id], given, at - made.start) for parent, given, at in places]
+        names[waiting.pop().id] = name_of(made.tokens, seen)
+    return names[(message.origin or message).id]
 
 
 def name_of(tokens: Sequence[int], seen: Iterable[tuple[str, Message | Part, int]]) -> str:
@@ -58,7 +68,10 @@ class ContextStore:
         self._kept.clear()
 
     def store_kv(self, context: Message) -> str:
-        """Keeps what its model encoded of a context; returns the context's name. Costs nothing."""
+        """Keeps what its model encoded of a context; returns the context's name. Waits until its tokens are known.
+        Raises CallError for one that was computed in some layers only."""
+        if context.layers is not None:
+            raise CallError(f"message {context.id} was computed in some layers only: store what it was made from")
         name = content_name(context)
         if (name, context.model) not in self._kept:
             self._kept[name, context.model] = self._session.borrow(context)
@@ -67,12 +80,12 @@ class ContextStore:
     def store_e(self, context: Message) -> tuple[int, ...]:
         """Keeps it likewise, and tells for which layers there is what came into them: those that `Engine.share` named
         before the context was encoded. Raises CallError where there are none."""
-        self.store_kv(context)
         layers = tuple(sorted(context.encode()._call.work.inputs))
         if not layers:
             raise CallError(
                 f"message {context.id}: no inputs of layers were kept; call engine.share(...) before it is encoded"
             )
+        self.store_kv(context)
         return layers
 
     def models(self, name: str) -> tuple[str, ...]:
@@ -92,6 +105,8 @@ class ContextStore:
         message = self.context(name, model)
         with self._engine.runner.lock, on_device(self._engine.runner, message._call) as encoding:
             self._check_layer(layer)
+            if layer in encoding.absent:
+                raise CallError(f"context {name[:12]} came without layer {layer}")
             return self._engine.runner.store.arena.read_layer(layer, encoding.slots)
 
     def fetch_e(self, name: str, model: str, layer: int) -> "Tensor":

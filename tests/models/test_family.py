@@ -3,6 +3,7 @@
 import pytest
 import relatives
 import tiny
+import torch
 from graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +75,17 @@ def test_what_one_model_encoded_is_never_anothers():
     with twin.session(model="twin") as session, twin.session() as other:
         session.prefill([1, 2, 3]).result()
         assert other.prefill([1, 2, 3]).usage.cached_tokens == 3, "the same weights under another name"
+
+
+def test_a_model_that_changed_little_is_another_one():
+    """A fingerprint samples the weights; equal weights are looked for where two are the same."""
+    engine, near = relatives.engine(), tiny.build(layers=relatives.LAYERS)
+    weight = near.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.view(-1)[1] += 1.0  # between two samples
+    engine.add_model("near", near)
+    family = engine.runner.family
+    assert family.fingerprint("near") != family.fingerprint("base") == family.fingerprint("twin")
 
 
 def test_strangers_are_refused_with_what_differs():

@@ -247,3 +247,56 @@ def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(some, fi
         engine.drain()
         engine.check()
         assert values(said[0]) == pytest.approx(values(said[1]), abs=1e-5)
+
+
+def test_inputs_count_only_where_their_model_keeps_them():
+    """A step of a model that is nobody's sender yet leaves nothing to begin from."""
+    engine = relatives.engine()
+    engine.share("math", "base", pattern=[0, 2, 4])
+    with engine.session() as session:
+        text = session.prefill(CONTEXT, model="twin").encode()
+        engine.share("math", "twin", pattern=[0, 2, 4])
+        said = session.decode([7], [text], model="math", share="partial", sampling=GREEDY)
+        wanted = session.decode([7], [session.prefill(CONTEXT, model="math")], model="math", sampling=GREEDY)
+        assert values(said) == pytest.approx(values(wanted), abs=1e-5)
+    assert engine.events.counts["recomputed"] == 1
+
+
+def test_what_was_made_with_sight_of_a_model_keeps_it():
+    engine = relatives.engine(tokens=64)
+    with engine.session() as session:
+        text = session.prefill(CONTEXT, model="twin")
+        reply = session.decode([7], [text], model="math", share="reuse", sampling=GREEDY)
+        wanted = values(reply.encode())
+        text.release()
+        with pytest.raises(ConfigError, match="in use"):
+            engine.remove_model("twin")
+        session.prefill(list(range(52))).encode()  # pushes everything out
+        again = session.decode([1], [reply], model="math", sampling=GREEDY)
+        assert again.result() and values(reply) == wanted
+    engine.remove_model("twin")
+    with pytest.raises(ConfigError, match="twin"), engine.session(model="twin"):
+        pass
+
+
+def test_a_queued_version_counts_as_work():
+    engine, loads = relatives.engine(), []
+    engine.share("math", choose=lambda load: loads.append(load) or [0, 1, 4], patterns=[[0, 1, 4]])
+    with engine.session() as session:
+        texts = [session.prefill([i, *CONTEXT]).encode() for i in range(3)]
+        for text in texts:
+            session.decode([7], [text], model="math", share="partial", sampling=GREEDY)
+        assert [load.tokens for load in loads] == [0, 9, 18] and {load.own for load in loads} == {8}
+        engine.drain()
+    engine.check()
+
+
+def test_a_pair_is_looked_for_as_deep_as_versions_go():
+    engine = relatives.engine()
+    engine.share("math", "base", pattern=[1, 2, 4])
+    with engine.session() as session:
+        deep = session.prefill(CONTEXT, model="twin")
+        text = session.prefill([1, 2], [deep], share="reuse")
+        with pytest.raises(ConfigError, match="does not share with 'twin'"):
+            session.decode([7], [text], model="math", share="partial")
+        assert not text.versions and not deep.versions

@@ -12,7 +12,7 @@ from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.engine.sharing import Load
 from choreograph.errors import ConfigError, DataError
 from choreograph.pattern import Pattern
-from choreograph.reuse import Cell, Choice, Point, Profile
+from choreograph.reuse import Cell, Choice, Point, Profile, share_by
 from choreograph.reuse.asked import asked
 from choreograph.reuse.profiling import Asked, Setting, measure, measure_costs, measure_scattered, stretches
 from choreograph.reuse.shown import draw, lines, summary
@@ -81,6 +81,14 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     assert again == found and len(done) == 2, "nothing is measured twice"
     with pytest.raises(ConfigError, match="other settings"):
         measure(engine, "math", ASKED, tmp_path, setting=Setting(every=every, metric="f1"))
+    with pytest.raises(ConfigError, match="another input of the id 'a'"):
+        measure(engine, "math", [Asked("a", "Other.", "What?", ("x",))], tmp_path, setting=setting)
+    with pytest.raises(ConfigError, match="same id"):
+        measure(engine, "math", [*ASKED, ASKED[0]], tmp_path, setting=setting)
+    choice = share_by(engine, found, "math", seconds=0.01, loss=1e9)
+    assert Pattern() in choice.patterns and ("math", "base") in engine.runner.sharing.pairs
+    with pytest.raises(ConfigError, match="receiver='base' is not the receiver"):
+        share_by(engine, found, "base", "math", seconds=0.01)
 
 
 def test_scattered_layers_and_costs(engine, tmp_path):
@@ -127,13 +135,13 @@ def test_pictures_and_tables(tmp_path):
 
 def test_a_choice_is_careful_while_there_is_time():
     points = PROFILE.frontier()
-    choice = Choice(points, seconds=0.01, objective=1.0, floor=0.2)
+    choice = Choice(points, seconds=0.01, objective=1.0, loss=0.2)
     assert [str(p) for p in choice.patterns] == ["1-3", "1-2"]
     loads = [Load(0, 0, tokens, 100) for tokens in (0, 100, 200, 1000, 0)]
     assert [str(choice(load)) for load in loads] == ["1-3", "1-3", "1-2", "1-2", "1-3"]
     assert str(Choice(points, seconds=0.01)(loads[3])) == "1-3", "without an objective there is always time"
     assert str(Choice(points, seconds=0.01, objective=1e-9)(loads[0])) == "none"
-    for wrong in ({"floor": -1.0}, {"seconds": 0.0}, {"objective": 0.0}):
+    for wrong in ({"loss": -1.0}, {"seconds": 0.0}, {"objective": 0.0}):
         with pytest.raises(ConfigError):
             Choice(points, **{"seconds": 1.0} | wrong)
 

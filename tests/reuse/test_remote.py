@@ -12,7 +12,7 @@ import relatives
 import torch.distributed as dist
 from senders import BELOW, CONTEXT, join
 
-from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError, ModelError
 from choreograph.reuse.remote import Link, facts_of
 
@@ -45,9 +45,11 @@ def sender(folder, *how):
             dist.destroy_process_group()
 
 
-def receiver():
+def receiver(step=1024):
     """Its own model is what is "math" in the sender's family."""
-    config = EngineConfig(cache=CacheConfig(tokens=512, page_size=4, poison=True))
+    config = EngineConfig(
+        cache=CacheConfig(tokens=512, page_size=4, poison=True), scheduler=SchedulerConfig(max_step_tokens=step)
+    )
     return Engine.from_pretrained(relatives.other(), config=config)
 
 
@@ -92,12 +94,38 @@ def test_what_arrives_is_what_the_sender_has(tmp_path):
             assert values(said[0]) == pytest.approx(next(local(PATTERN)), abs=1e-5)
             assert engine.events.counts["recomputed"] == 1 and link.broken is None
         engine.clear_cache()
+        with engine.session() as session:
+            link.partial_prefill(session, CONTEXT, PATTERN)
+        engine.clear_cache()  # nobody waits for it any more
+        with engine.session() as session:
+            engine.share("base", "writer", pattern=[0, 0, 2])
+            narrow = link.partial_prefill(session, CONTEXT, PATTERN)
+            wide = link.partial_prefill(session, CONTEXT, [0, 0, 2])  # other layers of the same context
+            reused = link.partial_prefill(session, CONTEXT, [0, 0, 0])
+            for seen, pattern in ((narrow, PATTERN), (wide, [0, 0, 2]), (reused, [0, 0, 0])):
+                said = session.decode([7], [seen], share="reuse", sampling=GREEDY)
+                assert values(said) == pytest.approx(next(local(pattern)), abs=1e-5)
+            with pytest.raises(ConfigError, match=r"engine\.share"):
+                link.partial_prefill(session, CONTEXT, [0, 3, 4])
+            assert engine.events.counts["recomputed"] == 1 and link.broken is None
+        engine.clear_cache()
         engine.check()
 
 
-@pytest.mark.parametrize("kind", ["dies", "stalls", "lies", "leaves out", "mumbles"])
-def test_what_does_not_arrive_is_computed_here(tmp_path, kind):
-    engine, pattern, one = receiver(), [2, 2, 2], SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+@pytest.mark.parametrize(
+    ("kind", "pattern", "step"),
+    [
+        ("dies", [2, 2, 2], 1024),
+        ("dies", [0, 0, 0], 1024),
+        ("dies", [1, 1, 1], 4),  # a part of the version is computed when it becomes known
+        ("stalls", [2, 2, 2], 1024),
+        ("lies", [2, 2, 2], 1024),
+        ("leaves out", [2, 2, 2], 1024),
+        ("mumbles", [2, 2, 2], 1024),
+    ],
+)
+def test_what_does_not_arrive_is_computed_here(tmp_path, kind, pattern, step):
+    engine, one = receiver(step), SamplingParams(temperature=0, max_tokens=1, logprobs=0)
     with (
         sender(tmp_path, kind, json.dumps(facts_of(engine, "base"))),
         Link(engine, 0, name="writer", seconds=3) as link,
@@ -106,7 +134,7 @@ def test_what_does_not_arrive_is_computed_here(tmp_path, kind):
         engine.share("base", "writer", pattern=pattern)
         wanted = values(session.decode([7], [session.prefill([*CONTEXT, 1])], sampling=GREEDY))
         seen = link.partial_prefill(session, CONTEXT, pattern)
-        said = session.decode([1], [seen], sampling=one)
+        said = session.decode([1], [seen], share="reuse", sampling=one)
         again = session.decode([1], [session.prefill(CONTEXT)], sampling=one)
         assert values(said) == pytest.approx(values(again), abs=1e-5)
         assert link.broken and engine.events.counts["recomputed"] == 1

@@ -73,3 +73,20 @@ def test_what_is_not_there_is_said(engine):
     engine = relatives.engine()
     with ContextStore(engine) as store, engine.session() as session, pytest.raises(CallError, match=r"engine\.share"):
         store.store_e(session.prefill(CONTEXT))
+
+
+def test_only_whole_encodings_are_stored(engine):
+    with ContextStore(engine) as store, engine.session() as session:
+        text = session.prefill(CONTEXT)
+        version = session.partial_prefill(text, [1, 2, 4], model="math")
+        with pytest.raises(CallError, match="some layers only"):
+            store.store_kv(version)
+        assert content_name(version) == content_name(text)
+
+
+def test_a_long_talk_has_a_name(engine):
+    with engine.session() as session:
+        turns = []
+        for number in range(40):
+            turns.append(session.prefill([number], turns))
+        assert len(content_name(turns[-1])) == 64
