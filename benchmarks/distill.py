@@ -77,9 +77,9 @@ def played(folder: Path) -> Splits:
 
 
 # answers are short: what the baseline would have said with which probability says more than what it happened to say
-CLOSELY = {"kl": 10.0, "rate": 6e-4, "lessons": 4, "validations": 2}
+CLOSELY = {"kl": 10.0, "rate": 1e-3, "lessons": 4, "validations": 2}
 PLANS = {
-    "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=True),
+    "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=4), scored=True),
     "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**CLOSELY, epochs=4)),
     "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**CLOSELY, epochs=2)),
     "prisoners_dilemma": Plan(
