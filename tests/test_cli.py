@@ -13,7 +13,9 @@ from choreograph.cli import app, main
 runner = CliRunner()
 
 
-@pytest.mark.parametrize("command", [[], ["info"], ["demo"], ["run"], ["eval"], ["bench"], ["chat"]])
+@pytest.mark.parametrize(
+    "command", [[], ["info"], ["demo"], ["run"], ["eval"], ["bench"], ["chat"], ["reuse", "profile"]]
+)
 def test_help_is_there_for_everything(command):
     result = runner.invoke(app, [*command, "--help"])
     assert result.exit_code == 0

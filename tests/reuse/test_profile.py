@@ -7,8 +7,10 @@ import tiny
 import torch
 from characters import tokenizer
 from relatives import LAYERS
+from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.cli import app
 from choreograph.engine.sharing import Load
 from choreograph.errors import ConfigError, DataError
 from choreograph.pattern import Pattern
@@ -154,3 +156,23 @@ def test_records_are_contexts_and_questions():
     for wrong in ({"question": "Who?", "answer": "me"}, {"context": "text", "answers": ["me"]}):
         with pytest.raises(DataError, match="needs a question"):
             asked(wrong, 0)
+
+
+def test_on_the_command_line(tmp_path):
+    """Two model folders, a file of questions, a profile, a pick."""
+    letters, folders = tokenizer(), []
+    for seed in (3, 4):
+        folders.append(str(tmp_path / f"model-{seed}"))
+        tiny.build(seed=seed, vocabulary=len(letters), layers=3).save_pretrained(folders[-1])
+        letters.save_pretrained(folders[-1])
+    lines = [json.dumps({"question": "What?", "context": f"It is {i}.", "answers": [str(i)]}) for i in range(3)]
+    data, out = tmp_path / "asked.jsonl", tmp_path / "out"
+    data.write_text("\n".join(lines))
+    arguments = ["--data", str(data), "--out", str(out), "--model", folders[0], "--limit", "2", "--timed", "8"]
+    result = CliRunner().invoke(app, ["reuse", "profile", folders[1], *arguments])
+    assert result.exit_code == 0, result.output
+    assert "frontier" in result.output and len(list(out.glob("*.svg"))) == 3
+    found = Profile.load(out / "profile.json")
+    assert found.layers == 3 and len(found.inputs) == 2 and found.costs
+    shown = CliRunner().invoke(app, ["reuse", "show", str(out / "profile.json"), "--loss", "99", "--json"])
+    assert json.loads(shown.output)["picked"] == "none"
