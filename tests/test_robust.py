@@ -7,7 +7,6 @@ import tiny
 import torch
 
 from choreograph import Engine, SamplingParams
-from choreograph.engine import runner as runner_module
 from choreograph.errors import CallFailed, ReleasedMessage
 from choreograph.ops import native
 from choreograph.ops.plan import make_plan
@@ -60,10 +59,9 @@ def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch
             with monkeypatch.context() as patch:
                 if where == "forward":
                     patch.setattr(engine.runner.adapter, "forward", broken)
-                elif where == "_take":
-                    patch.setattr("choreograph.engine.scheduler._take", broken)
                 else:
-                    patch.setattr(runner_module, where, broken)
+                    module = {"choose": "runner", "make_plan": "compute", "_take": "scheduler"}[where]
+                    patch.setattr(f"choreograph.engine.{module}.{where}", broken)
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
             engine.check()
