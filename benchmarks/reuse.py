@@ -1,30 +1,38 @@
 """DroidSpeak's figures: what partial reuse between models of one family costs in quality and saves in time.
 
-`make bench NAME=reuse ARGS="--model model --data folder"`, with `--only` some of its parts, in this order: train (what
-is not trained yet), profile, quality, latency, stream, memory. `--out` keeps models, profiles and records; a part that
-was stopped goes on. Each part is written into the results when it is done.
+`make bench NAME=reuse ARGS="--model model --data folder"`, with `--only` some of its parts, in this order: profile,
+quality, latency, stream, remote, memory; models are trained where they are not there yet. `--out` keeps models,
+profiles and records; a part that was stopped goes on. Each part is written into the results when it is done.
 """
 
 import argparse
+import subprocess
+import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from choreograph import CacheConfig, Engine, EngineConfig, Message, Pattern, SamplingParams
 from choreograph.evaluation.runs import Folder
 from choreograph.evaluation.statistics import difference, mean
 from choreograph.evaluation.summary import interval
-from choreograph.reuse import ContextStore, Profile
-from choreograph.reuse.profiling import Asked, Scene, Setting, measure, measure_costs, measure_scattered, prepare
+from choreograph.events import Event
+from choreograph.reuse import Choice, ContextStore, Profile
+from choreograph.reuse.profiling import Asked, Scene, Setting, measure, measure_costs, measure_scattered, prepare, timed
+from choreograph.reuse.remote import Link
 from choreograph.reuse.shown import draw
 from choreograph.viz.charts import trade_off
 
-from .common import FIGURES, Row, estimate_row, last, merged, provenance, ratio_row, save, some_tokens
+from .common import FIGURES, Row, estimate_row, greedy, last, merged, provenance, ratio_row, save, some_tokens
 from .reuse_models import Splits, splits, train_adapter, train_fully
+from .reuse_sender import context
 
 PAIRS = {
     "base to full": ("full", "base"),
@@ -46,6 +54,7 @@ def main() -> None:
     given = options.parse_args()
     name = Path(given.model).stem
     out, data = given.out / name, splits(given.data)
+    SOURCE[:] = [given.model]
     engine = open_family(given.model, data, out, given.pairs, given.epochs)
     for part in given.only:
         for pair in given.pairs:
@@ -81,6 +90,9 @@ def rows(title: str, run: Any) -> list[Row]:
     for length, one in run.get("latency", {}).get("lengths", {}).items():
         facts = {"must": 1.7, "aim": 2.6, "made": _made(run["latency"])}
         found.append(ratio_row(f"{title}: prefill of {length}", one["full"], one["partial"], **facts))
+    for length, one in run.get("remote", {}).get("lengths", {}).items():
+        facts = {"must": 1.7, "aim": 2.6, "made": _made(run["remote"])}
+        found.append(ratio_row(f"{title}: first token behind {length}, fetched", one["full"], one["partial"], **facts))
     for data, one in run.get("quality", {}).get("data", {}).items():
         made = {"better": "lower", "made": _made(run["quality"])}
         found.append(estimate_row(f"{title}, {data}: loss, partial", one["partial loss"], "points", **made))
@@ -104,12 +116,17 @@ def profiles(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, An
         if name == "hotpotqa":
             counts = [engine.facts.layers * share // 8 for share in (1, 2, 3, 4, 6)]
             one = measure_scattered(engine, receiver, asked, one, counts, sender=sender, setting=LIKELY)
+            one = timed(engine, receiver, one, 1024, sender=sender)
         found[name] = one
         one.save(folder / "profile.json")
     ours = found["hotpotqa"]
-    draw(ours, FIGURES, f"reuse-{pair.replace(' ', '-')}-{engine.facts.layers}")
+    label = f"reuse-{pair.replace(' ', '-')}-{engine.facts.layers}"
+    draw(ours, FIGURES, label)
     own = {name: mean(one.own).value for name, one in found.items()}
     blocks = {len(c.pattern.layers): mean(c.values).value for c in best_of_each_size(ours)}
+    scattered = [(len(c.pattern.layers), mean(c.values).value) for c in ours.scattered]
+    series = {"one stretch": sorted(blocks.items()), "the most critical layers": scattered}
+    trade_off(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel="log-likelihood of a token")
     return {
         "inputs": {name: len(one.inputs) for name, one in found.items()},
         "own": own,
@@ -117,7 +134,7 @@ def profiles(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, An
         "critical": {name: one.critical() for name, one in found.items()},
         "sensitivity": [asdict(one) for one in ours.sensitivity()],
         "frontier": [[str(p.pattern), p.loss, p.cost] for p in ours.frontier()],
-        "scattered": [[len(c.pattern.layers), mean(c.values).value] for c in ours.scattered],
+        "scattered": scattered,
         "blocks": sorted(blocks.items()),
         "transfer": {
             name: [[str(p.pattern), p.loss, loss] for p, loss in ours.transferred(one)]
@@ -140,9 +157,13 @@ def best_of_each_size(profile: Profile):
 # -- quality: Figures 6 and 14 --------------------------------------------------------------------------------
 
 
+def profile_file(pair: str, out: Path) -> Path:
+    return out / "profiles" / f"{pair.replace(' ', '-')}-hotpotqa" / "profile.json"
+
+
 def pick(pair: str, out: Path) -> Pattern:
     """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less."""
-    found = Profile.load(out / "profiles" / f"{pair.replace(' ', '-')}-hotpotqa" / "profile.json")
+    found = Profile.load(profile_file(pair, out))
     return found.cheapest(0.05 * max(0.0, found.loss(found.reused).value)).pattern
 
 
@@ -210,21 +231,36 @@ def latency(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any
 def stream(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
     """Requests at rising rates, each a context that the sender has encoded, a question and an answer of 16 tokens."""
     receiver, sender = PAIRS[pair]
-    engine.share(receiver, sender, pattern=pick(pair, out))
     everything = Pattern.of(0, 0, engine.facts.layers)
-    seconds = measure_costs(engine, receiver, [everything], 512, sender=sender)[str(everything)]
-    full = 1 / np.mean(seconds)  # requests a second that a full prefill alone would allow
+    seconds = float(np.mean(measure_costs(engine, receiver, [everything], 512, sender=sender)[str(everything)]))
+    points = Profile.load(profile_file(pair, out)).frontier()
+    ways = {
+        "recompute": Choice([points[-1]], seconds=seconds / 512),  # named, not used: share="recompute" asks nobody
+        "partial": Choice([p for p in points if p.pattern == pick(pair, out)], seconds=seconds / 512),
+        "chosen": Choice(points, seconds=seconds / 512, objective=3 * seconds),
+    }
     found: dict[str, Any] = {}
-    for share in ("recompute", "partial"):
-        for factor in (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5):
-            rate = factor * full
-            found.setdefault(share, []).append({"rate": rate, **_serve(engine, receiver, sender, share, rate)})
-            print(pair, share, found[share][-1], flush=True)
+    for way, choice in ways.items():
+        engine.share(receiver, sender, choose=choice, patterns=choice.patterns)
+        share = "recompute" if way == "recompute" else "partial"
+        for factor in (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5):  # of the rate that full prefills alone would allow
+            rate, told = factor / seconds, Counter[str]()
+            stop = engine.events.listen(
+                lambda e, told=told: told.update([e.facts["pattern"]] if e.kind == "shared" else [])
+            )
+            found.setdefault(way, []).append({"rate": rate, **_serve(engine, receiver, sender, share, rate)})
+            stop()
+            found[way][-1]["patterns"] = dict(told)
+            print(pair, way, found[way][-1], flush=True)
     for what in ("ttft", "tbt", "e2e"):
         series = {share: [(one["rate"], one[what]) for one in points] for share, points in found.items()}
         name = f"reuse-stream-{pair.replace(' ', '-')}-{what}.svg"
         trade_off(series, FIGURES / name, xlabel="requests a second", ylabel=f"{what}, seconds")
     return {"rates": found, "knee": {share: knee(points) for share, points in found.items()}}
+
+
+def _pattern(event: Event) -> list[str]:
+    return [str(event.facts["pattern"])] if event.kind == "shared" else []
 
 
 def knee(points: Sequence[Mapping[str, float]]) -> float:
@@ -254,11 +290,54 @@ def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, 
     return {name: float(np.mean(values)) for name, values in (("ttft", ttft), ("tbt", tbt), ("e2e", e2e))}
 
 
+# -- another process --------------------------------------------------------------------------------------------
+
+
+def remote(engine: Engine, pair: str, data: Splits, out: Path, rounds: int = 3) -> dict[str, Any] | None:
+    """Seconds to the first token behind a context and a short question, loading included: the sender computes in
+    another process. For the pair whose receiver has weights of its own."""
+    if pair != "base to full":
+        return None
+    pattern, lengths = pick(pair, out), [length for length in LENGTHS if length <= 4096]
+    config = EngineConfig(cache=CacheConfig(tokens=16_384))
+    reader = Engine.from_pretrained(out / "full", dtype="float32", config=config)
+    meeting = Path(tempfile.mkdtemp()) / "meeting"
+    asked = ["--model", SOURCE[0], "--meeting", str(meeting), "--rounds", str(rounds)]
+    asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.transitions))]
+    sender = subprocess.Popen([sys.executable, "-m", "benchmarks.reuse_sender", *asked])
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=1, world_size=2)
+        dist.barrier()
+        with Link(reader, 0, name="writer", seconds=60) as link:
+            reader.share("base", "writer", pattern=pattern)
+            found = {str(length): _remote_seconds(reader, link, pattern, length, rounds) for length in lengths}
+    finally:
+        sender.kill()
+        dist.destroy_process_group()
+    return {"pattern": str(pattern), "lengths": found, "recomputed": reader.events.counts["recomputed"]}
+
+
+def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, rounds: int) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {"full": [], "partial": []}
+    for number in range(rounds + 1):
+        tokens = context(length, number)
+        for way, times in taken.items():
+            reader.clear_cache()
+            with reader.session() as session:
+                began = time.perf_counter()
+                seen = session.prefill(tokens) if way == "full" else link.partial_prefill(session, tokens, pattern)
+                session.decode(some_tokens(16), [seen], sampling=greedy(1)).result()
+                if number:  # the first round warms up
+                    times.append(time.perf_counter() - began)
+    print(length, taken, flush=True)
+    return taken
+
+
 # -- memory -----------------------------------------------------------------------------------------------------
 
 
 def memory(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
-    """Bytes for one more model on a context of 2,048 tokens: of its own, and sharing."""
+    """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's."""
     receiver, sender = PAIRS[pair]
     pattern = pick(pair, out)
     engine.share(receiver, sender, pattern=pattern)
@@ -274,8 +353,11 @@ def memory(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]
         own = len(layers) / engine.facts.layers * engine.facts.kv_bytes_per_token * 2048
     alone = engine.facts.kv_bytes_per_token * 2048
     inputs = apart[sender] - alone
-    together = alone + inputs + own
-    return {"apart": 2 * alone, "shared": together, "inputs": inputs, "ratio": 2 * alone / together}
+    return {
+        "bytes of one": alone,
+        "inputs": inputs,
+        "ratio": {str(n): n * alone / (alone + inputs + (n - 1) * own) for n in (2, 3, 4, 8)},
+    }
 
 
 PARTS: dict[str, Callable[[Engine, str, Splits, Path], dict[str, Any] | None]] = {
@@ -283,8 +365,10 @@ PARTS: dict[str, Callable[[Engine, str, Splits, Path], dict[str, Any] | None]] =
     "quality": quality,
     "latency": latency,
     "stream": stream,
+    "remote": remote,
     "memory": memory,
 }
+SOURCE: list[str] = []  # of the base
 
 if __name__ == "__main__":
     print("measured so far:", list(last("reuse").get("runs", {})))

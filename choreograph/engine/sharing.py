@@ -110,7 +110,8 @@ class Sharing:
         if call.source.layers is not None:
             why = "what it begins from was computed in some layers only"
         arena = self._store.arena
-        if not call.layers <= arena.band_layers or arena.pages_for(len(call.prompt)) > arena.size(band=True):
+        there = [len(call.prompt), *(len(p.work.tokens) for p in call.parents if p.work.layers is not None)]
+        if not call.layers <= arena.band_layers or sum(map(arena.pages_for, there)) > arena.size(band=True):
             why = "there is no room for so much in these layers alone"
         if why:
             self._compute_whole(call, why)

@@ -36,7 +36,7 @@ def draw(profile: Profile, folder: Path, name: str) -> list[Path]:
     """Figures 7, 8, 12 and the frontier, as SVG."""
     label = LABELS.get(profile.metric, profile.metric)
     own = float(np.mean(profile.own))
-    files = [folder / f"{name}-{kind}.svg" for kind in ("layers", "heat", "frontier")]
+    files = [folder / f"{name}-{kind}.svg" for kind in ("layers", "heat", "frontier", "spread")]
     charts.layer_bars(
         [_quartiles(values) for values in profile.single],
         files[0],
@@ -59,6 +59,8 @@ def draw(profile: Profile, folder: Path, name: str) -> list[Path]:
         xlabel="cost, of a full prefill",
         ylabel=label,
     )
+    changes = [[a - b for a, b in zip(values, profile.own, strict=True)] for values in profile.single]
+    charts.layer_spread(changes, files[3], critical=profile.critical(), ylabel=f"change of {label}")
     return files
 
 

@@ -124,6 +124,23 @@ def layer_bars(values: Sequence[Bar], path: Path, *, level: float, critical: Seq
     _save(figure, path)
 
 
+def layer_spread(values: Sequence[Sequence[float]], path: Path, *, critical: Sequence[int] = (), ylabel: str) -> None:
+    """DroidSpeak, Figure 8: over the inputs, what reusing one layer alone changes; critical layers in red, with the
+    quartiles of each as a bar."""
+    import numpy
+
+    figure, axes = _figure(max(4.0, 0.25 * len(values)), 2.8)
+    found = axes.violinplot([list(one) for one in values], positions=range(len(values)), widths=0.8, showextrema=False)
+    for layer, body in enumerate(found["bodies"]):
+        body.set_color("tab:red" if layer in critical else "tab:blue")
+    low, high = numpy.percentile(values, [25, 75], axis=1)
+    axes.vlines(range(len(values)), low, high, color="black", linewidth=1.2)
+    axes.axhline(0, color="grey", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("the layer that is reused")
+    axes.set_ylabel(ylabel)
+    _save(figure, path)
+
+
 def heat_map(cells: Mapping[tuple[int, int], float], path: Path, *, label: str) -> None:
     """DroidSpeak, Figure 12: quality over where computing begins (up) and ends (to the right)."""
     import numpy

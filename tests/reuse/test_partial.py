@@ -300,3 +300,17 @@ def test_a_pair_is_looked_for_as_deep_as_versions_go():
         with pytest.raises(ConfigError, match="does not share with 'twin'"):
             session.decode([7], [text], model="math", share="partial")
         assert not text.versions and not deep.versions
+
+
+def test_what_the_band_cannot_hold_is_computed_whole():
+    engine = relatives.engine()
+    engine.share("math", pattern=[1, 2, 4], tokens=8)
+    with engine.session() as session:
+        first = session.prefill(CONTEXT)
+        second = session.prefill(CONTEXT[:3], [first])
+        third = session.prefill(CONTEXT * 2)
+        said = session.decode([7], [first, second, third], model="math", share="partial", sampling=GREEDY)
+        assert said.result() and [m.versions["math", "partial"].layers for m in (second, third)] == [None, None]
+        assert first.versions["math", "partial"].layers == (0, 2, 3)
+    assert engine.events.counts["recomputed"] == 2
+    engine.check()

@@ -171,7 +171,7 @@ def test_on_the_command_line(tmp_path):
     arguments = ["--data", str(data), "--out", str(out), "--model", folders[0], "--limit", "2", "--timed", "8"]
     result = CliRunner().invoke(app, ["reuse", "profile", folders[1], *arguments])
     assert result.exit_code == 0, result.output
-    assert "frontier" in result.output and len(list(out.glob("*.svg"))) == 3
+    assert "frontier" in result.output and len(list(out.glob("*.svg"))) == 4
     found = Profile.load(out / "profile.json")
     assert found.layers == 3 and len(found.inputs) == 2 and found.costs
     shown = CliRunner().invoke(app, ["reuse", "show", str(out / "profile.json"), "--loss", "99", "--json"])
