@@ -1,5 +1,6 @@
 """`choreograph reuse`: profiles of pairs of models. Owns options and printing."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,8 +71,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the frontier of a profile, or pick a pattern on it."""
-    import json
-
     from .reuse.profile import Profile
 
     found, console = Profile.load(profile), Console()

@@ -191,8 +191,10 @@ class Session:
         message.result()
         copy = self._message(message.tokens, (), None, message.start, model=message._call.model)
         copy.origin, copy._call.start = message.origin or message, message.start
-        for name in ("layers", "source") if message._call.layers is None else ("layers", "source", "parents", "cuts"):
-            setattr(copy._call, name, getattr(message._call, name))
+        if message._call.layers is not None:  # it can be made again, as it was
+            made = message._call
+            copy._call.layers, copy._call.source = made.layers, made.source
+            copy._call.parents, copy._call.cuts = made.parents, made.cuts
         share(self._runner, copy._call, message._call.work)
         return self._keep(copy)
 

@@ -100,11 +100,11 @@ class Sharing:
         """A call that was to begin from what is not there is computed whole instead."""
         if call.layers is None or call.source is None:
             return
-        sent, layers = call.source.work, frozenset(range(len(self._store.arena.keys)))
+        sent = call.source.work
         missing = Pattern.of_layers(call.layers).transitions - sent.inputs
         why = f"no inputs of layers {sorted(missing)} were kept" if missing else ""
-        if sent.absent & (layers - call.layers):
-            why = f"layers {sorted(sent.absent & (layers - call.layers))} did not come"
+        if sent.absent - call.layers:
+            why = f"layers {sorted(sent.absent - call.layers)} did not come"
         if sent.lost:
             why = "what the sender encoded is lost"
         if call.source.layers is not None:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .pages import Pages
+from .pages import Pages, page_runs
 
 Layer = tuple[Float[Tensor, "T G D"], Float[Tensor, "T G D"]]  # keys and values of some tokens in one layer
 
@@ -95,12 +95,19 @@ class Arena:
         slots = self._band.end * self.page_size
         for layer in self.band_layers:
             for tensors in (self.keys, self.values):
-                old = tensors[layer]
-                if len(old) < slots:
-                    more = torch.empty((slots - len(old), *old.shape[1:]), dtype=old.dtype, device=old.device)
-                    if self.poison:
-                        more.fill_(float("nan"))
-                    tensors[layer] = torch.cat([old, more])
+                if len(tensors[layer]) < slots:
+                    tensors[layer] = self._grown(tensors[layer], slots)
+
+    def _grown(self, old: Float[Tensor, "S G D"], slots: int) -> Float[Tensor, "R G D"]:
+        """With more slots behind. Only pages that somebody owns are copied: the others may never have been touched, and
+        take no memory until they are."""
+        grown = old.new_empty((slots, *old.shape[1:]))
+        if self.poison:
+            grown.fill_(float("nan"))
+        for first, length in page_runs([*self._main.owned, *self._band.owned]):
+            here = slice(first * self.page_size, min((first + length) * self.page_size, len(old)))
+            grown[here] = old[here]
+        return grown
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
         """Everything that is kept of a layer, by name."""

@@ -25,6 +25,10 @@ class Pages:
     def end(self) -> int:
         return self.first + self.count
 
+    @property
+    def owned(self) -> list[int]:
+        return [self.first + i for i, owners in enumerate(self._owners) if owners]
+
     def add(self, count: int) -> None:
         """More pages behind the last one."""
         end = self.end

@@ -46,6 +46,8 @@ def spans_from(encoding: Encoding, first: int) -> Iterator[Span]:
 def layers_alike(sights: Iterable[Sight], layers: int) -> list[list[int]]:
     """The layers in groups within which exactly the same is seen."""
     somewhere = {sight.layers for sight in sights if sight.layers is not None and sight.count}
+    if not somewhere:
+        return [list(range(layers))]
     groups: dict[tuple[bool, ...], list[int]] = {}
     for layer in range(layers):
         groups.setdefault(tuple(layer in some for some in somewhere), []).append(layer)

@@ -5,7 +5,7 @@ which layers are critical, the heat map of stretches, the frontier of quality ag
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,7 +135,3 @@ class Profile:
             return cls.from_json(json.loads(path.read_text()))
         except (OSError, json.JSONDecodeError) as problem:
             raise DataError(f"{path}: no profile ({problem})") from None
-
-
-def by_pattern(cells: Iterable[Cell]) -> dict[Pattern, tuple[float, ...]]:
-    return {cell.pattern: cell.values for cell in cells}

@@ -68,3 +68,24 @@ def test_freed_pages_are_poisoned_and_the_bin_is_never_given_out():
 
 def test_bytes_per_token():
     assert make().bytes_per_token == 2 * 4 * (1 * 4 + 2 * 8)
+
+
+def test_a_band_lies_behind_the_pages_of_its_layers_and_keeps_what_is_there():
+    arena = make(pages=4)
+    pages = arena.allocate(2)
+    slots = [page * 2 + i for page in pages for i in range(2)]
+    for tensors in (arena.keys, arena.values):
+        for tensor in tensors:
+            tensor[slots] = 1.0
+    arena.widen([1], 3)
+    band = arena.allocate(2, band=True)
+    arena.keys[1][band[0] * 2] = 2.0
+    arena.widen([0, 1], 5)
+    assert (arena.size(band=True), arena.free(band=True), arena.free_pages) == (5, 3, 2)
+    assert [len(k) for k in arena.keys] == [20, 20]
+    assert all((tensor[slots] == 1.0).all() for tensor in (*arena.keys, *arena.values))
+    assert (arena.keys[1][band[0] * 2] == 2.0).all()
+    arena.check()
+    arena.release([*pages, *band])
+    assert all(tensor.isnan().all() for tensor in (*arena.keys, *arena.values))
+    arena.check()

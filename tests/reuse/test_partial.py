@@ -227,13 +227,13 @@ def test_a_choice_is_made_for_every_message_and_told():
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sets(st.integers(0, LAYERS - 1), max_size=LAYERS - 1), st.integers(1, LAYERS - 1))
-def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(some, first):
+@given(st.integers(1, LAYERS - 1), st.integers(1, LAYERS))
+def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(first, end):
     """A stretch that ends earlier computes the same: what the profile relies on."""
     engine = relatives.engine()
     engine.share("math", pattern=[0, 1, LAYERS])
     engine.share("math", choose=lambda load: Pattern(), patterns=[Pattern.of_layers({i}) for i in range(LAYERS)])
-    whole, end = Pattern.of(0, first, LAYERS), max(some, default=0) + 1
+    whole = Pattern.of(0, first, LAYERS)
     part = Pattern.of(0, first, max(end, first + 1))
     with engine.session() as session:
         text = session.prefill([3, 4], [session.prefill(CONTEXT)])
@@ -267,13 +267,14 @@ def test_what_was_made_with_sight_of_a_model_keeps_it():
     with engine.session() as session:
         text = session.prefill(CONTEXT, model="twin")
         reply = session.decode([7], [text], model="math", share="reuse", sampling=GREEDY)
-        wanted = values(reply.encode())
+        wanted = values(session.decode([1], [reply], model="math", sampling=GREEDY))
         text.release()
         with pytest.raises(ConfigError, match="in use"):
             engine.remove_model("twin")
         session.prefill(list(range(52))).encode()  # pushes everything out
         again = session.decode([1], [reply], model="math", sampling=GREEDY)
-        assert again.result() and values(reply) == wanted
+        assert values(again) == pytest.approx(wanted, abs=1e-5)
+        assert engine.events.counts["rebuilding"] >= 2, "the reply, and what it saw"
     engine.remove_model("twin")
     with pytest.raises(ConfigError, match="twin"), engine.session(model="twin"):
         pass
