@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from choreograph.ops.attend import make_backend
+from choreograph.ops.kind import Kind
 from choreograph.ops.plan import Plan, Read, make_plan
 from choreograph.ops.rope import Rotary
 
 from .common import in_turns, median_row, ratio_row, save, seconds
 
 HEADS, GROUPS, WIDTH, SLOTS = 9, 3, 64, 8192
-ROTARY = Rotary(tuple(1e5 ** -(np.arange(0, WIDTH, 2) / WIDTH)))
+KIND = Kind(Rotary(tuple(1e5 ** -(np.arange(0, WIDTH, 2) / WIDTH))))
 CASES: dict[str, list[tuple[int, list[tuple[int, int, int]]]]] = {
     "1 row, 512 seen": [(1, [(0, 512, 0)])],
     "1 row, 4096 seen": [(1, [(0, 4096, 0)])],
@@ -27,13 +28,14 @@ CASES: dict[str, list[tuple[int, list[tuple[int, int, int]]]]] = {
 
 
 def plan_of(calls: list[tuple[int, list[tuple[int, int, int]]]]) -> Plan:
-    reads, slots, row, own = [], [], 0, 5000
+    reads, slots, positions, row, own = [], [], [], 0, 5000
     for rows, parents in calls:
         reads += [Read(lo, row, row + rows, shift, length, 0, lo + shift) for lo, length, shift in parents]
         reads.append(Read(own, row, row + rows, 0, 1, 1, 0))
         slots += range(own, own + rows)
+        positions += range(4096, 4096 + rows)
         row, own = row + rows, own + rows + 8
-    return make_plan(slots, reads, ROTARY)
+    return make_plan(slots, reads, positions)
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
         plan = plan_of(calls)
         q, k, v = noise(HEADS, plan.rows, WIDTH), noise(GROUPS, plan.rows, WIDTH), noise(GROUPS, plan.rows, WIDTH)
         sides = [
-            lambda b=backend: seconds(lambda: b(plan, q, k, v, keys, values, WIDTH**-0.5))  # noqa: B023 - used at once
+            lambda b=backend: seconds(lambda: b(plan, q, k, v, keys, values, WIDTH**-0.5, KIND))  # noqa: B023 - used at once
             for backend in (plain, fast)
         ]
         in_turns(10, *sides)

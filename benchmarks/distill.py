@@ -77,7 +77,7 @@ def played(folder: Path) -> Splits:
 
 
 # answers are short: what the baseline would have said with which probability says more than what it happened to say
-CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "validations": 2}
+CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": True}
 GENTLY = CLOSELY | {"rate": 1e-4}  # where little is to be repaired, much can be spoiled
 PLANS = {
     "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=4), scored=True),

@@ -8,7 +8,7 @@ from .errors import ConfigError
 
 BACKENDS = ("auto", "native", "sdpa", "reference")
 EVICTIONS = ("workflow", "lru", "lfu", "fifo")
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "int4")
 
 
 _UNITS = {
@@ -102,7 +102,9 @@ class EngineConfig:
     backend: the attention code: `auto` takes the compiled kernel where it can be built.
     compile: run small steps through `torch.compile`; the first use of a bucket waits for it.
     compile_rows: row counts that get a compiled graph; a step is padded to the next one.
-    quantization: None, or "int8" for weight-only int8 through torchao.
+    quantization: None, or "int8" or "int4" for weight-only quantisation through torchao.
+    max_positions: fewer logical positions than the model has; None: all. Rotary tables that change with the length
+    (long-rope, dynamic) are frozen at this many.
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -111,6 +113,7 @@ class EngineConfig:
     compile: bool = False
     compile_rows: tuple[int, ...] = (1, 2, 4, 8, 16)
     quantization: str | None = None
+    max_positions: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, "backend", self.backend, f"use one of {BACKENDS}")
@@ -119,6 +122,12 @@ class EngineConfig:
             "quantization",
             self.quantization,
             f"use one of {QUANTIZATIONS}",
+        )
+        _check(
+            self.max_positions is None or _whole(self.max_positions, 1),
+            "max_positions",
+            self.max_positions,
+            "use None or 1 or more",
         )
         rows = self.compile_rows
         _check(

@@ -53,14 +53,15 @@ class Engine:
         tokenizer: Any = None,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
+        device_map: Any = None,
         adapters: Adapters | None = None,
         models: Models | None = None,
     ) -> "Engine":
         """Loads a model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
 
-        dtype defaults to bfloat16 (a model in memory keeps its own), device to the first GPU or the CPU. adapters:
-        LoRA adapters by name, each a folder that `peft` saved or a Hub id. models: other models of its family by name,
-        each as `model`.
+        dtype defaults to bfloat16 (a model in memory keeps its own), device to the CPU; or device_map, as transformers
+        takes it. adapters: LoRA adapters by name, each a folder that `peft` saved or a Hub id. models: other models of
+        its family by name, each as `model`.
         Raises ModelError for a model that cannot be found, read or served.
         """
         config = EngineConfig() if config is None else config
@@ -68,7 +69,14 @@ class Engine:
             raise ConfigError(f"config={config!r}: use EngineConfig(...)")
         if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
             raise ModelError(f"model={model!r}: use a name, a path or a transformers model")
-        adapter = load(model, tokenizer=tokenizer, dtype=check_dtype(dtype), device=device)
+        adapter = load(
+            model,
+            tokenizer=tokenizer,
+            dtype=check_dtype(dtype),
+            device=device,
+            device_map=device_map,
+            positions=config.max_positions,
+        )
         if config.quantization:
             adapter.quantize(config.quantization)
         if config.compile:
@@ -102,7 +110,7 @@ class Engine:
         own = runner.adapter.facts
         runner.family.check_new(name)
         given = isinstance(source, PreTrainedModel)  # in memory: it has no tokenizer of its own, the base's is its
-        other = load(source, dtype=None if given else own.dtype, device=own.device)
+        other = load(source, dtype=None if given else own.dtype, device=own.device, positions=config.max_positions)
         if config.quantization:
             other.quantize(config.quantization)
         if config.compile:

@@ -9,6 +9,7 @@ import torch
 from choreograph import Engine, SamplingParams
 from choreograph.errors import CallFailed, ReleasedMessage
 from choreograph.ops import native
+from choreograph.ops.kind import Kind
 from choreograph.ops.plan import make_plan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -153,7 +154,7 @@ def test_the_kernel_refuses_tensors_that_it_was_not_built_for():
     kernel = native.load(16, torch.float32)
     wrong = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="built for"):
-        kernel.attend(make_plan([0], [], None), wrong, wrong, wrong, wrong, wrong, 1.0)
+        kernel.attend(make_plan([0], [], [0]), wrong, wrong, wrong, wrong, wrong, 1.0, Kind())
 
 
 def test_a_cache_folder_that_cannot_be_written_falls_back(monkeypatch, tmp_path):

@@ -7,7 +7,6 @@ from ..kv.view import layers_alike
 from ..models.family import Family
 from ..ops.attend import Backend, Step
 from ..ops.plan import Plan, make_plan
-from ..ops.rope import Rotary
 from ..pattern import Pattern
 from .scheduler import Batch
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 def compute(batch: Batch, rows: list[int], family: Family, arena: Arena, backend: Backend) -> "Tensor | None":
     """The logits of some rows; None for rows that are computed in some layers only."""
     adapter = family.of(batch.models[0])
-    plan, others = _plans(batch, len(arena.keys), adapter.facts.rotary)
-    step = Step(plan, arena.keys, arena.values, backend, batch.arrivals, others)
+    plan, others = _plans(batch, len(arena.keys))
+    step = Step(plan, arena.keys, arena.values, adapter.facts.kinds, backend, batch.arrivals, others)
     if batch.layers is None:
         step.kept = arena.inputs
         return adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
@@ -29,14 +28,14 @@ def compute(batch: Batch, rows: list[int], family: Family, arena: Arena, backend
     return None
 
 
-def _plans(batch: Batch, layers: int, rotary: Rotary | None) -> tuple[Plan, dict[int, Plan]]:
+def _plans(batch: Batch, layers: int) -> tuple[Plan, dict[int, Plan]]:
     """The plan of most steps, or of layer 0; and those of the layers where the rows see something else."""
     first, *more = layers_alike(batch.sights, layers)
     others: dict[int, Plan] = {}
     for alike in more:
-        plan = make_plan(batch.slots, batch.reads(alike[0]), rotary)
+        plan = make_plan(batch.slots, batch.reads(alike[0]), batch.positions)
         others |= dict.fromkeys(alike, plan)
-    return make_plan(batch.slots, batch.reads(first[0]), rotary), others
+    return make_plan(batch.slots, batch.reads(first[0]), batch.positions), others
 
 
 def _inputs(batch: Batch, arena: Arena, layer: int) -> "Tensor":

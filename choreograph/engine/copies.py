@@ -148,7 +148,7 @@ def reserve(runner: Runner, call: Call, enough: Callable[[Encoding], bool] = lam
         if any(parent.encoding is None for parent in call.parents):
             raise CallError("a copy is taken back behind complete parents: read them first")
         call.get_ready()
-        work = PLACE[call.mode](call, runner.store, runner.adapter.facts.max_positions)
+        work = PLACE[call.mode](call, runner.store, runner.adapter.facts)
         assert work.key is not None, "only choreographed prefills are copied in"
         if work.ready is not None and not work.ready.lost and enough(work.ready):
             share(runner, call, work.ready)

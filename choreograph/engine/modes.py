@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..errors import BadPosition, CallError
 from ..kv.encoding import Encoding, Sight, content_key
 from ..kv.store import Store
+from ..models.adapter import ModelFacts
 from .call import Call
 
 
@@ -55,9 +56,9 @@ def _check_position(what: str, end: int, most: int) -> None:
         raise BadPosition(f"{what} would reach position {end - 1}, past the model's last one, {most - 1}")
 
 
-def choreographed(call: Call, store: Store, most: int) -> Placement:
+def choreographed(call: Call, store: Store, facts: ModelFacts) -> Placement:
     lengths = _lengths(call)
-    check_positions(call, lengths, most)
+    check_positions(call, lengths, facts.max_positions)
     call.placed, call.start = resolve_offsets(lengths, call.offsets, call.new_offset)
     firsts = [cut[0] if cut else 0 for cut in call.cuts]
     layers = len(store.arena.keys)
@@ -66,14 +67,31 @@ def choreographed(call: Call, store: Store, most: int) -> Placement:
         for p, first, n, offset in zip(call.parents, firsts, lengths, call.placed, strict=True)
         for sight in _sights(p, first, n, offset, layers)
     )
+    if not facts.movable:
+        _check_at_home(sights, facts.name)
     if call.is_decode:
         return Placement(list(call.prompt), call.start, sights)
-    salt = call.salt
+    salt = salt_of(call, facts)
     if call.layers is not None and call.source is not None:
         sights += (Sight(call.source.work, 0, 0, call.start, frozenset()),)  # where it begins from
         salt = f"{salt}\0{sorted(call.layers)}"
     key = content_key(salt, call.prompt, call.start, sights)
     return Placement(list(call.prompt), call.start, sights, key, store.find(key))
+
+
+def salt_of(call: Call, facts: ModelFacts) -> str:
+    """Where encodings cannot move, the same text elsewhere is another one."""
+    return call.salt if facts.movable else f"{call.salt}\0at {call.start}"
+
+
+def _check_at_home(sights: tuple[Sight, ...], name: str) -> None:
+    for index, sight in enumerate(sights):
+        if sight.shift:
+            home = sight.start - sight.shift
+            raise BadPosition(
+                f"parent {index} was encoded at {home} and is placed at {sight.start}: {name} has learned positions, "
+                'so encodings cannot move; give it that new_offset when it is encoded, or use mode="prefix"'
+            )
 
 
 def _sights(parent: Call, first: int, count: int, start: int, layers: int) -> Iterator[Sight]:
@@ -104,18 +122,18 @@ def _concatenated(call: Call, most: int) -> list[int]:
     return tokens + call.prompt
 
 
-def prefix(call: Call, store: Store, most: int) -> Placement:
-    tokens = _concatenated(call, most)
+def prefix(call: Call, store: Store, facts: ModelFacts) -> Placement:
+    tokens = _concatenated(call, facts.max_positions)
     sights = tuple(store.tree(call.salt).match(tokens, limit=len(tokens) - 1))
     known = sum(sight.count for sight in sights)
     return Placement(tokens[known:], known, sights)
 
 
-def naive(call: Call, store: Store, most: int) -> Placement:
-    return Placement(_concatenated(call, most), 0, ())
+def naive(call: Call, store: Store, facts: ModelFacts) -> Placement:
+    return Placement(_concatenated(call, facts.max_positions), 0, ())
 
 
-PLACE: dict[str, Callable[[Call, Store, int], Placement]] = {
+PLACE: dict[str, Callable[[Call, Store, ModelFacts], Placement]] = {
     "choreographed": choreographed,
     "prefix": prefix,
     "naive": naive,

@@ -29,7 +29,7 @@ from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
 from .compute import compute
 from .generation import footer_after
-from .modes import PLACE
+from .modes import PLACE, salt_of
 from .residence import Residence
 from .sampling import choose
 from .scheduler import Batch, Scheduler
@@ -132,7 +132,7 @@ class Runner:
         facts = self.adapter.facts
         call.get_ready()
         self.sharing.prepare(call)
-        work = PLACE[call.mode](call, self.store, facts.max_positions)
+        work = PLACE[call.mode](call, self.store, facts)
         seen = sum(s.count for s in work.sights if s.reaches(0))
         if work.ready is not None:
             call.encoding = work.ready
@@ -291,7 +291,8 @@ class Runner:
         if call.mode == "choreographed":
             encoding.tokens += call.footer
             encoding.promised = len(encoding.tokens)
-            key = content_key(call.salt, encoding.tokens, encoding.start, encoding.context)
+            salt = salt_of(call, self.adapter.facts)
+            key = content_key(salt, encoding.tokens, encoding.start, encoding.context)
             self.store.publish(encoding, key)
             return
         encoding.tokens.pop()  # nobody has computed the last token; a later prompt will if it needs it

@@ -18,6 +18,7 @@ from ..core import Engine
 from ..kv.transfers import Transfer, TransferFailed
 from ..models.adapter import Adapter, ModelFacts
 from ..ops.attend import Step
+from ..ops.kind import Kind
 from ..ops.rope import Rotary
 
 VOCABULARY = 1 << 16
@@ -120,7 +121,8 @@ class VirtualModel(Adapter):
             head_dim=2,
             max_positions=positions,
             vocab_size=VOCABULARY,
-            rotary=Rotary((1.0,)),
+            kinds=(Kind(Rotary((1.0,))),) * machine.layers,
+            movable=True,
             dtype=torch.float16,
             device=torch.device("cpu"),
             fingerprint=f"virtual {machine.name}",

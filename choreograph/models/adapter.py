@@ -18,15 +18,20 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..errors import ConfigError, ModelError
+from ..errors import ChoreographError, ConfigError, ModelError
 from ..ops.attend import Step
-from ..ops.rope import Rotary
+from ..ops.kind import Kind
 from ..types import BASE
+from .bridges import Bridge
+from .check import check_itself
 from .depth import Depth
-from .families import FAMILIES
+from .families import FAMILIES, Family
+from .frozen import FrozenRotary
 from .lora import Loras
+from .probe import Probe, Shape, measured, places
 
 ATTENTION = "choreograph"
+UNSAID = 2048  # positions of a model that names no limit
 _TURN = threading.RLock()
 
 
@@ -41,11 +46,21 @@ class ModelFacts:
     head_dim: int
     max_positions: int
     vocab_size: int
-    rotary: Rotary
+    kinds: tuple[Kind, ...]  # the attention of every layer
+    movable: bool  # whether what was encoded at one place can be seen at another
     dtype: torch.dtype
     device: torch.device
     fingerprint: str
     parameters: int
+
+    @property
+    def positions(self) -> str:
+        """How tokens are told apart: "rotary", "alibi", "learned", or "none"."""
+        if not self.movable:
+            return "learned"
+        if any(kind.rotary is not None for kind in self.kinds):
+            return "rotary"
+        return "alibi" if any(kind.slopes for kind in self.kinds) else "none"
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -61,13 +76,18 @@ def _attention(
     *,
     scaling: float | None = None,
     step: Any = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: hands one layer to the step."""
-    scale = module.head_dim**-0.5 if scaling is None else scaling
+    """The registered attention function: hands one layer to the step. s_aux: the scores of attention sinks."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():
-        return torch.ops.choreograph.attend(query, key, value, step, module.layer_idx, scale), None
-    return step.attend(module.layer_idx, query, key, value, scale), None
+        return torch.ops.choreograph.attend(query, key, value, step, module.layer_idx, scale, s_aux), None
+    if isinstance(step, Probe):
+        step.note(module.layer_idx, sliding_window, softcap)
+    return step.attend(module.layer_idx, query, key, value, scale, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -80,12 +100,42 @@ class Adapter:
     loras: Loras | None = None
     in_training = False  # its weights are not what its fingerprint says
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None, positions: int | None = None
+    ) -> None:
+        """positions: fewer than the model has, where tables that change with the length shall be those of a shorter
+        one. A model that cannot be served is refused with why."""
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.facts = read_facts(model, name or model.config._name_or_path or model.config.model_type)
+        name = name or model.config._name_or_path or model.config.model_type
+        _check_device(model, name)
+        config = model.config.get_text_config()
+        self.family = FAMILIES.get(config.model_type)
+        self.bridge = Bridge(model) if self.family is not None and self.family.bridge else None
+        most = _positions(model, positions, name)
+        self.frozen = FrozenRotary(model, most)
+        shape = self._measure(name, most)
+        self.facts = read_facts(model, shape, name, most, f"-{most}" if self.frozen.changing else "")
         self.loras = Loras(model)
         self.compiled: Any = None  # a `models.compiled.CompiledForward`, or nothing
+        if self.family is not None:
+            _check_family(self.family, self.facts)
+        else:
+            check_itself(self)
+
+    @torch.no_grad()
+    def _measure(self, name: str, positions: int) -> Shape:
+        probe, at = Probe(), places(positions)
+        token = self.model.config.get_text_config().vocab_size // 2
+        try:
+            with self.hooked():
+                self.logits([token] * len(at), at, probe, [0])
+                return measured(self.model, probe, name, positions)
+        except ChoreographError:
+            raise
+        except Exception as problem:
+            kind = self.model.config.get_text_config().model_type
+            raise ModelError(f"{name}: architecture {kind!r} cannot be served: {str(problem)[:300]}") from problem
 
     def quantize(self, kind: str) -> None:
         """Weight-only quantisation in place, through torchao."""
@@ -137,6 +187,10 @@ class Adapter:
     @cached_property
     def depth(self) -> Depth:
         """Its layers one by one."""
+        if self.bridge is not None:
+            raise ModelError(
+                f"{self.facts.name}: layers of this family do not run one by one; it cannot share encodings"
+            )
         return Depth(self.model)
 
     def logits(
@@ -144,26 +198,30 @@ class Adapter:
     ) -> Float[Tensor, "R V"]:
         """One pass of the hooked model, attention being what `step.attend` makes of every layer. through: what wraps
         the model."""
-        device = self.facts.device
-        return (through or self.model)(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
-            use_cache=False,
-            step=step,
-        ).logits[0]
+        device = next(self.model.parameters()).device
+        with self.bridge.carrying(step) if self.bridge is not None else nullcontext():
+            return (through or self.model)(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
+                use_cache=False,
+                step=step,
+            ).logits[0]
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Engines in several threads take turns: the attention setting is the model's, and models are shared."""
-        config = self.model.config
-        with _TURN:
-            before = config._attn_implementation
-            config._attn_implementation = ATTENTION
+        """Engines in several threads take turns: the attention setting is the model's, and models are shared. A model
+        with a bridge keeps its own, which is not used."""
+        configs = [] if self.bridge is not None else [self.model.config, self.model.config.get_text_config()]
+        with _TURN, self.frozen.applied():
+            before = [config._attn_implementation for config in configs]
             try:
+                for config in configs:
+                    config._attn_implementation = ATTENTION
                 yield
             finally:
-                config._attn_implementation = before
+                for config, old in zip(configs, before, strict=True):
+                    config._attn_implementation = old
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -196,52 +254,50 @@ class Adapter:
         return max(256, min(8 * self.facts.max_positions, most))
 
 
-def read_facts(model: PreTrainedModel, name: str) -> ModelFacts:
-    """Reads the facts off a model and its configuration; a model that cannot be served is refused with why."""
-    config = model.config.get_text_config()
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise ModelError(f"{name}: architecture {config.model_type!r} is not proved; served: {sorted(FAMILIES)}")
-    if _has_window(config):
-        raise ModelError(f"{name}: sliding-window layers are not served; use a model with full attention")
-    heads = config.num_attention_heads
-    device = next(model.parameters()).device
-    if device.type != "cpu":
-        raise ModelError(f"{name}: it is on {device}; only the CPU is served: use device='cpu'")
+def read_facts(model: PreTrainedModel, shape: Shape, name: str, positions: int, note: str) -> ModelFacts:
+    """What was measured, and what the configuration says beside it."""
     weight = next(model.get_input_embeddings().parameters())
     return ModelFacts(
         name=name,
-        layers=config.num_hidden_layers,
-        query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        max_positions=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        rotary=_read_rotary(model, family.interleaved, name),
+        layers=len(shape.kinds),
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_positions=positions,
+        vocab_size=model.config.get_text_config().vocab_size,
+        kinds=shape.kinds,
+        movable=shape.movable,
         dtype=weight.dtype,
         device=weight.device,
-        fingerprint=_fingerprint(model),
+        fingerprint=_fingerprint(model) + note,
         parameters=sum(p.numel() for p in model.parameters()),
     )
 
 
-def _has_window(config: Any) -> bool:
-    layers = getattr(config, "layer_types", None)
-    if layers:
-        return "sliding_attention" in layers
-    window = getattr(config, "sliding_window", None)
-    return window is not None and window < config.max_position_embeddings
+def _positions(model: PreTrainedModel, asked: int | None, name: str) -> int:
+    """How many positions there are: what the configuration says, or fewer if that is asked for."""
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
+    known = next((most for one in names if isinstance(most := getattr(config, one, None), int)), UNSAID)
+    if asked is not None and asked > known:
+        raise ConfigError(f"max_positions={asked}: {name} has {known}")
+    return asked or known
 
 
-def _read_rotary(model: PreTrainedModel, interleaved: bool, name: str) -> Rotary:
-    module = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
-    inverse = getattr(module, "inv_freq", None)
-    if inverse is None:
-        raise ModelError(f"{name}: no rotary embedding found; only rotary models can be placed anywhere")
-    kind = getattr(module, "rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ModelError(f"{name}: rope type {kind!r} changes with the length and cannot be placed; freeze it")
-    return Rotary(tuple(inverse.double().tolist()), interleaved)
+def _check_device(model: PreTrainedModel, name: str) -> None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if {device.type for device in devices} != {"cpu"}:
+        shown = sorted(map(str, devices))
+        raise ModelError(f"{name}: it is on {', '.join(shown)}; only the CPU is served: use device='cpu'")
+
+
+def _check_family(family: Family, facts: ModelFacts) -> None:
+    """The table says what has to be found in a model that it names."""
+    if facts.positions not in family.positions:
+        raise ModelError(
+            f"{facts.name}: its positions were measured to be {facts.positions!r}, its family's are "
+            f"{' or '.join(family.positions)}; this version of transformers computes it in another way"
+        )
 
 
 def _fingerprint(model: PreTrainedModel) -> str:

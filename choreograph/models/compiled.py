@@ -40,16 +40,21 @@ register_opaque_type(OpaqueStep, typ="reference")
 _library = torch.library.Library("choreograph", "DEF")
 _library.define(
     "attend(Tensor query, Tensor key, Tensor value, "
-    f"{torch._library.opaque_object.get_opaque_type_name(OpaqueStep)} step, int layer, float scale) -> Tensor"
+    f"{torch._library.opaque_object.get_opaque_type_name(OpaqueStep)} step, int layer, float scale, "
+    "Tensor? sinks) -> Tensor"
 )
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, step: OpaqueStep, layer: int, scale: float) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, step: OpaqueStep, layer: int, scale: float, sinks: Tensor | None
+) -> Tensor:
     assert step.step is not None
-    return step.step.attend(layer, query, key, value, scale)
+    return step.step.attend(layer, query, key, value, scale, sinks)
 
 
-def _attend_shape(query: Tensor, key: Tensor, value: Tensor, step: Any, layer: int, scale: float) -> Tensor:
+def _attend_shape(
+    query: Tensor, key: Tensor, value: Tensor, step: Any, layer: int, scale: float, sinks: Tensor | None
+) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 

@@ -106,7 +106,7 @@ _FACTS: dict[str, Any] = {
     "hidden size": lambda a: a.model.config.get_text_config().hidden_size,
     "vocabulary": lambda a: a.facts.vocab_size,
     "positions": lambda a: a.facts.max_positions,
-    "rotary embedding": lambda a: a.facts.rotary,
+    "attention of the layers": lambda a: a.facts.kinds,
     "type": lambda a: a.facts.dtype,
     "device": lambda a: a.facts.device,
 }

@@ -22,7 +22,7 @@ from platformdirs import user_cache_path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from ..errors import ModelError
+from ..errors import ConfigError, ModelError
 from .adapter import Adapter, check_device
 
 EMBEDDED = "smollm2-135m-instruct"
@@ -36,22 +36,39 @@ def load(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
+    device_map: Any = None,
+    positions: int | None = None,
 ) -> Adapter:
     """A model by name, path or in memory, on a device and in a type (bfloat16 by default).
 
     A model in memory is used as it is: `dtype`, and the change to evaluation mode, apply to the caller's object.
+    device_map: as transformers takes it, instead of a device. positions: as `Adapter` takes it.
     """
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device={device!r} and device_map={device_map!r}: give one of them")
     if isinstance(model, PreTrainedModel):
-        return Adapter(_placed(model, dtype, device), tokenizer)
+        if device_map is not None:
+            raise ConfigError(f"device_map={device_map!r}: the model is in memory and where it is; use device=")
+        return Adapter(_placed(model, dtype, device), tokenizer, positions=positions)
     dtype, device = dtype or torch.bfloat16, check_device(device)
     source, name = _source(str(model))
     try:
         with _no_bars():
-            loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, use_safetensors=True, device_map=device_map
+            )
+            tokenizer = tokenizer or _tokenizer(source)
     except Exception as problem:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
-    return Adapter(_placed(loaded, None, device), tokenizer, name=name)
+    return Adapter(_placed(loaded, None, None if device_map else device), tokenizer, name=name, positions=positions)
+
+
+def _tokenizer(source: str) -> Any:
+    """The model's tokenizer; None for a folder that holds none, which is used with token ids."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+    if Path(source).is_dir() and not any((Path(source) / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(source)
 
 
 def tokenizer_of(model: str | os.PathLike[str]) -> tuple[Any, int]:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..models.adapter import Adapter
+from ..ops.kind import Kind
+from ..ops.reference import beyond, shaped
 from ..ops.rope import Rotary, turn
 from ..types import BASE
 from .calls import TracedCall
@@ -85,12 +87,15 @@ def _runs(call: TracedCall, spans: Sequence[Span], calls: Sequence[TracedCall]) 
 class PackedStep:
     """The attention of one pass, layer by layer; travels through the model as the engine's `Step` does."""
 
-    def __init__(self, packed: Pack, rotary: Rotary, device: torch.device) -> None:
+    def __init__(self, packed: Pack, kinds: Sequence[Kind], device: torch.device) -> None:
         self._spans = packed.spans
-        self._rotary = rotary
+        self._kinds = kinds
+        self._positions = torch.tensor(packed.positions, device=device)
         shifts = sorted({run.shift for span in packed.spans for run in span.sees})
-        cos, sin = (torch.from_numpy(table).to(device) for table in rotary.table(shifts))
-        self._turns = {shift: (cos[i], sin[i]) for i, shift in enumerate(shifts)}
+        self._turns: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
+        for rotary in {kind.rotary for kind in kinds if kind.rotary is not None}:
+            cos, sin = (torch.from_numpy(table).to(device) for table in rotary.table(shifts))
+            self._turns |= {(rotary, shift): (cos[i], sin[i]) for i, shift in enumerate(shifts)}
 
     def attend(
         self,
@@ -99,21 +104,34 @@ class PackedStep:
         key: Float[Tensor, "1 G N D"],
         value: Float[Tensor, "1 G N D"],
         scale: float,
+        sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
+        kind = self._kinds[layer]
         turned: dict[Run, Tensor] = {}  # several calls see the same thing at the same place
         outputs = []
         for span in self._spans:
             for run in span.sees:
                 if run not in turned:
-                    turned[run] = self._turn(key[:, :, run.lo : run.hi], run.shift)
+                    turned[run] = self._turn(key[:, :, run.lo : run.hi], run.shift, kind.rotary)
             own = slice(span.lo, span.hi)
             keys = torch.cat([*(turned[run] for run in span.sees), key[:, :, own]], dim=2)
             values = torch.cat([*(value[:, :, run.lo : run.hi] for run in span.sees), value[:, :, own]], dim=2)
-            outputs.append(_attend(query[:, :, own], keys, values, scale))
+            if kind.plain and sinks is None:
+                outputs.append(_attend(query[:, :, own], keys, values, scale))
+            else:
+                outputs.append(_attend_shaped(query[:, :, own], keys, values, scale, self._distance(span), kind, sinks))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
-    def _turn(self, keys: Float[Tensor, "1 G T D"], shift: int) -> Float[Tensor, "1 G T D"]:
-        return turn(keys, *self._turns[shift], self._rotary.interleaved).to(keys.dtype) if shift else keys
+    def _turn(self, keys: Float[Tensor, "1 G T D"], shift: int, rotary: Rotary | None) -> Float[Tensor, "1 G T D"]:
+        if rotary is None or not shift:
+            return keys
+        return turn(keys, *self._turns[rotary, shift], rotary.interleaved).to(keys.dtype)
+
+    def _distance(self, span: Span) -> Tensor:
+        """(N, T): where each row of a call stands, minus where it sees each key."""
+        seen = [self._positions[run.lo : run.hi] + run.shift for run in span.sees]
+        own = self._positions[span.lo : span.hi]
+        return own[:, None] - torch.cat([*seen, own])
 
 
 def _attend(
@@ -128,6 +146,27 @@ def _attend(
     return functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
+def _attend_shaped(
+    query: Float[Tensor, "1 H N D"],
+    keys: Float[Tensor, "1 G T D"],
+    values: Float[Tensor, "1 G T D"],
+    scale: float,
+    distance: Tensor,
+    kind: Kind,
+    sinks: Float[Tensor, "H"] | None,
+) -> Float[Tensor, "1 H N D"]:
+    """As `_attend`, with all scores in memory: those of layers that cap, slope, hide or sink some."""
+    share = query.shape[1] // keys.shape[1]
+    own, seen = distance.shape
+    k, v = (x[0].repeat_interleave(share, dim=0) for x in (keys, values))
+    scores = shaped((query[0] @ k.transpose(-1, -2)).float() * scale, distance, kind)
+    hidden = torch.ones(own, seen, dtype=torch.bool, device=query.device).triu(seen - own + 1) | beyond(distance, kind)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, own, 1)], dim=-1)
+    return (scores.softmax(-1)[..., :seen].to(v.dtype) @ v)[None]
+
+
 def logits_of(adapter: Adapter, packed: Pack, *, through: Any = None) -> Float[Tensor, "R V"]:
     """The logits that predict the targets, with gradients if they are enabled. through: what wraps the model.
 
@@ -136,7 +175,7 @@ def logits_of(adapter: Adapter, packed: Pack, *, through: Any = None) -> Float[T
     facts = adapter.facts
     if not packed.rows:
         return torch.zeros(0, facts.vocab_size, device=facts.device)
-    step = PackedStep(packed, facts.rotary, facts.device)
+    step = PackedStep(packed, facts.kinds, facts.device)
     return adapter.logits(packed.tokens, packed.positions, step, packed.rows, through=through)
 
 

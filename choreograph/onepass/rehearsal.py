@@ -18,6 +18,7 @@ from ..core import Engine
 from ..errors import DataError
 from ..models.adapter import Adapter, ModelFacts
 from ..ops.attend import Step
+from ..ops.kind import Kind
 from ..ops.rope import Rotary
 from ..together import together
 from ..types import SamplingParams
@@ -44,7 +45,8 @@ class SilentModel(Adapter):
             query_heads=1,
             kv_heads=1,
             head_dim=2,
-            rotary=Rotary((1.0,)),
+            kinds=(Kind(Rotary((1.0,))),),
+            movable=True,
             fingerprint=f"silent {facts.fingerprint}",
         )
 

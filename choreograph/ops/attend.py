@@ -5,7 +5,7 @@ which writes the rows' own keys and values into their slots before anything is r
 rows of other calls in the same step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -15,17 +15,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from . import native, reference, sdpa
+from .kind import Kind
 from .plan import Plan
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """Writes the step's own keys and values into their slots, then gives each row's attention."""
+    """Writes the step's own keys and values into their slots, then gives each row's attention, as a layer of its kind
+    has it."""
 
     name: str
 
     def __call__(
-        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        kind: Kind,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -37,12 +48,21 @@ class WriteThenRead:
         self._read = read
 
     def __call__(
-        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        kind: Kind,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         slots = torch.from_numpy(plan.slots)
         keys[slots] = key.transpose(0, 1)
         values[slots] = value.transpose(0, 1)
-        return self._read(plan, query, keys, values, scale)
+        return self._read(plan, query, keys, values, scale, kind, sinks)
 
 
 class Native:
@@ -54,9 +74,18 @@ class Native:
         self._kernel = native.load(width, dtype)
 
     def __call__(
-        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        kind: Kind,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self._kernel.attend(plan, query, key, value, keys, values, scale)
+        return self._kernel.attend(plan, query, key, value, keys, values, scale, kind, sinks)
 
 
 def make_backend(name: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
@@ -76,14 +105,15 @@ def make_backend(name: str, width: int, dtype: torch.dtype, device: torch.device
 
 @dataclass(eq=False)
 class Step:
-    """keys and values: per layer, (S, G, D), the arena's own tensors. arrivals: called with the layer before it is
-    read, each returns when what it brings of that layer is there. others: the plans of layers where something else is
-    seen. kept: where what comes into some layers is kept, (S, E). given: what comes into some layers in place of what
-    was computed, (1, N, E)."""
+    """keys and values: per layer, (S, G, D), the arena's own tensors. kinds: of the layers. arrivals: called with the
+    layer before it is read, each returns when what it brings of that layer is there. others: the plans of layers where
+    something else is seen. kept: where what comes into some layers is kept, (S, E). given: what comes into some layers
+    in place of what was computed, (1, N, E)."""
 
     plan: Plan
     keys: list[Tensor]
     values: list[Tensor]
+    kinds: Sequence[Kind]
     backend: Backend
     arrivals: tuple[Callable[[int], None], ...] = ()
     others: Mapping[int, Plan] = field(default_factory=dict)
@@ -97,12 +127,13 @@ class Step:
         key: Float[Tensor, "1 G N D"],
         value: Float[Tensor, "1 G N D"],
         scale: float,
+        sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
         for arrive in self.arrivals:
             arrive(layer)
         plan = self.others.get(layer, self.plan)
-        out = self.backend(plan, query[0], key[0], value[0], self.keys[layer], self.values[layer], scale)
-        return out[None]
+        kept = self.keys[layer], self.values[layer]
+        return self.backend(plan, query[0], key[0], value[0], *kept, scale, self.kinds[layer], sinks)[None]
 
     def enter(self, layer: int, hidden: Float[Tensor, "1 N E"]) -> Float[Tensor, "1 N E"]:
         """What comes into a layer: keeps it where that is wanted, or puts what is given in its place."""
@@ -116,7 +147,11 @@ class Step:
         """The same step with rows added that write into slot 0 (the bin page) and read nothing."""
         if rows == self.plan.rows:
             return self
-        slots = np.concatenate([self.plan.slots, np.zeros(rows - self.plan.rows, dtype=np.int64)])
-        plans = {id(p): replace(p, slots=slots, memo={}) for p in (self.plan, *self.others.values())}
+        nothing = np.zeros(rows - self.plan.rows, dtype=np.int64)
+        slots, positions = (np.concatenate([one, nothing]) for one in (self.plan.slots, self.plan.positions))
+        plans = {
+            id(plan): replace(plan, slots=slots, positions=positions, memo={})
+            for plan in (self.plan, *self.others.values())
+        }
         others = {layer: plans[id(plan)] for layer, plan in self.others.items()}
         return replace(self, plan=plans[id(self.plan)], others=others)

@@ -14,6 +14,7 @@
 
 namespace {
 
+constexpr float BASE2 = 1.4426950408889634f;  // log2(e)
 constexpr int LANES = 16, TILE = 64, PANELS = TILE / LANES, FEW = 6;
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int ivec __attribute__((vector_size(LANES * 4)));
@@ -66,7 +67,14 @@ inline void transpose(vec r[LANES]) {  // 16 x 16 by four riffles of row i with 
   }
 }
 
-struct Shape { int rows, heads, groups, share, slot_stride; float scale; };
+// window 0: none. cap 0: none. slopes and sinks: one per head, or null.
+struct Shape {
+  int rows, heads, groups, share, slot_stride;
+  float scale, cap;
+  int window;
+  const int64_t* positions;
+  const float *slopes, *sinks;
+};
 struct Rotation { const float *cos, *sin; int half, interleaved; };
 struct Segment { int32_t lo, hi, first; };
 struct Reader { int32_t row0, row1, shift, limit, step, position; };
@@ -128,13 +136,15 @@ struct Kernel {
     for (int m = 0; m < M; m++) for (int i = 0; i < V; i++) store(out + m * D + i * LANES, acc[m][i]);
   }
 
-  // one softmax step: scores of n visible slots -> weights, with the running maximum and sum
-  static void soften(float* s, int n, int padded, float& top, float& norm, float* out) {
+  // one softmax step: scores of the visible slots from..to -> weights, with the running maximum and sum
+  static void soften(float* s, int from, int to, int padded, float& top, float& norm, float* out) {
+    for (int j = 0; j < from; j++) s[j] = 0;
+    for (int j = to; j < padded; j++) s[j] = 0;
+    if (from >= to) return;
     float best = top;
-    for (int j = 0; j < n; j++) best = std::max(best, s[j]);
+    for (int j = from; j < to; j++) best = std::max(best, s[j]);
     float keep = exp2_fast(top - best), total = 0;
-    for (int j = 0; j < n; j++) { s[j] = exp2_fast(s[j] - best); total += s[j]; }
-    for (int j = n; j < padded; j++) s[j] = 0;
+    for (int j = from; j < to; j++) { s[j] = exp2_fast(s[j] - best); total += s[j]; }
     if (keep != 1.0f) for (int i = 0; i < D; i++) out[i] *= keep;
     norm = norm * keep + total;
     top = best;
@@ -153,6 +163,27 @@ struct Kernel {
 
   static int seen(const Reader& r, int row) { return r.limit + r.step * (row - r.row0); }
 
+  // The slots of a run that a row sees: from <= slot < to.
+  struct Range { int from, to; };
+  static Range range(const Shape& s, const Reader& r, int row) {
+    Range x{0, seen(r, row)};
+    if (s.window) {
+      int here = (int)s.positions[row] - r.position;
+      x.from = std::min(x.to, std::max(0, here - s.window + 1));
+      x.to = std::max(x.from, std::min(x.to, here + s.window));
+    }
+    return x;
+  }
+
+  // Scores of n slots from slot t of the run on, as the layer shapes them.
+  static void shape(const Shape& s, const Reader& r, int row, int head, int t, int n, float* x) {
+    if (s.cap) for (int j = 0; j < n; j++) x[j] = s.cap * std::tanh(x[j] / s.cap);
+    if (s.slopes) {
+      int first = r.position + t - (int)s.positions[row];
+      for (int j = 0; j < n; j++) x[j] += s.slopes[head] * BASE2 * (first + j);
+    }
+  }
+
   // Rows b0..b1 of head group g over every stripes-th tile; acc (nq, D), top and norm (nq).
   static void item(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
                    const T* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g, int b0, int b1,
@@ -166,15 +197,20 @@ struct Kernel {
     std::fill(top, top + nq, -INFINITY);
     std::fill(norm, norm + nq, 0.0f);
     for (int i = 0; i < segs; i++) {
-      int first = seg[i].first, end = i + 1 < segs ? seg[i + 1].first : readers, length = 0, active = 0;
+      int first = seg[i].first, end = i + 1 < segs ? seg[i + 1].first : readers, begin = INT32_MAX, length = 0;
+      int active = 0;
       for (int e = first; e < end; e++) {
         int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
         if (r0 >= r1) continue;
-        length = std::max(length, seen(rd[e], r1 - 1));
         active += (r1 - r0) * s.share;
+        if (!s.window) { begin = 0; length = std::max(length, seen(rd[e], r1 - 1)); continue; }
+        for (int row = r0; row < r1; row++) {
+          Range x = range(s, rd[e], row);
+          if (x.from < x.to) { begin = std::min(begin, x.from); length = std::max(length, x.to); }
+        }
       }
       bool turned = false;
-      for (int t = 0; t < length; t += TILE) {
+      for (int t = length ? begin / TILE * TILE : 0; t < length; t += TILE) {
         if (tile++ % stripes != stripe) continue;
         if (!turned) { rotate(s, rot, rd, first, end, b0, b1, w); turned = true; }
         int n = std::min(TILE, length - t);
@@ -185,7 +221,7 @@ struct Kernel {
         for (int j = 0; j < n; j++)
           for (int c = 0; c < V; c++) store(&w.values[j * D + c * LANES], widen(v + (int64_t)j * s.slot_stride + c * LANES));
         for (int e = first; e < end; e++)
-          reader(s, rd[e], b0, b1, t, n, k, wide, w, acc, top, norm);
+          reader(s, rd[e], g, b0, b1, t, n, k, wide, w, acc, top, norm);
       }
     }
   }
@@ -213,10 +249,12 @@ struct Kernel {
       }
   }
 
-  static void reader(const Shape& s, const Reader& r, int b0, int b1, int t, int n, const T* k, bool wide, Work& w,
-                     float* acc, float* top, float* norm) {
+  static void reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, bool wide,
+                     Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
-    while (r0 < r1 && seen(r, r0) <= t) r0++;
+    auto blind = [&](int row) { Range x = range(s, r, row); return x.to <= t || x.from >= t + n; };
+    while (r0 < r1 && blind(r0)) r0++;
+    while (s.window && r0 < r1 && blind(r1 - 1)) r1--;
     int end = (r1 - b0) * s.share;
     for (int m = (r0 - b0) * s.share; m < end; m += WIDE) {
       int count = std::min(WIDE, end - m);
@@ -225,8 +263,11 @@ struct Kernel {
       if (wide) pick_scores(count, q, w.keys.data(), p);
       else scores_few(q, count, k, s.slot_stride, n, p);
       for (int a = 0; a < count; a++) {
-        int visible = std::min(n, seen(r, b0 + (m + a) / s.share) - t);
-        soften(p + a * TILE, visible, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
+        int row = b0 + (m + a) / s.share;
+        Range x = range(s, r, row);
+        int from = std::max(0, x.from - t), to = std::min(n, x.to - t);
+        if (s.cap || s.slopes) shape(s, r, row, g * s.share + (m + a) % s.share, t, n, p + a * TILE);
+        soften(p + a * TILE, from, to, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
       }
       pick_mix(count, p, w.values.data(), n, acc + (int64_t)m * D);
     }
@@ -282,14 +323,20 @@ struct Kernel {
         int64_t base = (int64_t)i * stripes * nq;
         for (int m = 0; m < (b1 - b0) * s.share; m++)
           merge(&acc[base * D], &top[base], &norm[base], stripes, nq, m,
+                s.sinks ? s.sinks + g * s.share + m % s.share : nullptr,
                 out + ((int64_t)(b0 + m / s.share) * s.heads + g * s.share + m % s.share) * D);
       }
     }
   }
 
-  static void merge(float* acc, float* top, float* norm, int stripes, int nq, int m, T* out) {
+  // sink: the score of nothing at all
+  static void merge(float* acc, float* top, float* norm, int stripes, int nq, int m, const float* sink, T* out) {
     float best = -INFINITY, total = 0, sum[D] = {};
     for (int i = 0; i < stripes; i++) best = std::max(best, top[(int64_t)i * nq + m]);
+    if (sink) {
+      best = std::max(best, *sink * BASE2);
+      total = exp2_fast(*sink * BASE2 - best);
+    }
     for (int i = 0; i < stripes && best > -INFINITY; i++) {
       int64_t at = (int64_t)i * nq + m;
       float keep = exp2_fast(top[at] - best);
@@ -310,20 +357,23 @@ void write(const T* k, int64_t k_row, int64_t k_head, const Shape& s, int width,
 
 }  // namespace
 
-// What all layers of a step share. Mirrors `_PlanView` in native.py.
+// What all layers of a kind share in a step. Mirrors `_PlanView` in native.py.
 struct PlanView {
-  const int64_t* slots;
+  const int64_t *slots, *positions;
   const int32_t *segments, *readers;
-  const float *cos, *sin;
-  int64_t rows, heads, groups, segment_count, reader_count, half, interleaved, threads;
+  const float *cos, *sin, *slopes;
+  int64_t rows, heads, groups, segment_count, reader_count, half, interleaved, threads, window;
+  float softcap;
 };
 
 // Strides count elements. WIDTH (head size) and ELEMENT (float or bf16) are given when this file is compiled.
 extern "C" void choreograph_attend(
     const PlanView* p, float scale, const ELEMENT* q, int64_t q_head, int64_t q_row, const ELEMENT* k, int64_t k_head,
-    int64_t k_row, const ELEMENT* v, int64_t v_head, int64_t v_row, ELEMENT* keys, ELEMENT* values, ELEMENT* out) {
+    int64_t k_row, const ELEMENT* v, int64_t v_head, int64_t v_row, ELEMENT* keys, ELEMENT* values, ELEMENT* out,
+    const float* sinks) {
   int rows = p->rows, heads = p->heads, groups = p->groups;
-  Shape s{rows, heads, groups, heads / groups, groups * WIDTH, scale * 1.4426950408889634f};
+  Shape s{rows, heads, groups, heads / groups, groups * WIDTH, scale * BASE2, p->softcap * BASE2, (int)p->window,
+          p->positions, p->slopes, sinks};
   Rotation rotation{p->cos, p->sin, (int)p->half, (int)p->interleaved};
   write(k, k_row, k_head, s, WIDTH, p->slots, keys);
   write(v, v_row, v_head, s, WIDTH, p->slots, values);

@@ -15,26 +15,29 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from platformdirs import user_cache_path
 from torch import Tensor
 
+from .kind import Kind
 from .plan import Plan
 
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16"}
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURE = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 3)
+_SIGNATURE = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 4)
 
 
 class _PlanView(ctypes.Structure):
-    """What all layers of a step share. Mirrors `PlanView` in native.cpp."""
+    """What all layers of a kind share in a step. Mirrors `PlanView` in native.cpp."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("slots", "segments", "readers", "cos", "sin")),
+        *((name, _POINTER) for name in ("slots", "positions", "segments", "readers", "cos", "sin", "slopes")),
         *((name, _LONG) for name in ("rows", "heads", "groups", "segment_count", "reader_count")),
-        *((name, _LONG) for name in ("half", "interleaved", "threads")),
+        *((name, _LONG) for name in ("half", "interleaved", "threads", "window")),
+        ("softcap", ctypes.c_float),
     )
 
 
@@ -81,6 +84,8 @@ class NativeKernel:
         keys: Float[Tensor, "S G D"],
         values: Float[Tensor, "S G D"],
         scale: float,
+        kind: Kind,
+        sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "N H D"]:
         """Writes the rows' own keys and values into their slots, then attends."""
         heads, rows, width = query.shape
@@ -90,27 +95,33 @@ class NativeKernel:
         out = torch.empty(rows, heads, width, dtype=query.dtype)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        empty = None if sinks is None else sinks.detach().float().contiguous()
         self._call(
-            _plan_view(plan, heads, keys.shape[1]),
+            _plan_view(plan, heads, keys.shape[1], kind),
             scale,
             *(query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2]),
             *(value.data_ptr(), *value.stride()[:2], keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+            None if empty is None else empty.data_ptr(),
         )
         return out
 
 
-def _plan_view(plan: Plan, heads: int, groups: int) -> int:
+def _plan_view(plan: Plan, heads: int, groups: int, kind: Kind) -> int:
     """The address of the plan as the kernel reads it; kept by the plan as long as it lives."""
-    if "native" not in plan.memo:
-        rotary = plan.rotary
+    key = f"native {id(kind)}"
+    if key not in plan.memo:
+        rotary = kind.rotary
+        slopes = np.asarray(kind.slopes, dtype=np.float32) if kind.slopes else None
+        arrays = (plan.slots, plan.positions, plan.segments, plan.readers, *plan.turns(rotary))
         view = _PlanView(
-            *(array.ctypes.data for array in (plan.slots, plan.segments, plan.readers, plan.cos, plan.sin)),
+            *(array.ctypes.data for array in arrays),
+            None if slopes is None else slopes.ctypes.data,
             *(plan.rows, heads, groups, len(plan.segments), len(plan.readers)),
             *((rotary.half, rotary.interleaved) if rotary else (0, 0)),
-            torch.get_num_threads(),
+            *(torch.get_num_threads(), kind.window or 0, kind.softcap or 0.0),
         )
-        plan.memo["native"] = (view, ctypes.addressof(view))
-    return cast(tuple[_PlanView, int], plan.memo["native"])[1]
+        plan.memo[key] = (view, ctypes.addressof(view), slopes, kind)
+    return cast(tuple[_PlanView, int, object, Kind], plan.memo[key])[1]
 
 
 def _build(width: int, element: str) -> Path:

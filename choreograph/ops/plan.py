@@ -7,7 +7,7 @@ readers; that is what makes a context shared by many calls cost one pass.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -37,16 +37,14 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """slots: (N,) where each row's own key and value go. segments: (S, 3) lo, hi, first reader.
-    readers: (E, 6) row0, row1, index into `shifts`, limit, step, position. shifts[0] is always 0."""
+    """slots: (N,) where each row's own key and value go. positions: (N,) where each row stands. segments: (S, 3) lo,
+    hi, first reader. readers: (E, 6) row0, row1, index into `shifts`, limit, step, position. shifts[0] is always 0."""
 
     slots: np.ndarray
+    positions: np.ndarray
     segments: np.ndarray
     readers: np.ndarray
     shifts: list[int]
-    rotary: Rotary | None
-    cos: np.ndarray
-    sin: np.ndarray
     memo: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -58,9 +56,17 @@ class Plan:
         end = self.segments[index + 1, 2] if index + 1 < len(self.segments) else len(self.readers)
         return self.readers[first:end]
 
+    def turns(self, rotary: Rotary | None) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin of every shift, of no pair where nothing turns; worked out once for all layers of a kind."""
+        key = f"turns {id(rotary)}"
+        if key not in self.memo:
+            nothing = np.zeros((len(self.shifts), 0), dtype=np.float32)
+            self.memo[key] = (*((nothing, nothing) if rotary is None else rotary.table(self.shifts)), rotary)
+        return cast(tuple[np.ndarray, np.ndarray, object], self.memo[key])[:2]
+
     def check(self) -> None:
         """The invariants every backend relies on."""
-        assert self.shifts[0] == 0
+        assert self.shifts[0] == 0 and len(self.positions) == self.rows
         for index, (lo, hi, _) in enumerate(self.segments):
             seen: set[int] = set()
             for row0, row1, shift, limit, step, _ in self.segment_readers(index):
@@ -72,7 +78,7 @@ class Plan:
                 seen |= rows
 
 
-def make_plan(slots: list[int], reads: Iterable[Read], rotary: Rotary | None) -> Plan:
+def make_plan(slots: list[int], reads: Iterable[Read], positions: list[int]) -> Plan:
     """Gathers reads by the run that they read; rows must rise. Pure: the same reads give the same plan."""
     shifts: dict[int, int] = {0: 0}
     segments: list[tuple[int, int, int]] = []
@@ -82,15 +88,12 @@ def make_plan(slots: list[int], reads: Iterable[Read], rotary: Rotary | None) ->
         for read in run:
             index = shifts.setdefault(read.shift, len(shifts))
             readers.append((read.row0, read.row1, index, read.limit, read.step, read.position))
-    cos, sin = _tables(list(shifts), rotary)
     return Plan(
         slots=np.asarray(slots, dtype=np.int64),
+        positions=np.asarray(positions, dtype=np.int64),
         segments=np.asarray(segments, dtype=np.int32).reshape(-1, 3),
         readers=np.asarray(readers, dtype=np.int32).reshape(-1, 6),
         shifts=list(shifts),
-        rotary=rotary,
-        cos=cos,
-        sin=sin,
     )
 
 
@@ -105,13 +108,6 @@ def _runs(reads: Iterable[Read]) -> list[list[Read]]:
         if read.last > 0:
             runs.setdefault((read.lo, copy), []).append(read)
     return [_joined(runs[name]) for name in sorted(runs)]
-
-
-def _tables(shifts: list[int], rotary: Rotary | None) -> tuple[np.ndarray, np.ndarray]:
-    if rotary is None:
-        nothing = np.zeros((len(shifts), 0), dtype=np.float32)
-        return nothing, nothing
-    return rotary.table(shifts)
 
 
 def _joined(run: list[Read]) -> list[Read]:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -169,7 +170,7 @@ def facts_of(engine: Engine, model: str) -> dict[str, Any]:
         "hidden size": config.hidden_size,
         "vocabulary": facts.vocab_size,
         "type": str(facts.dtype),
-        "rotary embedding": _digest([facts.rotary.interleaved, *facts.rotary.inverse_frequencies]),
+        "attention of the layers": _digest([asdict(kind) for kind in facts.kinds]),
         "tokenizer": None if vocabulary is None else _digest(vocabulary),
     }
 

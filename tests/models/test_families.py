@@ -1,49 +1,241 @@
-"""Every row of the table of families: a tiny random model of it behaves like Hugging Face, chained and moved."""
+"""Every row of the table of families: a tiny random model of it is Hugging Face's own, chained, moved and in all modes."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
-from families import CONFIGS, SHAPE
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
+from brute import brute_force
+from families import CONFIGS, SHAPE, VOCABULARY
+from graphs import graphs, placed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, CohereConfig, GPTJConfig, StableLmConfig, T5Config
 
-from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.errors import ModelError
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
+from choreograph.errors import BadPosition, ModelError
+from choreograph.models.adapter import Adapter
 from choreograph.models.families import FAMILIES
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def build(name: str):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+
+
+MODELS = {name: build(name) for name in CONFIGS}
+MOVABLE = [name for name in CONFIGS if name not in ("gpt2", "opt")]
+FIXED = ["gpt2", "opt"]
+
+
+def make_engine(name: str, backend: str = "auto", step: int = 1024) -> Engine:
+    config = EngineConfig(
+        backend=backend,
+        cache=CacheConfig(tokens=2048, page_size=4, poison=True),
+        scheduler=SchedulerConfig(max_step_tokens=step),
+    )
+    return Engine.from_pretrained(MODELS[name], config=config)
+
+
+def prompt(length: int, seed: int = 5) -> list[int]:
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def generated(name: str, tokens: list[int], count: int) -> list[int]:
+    ids = torch.tensor([tokens])
+    with torch.inference_mode():
+        found = MODELS[name].generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+    return found[0, len(tokens) :].tolist()
 
 
 def test_every_family_is_proved_here():
-    assert set(CONFIGS) == set(FAMILIES)
+    assert {name.split(",")[0] for name in CONFIGS} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_chain_generation_and_moved_placement(name):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
-    ids = torch.randint(0, 61, (1, 30), generator=torch.Generator().manual_seed(5))
-    with torch.inference_mode():
-        wanted = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
-        )
-    config = EngineConfig(cache=CacheConfig(tokens=1024, poison=True))
-    engine, tokens = Engine.from_pretrained(model, config=config), ids[0].tolist()
-    greedy = SamplingParams(temperature=0, max_tokens=20)
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "phi3, longrope"])  # frozen: see below
+def test_a_chain_is_the_models_own_generation_in_every_mode(name, backend):
+    tokens = prompt(30)
+    wanted = generated(name, tokens, 20)
+    for mode in ("choreographed", "prefix", "naive"):
+        engine = make_engine(name, backend, step=9)
+        with engine.session(mode=mode) as session:
+            first = session.prefill(tokens[:10])
+            second = session.prefill(tokens[10:29], [first])
+            assert session.decode(tokens[29:], [first, second], sampling=GREEDY).generated == wanted
+            engine.check()
+
+
+@pytest.mark.parametrize("name", MOVABLE)
+def test_everything_moved_by_one_distance_is_the_same_conversation(name):
+    tokens, engine = prompt(30), make_engine(name)
     with engine.session() as session:
         first = session.prefill(tokens[:10])
         second = session.prefill(tokens[10:29], [first])
-        answer = session.decode(tokens[29:], [first, second], sampling=greedy)
-        assert answer.generated == wanted[0, 30:].tolist()
-        # everything moved by the same distance is the same conversation
-        moved = session.decode(tokens[29:], [first, second], offsets=[70, 80], new_offset=99, sampling=greedy)
-        assert moved.generated == answer.generated
+        here = session.decode(tokens[29:], [first, second], sampling=GREEDY)
+        there = session.decode(tokens[29:], [first, second], offsets=[70, 80], new_offset=99, sampling=GREEDY)
+        assert there.generated == here.generated
 
 
-def test_other_architectures_and_windows_are_refused_with_the_reason():
-    with pytest.raises(ModelError, match="'gpt2' is not proved"):
-        Engine.from_pretrained(
-            AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
-        )
-    windowed = MistralConfig(**SHAPE, sliding_window=16)
-    with pytest.raises(ModelError, match="sliding-window"):
-        Engine.from_pretrained(AutoModelForCausalLM.from_config(windowed))
-    dynamic = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(ModelError, match="dynamic"):
-        Engine.from_pretrained(AutoModelForCausalLM.from_config(dynamic))
+@pytest.mark.parametrize("name", MOVABLE)
+@settings(max_examples=12, deadline=None)
+@given(nodes=graphs(), step=st.sampled_from([3, 1024]), backend=st.sampled_from(["auto", "sdpa"]))
+def test_random_graphs_equal_brute_force(name, nodes, step, backend):
+    engine = make_engine(name, backend, step)
+    with engine.session(seed=0) as session:
+        messages = submit(session, nodes)
+        engine.drain()
+        engine.check()
+        wanted = brute_force(MODELS[name], engine.facts, nodes, placed(nodes))
+        for node, message, truth in zip(nodes, messages, wanted, strict=True):
+            for i, got in enumerate(message.logprobs or []):
+                row = np.array([got.top[token] for token in range(VOCABULARY)])
+                np.testing.assert_allclose(row, truth[len(node.tokens) + i - 1], atol=2e-4)
+
+
+def submit(session, nodes) -> list:
+    messages: list = []
+    for node in nodes:
+        place = {
+            "parents": [messages[p] for p in node.parents],
+            "offsets": node.offsets,
+            "new_offset": node.start,
+        }
+        if node.generated is None:
+            messages.append(session.prefill(node.tokens, **place))
+        else:
+            more = {"sampling": SamplingParams(logprobs=VOCABULARY), "footer": node.footer}
+            messages.append(session.decode(node.tokens, **place, **more, forced_tokens=node.generated))
+    return messages
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_calls_in_parallel_equal_calls_one_by_one(name):
+    def run(drain: bool) -> list[list[int]]:
+        engine = make_engine(name)
+        with engine.session(seed=3) as session:
+            root, answers = session.prefill(prompt(12)), []
+            for i in range(5):
+                sampling = SamplingParams(temperature=0.8, max_tokens=8)
+                answers.append(session.decode([i, 7], [root], sampling=sampling))
+                if drain:
+                    engine.drain()
+            # every answer is encoded right behind the root, and seen there by one reader that stands behind them all
+            last = session.decode([5], [root, answers[0]], sampling=replace(GREEDY, max_tokens=6))
+            return [message.generated for message in (*answers, last)]
+
+    assert run(False) == run(True)
+
+
+# -- windows ---------------------------------------------------------------------------------------------------
+
+
+def test_a_window_hides_by_logical_distance_not_by_order():
+    """A context far away in logical positions is not seen; the same one placed near is."""
+    engine, far = make_engine("mistral, window"), SamplingParams(temperature=0, max_tokens=1, logprobs=VOCABULARY)
+    with engine.session() as session:
+        context = session.prefill(prompt(5))
+        alone = session.decode([3, 4], new_offset=100, sampling=far).logprobs[0].top
+        hidden = session.decode([3, 4], [context], offsets=[10], new_offset=100, sampling=far).logprobs[0].top
+        behind = session.decode([3, 4], [context], offsets=[150], new_offset=100, sampling=far).logprobs[0].top
+        seen = session.decode([3, 4], [context], offsets=[95], new_offset=100, sampling=far).logprobs[0].top
+    assert hidden == pytest.approx(alone, abs=1e-5)
+    assert behind == pytest.approx(alone, abs=1e-5)
+    assert seen != pytest.approx(alone, abs=1e-2)
+
+
+# -- rotary tables that change with the length --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("positions", "short"), [(64, True), (None, False)])
+def test_longrope_is_frozen_at_the_longest_context(positions, short):
+    """With few positions a prompt is computed with the short factors, else with the long ones, whatever its length."""
+    model, tokens = build("phi3, longrope"), prompt(30)
+    engine = Engine.from_pretrained(model, config=EngineConfig(max_positions=positions))
+    with engine.session() as session:
+        first = session.prefill(tokens[:20])
+        got = session.decode(tokens[20:], [first], sampling=SamplingParams(logprobs=VOCABULARY), forced_tokens=[1, 2])
+        rows = [[one.top[token] for token in range(VOCABULARY)] for one in got.logprobs]
+    ids = torch.tensor([tokens + [1]])
+    at = torch.arange(31)[None]
+    if not short:  # transformers takes the long factors where any position is past the original limit
+        ids = torch.cat([ids, torch.tensor([[0]])], dim=1)
+        at = torch.cat([at, torch.tensor([[200]])], dim=1)
+    with torch.inference_mode():
+        wanted = model(ids, position_ids=at).logits[0, 29:31].log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(rows), wanted, atol=2e-4, rtol=1e-4)
+
+
+# -- learned positions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_learned_positions_stay_at_home_and_say_why(name):
+    tokens, engine = prompt(30), make_engine(name)
+    with engine.session() as session:
+        first = session.prefill(tokens[:10])
+        same = session.prefill(tokens[:10], new_offset=40)  # elsewhere: another encoding, never taken for the first
+        assert same._call.work is not None
+        moved = session.decode([1], [first], offsets=[5], sampling=GREEDY)
+        with pytest.raises(BadPosition, match=r"encoded at 0 and is placed at 5.*learned positions.*prefix"):
+            moved.result()
+        there = session.decode([1], [same], offsets=[40], new_offset=50, sampling=GREEDY).generated
+        here = session.decode([1], [first], sampling=GREEDY).generated
+        assert same._call.work is not first._call.work
+        assert len(here) == len(there) == 20
+        engine.check()
+
+
+# -- what is not in the table ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTJConfig(vocab_size=61, n_embd=64, n_head=4, n_layer=2, n_positions=256, rotary_dim=8, bos_token_id=None),
+        CohereConfig(**{k: v for k, v in SHAPE.items() if k != "head_dim"} | {"hidden_size": 64}),
+        StableLmConfig(**{k: v for k, v in SHAPE.items() if k != "head_dim"} | {"hidden_size": 64}),
+    ],
+    ids=["gptj", "cohere", "stablelm"],
+)
+def test_an_unknown_architecture_is_served_if_it_passes_the_check(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    try:
+        engine = Engine.from_pretrained(model)
+    except ModelError as problem:
+        assert "interface" in str(problem) or "not known" in str(problem)
+        return
+    ids = torch.tensor([prompt(20)])
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 20:].tolist()
+    with engine.session() as session:
+        first = session.prefill(prompt(20)[:12], new_offset=31)
+        answer = session.decode(prompt(20)[12:], [first], offsets=[0], sampling=replace(GREEDY, max_tokens=8))
+        assert answer.generated == wanted
+
+
+def test_an_unknown_architecture_that_fails_the_check_is_refused(monkeypatch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CohereConfig(**{k: v for k, v in SHAPE.items() if k != "head_dim"}))
+    original = Adapter.logits
+    monkeypatch.setattr(Adapter, "logits", lambda self, *a, **k: original(self, *a, **k) * 1.5)
+    with pytest.raises(ModelError, match=r"'cohere' is not proved, and fails the check: chained messages differ"):
+        Engine.from_pretrained(model)
+
+
+def test_a_model_without_the_interface_is_refused_with_the_reason():
+    tiny = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    from transformers import T5ForConditionalGeneration
+
+    with pytest.raises(ModelError, match="t5"):
+        Engine.from_pretrained(T5ForConditionalGeneration(tiny))
+
+
+def test_a_family_that_is_computed_in_another_way_than_the_table_says_is_refused(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "llama", FAMILIES["llama"]._replace(positions=("alibi",)))
+    with pytest.raises(ModelError, match="measured to be 'rotary'"):
+        Engine.from_pretrained(build("llama"))

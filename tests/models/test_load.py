@@ -28,7 +28,7 @@ def test_facts_and_rotary_frequencies_survive_a_low_precision_type():
     assert facts.dtype == torch.bfloat16
     assert facts.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
     exact = [1e5 ** (-2 * i / 64) for i in range(32)]
-    assert max(abs(a - b) for a, b in zip(facts.rotary.inverse_frequencies, exact, strict=True)) < 1e-6
+    assert max(abs(a - b) for a, b in zip(facts.kinds[0].rotary.inverse_frequencies, exact, strict=True)) < 1e-6
 
 
 def test_a_folder_and_a_gguf_path_load(tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from choreograph.ops import native, reference
 from choreograph.ops.attend import Step, make_backend
+from choreograph.ops.kind import Kind
 from choreograph.ops.plan import Plan, Read, make_plan
 from choreograph.ops.rope import Rotary, turn
 
@@ -27,8 +28,8 @@ def plans(draw) -> list[tuple[int, list[tuple[int, int, int]], int]]:
     return calls
 
 
-def build(calls, rotary: Rotary | None) -> Plan:
-    reads, slots, row, own = [], [], 0, 460
+def build(calls) -> Plan:
+    reads, slots, positions, row, own = [], [], [], 0, 460
     for rows, context, before in calls:
         seen = set()
         for lo, length, shift in context:
@@ -38,8 +39,9 @@ def build(calls, rotary: Rotary | None) -> Plan:
         own = own if own + before + rows < SLOTS else 455
         reads.append(Read(own, row, row + rows, 0, before + 1, 1, 0))
         slots += range(own + before, own + before + rows)
+        positions += range(before, before + rows)
         row, own = row + rows, own + before + rows
-    plan = make_plan(slots, reads, rotary)
+    plan = make_plan(slots, reads, positions)
     plan.check()
     return plan
 
@@ -55,6 +57,17 @@ def tensors(plan: Plan, heads: int, groups: int, width: int, dtype: torch.dtype)
     return rows, kept
 
 
+windows, softcaps = st.sampled_from([None, None, 1, 7, 90, 1000]), st.sampled_from([None, None, 1.5, 30.0])
+specials = st.tuples(windows, softcaps, st.booleans(), st.booleans())
+
+
+def special(heads: int, rotary: Rotary | None, asked) -> tuple[Kind, torch.Tensor | None]:
+    """A layer's attention. asked: window, softcap, whether there are slopes, and sinks."""
+    window, softcap, sloping, sinking = asked
+    slopes = tuple(0.02 * (i + 1) for i in range(heads)) if sloping else None
+    return Kind(rotary, window, softcap, slopes), torch.linspace(-2, 3, heads) if sinking else None
+
+
 SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (4, 2, 80), (2, 1, 256), (6, 2, 128)]
 
 
@@ -62,26 +75,26 @@ SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (4, 2, 80), (2, 1, 256), (6, 2, 12
 @pytest.mark.parametrize(("heads", "groups", "width"), SHAPES)
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 @settings(max_examples=12, deadline=None)
-@given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2]))
-def test_backends_equal_the_reference(backend, heads, groups, width, dtype, calls, interleaved, part):
-    rotary = Rotary(tuple(1e4 ** -(np.arange(0, width // part, 2) / width)), interleaved)
-    plan = build(calls, rotary)
+@given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2, None]), asked=specials)
+def test_backends_equal_the_reference(backend, heads, groups, width, dtype, calls, interleaved, part, asked):
+    rotary = part and Rotary(tuple(1e4 ** -(np.arange(0, width // part, 2) / width)), interleaved)
+    kind, sinks = special(heads, rotary, asked)
+    plan = build(calls)
     (q, k, v), (keys, values) = tensors(plan, heads, groups, width, dtype)
     work = make_backend(backend, width, dtype, CPU)[0]
-    got = work(plan, q, k, v, keys, values, width**-0.5)
-    wanted = reference.attend(plan, q.float(), keys.float(), values.float(), width**-0.5)
+    got = work(plan, q, k, v, keys, values, width**-0.5, kind, sinks)
+    wanted = reference.attend(plan, q.float(), keys.float(), values.float(), width**-0.5, kind, sinks)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
 def test_rows_are_written_before_they_are_read_and_nothing_else_is_touched(backend):
-    plan = build(
-        [(3, [(10, 20, 5)], 2), (1, [(462, 3, -9)], 0)], Rotary((1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7))
-    )
+    kind = Kind(Rotary((1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7)))
+    plan = build([(3, [(10, 20, 5)], 2), (1, [(462, 3, -9)], 0)])
     (q, k, v), (keys, values) = tensors(plan, 2, 1, 16, torch.float32)
     before = keys.clone(), values.clone()
-    make_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25)
+    make_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25, kind)
     slots = torch.from_numpy(plan.slots)
     assert torch.equal(keys[slots], k.transpose(0, 1))
     assert torch.equal(values[slots], v.transpose(0, 1))
@@ -92,21 +105,24 @@ def test_rows_are_written_before_they_are_read_and_nothing_else_is_touched(backe
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
 def test_slots_that_no_reader_sees_may_hold_nan(backend):
-    plan = build([(5, [(0, 31, 3), (100, 64, 0), (200, 65, -1)], 7)], Rotary((1.0,) * 8))
+    plan = build([(5, [(0, 31, 3), (100, 64, 0), (200, 65, -1)], 7)])
     (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
     seen = torch.zeros(SLOTS, dtype=torch.bool)
     for lo, hi, _ in plan.segments:
         seen[lo:hi] = True
     keys[~seen], values[~seen] = float("nan"), float("nan")
-    assert make_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25).isfinite().all()
+    assert (
+        make_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25, Kind(Rotary((1.0,) * 8)))
+        .isfinite()
+        .all()
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
 def test_padding_rows_give_zeros_and_write_the_bin(backend):
-    plan = build([(2, [(20, 9, 0)], 0)], Rotary((1.0,) * 8))
-    step = Step(
-        plan, [torch.zeros(SLOTS, 1, 16)], [torch.zeros(SLOTS, 1, 16)], make_backend(backend, 16, torch.float32, CPU)[0]
-    )
+    plan = build([(2, [(20, 9, 0)], 0)])
+    work = make_backend(backend, 16, torch.float32, CPU)[0]
+    step = Step(plan, [torch.zeros(SLOTS, 1, 16)], [torch.zeros(SLOTS, 1, 16)], [Kind(Rotary((1.0,) * 8))], work)
     padded = step.padded(4)
     q, k, v = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16)
     wide = padded.attend(0, q, k, v, 0.25)
@@ -157,13 +173,13 @@ def test_without_a_compiler_auto_uses_the_flash_kernel(monkeypatch, tmp_path):
 def test_readers_of_one_run_share_it():
     """Eight rows over one context are one segment with one reader: the context is read once."""
     reads = [Read(0, i, i + 1, 4, 100, 0, 4) for i in range(8)]
-    plan = make_plan(list(range(200, 208)), reads, Rotary((1.0,)))
+    plan = make_plan(list(range(200, 208)), reads, list(range(8)))
     assert plan.segments.tolist() == [[0, 100, 0]]
     assert plan.readers.tolist() == [[0, 8, 1, 100, 0, 4]]
     assert plan.shifts == [0, 4]
 
 
 def test_one_run_at_two_placements_for_one_row_stands_twice():
-    plan = make_plan([200], [Read(0, 0, 1, 4, 100, 0, 4), Read(0, 0, 1, 9, 100, 0, 9)], Rotary((1.0,)))
+    plan = make_plan([200], [Read(0, 0, 1, 4, 100, 0, 4), Read(0, 0, 1, 9, 100, 0, 9)], [0])
     plan.check()
     assert len(plan.segments) == 2

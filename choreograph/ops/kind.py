@@ -1,0 +1,21 @@
+"""What tells the attention of one layer from that of another: where positions enter it, and how far it sees."""
+
+from dataclasses import dataclass
+
+from .rope import Rotary
+
+
+@dataclass(frozen=True)
+class Kind:
+    """rotary: how positions turn keys, None where they do not. window: a key is seen at a logical distance below it
+    only, in either direction. softcap: scores are kept within it by tanh. slopes: of ALiBi, one per query head."""
+
+    rotary: Rotary | None = None
+    window: int | None = None
+    softcap: float | None = None
+    slopes: tuple[float, ...] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are nothing but products, seen by every row that the plan shows them to."""
+        return self.window is None and self.softcap is None and self.slopes is None
