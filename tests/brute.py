@@ -6,6 +6,7 @@ What a family does there (tables of frequencies, windows, caps, slopes, sinks) i
 
 import copy
 import math
+from dataclasses import dataclass, field
 from types import MethodType
 
 import numpy as np
@@ -15,24 +16,30 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.falcon.modeling_falcon import FalconAttention
 
 
+@dataclass
 class Graph:
     """Rows of all messages, one behind the other; sees[r]: (row, logical position) of all that row r sees."""
 
-    def __init__(self, nodes: list[Node], places: list[tuple[list[int], int]]) -> None:
-        self.tokens, self.positions, self.first = [], [], []
-        self.sees: list[list[tuple[int, int]]] = []
-        for node, (offsets, start) in zip(nodes, places, strict=True):
-            before = [
-                (self.first[p] + j, offset + j)
-                for p, offset in zip(node.parents, offsets, strict=True)
-                for j in range(len(nodes[p].all_tokens))
-            ]
-            self.first.append(len(self.tokens))
-            for j, token in enumerate(node.all_tokens):
-                self.tokens.append(token)
-                self.positions.append(start + j)
-                own = [(self.first[-1] + i, start + i) for i in range(j + 1)]
-                self.sees.append(before + own)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    sees: list[list[tuple[int, int]]] = field(default_factory=list)
+
+
+def rows_of(nodes: list[Node], places: list[tuple[list[int], int]]) -> tuple[Graph, list[int]]:
+    """The rows of messages, and the first one of each."""
+    graph, firsts = Graph(), []
+    for node, (offsets, start) in zip(nodes, places, strict=True):
+        before = [
+            (firsts[p] + j, offset + j)
+            for p, offset in zip(node.parents, offsets, strict=True)
+            for j in range(len(nodes[p].all_tokens))
+        ]
+        firsts.append(len(graph.tokens))
+        for j, token in enumerate(node.all_tokens):
+            graph.tokens.append(token)
+            graph.positions.append(start + j)
+            graph.sees.append(before + [(firsts[-1] + i, start + i) for i in range(j + 1)])
+    return graph, firsts
 
 
 def frequencies(config, layer: int) -> np.ndarray | None:
@@ -141,9 +148,15 @@ def _through_interface(module, query, key, value, attention_mask, *, scaling=Non
 AttentionInterface.register(NAME, _through_interface)
 
 
-def brute_force(model, facts, nodes: list[Node], places: list[tuple[list[int], int]]) -> list[np.ndarray]:
+def brute_force(model, nodes: list[Node], places: list[tuple[list[int], int]]) -> list[np.ndarray]:
     """Log-probabilities behind every token of every message: (T, V) each."""
-    graph = Graph(nodes, places)
+    graph, firsts = rows_of(nodes, places)
+    rows = behind_rows(model, graph)
+    return [rows[first : first + len(n.all_tokens)] for first, n in zip(firsts, nodes, strict=True)]
+
+
+def behind_rows(model, graph: Graph) -> np.ndarray:
+    """Log-probabilities behind every row: (N, V)."""
     double = copy.deepcopy(model).double()
     config = double.config
     config._experts_implementation = "eager"
@@ -158,8 +171,7 @@ def brute_force(model, facts, nodes: list[Node], places: list[tuple[list[int], i
     with torch.no_grad():
         ids, at = torch.tensor([graph.tokens]), torch.tensor([graph.positions])
         logits = double(input_ids=ids, position_ids=at, use_cache=False, graph=graph).logits[0].double()
-    rows = logits.log_softmax(-1).numpy()
-    return [rows[first : first + len(n.all_tokens)] for first, n in zip(graph.first, nodes, strict=True)]
+    return logits.log_softmax(-1).numpy()
 
 
 # -- families whose attention is not behind the interface ------------------------------------------------------------
@@ -181,7 +193,9 @@ def _patch_falcon(model, graph: Graph) -> None:
 def _patch_mpt(model, graph: Graph) -> None:
     def forward(self, hidden_states, position_bias, **_):
         q, k, v = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in self.Wqkv(hidden_states).chunk(3, -1))
-        return self.out_proj(attend(graph, model.config, self.layer_idx, q[0], k[0], v[0], self.softmax_scale).flatten(2)), None
+        return self.out_proj(
+            attend(graph, model.config, self.layer_idx, q[0], k[0], v[0], self.softmax_scale).flatten(2)
+        ), None
 
     _replace(model, "MptAttention", forward)
 

@@ -58,17 +58,15 @@ def rope(kind: str, **options: float) -> dict:
     return {"rope_type": kind, "rope_theta": 1e4, **options}
 
 
-def without(*names: str) -> dict:
-    return {name: value for name, value in SHAPE.items() if name not in names}
+# for architectures whose heads are as wide as the hidden size allows
+WIDE = {name: value for name, value in SHAPE.items() if name != "head_dim"} | {"hidden_size": 64}
 
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama, llama3": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
     "llama, linear": LlamaConfig(**SHAPE, rope_parameters=rope("linear", factor=4.0)),
-    "llama, yarn": LlamaConfig(
-        **SHAPE, rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=64)
-    ),
+    "llama, yarn": LlamaConfig(**SHAPE, rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "llama, dynamic": LlamaConfig(**SHAPE, rope_parameters=rope("dynamic", factor=2.0)),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "mistral, window": MistralConfig(**SHAPE, sliding_window=7),
@@ -77,11 +75,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2, window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": Qwen3Config(**SHAPE),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
-    "phi": PhiConfig(**without("head_dim", "hidden_size"), hidden_size=64, partial_rotary_factor=0.5),
-    "phi3": Phi3Config(**without("head_dim", "hidden_size"), hidden_size=64, sliding_window=11),
+    "phi": PhiConfig(**WIDE, partial_rotary_factor=0.5),
+    "phi3": Phi3Config(**WIDE, sliding_window=11),
     "phi3, longrope": Phi3Config(
-        **without("head_dim", "hidden_size"),
-        hidden_size=64,
+        **WIDE,
         original_max_position_embeddings=64,
         rope_parameters=LONG,
     ),
@@ -92,14 +89,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         query_pre_attn_scalar=16,
     ),
-    "olmo2": Olmo2Config(**without("head_dim", "hidden_size"), hidden_size=64),
-    "granite": GraniteConfig(
-        **without("head_dim", "hidden_size"), hidden_size=64, attention_multiplier=0.1, residual_multiplier=0.5
-    ),
-    "smollm3": SmolLM3Config(**without("head_dim", "hidden_size"), hidden_size=64, no_rope_layers=[1, 0]),
+    "olmo2": Olmo2Config(**WIDE),
+    "granite": GraniteConfig(**WIDE, attention_multiplier=0.1, residual_multiplier=0.5),
+    "smollm3": SmolLM3Config(**WIDE, no_rope_layers=[1, 0]),
     "gpt_neox": GPTNeoXConfig(
-        **without("head_dim", "hidden_size", "num_key_value_heads"),
-        hidden_size=64,
+        **{name: value for name, value in WIDE.items() if name != "num_key_value_heads"},
         rope_parameters=rope("default", partial_rotary_factor=0.25),
     ),
     "gpt_oss": GptOssConfig(

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..errors import ChoreographError, ConfigError, ModelError
+from ..errors import ConfigError, ModelError
 from ..ops.attend import Step
 from ..ops.kind import Kind
 from ..types import BASE
@@ -85,6 +85,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():
         return torch.ops.choreograph.attend(query, key, value, step, module.layer_idx, scale, s_aux), None
+    if step is None:
+        raise ModelError("its layers pass no keyword arguments on to attention")
     if isinstance(step, Probe):
         step.note(module.layer_idx, sliding_window, softcap)
     return step.attend(module.layer_idx, query, key, value, scale, s_aux), None
@@ -130,9 +132,7 @@ class Adapter:
         try:
             with self.hooked():
                 self.logits([token] * len(at), at, probe, [0])
-                return measured(self.model, probe, name, positions)
-        except ChoreographError:
-            raise
+                return measured(self.model, probe, positions)
         except Exception as problem:
             kind = self.model.config.get_text_config().model_type
             raise ModelError(f"{name}: architecture {kind!r} cannot be served: {str(problem)[:300]}") from problem

@@ -63,25 +63,24 @@ def places(positions: int) -> list[int]:
     return [place for place in PLACES if place < positions]
 
 
-def measured(model: PreTrainedModel, probe: Probe, name: str, positions: int) -> Shape:
+def measured(model: PreTrainedModel, probe: Probe, positions: int) -> Shape:
     """Reads the notes of a pass over equal tokens at `places(positions)`; what cannot be served is a ModelError."""
     config = model.config.get_text_config()
     layers = [probe.layers.get(index) for index in range(config.num_hidden_layers)]
     if None in layers or len(probe.layers) != len(layers):
         raise ModelError(
-            f"{name}: {len(probe.layers)} of its {len(layers)} layers compute attention through transformers' "
-            "interface; it cannot be served"
+            f"{len(probe.layers)} of its {len(layers)} layers compute attention through transformers' interface"
         )
     known = [layer for layer in layers if layer is not None]
     shapes = {(len(x.query), *x.key.shape, *x.value.shape) for x in known}
     if len(shapes) > 1 or known[0].key.shape != known[0].value.shape:
-        raise ModelError(f"{name}: layers, or keys and values, differ in heads or head size: {sorted(shapes)}")
+        raise ModelError(f"layers, or keys and values, differ in heads or head size: {sorted(shapes)}")
     movable = all(_equal(layer.value) for layer in known)
     turnings, slopes = _rotaries(model), slopes_of(model)
     by_value: dict[Kind, Kind] = {}  # layers of one kind share the object, and what is worked out for it
     kinds = []
     for index, layer in enumerate(known):
-        rotary = _rotary(layer.key, turnings, places(positions), f"{name}, layer {index}") if movable else None
+        rotary = _rotary(layer.key, turnings, places(positions), f"layer {index}") if movable else None
         window = layer.window if layer.window is not None and layer.window < positions else None
         kind = Kind(rotary, window, layer.softcap, slopes)
         kinds.append(by_value.setdefault(kind, kind))

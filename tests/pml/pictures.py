@@ -79,6 +79,19 @@ def logprobs(model, schema: Schema, prompt: Prompt, tokenizer, forced: list[int]
 
     together: paths that are encoded in sight of one another, in this order.
     """
+    tokens, positions, visible = rows(schema, prompt, tokenizer, forced, together)
+    mask = torch.full((len(tokens), len(tokens)), float("-inf")).masked_fill(visible, 0.0)
+    with torch.no_grad():
+        given = {"input_ids": torch.tensor([tokens]), "position_ids": torch.tensor([positions])}
+        logits = model(**given, attention_mask=mask[None, None], use_cache=False).logits[0]
+    first = len(tokens) - len(forced) - 1
+    return logits[first : first + len(forced)].log_softmax(-1)
+
+
+def rows(
+    schema: Schema, prompt: Prompt, tokenizer, forced: list[int], together=()
+) -> tuple[list[int], list[int], torch.Tensor]:
+    """Tokens, their positions, and which row sees which: (N, N)."""
     have = chosen(prompt)
     all_blocks = {path: block for path, block in blocks(schema, tokenizer).items() if path in have}
     ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -111,20 +124,16 @@ def logprobs(model, schema: Schema, prompt: Prompt, tokenizer, forced: list[int]
     new += [(t, end + i) for i, t in enumerate(answer)]
     tokens = [t for t, *_ in cached] + [t for t, _ in new]
     positions = [p for _, p, *_ in cached] + [p for _, p in new]
-    mask = torch.full((len(tokens), len(tokens)), float("-inf"))
+    sees = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     order = {path: i for i, path in enumerate(together)}
     for i, (_, p, path, _) in enumerate(cached):
         for j, (_, q, other, _) in enumerate(cached):
             joint = path == other or (path in order and other in order)
             if joint and q <= p:
-                mask[i, j] = 0.0
+                sees[i, j] = True
     for i in range(len(cached), len(tokens)):
         for j, (*_, visible) in enumerate(cached):
             if visible:
-                mask[i, j] = 0.0
-        mask[i, len(cached) : i + 1] = 0.0
-    with torch.no_grad():
-        given = {"input_ids": torch.tensor([tokens]), "position_ids": torch.tensor([positions])}
-        logits = model(**given, attention_mask=mask[None, None], use_cache=False).logits[0]
-    first = len(tokens) - len(forced) - 1
-    return logits[first : first + len(forced)].log_softmax(-1)
+                sees[i, j] = True
+        sees[i, len(cached) : i + 1] = True
+    return tokens, positions, sees
