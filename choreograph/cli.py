@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +69,8 @@ def info(model: Model = EMBEDDED, dtype: Dtype = DtypeName.bfloat16, as_json: Js
         "layers": facts.layers,
         "heads": f"{facts.query_heads} query, {facts.kv_heads} key-value, size {facts.head_dim}",
         "positions": facts.max_positions,
+        "told apart by": facts.positions,
+        "layers by attention": _kinds(facts.kinds),
         "dtype": str(facts.dtype).removeprefix("torch."),
         "device": str(facts.device),
         "backend": engine.runner.backend.name,
@@ -75,6 +78,8 @@ def info(model: Model = EMBEDDED, dtype: Dtype = DtypeName.bfloat16, as_json: Js
         "cache bytes per token": facts.kv_bytes_per_token,
         "cache tokens": tokens,
         "cache bytes": tokens * facts.kv_bytes_per_token,
+        "largest context in the cache": min(facts.max_positions, tokens),
+        "largest context in free memory": min(facts.max_positions, engine.runner.adapter.room()),
         "fingerprint": facts.fingerprint,
     }
     if as_json:
@@ -83,7 +88,30 @@ def info(model: Model = EMBEDDED, dtype: Dtype = DtypeName.bfloat16, as_json: Js
     from .report import show_table
 
     lines = [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in described.items() if value]
-    show_table(Console(), "choreograph", ("fact", "value"), lines)
+    show_table(Console(), "choreograph", ("fact", "value"), lines, texts=2)
+
+
+def _kinds(kinds: Sequence[Any]) -> str:
+    """How many layers have which attention."""
+    counts = Counter(str(kind) for kind in kinds)
+    return "; ".join(f"{count} {text}" for text, count in counts.items())
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the architectures that are proved, how each tells positions apart, and the test that proves it."""
+    from .models.families import FAMILIES
+
+    if as_json:
+        print(json.dumps({name: family._asdict() for name, family in FAMILIES.items()}))
+        return
+    from .report import show_table
+
+    lines = [(name, ", ".join(f.positions), f.what, f.proof) for name, f in FAMILIES.items()]
+    show_table(
+        Console(), "proved architectures", ("architecture", "positions", "what is special", "proof"), lines, texts=4
+    )
+    print("Any other that goes through transformers' attention interface is checked by numbers when it is loaded.")
 
 
 @app.command()

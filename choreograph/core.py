@@ -13,8 +13,9 @@ from .engine.runner import Runner
 from .engine.sharing import Choose
 from .errors import ConfigError, ModelError
 from .events import EventLog
-from .models.adapter import Adapter, ModelFacts, check_dtype
-from .models.load import EMBEDDED, load
+from .models.adapter import Adapter
+from .models.facts import ModelFacts
+from .models.load import EMBEDDED, check_dtype, load
 from .models.lora import Lora
 from .pattern import Pattern, read_pattern
 from .session import Session
@@ -231,6 +232,8 @@ class Engine:
 
 
 def _compile(adapter: Adapter, config: EngineConfig) -> None:
+    if adapter.bridge is not None:
+        raise ConfigError(f"compile=True: {adapter.facts.name} is of a family that is not compiled; leave it out")
     from .models.compiled import CompiledForward  # touches private names of torch: only where asked for
 
     adapter.compiled = CompiledForward(adapter, config.compile_rows)

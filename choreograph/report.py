@@ -6,12 +6,14 @@ from rich.console import Console
 from rich.table import Table
 
 
-def show_table(console: Console, title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """The first column is text, the others are numbers."""
+def show_table(
+    console: Console, title: str, head: Sequence[str], lines: Sequence[Sequence[str]], *, texts: int = 1
+) -> None:
+    """The first columns, `texts` of them, are text, the others are numbers."""
     if console.is_terminal:
         table = Table(title=title, title_justify="left")
         for index, name in enumerate(head):
-            table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+            table.add_column(name, justify="left" if index < texts else "right", no_wrap=True)
         for line in lines:
             table.add_row(*line)
         console.print(table)
@@ -19,7 +21,7 @@ def show_table(console: Console, title: str, head: Sequence[str], lines: Sequenc
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
     console.print(title, markup=False, highlight=False)
     for line in (head, *lines):
-        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        cells = [c.ljust(w) if i < texts else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
         console.print("  ".join(cells).rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 

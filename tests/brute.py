@@ -124,7 +124,7 @@ def attend(graph: Graph, config, layer: int, query, key, value, scale: float, si
             weights = np.exp(scores - scores.max())
             weights = (weights / weights.sum())[: len(seen)]
             out[r, h] = weights @ np.array([v[h // share, j] for j, _ in seen])
-    return torch.from_numpy(out)[None]
+    return torch.from_numpy(out)[None].to(query.dtype)
 
 
 def turn(x: np.ndarray, by: int, inverse: np.ndarray | None) -> np.ndarray:
@@ -148,16 +148,17 @@ def _through_interface(module, query, key, value, attention_mask, *, scaling=Non
 AttentionInterface.register(NAME, _through_interface)
 
 
-def brute_force(model, nodes: list[Node], places: list[tuple[list[int], int]]) -> list[np.ndarray]:
+def brute_force(model, nodes: list[Node], places: list[tuple[list[int], int]], double: bool = True) -> list[np.ndarray]:
     """Log-probabilities behind every token of every message: (T, V) each."""
     graph, firsts = rows_of(nodes, places)
-    rows = behind_rows(model, graph)
+    rows = behind_rows(model, graph, double)
     return [rows[first : first + len(n.all_tokens)] for first, n in zip(firsts, nodes, strict=True)]
 
 
-def behind_rows(model, graph: Graph) -> np.ndarray:
+def behind_rows(model, graph: Graph, exact: bool = True) -> np.ndarray:
     """Log-probabilities behind every row: (N, V)."""
-    double = copy.deepcopy(model).double()
+    double = copy.deepcopy(model)
+    double = double.double() if exact else double
     config = double.config
     config._experts_implementation = "eager"
     if config.model_type in PATCHES:

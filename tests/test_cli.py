@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -40,6 +41,17 @@ def test_info_in_a_pipe_and_as_json():
     assert "\x1b" not in plain.output
     facts = json.loads(runner.invoke(app, ["info", "--json", "--dtype", "float32"]).output)
     assert facts["cache bytes per token"] == 46080
+    assert facts["layers by attention"] == "30 rotary on 64 dimensions"
+    assert facts["largest context in the cache"] <= facts["positions"] == 8192
+    assert facts["largest context in free memory"] > 0
+
+
+def test_models_lists_what_is_proved_with_its_test():
+    shown = runner.invoke(app, ["models"]).output
+    listed = json.loads(runner.invoke(app, ["models", "--json"]).output)
+    for name, facts in listed.items():
+        assert name in shown
+        assert Path(facts["proof"]).is_file()
 
 
 def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import MambaConfig, MambaForCausalLM
 
 import choreograph
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
@@ -410,8 +410,8 @@ def test_a_file_of_another_kind(tmp_path, own_cache):
 
 
 def test_an_architecture_that_is_not_served():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2))
-    with pytest.raises(e.ModelError, match=r"'gpt2' is not proved; served: .*llama"):
+    model = MambaForCausalLM(MambaConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1))
+    with pytest.raises(e.ModelError, match=r"'mamba' cannot be served: 0 of its 1 layers"):
         Engine.from_pretrained(model)
 
 

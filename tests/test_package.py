@@ -35,7 +35,10 @@ def test_public_names():
     "page",
     [
         "README.md",
-        *(f"docs/{name}.md" for name in ("quickstart", "workflows", "pml", "memory", "distillation", "reuse")),
+        *(
+            f"docs/{name}.md"
+            for name in ("quickstart", "workflows", "pml", "memory", "distillation", "reuse", "models")
+        ),
     ],
 )
 def test_code_in_the_documents_runs(page):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..errors import BadPosition, CallError
 from ..kv.encoding import Encoding, Sight, content_key
 from ..kv.store import Store
-from ..models.adapter import ModelFacts
+from ..models.facts import ModelFacts
 from .call import Call
 
 

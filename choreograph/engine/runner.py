@@ -292,8 +292,7 @@ class Runner:
             encoding.tokens += call.footer
             encoding.promised = len(encoding.tokens)
             salt = salt_of(call, self.adapter.facts)
-            key = content_key(salt, encoding.tokens, encoding.start, encoding.context)
-            self.store.publish(encoding, key)
+            self.store.publish(encoding, content_key(salt, encoding.tokens, encoding.start, encoding.context))
             return
         encoding.tokens.pop()  # nobody has computed the last token; a later prompt will if it needs it
         if call.mode == "prefix":

@@ -16,7 +16,8 @@ import torch
 from ..config import EngineConfig
 from ..core import Engine
 from ..kv.transfers import Transfer, TransferFailed
-from ..models.adapter import Adapter, ModelFacts
+from ..models.adapter import Adapter
+from ..models.facts import ModelFacts
 from ..ops.attend import Step
 from ..ops.kind import Kind
 from ..ops.rope import Rotary

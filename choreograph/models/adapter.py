@@ -5,11 +5,10 @@ registers with transformers (`AttentionInterface`). The model's own attention se
 pass, so that a model handed over in memory stays usable by its owner.
 """
 
-import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,51 +19,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..errors import ConfigError, ModelError
 from ..ops.attend import Step
-from ..ops.kind import Kind
 from ..types import BASE
 from .bridges import Bridge
 from .check import check_itself
 from .depth import Depth
+from .facts import ModelFacts, check_on_cpu, free_memory, positions_of, read_facts
 from .families import FAMILIES, Family
 from .frozen import FrozenRotary
 from .lora import Loras
 from .probe import Probe, Shape, measured, places
 
 ATTENTION = "choreograph"
-UNSAID = 2048  # positions of a model that names no limit
+GROUP = 32  # weights that share a scale in four bits
 _TURN = threading.RLock()
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the rest of the program needs to know of a model. max_positions: logical positions 0..max - 1."""
-
-    name: str
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    max_positions: int
-    vocab_size: int
-    kinds: tuple[Kind, ...]  # the attention of every layer
-    movable: bool  # whether what was encoded at one place can be seen at another
-    dtype: torch.dtype
-    device: torch.device
-    fingerprint: str
-    parameters: int
-
-    @property
-    def positions(self) -> str:
-        """How tokens are told apart: "rotary", "alibi", "learned", or "none"."""
-        if not self.movable:
-            return "learned"
-        if any(kind.rotary is not None for kind in self.kinds):
-            return "rotary"
-        return "alibi" if any(kind.slopes for kind in self.kinds) else "none"
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 def _attention(
@@ -110,11 +77,11 @@ class Adapter:
         self.model = model.eval()
         self.tokenizer = tokenizer
         name = name or model.config._name_or_path or model.config.model_type
-        _check_device(model, name)
+        check_on_cpu(model, name)
         config = model.config.get_text_config()
         self.family = FAMILIES.get(config.model_type)
         self.bridge = Bridge(model) if self.family is not None and self.family.bridge else None
-        most = _positions(model, positions, name)
+        most = positions_of(model, positions, name)
         self.frozen = FrozenRotary(model, most)
         shape = self._measure(name, most)
         self.facts = read_facts(model, shape, name, most, f"-{most}" if self.frozen.changing else "")
@@ -138,13 +105,17 @@ class Adapter:
             raise ModelError(f"{name}: architecture {kind!r} cannot be served: {str(problem)[:300]}") from problem
 
     def quantize(self, kind: str) -> None:
-        """Weight-only quantisation in place, through torchao."""
-        assert kind == "int8"
+        """Weight-only quantisation in place, through torchao. int4: in groups of 32; on a CPU torchao keeps the values
+        in bytes and makes floating-point numbers of them for every product, which is slow."""
         try:
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+            from torchao import quantization as torchao
         except ImportError:
-            raise ConfigError("quantization='int8' needs torchao: pip install 'choreograph[int8]'") from None
-        quantize_(self.model, Int8WeightOnlyConfig())
+            raise ConfigError(f"quantization={kind!r} needs torchao: pip install 'choreograph[int8]'") from None
+        ways = {
+            "int8": torchao.Int8WeightOnlyConfig,
+            "int4": lambda: torchao.IntxWeightOnlyConfig(getattr(torch, kind), granularity=torchao.PerGroup(GROUP)),
+        }
+        torchao.quantize_(self.model, ways[kind](), filter_fn=_in_groups)
         self.facts = replace(self.facts, fingerprint=f"{self.facts.fingerprint}-{kind}")
 
     @torch.no_grad()
@@ -250,45 +221,15 @@ class Adapter:
         """Slots of the arena: what was asked for, else eight full contexts within a quarter of free memory."""
         if asked is not None:
             return asked
-        most = _free_memory(self.facts.device) // 4 // self.facts.kv_bytes_per_token
-        return max(256, min(8 * self.facts.max_positions, most))
+        return max(256, min(8 * self.facts.max_positions, self.room() // 4))
+
+    def room(self) -> int:
+        """Tokens that free memory would hold."""
+        return free_memory(self.facts.device) // self.facts.kv_bytes_per_token
 
 
-def read_facts(model: PreTrainedModel, shape: Shape, name: str, positions: int, note: str) -> ModelFacts:
-    """What was measured, and what the configuration says beside it."""
-    weight = next(model.get_input_embeddings().parameters())
-    return ModelFacts(
-        name=name,
-        layers=len(shape.kinds),
-        query_heads=shape.query_heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_positions=positions,
-        vocab_size=model.config.get_text_config().vocab_size,
-        kinds=shape.kinds,
-        movable=shape.movable,
-        dtype=weight.dtype,
-        device=weight.device,
-        fingerprint=_fingerprint(model) + note,
-        parameters=sum(p.numel() for p in model.parameters()),
-    )
-
-
-def _positions(model: PreTrainedModel, asked: int | None, name: str) -> int:
-    """How many positions there are: what the configuration says, or fewer if that is asked for."""
-    config = model.config.get_text_config()
-    names = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
-    known = next((most for one in names if isinstance(most := getattr(config, one, None), int)), UNSAID)
-    if asked is not None and asked > known:
-        raise ConfigError(f"max_positions={asked}: {name} has {known}")
-    return asked or known
-
-
-def _check_device(model: PreTrainedModel, name: str) -> None:
-    devices = {parameter.device for parameter in model.parameters()}
-    if {device.type for device in devices} != {"cpu"}:
-        shown = sorted(map(str, devices))
-        raise ModelError(f"{name}: it is on {', '.join(shown)}; only the CPU is served: use device='cpu'")
+def _in_groups(module: Any, path: str) -> bool:
+    return isinstance(module, torch.nn.Linear) and module.in_features % GROUP == 0
 
 
 def _check_family(family: Family, facts: ModelFacts) -> None:
@@ -298,46 +239,3 @@ def _check_family(family: Family, facts: ModelFacts) -> None:
             f"{facts.name}: its positions were measured to be {facts.positions!r}, its family's are "
             f"{' or '.join(family.positions)}; this version of transformers computes it in another way"
         )
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Names the weights and the rotary tables: shapes, types, and a sample of every tensor."""
-    digest = hashlib.sha256(str(getattr(model.config.get_text_config(), "rope_parameters", None)).encode())
-    for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 64)][:64]
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(sample.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as info:
-            line = next(line for line in info if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return 4 << 30
-
-
-def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """A type by name ("bfloat16") or as it is; None stays None."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if dtype is None and name is None:
-        return None
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ConfigError(f"dtype={name!r}: use float32, bfloat16 or float16")
-    return dtype
-
-
-def check_device(name: str | torch.device | None) -> torch.device:
-    """A device by name or as it is; None is the CPU, the only one served."""
-    try:
-        device = torch.device("cpu" if name is None else name)
-    except (RuntimeError, TypeError) as problem:
-        raise ConfigError(f"device={name!r}: {str(problem).splitlines()[0]}") from None
-    if device.type != "cpu":
-        raise ConfigError(f"device={name!r}: only the CPU is served; use 'cpu'")
-    return device

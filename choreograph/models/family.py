@@ -106,7 +106,9 @@ _FACTS: dict[str, Any] = {
     "hidden size": lambda a: a.model.config.get_text_config().hidden_size,
     "vocabulary": lambda a: a.facts.vocab_size,
     "positions": lambda a: a.facts.max_positions,
-    "attention of the layers": lambda a: a.facts.kinds,
+    "attention of the layers": lambda a: tuple(dict.fromkeys(map(str, a.facts.kinds))),
+    "rotary embedding": lambda a: [kind.rotary for kind in a.facts.kinds],
+    "windows, caps and slopes": lambda a: [(kind.window, kind.softcap, kind.slopes) for kind in a.facts.kinds],
     "type": lambda a: a.facts.dtype,
     "device": lambda a: a.facts.device,
 }

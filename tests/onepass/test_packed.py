@@ -83,7 +83,8 @@ def test_every_family_in_one_pass(name):
     with engine.session() as session:
         a = session.prefill([1, 2, 3, 4])
         b = session.decode([5, 6], [a], forced_tokens=[7, 8, 9], sampling=HEARD)
-        c = session.decode([9], [b.part(1, 4), a], offsets=[30, 3], new_offset=50, forced_tokens=[1, 2], sampling=HEARD)
+        places = {"offsets": [30, 3], "new_offset": 50} if engine.facts.movable else {"offsets": [5, 0]}
+        c = session.decode([9], [b.part(1, 4), a], **places, forced_tokens=[1, 2], sampling=HEARD)
         steps = [Step("", m) for m in (a, b, c)]
         assert in_one_pass(engine.runner.adapter, calls_of(steps)) == pytest.approx(heard(steps), abs=1e-4)
 

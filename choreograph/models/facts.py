@@ -1,0 +1,104 @@
+"""What the rest of the program needs to know of a model: measured, or read off its configuration and weights."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import ConfigError, ModelError
+from ..ops.kind import Kind
+from .probe import Shape
+
+UNSAID = 2048  # positions of a model that names no limit
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """max_positions: logical positions 0..max - 1."""
+
+    name: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    vocab_size: int
+    kinds: tuple[Kind, ...]  # the attention of every layer
+    movable: bool  # whether what was encoded at one place can be seen at another
+    dtype: torch.dtype
+    device: torch.device
+    fingerprint: str
+    parameters: int
+
+    @property
+    def positions(self) -> str:
+        """How tokens are told apart: "rotary", "alibi", "learned", or "none"."""
+        if not self.movable:
+            return "learned"
+        if any(kind.rotary is not None for kind in self.kinds):
+            return "rotary"
+        return "alibi" if any(kind.slopes for kind in self.kinds) else "none"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def read_facts(model: PreTrainedModel, shape: Shape, name: str, positions: int, note: str) -> ModelFacts:
+    """What was measured, and what the configuration says beside it."""
+    weight = next(model.get_input_embeddings().parameters())
+    return ModelFacts(
+        name=name,
+        layers=len(shape.kinds),
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_positions=positions,
+        vocab_size=model.config.get_text_config().vocab_size,
+        kinds=shape.kinds,
+        movable=shape.movable,
+        dtype=weight.dtype,
+        device=weight.device,
+        fingerprint=_fingerprint(model) + note,
+        parameters=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def positions_of(model: PreTrainedModel, asked: int | None, name: str) -> int:
+    """How many positions there are: what the configuration says, or fewer if that is asked for."""
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
+    known = next((most for one in names if isinstance(most := getattr(config, one, None), int)), UNSAID)
+    if asked is not None and asked > known:
+        raise ConfigError(f"max_positions={asked}: {name} has {known}")
+    return asked or known
+
+
+def check_on_cpu(model: PreTrainedModel, name: str) -> None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if {device.type for device in devices} != {"cpu"}:
+        shown = sorted(map(str, devices))
+        raise ModelError(f"{name}: it is on {', '.join(shown)}; only the CPU is served: use device='cpu'")
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Names the weights and the rotary tables: shapes, types, and a sample of every tensor."""
+    digest = hashlib.sha256(str(getattr(model.config.get_text_config(), "rope_parameters", None)).encode())
+    for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64]
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as info:
+            line = next(line for line in info if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return 4 << 30

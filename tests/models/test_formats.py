@@ -1,0 +1,94 @@
+"""What a model may come as: types, quantised weights, folders without a tokenizer, places."""
+
+import pytest
+import torch
+from families import CONFIGS
+from transformers import AutoModelForCausalLM, BloomForCausalLM
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.errors import ConfigError, ModelError
+
+PROMPT = list(range(3, 20))
+SMALL = CacheConfig(tokens=512)
+
+
+def build(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+
+
+def greedy(engine: Engine, count: int = 8) -> list[int]:
+    with engine.session() as session:
+        first = session.prefill(PROMPT[:9])
+        return session.decode(PROMPT[9:], [first], sampling=SamplingParams(temperature=0, max_tokens=count)).generated
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
+def test_quantised_weights_are_what_the_quantised_model_computes(kind, name):
+    plain = Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL))
+    model = build(name)
+    engine = Engine.from_pretrained(model, config=EngineConfig(cache=SMALL, quantization=kind))
+    assert engine.facts.fingerprint != plain.facts.fingerprint
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        wanted = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(PROMPT) :].tolist()
+    assert greedy(engine) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_measured_does_not_depend_on_the_type(name, dtype):
+    exact = Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL)).facts
+    rough = Engine.from_pretrained(build(name), dtype=dtype, config=EngineConfig(cache=SMALL)).facts
+    assert rough.movable == exact.movable
+    for one, other in zip(exact.kinds, rough.kinds, strict=True):
+        assert (one.window, one.softcap, one.slopes) == (other.window, other.softcap, other.slopes)
+        assert (one.rotary is None) == (other.rotary is None)
+        if one.rotary is not None:
+            assert one.rotary.half == other.rotary.half
+            assert one.rotary.interleaved == other.rotary.interleaved
+
+
+def test_a_folder_without_a_tokenizer_works_with_token_ids(tmp_path):
+    build("gpt_neox").save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, dtype="float32", config=EngineConfig(cache=SMALL))
+    assert engine.tokenizer is None
+    assert greedy(engine) == greedy(Engine.from_pretrained(build("gpt_neox"), config=EngineConfig(cache=SMALL)))
+
+
+def test_a_device_map_is_transformers_own(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, device_map="cpu", config=EngineConfig(cache=SMALL))
+    assert len(greedy(engine)) == 8
+    with pytest.raises(ConfigError, match="give one of them"):
+        Engine.from_pretrained(tmp_path, device_map="cpu", device="cpu")
+    with pytest.raises(ConfigError, match="in memory"):
+        Engine.from_pretrained(build("llama"), device_map="auto")
+    with pytest.raises(ModelError, match="meta"):
+        Engine.from_pretrained(build("llama").to("meta"))
+
+
+def test_fewer_positions_are_kept_to_and_more_are_refused():
+    engine = Engine.from_pretrained(build("llama"), config=EngineConfig(cache=SMALL, max_positions=32))
+    assert engine.facts.max_positions == 32
+    assert len(greedy(engine, 100)) == 32 - len(PROMPT)
+    with pytest.raises(ConfigError, match=r"max_positions=300: .*256"):
+        Engine.from_pretrained(build("llama"), config=EngineConfig(max_positions=300))
+
+
+def test_a_bridged_family_is_not_compiled_and_shares_no_encodings():
+    assert isinstance(build("bloom"), BloomForCausalLM)
+    with pytest.raises(ConfigError, match="not compiled"):
+        Engine.from_pretrained(build("bloom"), config=EngineConfig(compile=True))
+    engine = Engine.from_pretrained(build("bloom"), models={"other": build("bloom")}, config=EngineConfig(cache=SMALL))
+    with pytest.raises(ModelError, match="one by one"):
+        engine.share("other", pattern=[1, 1, 2])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "smollm3", "gpt2"])
+def test_compiled_steps_of_special_layers_are_the_eager_ones(name):
+    config = EngineConfig(cache=SMALL, compile=True, compile_rows=(1,))
+    assert greedy(Engine.from_pretrained(build(name), config=config), 5) == greedy(
+        Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL)), 5
+    )

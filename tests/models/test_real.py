@@ -1,0 +1,115 @@
+"""Real weights: the embedded model, and what the folder that `CHOREOGRAPH_MODELS` names holds (.gguf, model folders).
+
+Tier `slow`: `CHOREOGRAPH_MODELS=... pytest -m slow tests/models/test_real.py`. In float32, in which batches change
+nothing.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from brute import brute_force
+from graphs import Node, placed
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.models.load import EMBEDDED
+
+pytestmark = pytest.mark.slow
+TEXT = (
+    "The harbour was quiet in the morning. Two boats had come in overnight, and their nets lay in heaps on the stones. "
+    "An old man sat mending one of them, and did not look up when the bell rang for the first time. "
+)
+
+
+def sources() -> list[str]:
+    folder = os.environ.get("CHOREOGRAPH_MODELS")
+    found = sorted(p for p in Path(folder).iterdir() if p.suffix == ".gguf" or p.is_dir()) if folder else []
+    return [EMBEDDED, *map(str, found)]
+
+
+@pytest.fixture(scope="module", params=sources(), ids=lambda source: Path(source).stem)
+def engine(request):
+    return Engine.from_pretrained(
+        request.param, dtype="float32", config=EngineConfig(cache=CacheConfig(tokens=4096, poison=True))
+    )
+
+
+def tokens_of(engine: Engine, count: int) -> list[int]:
+    """Some text; plain numbers for a model without a tokenizer."""
+    if engine.tokenizer is None:
+        return torch.randint(3, 2000, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = engine.tokenizer(TEXT * (1 + count // 30))["input_ids"]
+    return ids[:count]
+
+
+def generated(engine: Engine, prompt: list[int], count: int) -> list[int]:
+    model, ids = engine.runner.adapter.model, torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            repetition_penalty=1.0,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("length", [24, 700])  # 700: past a window of 512
+def test_greedy_decoding_is_generate(engine, length):
+    length = min(length, engine.facts.max_positions - 32)
+    prompt = tokens_of(engine, length)
+    wanted = generated(engine, prompt, 24)
+    for mode in ("choreographed", "prefix", "naive"):
+        with engine.session(mode=mode) as session:
+            first = session.prefill(prompt[: length // 3])
+            second = session.prefill(prompt[length // 3 : -1], [first])
+            got = session.decode(prompt[-1:], [first, second], sampling=SamplingParams(temperature=0, max_tokens=24))
+            assert got.generated == wanted[: len(got.generated)]
+            assert len(got.generated) >= min(24, len(wanted))
+            engine.check()
+
+
+def test_moved_reordered_and_overlapping_messages_equal_brute_force(engine):
+    text = tokens_of(engine, 40)
+    nodes = [
+        Node(text[:8]),
+        Node(text[8:18], parents=[0], offsets=[None]),
+        Node(text[18:24], parents=[1, 0], offsets=[60, 0], start=30),
+        Node(text[24:28], parents=[2, 1, 0], offsets=[5, 11, 90], start=44, generated=text[28:34]),
+    ]
+    with engine.session() as session:
+        messages: list = []
+        for node in nodes:
+            place = {"parents": [messages[p] for p in node.parents], "offsets": node.offsets, "new_offset": node.start}
+            if node.generated is None:
+                messages.append(session.prefill(node.tokens, **place))
+            else:
+                every = SamplingParams(logprobs=20)
+                messages.append(session.decode(node.tokens, **place, sampling=every, forced_tokens=node.generated))
+        got = messages[-1].logprobs
+    truth = brute_force(engine.runner.adapter.model, nodes, placed(nodes), double=False)[-1]
+    for i, one in enumerate(got):
+        row = truth[len(nodes[-1].tokens) + i - 1]
+        for token, value in one.top.items():
+            np.testing.assert_allclose(value, row[token], atol=2e-3)
+
+
+def test_branches_in_parallel_equal_branches_one_by_one(engine):
+    prompt = tokens_of(engine, 30)
+
+    def run(drain: bool) -> list[list[int]]:
+        engine.clear_cache()
+        with engine.session(seed=5) as session:
+            root, found = session.prefill(prompt[:20]), []
+            for i in range(4):
+                sampling = SamplingParams(temperature=0.8, max_tokens=10)
+                found.append(session.decode(prompt[20 + i : 24 + i], [root], sampling=sampling))
+                if drain:
+                    engine.drain()
+            return [message.generated for message in found]
+
+    assert run(False) == run(True)
