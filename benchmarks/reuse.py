@@ -66,12 +66,16 @@ def main() -> None:
 def open_family(source: str, data: Splits, out: Path, pairs: Sequence[str], epochs: int) -> Engine:
     """The base with the variants that the pairs name, trained where they are not there yet."""
     names = {name for pair in pairs for name in PAIRS[pair]}
-    config = EngineConfig(cache=CacheConfig(tokens=24_576))
-    engine = Engine.from_pretrained(source, dtype="float32", config=config)
-    if "adapter" in names:
-        engine.add_adapter("adapter", train_adapter(engine, data, out / "adapter", LIKELY, epochs))
-    if "full" in names:
-        engine.add_model("full", train_fully(source, data, out / "full", LIKELY, epochs))
+    trained = {
+        name: train(source, data, out / name, LIKELY, epochs)
+        for name, train in (("adapter", train_adapter), ("full", train_fully))
+        if name in names
+    }
+    engine = Engine.from_pretrained(source, config=EngineConfig(cache=CacheConfig(tokens=24_576)))
+    if "adapter" in trained:
+        engine.add_adapter("adapter", trained["adapter"])
+    if "full" in trained:
+        engine.add_model("full", trained["full"])
     return engine
 
 
@@ -300,7 +304,7 @@ def remote(engine: Engine, pair: str, data: Splits, out: Path, rounds: int = 3) 
         return None
     pattern, lengths = pick(pair, out), [length for length in LENGTHS if length <= 4096]
     config = EngineConfig(cache=CacheConfig(tokens=16_384))
-    reader = Engine.from_pretrained(out / "full", dtype="float32", config=config)
+    reader = Engine.from_pretrained(out / "full", config=config)
     meeting = Path(tempfile.mkdtemp()) / "meeting"
     asked = ["--model", SOURCE[0], "--meeting", str(meeting), "--rounds", str(rounds)]
     asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.transitions))]

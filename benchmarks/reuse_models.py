@@ -63,10 +63,15 @@ def lessons(engine: Engine, asked: list[Asked], setting: Setting) -> list[Lesson
     return [one for one in found if sum(len(call.tokens) for call in one.calls) <= LONGEST]
 
 
-def train_adapter(engine: Engine, data: Splits, out: Path, setting: Setting, epochs: int = 2) -> Path:
+def train_adapter(source: str, data: Splits, out: Path, setting: Setting, epochs: int = 2) -> Path:
     """A LoRA adapter on all linear layers."""
+    if (out / "report.json").is_file():
+        return out
+    engine = Engine.from_pretrained(source, dtype="float32")
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    config = TrainConfig(rank=32, alpha=64, targets=targets, rate=3e-4, epochs=epochs, lessons=8, validations=2)
+    config = TrainConfig(
+        rank=32, alpha=64, targets=targets, rate=3e-4, epochs=epochs, lessons=8, validations=2, bf16=True
+    )
     learn, check = (lessons(engine, asked, setting) for asked in (data.learn, data.check))
     report = train(engine.runner.adapter, learn, check, out, config, on_update=_tell("adapter"))
     print(f"adapter: {report.before:.3f} to {report.after:.3f}", flush=True)
@@ -89,7 +94,8 @@ def train_fully(source: str, data: Splits, out: Path, setting: Setting, epochs: 
             draw.shuffle(learn)
         at = number % (len(learn) // 8) * 8
         for one in learn[at : at + 8]:
-            (_loss(adapter, one) / 8).backward()
+            with adapter.hooked():
+                (_loss(adapter, one) / 8).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -103,7 +109,8 @@ def train_fully(source: str, data: Splits, out: Path, setting: Setting, epochs: 
 
 def _loss(adapter: Adapter, one: Lesson) -> torch.Tensor:
     packed = pack(one.calls)
-    return -log_likelihood(logits_of(adapter, packed), packed.targets).mean()
+    with torch.autocast(adapter.facts.device.type, torch.bfloat16):
+        return -log_likelihood(logits_of(adapter, packed), packed.targets).mean()
 
 
 def _tell(name: str):
