@@ -1,5 +1,7 @@
 """What a model may come as: types, quantised weights, folders without a tokenizer, places."""
 
+import copy
+
 import pytest
 import torch
 from families import CONFIGS
@@ -92,3 +94,24 @@ def test_compiled_steps_of_special_layers_are_the_eager_ones(name):
     assert greedy(Engine.from_pretrained(build(name), config=config), 5) == greedy(
         Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL)), 5
     )
+
+
+@pytest.mark.slow
+def test_thirty_two_thousand_positions_are_used_to_the_last():
+    config = copy.deepcopy(CONFIGS["gemma3_text"])
+    config.max_position_embeddings = 32_768
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    engine = Engine.from_pretrained(model, config=EngineConfig(cache=CacheConfig(tokens=33_000)))
+    prompt = torch.randint(0, 61, (32_760,), generator=torch.Generator().manual_seed(2)).tolist()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt]), logits_to_keep=1, use_cache=False).logits[0, -1].log_softmax(-1)
+    with engine.session() as session:
+        first = session.prefill(prompt[:20_000])
+        second = session.prefill(prompt[20_000:-1], [first])
+        heard = SamplingParams(temperature=0, max_tokens=50, logprobs=61)
+        last = session.decode(prompt[-1:], [first, second], sampling=heard)
+        found = [last.logprobs[0].top[token] for token in range(61)]
+        assert len(last.generated) == 8
+        assert last.finish_reason == "length"
+    torch.testing.assert_close(torch.tensor(found), wanted, atol=2e-3, rtol=1e-3)

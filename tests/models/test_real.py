@@ -113,3 +113,26 @@ def test_branches_in_parallel_equal_branches_one_by_one(engine):
             return [message.generated for message in found]
 
     assert run(False) == run(True)
+
+
+def test_a_model_works_to_its_last_position(engine):
+    """Small models only: minutes for large ones. A context that fills all positions but a few, and the end of them."""
+    facts = engine.facts
+    if facts.parameters > 3e8:
+        pytest.skip("its longest context takes too long here")
+    prompt = tokens_of(engine, facts.max_positions - 6)
+    config = EngineConfig(cache=CacheConfig(tokens=facts.max_positions + 64))
+    long = Engine.from_pretrained(engine.runner.adapter.model, config=config)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        wanted = engine.runner.adapter.model(ids, logits_to_keep=1, use_cache=False).logits[0, -1].log_softmax(-1)
+    with long.session() as session:
+        half = len(prompt) // 2
+        first = session.prefill(prompt[:half])
+        second = session.prefill(prompt[half:-1], [first])
+        every = SamplingParams(temperature=0, max_tokens=50, logprobs=20, ignore_eos=True)
+        got = session.decode(prompt[-1:], [first, second], sampling=every)
+        for token, value in got.logprobs[0].top.items():
+            assert value == pytest.approx(float(wanted[token]), abs=5e-3)
+        assert len(got.generated) == 6
+        assert got.finish_reason == "length"
