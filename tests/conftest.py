@@ -1,7 +1,14 @@
 """Shared fixtures: a tiny random Llama, engines over it, and the embedded model, loaded once.
 
-Shapes in signatures are checked at run time in all tests: the import hook comes before the package.
+Shapes in signatures are checked at run time in all tests: the import hook comes before the package. GPU kernels run
+through Triton's interpreter where there is no GPU, which has to be said before anybody imports Triton.
 """
+
+import os
+import shutil
+
+if shutil.which("nvidia-smi") is None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from jaxtyping import install_import_hook
 

@@ -47,6 +47,8 @@ def train(
     setting is gone on with, a finished one is read.
     """
     config = config or TrainConfig()
+    if config.checkpointing and adapter.bridge is not None:
+        raise ConfigError(f"checkpointing=True: layers of {adapter.facts.name} are not computed again; leave it out")
     if not lessons or not validation:
         raise DataError(f"{len(lessons)} lessons, {len(validation)} for validation: give one or more of each")
     if config.kl:

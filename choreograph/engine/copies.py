@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..errors import CacheFull, CallError, ReleasedMessage, RoomLater, SessionClosed
+from ..errors import BadPosition, CacheFull, CallError, ReleasedMessage, RoomLater, SessionClosed
 from ..kv.arena import Layer
 from ..kv.encoding import Encoding, Sight
 from ..kv.tiers import Work
@@ -112,6 +112,11 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
         encoding = reserve(runner, call)
         if encoding is None:
             return call.ended
+        if copy.start != encoding.start and not runner.adapter.facts.movable:
+            runner.store.let_go(encoding, call.message_holder)
+            raise BadPosition(
+                f"the copy was encoded at {copy.start}, and learned positions keep it from {encoding.start}"
+            )
         try:
             runner.store.arena.write(encoding.slots, copy.layers)
         except BaseException:

@@ -81,7 +81,7 @@ class Adapter:
         config = model.config.get_text_config()
         self.family = FAMILIES.get(config.model_type)
         self.bridge = Bridge(model) if self.family is not None and self.family.bridge else None
-        most = positions_of(model, positions, name)
+        most = positions_of(model.config, positions, name)
         self.frozen = FrozenRotary(model, most)
         shape = self._measure(name, most)
         self.facts = read_facts(model, shape, name, most, f"-{most}" if self.frozen.changing else "")
@@ -115,7 +115,19 @@ class Adapter:
             "int8": torchao.Int8WeightOnlyConfig,
             "int4": lambda: torchao.IntxWeightOnlyConfig(getattr(torch, kind), granularity=torchao.PerGroup(GROUP)),
         }
-        torchao.quantize_(self.model, ways[kind](), filter_fn=_in_groups)
+        step = GROUP if kind == "int4" else 1
+        chosen = [
+            module
+            for module in self.model.modules()
+            if type(module) is torch.nn.Linear and module.in_features % step == 0
+        ]
+        weights = sum(module.weight.numel() for module in chosen)
+        if 2 * weights < self.facts.parameters:
+            raise ConfigError(
+                f"quantization={kind!r}: only {weights:,} of {self.facts.parameters:,} weights of {self.facts.name} "
+                "are in layers that torchao can quantise; use quantization=None"
+            )
+        torchao.quantize_(self.model, ways[kind](), filter_fn=lambda module, path: module in chosen)
         self.facts = replace(self.facts, fingerprint=f"{self.facts.fingerprint}-{kind}")
 
     @torch.no_grad()
@@ -226,10 +238,6 @@ class Adapter:
     def room(self) -> int:
         """Tokens that free memory would hold."""
         return free_memory(self.facts.device) // self.facts.kv_bytes_per_token
-
-
-def _in_groups(module: Any, path: str) -> bool:
-    return isinstance(module, torch.nn.Linear) and module.in_features % GROUP == 0
 
 
 def _check_family(family: Family, facts: ModelFacts) -> None:

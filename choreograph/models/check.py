@@ -6,7 +6,7 @@ so that only the model is in question.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,21 +24,32 @@ MESSAGE, MESSAGES, MOVED = 12, 3, 17
 
 def check_itself(adapter: "Adapter") -> None:
     """Raises ModelError with the difference where chained or moved messages are not what the model computes."""
-    facts = adapter.facts
+    facts, config = adapter.facts, adapter.model.config.get_text_config()
+    refusal = f"{facts.name}: architecture {config.model_type!r} is not proved, and "
+    for name in ("sliding_window", "attention_chunk_size"):
+        if _active(config, name, facts.max_positions) not in (None, *(kind.window for kind in facts.kinds)):
+            raise ModelError(f"{refusal}its layers do not hand its {name} of {getattr(config, name)} to attention")
     count = min(MESSAGE * MESSAGES, facts.max_positions // 2)
     noise = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, facts.vocab_size, (count,), generator=noise).tolist()
-    with torch.no_grad():
+    with torch.no_grad(), adapter.frozen.applied():
         ids = torch.tensor([tokens], device=facts.device)
         wanted = adapter.model(input_ids=ids, use_cache=False).logits[0].float()
     for what, home in _homes(count, facts.movable, facts.max_positions):
         off = _distance(_chained(adapter, tokens, home), wanted)
-        if off > _tolerance(facts.dtype):
-            kind = adapter.model.config.get_text_config().model_type
+        if not off <= _tolerance(facts.dtype):  # nor NaN
             raise ModelError(
-                f"{facts.name}: architecture {kind!r} is not proved, and fails the check: {what} differ from its own "
-                f"forward pass by {off:.2g} of its largest logit; served for sure: `choreograph models`"
+                f"{refusal}fails the check: {what} differ from its own forward pass by {off:.2g} of its largest logit; "
+                "served for sure: `choreograph models`"
             )
+
+
+def _active(config: Any, name: str, positions: int) -> int | None:
+    """A limit of what layers see that the configuration names, if it means anything."""
+    limit, kinds = getattr(config, name, None), getattr(config, "layer_types", None)
+    if not isinstance(limit, int) or limit >= positions or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return None if kinds and not any("sliding" in kind or "chunk" in kind for kind in kinds) else limit
 
 
 def _homes(count: int, movable: bool, most: int) -> Iterator[tuple[str, int]]:
@@ -70,7 +81,9 @@ def _chained(adapter: "Adapter", tokens: list[int], home: int) -> Tensor:
 
 
 def _distance(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).abs().max() / wanted.abs().max())
+    """Of three rows in four: in low precision a few may choose other experts. A wrong model is wrong in two of three,
+    in all messages but the first."""
+    return float((got - wanted).abs().amax(-1).quantile(0.75) / wanted.abs().max())
 
 
 def _tolerance(dtype: torch.dtype) -> float:

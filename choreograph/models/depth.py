@@ -35,12 +35,19 @@ class Depth:
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:
-        """Inside the block the model has no other layers than these."""
-        setattr(self.body, self._name, self.layers[first:end])
+        """Inside the block the model has no other layers than these. What it looks up by a layer's number (which rotary
+        table is whose) is cut alike."""
+        config = self.body.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
         try:
+            setattr(self.body, self._name, self.layers[first:end])
+            if kinds is not None:
+                config.layer_types = kinds[first:end]
             yield
         finally:
             setattr(self.body, self._name, self.layers)
+            if kinds is not None:
+                config.layer_types = kinds
 
 
 def _before(layer: int) -> Any:

@@ -1,7 +1,9 @@
 """What the rest of the program needs to know of a model: measured, or read off its configuration and weights."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -60,14 +62,14 @@ def read_facts(model: PreTrainedModel, shape: Shape, name: str, positions: int, 
         movable=shape.movable,
         dtype=weight.dtype,
         device=weight.device,
-        fingerprint=_fingerprint(model) + note,
+        fingerprint=_fingerprint(model, shape.kinds) + note,
         parameters=sum(p.numel() for p in model.parameters()),
     )
 
 
-def positions_of(model: PreTrainedModel, asked: int | None, name: str) -> int:
+def positions_of(config: Any, asked: int | None, name: str) -> int:
     """How many positions there are: what the configuration says, or fewer if that is asked for."""
-    config = model.config.get_text_config()
+    config = config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
     known = next((most for one in names if isinstance(most := getattr(config, one, None), int)), UNSAID)
     if asked is not None and asked > known:
@@ -82,9 +84,11 @@ def check_on_cpu(model: PreTrainedModel, name: str) -> None:
         raise ModelError(f"{name}: it is on {', '.join(shown)}; only the CPU is served: use device='cpu'")
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Names the weights and the rotary tables: shapes, types, and a sample of every tensor."""
+def _fingerprint(model: PreTrainedModel, kinds: Sequence[Kind]) -> str:
+    """Names the weights, the rotary tables and what else shapes attention: types, sizes, a sample of every tensor."""
     digest = hashlib.sha256(str(getattr(model.config.get_text_config(), "rope_parameters", None)).encode())
+    if not all(kind.plain for kind in kinds):
+        digest.update(str([(kind.window, kind.softcap, kind.slopes) for kind in kinds]).encode())
     for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64]

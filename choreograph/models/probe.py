@@ -75,6 +75,8 @@ def measured(model: PreTrainedModel, probe: Probe, positions: int) -> Shape:
     shapes = {(len(x.query), *x.key.shape, *x.value.shape) for x in known}
     if len(shapes) > 1 or known[0].key.shape != known[0].value.shape:
         raise ModelError(f"layers, or keys and values, differ in heads or head size: {sorted(shapes)}")
+    if not all(x.isfinite().all() for layer in known for x in (layer.key, layer.value)):
+        raise ModelError("it computes keys or values that are not finite")
     movable = all(_equal(layer.value) for layer in known)
     turnings, slopes = _rotaries(model), slopes_of(model)
     by_value: dict[Kind, Kind] = {}  # layers of one kind share the object, and what is worked out for it
@@ -90,23 +92,22 @@ def measured(model: PreTrainedModel, probe: Probe, positions: int) -> Shape:
 
 def _equal(rows: Tensor) -> bool:
     """Whether all rows (G, N, D) are the first one, but for rounding."""
-    return _distance(rows, rows[:, :1].expand_as(rows)) < _tolerance(rows.dtype)
+    return _distance(rows, rows[:, :1].expand_as(rows), None) < _tolerance(rows.dtype)
 
 
 def _rotary(keys: Tensor, candidates: list[Rotary], at: list[int], where: str) -> Rotary | None:
-    """How the keys (G, N, D) of equal tokens at some places were turned."""
-    first, best, least = keys[:, :1].float(), None, _distance(keys, keys[:, :1].expand_as(keys))
-    if least < _tolerance(keys.dtype) or len(at) == 1:
+    """How the keys (G, N, D) of equal tokens at some places were turned: the table that explains them best."""
+    first, best = keys[:, :1].float(), None
+    least = _distance(keys, first.expand(keys.shape), None)
+    if len(at) == 1:
         return None
     for rotary in candidates:
         cos, sin = (torch.from_numpy(table) for table in rotary.table(at))
-        off = _distance(keys, turn(first.expand(keys.shape), cos, sin, rotary.interleaved))
+        off = _distance(keys, turn(first.expand(keys.shape), cos, sin, rotary.interleaved), rotary)
         if off < least:
             best, least = rotary, off
-    if least >= _tolerance(keys.dtype):
-        raise ModelError(
-            f"{where}: positions change its keys in a way that is not known (off by {least:.2g}); not served"
-        )
+    if not least < _tolerance(keys.dtype):
+        raise ModelError(f"{where}: positions change its keys in a way that is not known (off by {least:.2g})")
     return best
 
 
@@ -119,8 +120,17 @@ def _rotaries(model: PreTrainedModel) -> list[Rotary]:
     return [Rotary(inverse, interleaved) for inverse in found for interleaved in (False, True)]
 
 
-def _distance(rows: Tensor, wanted: Tensor) -> float:
-    return float((rows.float() - wanted.float()).abs().max() / rows.float().abs().max().clamp(min=1e-9))
+def _distance(rows: Tensor, wanted: Tensor, rotary: Rotary | None) -> float:
+    """The largest difference, every dimension in terms of its own size, or of the pair that turns together: biases may
+    make some dimensions a thousand times as large as others."""
+    size = rows.float().abs().amax(dim=(0, 1))
+    if rotary is not None:
+        half, turning = rotary.half, 2 * rotary.half
+        pairs = size[:turning].view(half, 2) if rotary.interleaved else size[:turning].view(2, half).T
+        largest = pairs.amax(1, keepdim=True).expand(-1, 2)
+        size = torch.cat([(largest if rotary.interleaved else largest.T).reshape(-1), size[turning:]])
+    off = (rows.float() - wanted.float()).abs().amax(dim=(0, 1)) / size.clamp(min=1e-20)
+    return float(off[size > 0].max()) if (size > 0).any() else 0.0
 
 
 def _tolerance(dtype: torch.dtype) -> float:

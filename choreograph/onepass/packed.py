@@ -159,7 +159,8 @@ def _attend_shaped(
     share = query.shape[1] // keys.shape[1]
     own, seen = distance.shape
     k, v = (x[0].repeat_interleave(share, dim=0) for x in (keys, values))
-    scores = shaped((query[0] @ k.transpose(-1, -2)).float() * scale, distance, kind)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = shaped(query[0].float() @ k.float().transpose(-1, -2) * scale, distance, kind)
     hidden = torch.ones(own, seen, dtype=torch.bool, device=query.device).triu(seen - own + 1) | beyond(distance, kind)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:

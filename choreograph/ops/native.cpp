@@ -265,7 +265,7 @@ struct Kernel {
       for (int a = 0; a < count; a++) {
         int row = b0 + (m + a) / s.share;
         Range x = range(s, r, row);
-        int from = std::max(0, x.from - t), to = std::min(n, x.to - t);
+        int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // it may see nothing of this tile
         if (s.cap || s.slopes) shape(s, r, row, g * s.share + (m + a) % s.share, t, n, p + a * TILE);
         soften(p + a * TILE, from, to, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
       }

@@ -29,7 +29,7 @@ class _Pass(NamedTuple):
     sin: Tensor | None
     mask: Tensor | None  # (rows, hi - lo), or (H, rows, hi - lo) where heads differ; additive
     causal: bool
-    distance: Tensor  # (rows, hi - lo), of the rows from the keys; empty where nothing asks for it
+    distance: Tensor  # (rows, hi - lo), of the rows from the keys; empty for the flash kernel
     blind: Tensor | None  # (rows,), those that see nothing here; None where all see something
 
 
@@ -166,7 +166,7 @@ def _one_pass(plan: Plan, index: int, dtype: torch.dtype, kind: Kind) -> _Pass |
         sin=torch.from_numpy(-sin[shift]) if moved else None,
         mask=None if causal else _mask(visible, distance, dtype, kind),
         causal=bool(causal),
-        distance=torch.from_numpy(distance),
+        distance=torch.from_numpy(distance if kind.softcap is not None else distance[:, :0]),
         blind=None if visible.any(1).all() else torch.from_numpy(~visible.any(1)),
     )
 

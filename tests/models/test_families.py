@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from brute import brute_force
-from families import CONFIGS, SHAPE, VOCABULARY, WIDE
-from graphs import graphs, placed
+from families import CONFIGS, LONG, SHAPE, VOCABULARY, WIDE
+from graphs import Node, graphs, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -18,12 +18,15 @@ from transformers import (
     GPTJConfig,
     MambaConfig,
     Olmo3Config,
+    PhimoeConfig,
+    SeedOssConfig,
     StableLmConfig,
     Starcoder2Config,
 )
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph.errors import BadPosition, ModelError
+from choreograph.models import adapter as adapter_module
 from choreograph.models.adapter import Adapter
 from choreograph.models.families import FAMILIES
 
@@ -96,6 +99,8 @@ def test_everything_moved_by_one_distance_is_the_same_conversation(name):
 @given(nodes=graphs(), step=st.sampled_from([3, 1024]), backend=st.sampled_from(["auto", "sdpa"]))
 def test_random_graphs_equal_brute_force(name, nodes, step, backend):
     engine = make_engine(name, backend, step)
+    last = list(range(len(nodes)))[-4:]  # whatever was encoded is heard of
+    nodes = [*nodes, Node([1, 2], last, [None] * len(last), generated=[3, 4])]
     with engine.session(seed=0) as session:
         messages = submit(session, nodes)
         engine.drain()
@@ -196,6 +201,9 @@ def test_learned_positions_stay_at_home_and_say_why(name):
         here = session.decode([1], [first], sampling=GREEDY).generated
         assert same._call.work is not first._call.work
         assert len(here) == len(there) == 20
+        copy = first.copy_out()
+        with pytest.raises(BadPosition, match="encoded at 0, and learned positions keep it from 60"):
+            session.restore(tokens[:10], copy, new_offset=60)
         engine.check()
 
 
@@ -232,6 +240,55 @@ def test_an_unknown_architecture_that_fails_the_check_is_refused(monkeypatch):
     monkeypatch.setattr(Adapter, "logits", lambda self, *a, **k: original(self, *a, **k) * 1.5)
     with pytest.raises(ModelError, match=r"'cohere' is not proved, and fails the check: chained messages differ"):
         Engine.from_pretrained(model)
+
+
+def test_a_wrong_rotary_layout_fails_the_check(monkeypatch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CohereConfig(**WIDE)).eval()
+    right = adapter_module.measured
+
+    def wrong(*given):
+        shape = right(*given)
+        kinds = tuple(replace(kind, rotary=replace(kind.rotary, interleaved=False)) for kind in shape.kinds)
+        return replace(shape, kinds=kinds)
+
+    monkeypatch.setattr(adapter_module, "measured", wrong)
+    with pytest.raises(ModelError, match="messages that were encoded elsewhere differ"):
+        Engine.from_pretrained(model)
+
+
+def test_numbers_that_are_none_fail_the_check():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CohereConfig(**WIDE)).eval()
+    model.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(ModelError, match="fails the check"):
+        Engine.from_pretrained(model)
+    model = build("llama")
+    model.model.layers[1].self_attn.v_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(ModelError, match="not finite"):
+        Engine.from_pretrained(model)
+
+
+def test_a_window_that_only_the_mask_knows_is_refused():
+    config = PhimoeConfig(**WIDE, sliding_window=64, num_local_experts=2)
+    with pytest.raises(ModelError, match=r"'phimoe' is not proved, .* sliding_window of 64"):
+        Engine.from_pretrained(AutoModelForCausalLM.from_config(config))
+
+
+def test_longrope_of_an_unknown_architecture_is_checked_as_it_is_frozen():
+    torch.manual_seed(0)
+    config = SeedOssConfig(**SHAPE, rope_parameters=LONG)
+    assert Engine.from_pretrained(AutoModelForCausalLM.from_config(config).eval()).facts.positions == "rotary"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_key_biases_hide_no_rotation(dtype):
+    """As Qwen2.5 has them, in dimensions that turn slowly."""
+    model = build("qwen2")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data[7] = 300.0
+    facts = Engine.from_pretrained(model, dtype=dtype).facts
+    assert all(kind.rotary is not None for kind in facts.kinds)
 
 
 @pytest.mark.parametrize(

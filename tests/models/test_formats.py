@@ -38,6 +38,38 @@ def test_quantised_weights_are_what_the_quantised_model_computes(kind, name):
     assert greedy(engine) == wanted
 
 
+@pytest.mark.parametrize("name", ["falcon", "gpt2"])
+def test_what_torchao_cannot_quantise_is_refused(name):
+    with pytest.raises(ConfigError, match=r"weights .* torchao can quantise"):
+        Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL, quantization="int8"))
+
+
+def test_windows_and_caps_are_a_part_of_what_a_model_is():
+    def fingerprint(**options) -> str:
+        config = copy.deepcopy(CONFIGS["gemma2"])
+        for name, value in options.items():
+            setattr(config, name, value)
+        torch.manual_seed(0)
+        return Engine.from_pretrained(AutoModelForCausalLM.from_config(config)).facts.fingerprint
+
+    assert len({fingerprint(), fingerprint(sliding_window=9), fingerprint(attn_logit_softcapping=3.0)}) == 3
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n.split(",")[0] not in ("falcon", "mpt", "bloom")])
+def test_a_stretch_of_layers_is_what_the_whole_model_computes(name):
+    engine = Engine.from_pretrained(build(name), models={"twin": build(name)}, config=EngineConfig(cache=SMALL))
+    engine.share("twin", pattern=[0, 1, engine.facts.layers])  # computed from the second layer on
+    heard = SamplingParams(logprobs=0)
+    with engine.session() as session:
+        first = session.prefill(PROMPT[:9])
+        own = session.decode(PROMPT[9:], [first], forced_tokens=[1, 2, 3], sampling=heard)
+        other = session.decode(
+            PROMPT[9:], [first], forced_tokens=[1, 2, 3], sampling=heard, model="twin", share="partial"
+        )
+        mine, theirs = ([one.logprob for one in message.logprobs] for message in (own, other))
+    assert theirs == pytest.approx(mine, abs=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_measured_does_not_depend_on_the_type(name, dtype):

@@ -88,6 +88,21 @@ def test_backends_equal_the_reference(backend, heads, groups, width, dtype, call
     torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@pytest.mark.parametrize("window", [1, 16, 100, 512])
+@settings(max_examples=30, deadline=None)
+@given(at=st.lists(st.integers(0, 1300), min_size=2, max_size=9), lo=st.integers(0, 40), length=st.integers(1, 590))
+def test_decodes_at_any_places_share_a_run_through_a_window(backend, window, at, lo, length):
+    """Rows of several calls that read one run alike are one reader, however far apart they stand."""
+    rows = len(at)
+    reads = [Read(lo, i, i + 1, 0, length, 0, 7) for i in range(rows)]
+    plan = make_plan([632 + i for i in range(min(rows, 8))] + [0] * max(0, rows - 8), reads, at)
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
+    kind = Kind(None, window)
+    got = make_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25, kind)
+    torch.testing.assert_close(got, reference.attend(plan, q, keys, values, 0.25, kind), atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
 def test_rows_are_written_before_they_are_read_and_nothing_else_is_touched(backend):
     kind = Kind(Rotary((1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7)))

@@ -1,0 +1,1 @@
+"""GPU code alone: Triton programs over plain pointers. Knows no plans."""

@@ -1,0 +1,125 @@
+"""Triton programs of placed attention: a tile of rows over pieces of runs, and the merging of partial softmaxes.
+
+What the numbers of items, pieces and reads mean is said where they are made (`ops/triton.py`).
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend(
+    query, keys, values, items, pieces, reads, rows, cos, sin, slopes, partial, norms,
+    q_head, q_row, slot_stride, scale, cap, window,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr,
+    REST: tl.constexpr, RESTS: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPING: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows, for one key-value head, over its pieces. Padded sizes are powers of two; STEP and SECOND say
+    where the partners of a rotated pair lie."""
+    item, group = tl.program_id(0), tl.program_id(1)
+    first = tl.load(items + item * 4)
+    count = tl.load(items + item * 4 + 1)
+    m = tl.arange(0, ROWS * SHARED)
+    entry, inner = m // SHARED, m % SHARED
+    here = (entry < count) & (inner < SHARE)
+    head = group * SHARE + inner
+    row = tl.load(rows + (first + entry) * 2, mask=here, other=0)
+    stands = tl.load(rows + (first + entry) * 2 + 1, mask=here, other=0)
+    base = query + head * q_head + row * q_row
+    d = tl.arange(0, WIDE)
+    h = tl.arange(0, HALVES)
+    r = tl.arange(0, RESTS)
+    if HALF > 0:
+        mask_h = here[:, None] & (h < HALF)[None, :]
+        a = tl.load(base[:, None] + h[None, :] * STEP, mask=mask_h, other=0.0).to(tl.float32)
+        b = tl.load(base[:, None] + h[None, :] * STEP + SECOND, mask=mask_h, other=0.0).to(tl.float32)
+    if REST > 0:
+        mask_r = here[:, None] & (r < REST)[None, :]
+        c = tl.load(base[:, None] + 2 * HALF + r[None, :], mask=mask_r, other=0.0)
+    if SLOPING:
+        slope = tl.load(slopes + head, mask=here, other=0.0) * LOG2E
+    top = tl.full([ROWS * SHARED], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS * SHARED], tl.float32)
+    out = tl.zeros([ROWS * SHARED, WIDE], tl.float32)
+    for number in range(tl.load(items + item * 4 + 2), tl.load(items + item * 4 + 3)):
+        run = tl.load(pieces + number * 4).to(tl.int64)
+        begin = tl.load(pieces + number * 4 + 1)
+        end = tl.load(pieces + number * 4 + 2)
+        where = tl.load(pieces + number * 4 + 3) + entry
+        shift = tl.load(reads + where * 3, mask=here, other=0)
+        limit = tl.load(reads + where * 3 + 1, mask=here, other=0)
+        position = tl.load(reads + where * 3 + 2, mask=here, other=0)
+        if HALF > 0:
+            x = tl.load(cos + shift[:, None] * HALF + h[None, :], mask=mask_h, other=0.0)
+            y = tl.load(sin + shift[:, None] * HALF + h[None, :], mask=mask_h, other=0.0)
+            turned_a = (a * x + b * y).to(keys.dtype.element_ty)  # by minus the shift
+            turned_b = (b * x - a * y).to(keys.dtype.element_ty)
+        for t in range(begin, end, SLOTS):
+            j = t + tl.arange(0, SLOTS)
+            read = j < end
+            slot = (run + j) * slot_stride + group * WIDTH
+            score = tl.zeros([ROWS * SHARED, SLOTS], tl.float32)
+            if HALF > 0:
+                mask_k = read[:, None] & (h < HALF)[None, :]
+                key = keys + slot[:, None] + h[None, :] * STEP
+                score += tl.dot(turned_a, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision="ieee")
+                key += SECOND
+                score += tl.dot(turned_b, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision="ieee")
+            if REST > 0:
+                mask_k = read[:, None] & (r < REST)[None, :]
+                key = tl.load(keys + slot[:, None] + 2 * HALF + r[None, :], mask=mask_k, other=0.0)
+                score += tl.dot(c, tl.trans(key), input_precision="ieee")
+            score *= scale * LOG2E
+            distance = stands[:, None] - (position[:, None] + j[None, :])
+            if CAPPED:
+                z = tl.exp2(-tl.abs(score) * (2.0 * LOG2E / cap))
+                score = tl.where(score < 0, -1.0, 1.0) * cap * (1.0 - z) / (1.0 + z)  # cap * tanh(score / cap)
+            if SLOPING:
+                score -= slope[:, None] * distance.to(tl.float32)
+            seen = read[None, :] & (j[None, :] < limit[:, None]) & here[:, None]
+            if WINDOWED:
+                seen = seen & (distance < window) & (distance > -window)
+            score = tl.where(seen, score, float("-inf"))
+            best = tl.maximum(top, tl.max(score, 1))
+            level = tl.where(best == float("-inf"), 0.0, best)
+            keep = tl.exp2(top - level)
+            weight = tl.exp2(score - level[:, None])
+            total = total * keep + tl.sum(weight, 1)
+            value = tl.load(values + slot[:, None] + d[None, :], mask=read[:, None] & (d < WIDTH)[None, :], other=0.0)
+            out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+            top = best
+    place = (first + entry) * HEADS + head
+    some = total > 0
+    result = out / tl.where(some, total, 1.0)[:, None]
+    tl.store(partial + place[:, None] * WIDTH + d[None, :], result, mask=here[:, None] & (d < WIDTH)[None, :])
+    tl.store(norms + place, tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=here)
+
+
+@triton.jit
+def merge(
+    partial, norms, order, starts, sinks, out,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, SINKING: tl.constexpr,
+):  # fmt: skip
+    """The partial results of one row and head, weighed by their log-sum-exp (in base 2)."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, WIDE)
+    top, total = float("-inf"), 0.0
+    if SINKING:
+        top, total = tl.load(sinks + head).to(tl.float32) * LOG2E, 1.0
+    mixed = tl.zeros([WIDE], tl.float32)
+    for index in range(tl.load(starts + row), tl.load(starts + row + 1)):
+        place = tl.load(order + index) * HEADS + head
+        norm = tl.load(norms + place)
+        best = tl.maximum(top, norm)
+        level = tl.where(best == float("-inf"), 0.0, best)
+        keep, weight = tl.exp2(top - level), tl.exp2(norm - level)
+        mixed = mixed * keep + weight * tl.load(partial + place * WIDTH + d, mask=d < WIDTH, other=0.0)
+        total = total * keep + weight
+        top = best
+    mixed = mixed / tl.where(total > 0, total, 1.0)
+    tl.store(out + (row * HEADS + head) * WIDTH + d, mixed.to(out.dtype.element_ty), mask=d < WIDTH)
