@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .errors import ConfigError
 
-BACKENDS = ("auto", "native", "sdpa", "reference")
+BACKENDS = ("auto", "native", "triton", "flex", "sdpa", "reference")
 EVICTIONS = ("workflow", "lru", "lfu", "fifo")
 QUANTIZATIONS = (None, "int8", "int4")
 
@@ -99,7 +99,7 @@ class SchedulerConfig:
 class EngineConfig:
     """All options of an engine.
 
-    backend: the attention code: `auto` takes the compiled kernel where it can be built.
+    backend: the attention code: `auto` takes the kernel that is made for the device, where it can be built.
     compile: run small steps through `torch.compile`; the first use of a bucket waits for it.
     compile_rows: row counts that get a compiled graph; a step is padded to the next one.
     quantization: None, or "int8" or "int4" for weight-only quantisation through torchao.

@@ -23,7 +23,7 @@ from ..kv.transfers import TransferFailed
 from ..models.adapter import Adapter
 from ..models.family import Family
 from ..ops.attend import make_backend
-from ..ops.native import NativeUnavailable
+from ..ops.native import BackendUnavailable
 from ..types import FinishReason, Usage
 from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
@@ -50,8 +50,8 @@ class Runner:
         facts = adapter.facts
         try:
             self.backend, self.backend_note = make_backend(config.backend, facts.head_dim, facts.dtype, facts.device)
-        except NativeUnavailable as reason:
-            raise ChoreographError(f"backend='native': {reason}; use backend='auto'") from None
+        except BackendUnavailable as reason:
+            raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
         arena = Arena(
             pages=adapter.arena_tokens(config.cache.tokens) // config.cache.page_size,
             page_size=config.cache.page_size,

@@ -28,6 +28,7 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
 
     Changes nothing that a second try would see; log-probabilities that were asked for wait in the generation.
     """
+    logits = logits.cpu()  # one copy: what is chosen is the same wherever the model is
     chosen: list[int | None] = [None] * len(generations)
     largest, likeliest = logits.max(-1)  # NaN where the row has one
     sound = [not bad for bad in largest.isnan().tolist()]

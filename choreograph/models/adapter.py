@@ -23,7 +23,7 @@ from ..types import BASE
 from .bridges import Bridge
 from .check import check_itself
 from .depth import Depth
-from .facts import ModelFacts, check_on_cpu, free_memory, positions_of, read_facts
+from .facts import ModelFacts, check_devices, free_memory, positions_of, read_facts
 from .families import FAMILIES, Family
 from .frozen import FrozenRotary
 from .lora import Loras
@@ -77,7 +77,7 @@ class Adapter:
         self.model = model.eval()
         self.tokenizer = tokenizer
         name = name or model.config._name_or_path or model.config.model_type
-        check_on_cpu(model, name)
+        check_devices(model, name)
         config = model.config.get_text_config()
         self.family = FAMILIES.get(config.model_type)
         self.bridge = Bridge(model) if self.family is not None and self.family.bridge else None

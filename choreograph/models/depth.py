@@ -21,10 +21,16 @@ class Depth:
     def __init__(self, model: PreTrainedModel) -> None:
         count = model.config.get_text_config().num_hidden_layers
         self.body: Any = model.base_model
-        lists = {n: m for n, m in self.body.named_children() if isinstance(m, nn.ModuleList) and len(m) == count}
+        lists = [
+            (path, module)
+            for path, module in self.body.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == count and not any(map(str.isdigit, path.split(".")))
+        ]
         if len(lists) != 1:
             raise ModelError(f"{type(model).__name__}: its {count} layers are not one list; it cannot share encodings")
-        (self._name, self.layers), *_ = lists.items()
+        path, self.layers = lists[0]
+        owner, _, self._name = path.rpartition(".")
+        self._owner: Any = self.body.get_submodule(owner)
         self.watched: frozenset[int] = frozenset()
 
     def watch(self, layers: Iterable[int]) -> None:
@@ -40,12 +46,12 @@ class Depth:
         config = self.body.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
         try:
-            setattr(self.body, self._name, self.layers[first:end])
+            setattr(self._owner, self._name, self.layers[first:end])
             if kinds is not None:
                 config.layer_types = kinds[first:end]
             yield
         finally:
-            setattr(self.body, self._name, self.layers)
+            setattr(self._owner, self._name, self.layers)
             if kinds is not None:
                 config.layer_types = kinds
 

@@ -77,11 +77,12 @@ def positions_of(config: Any, asked: int | None, name: str) -> int:
     return asked or known
 
 
-def check_on_cpu(model: PreTrainedModel, name: str) -> None:
+def check_devices(model: PreTrainedModel, name: str) -> None:
+    """A model is served where all of it is: on the CPU, or on one GPU."""
     devices = {parameter.device for parameter in model.parameters()}
-    if {device.type for device in devices} != {"cpu"}:
-        shown = sorted(map(str, devices))
-        raise ModelError(f"{name}: it is on {', '.join(shown)}; only the CPU is served: use device='cpu'")
+    if len(devices) > 1 or {device.type for device in devices} - {"cpu", "cuda"}:
+        shown = ", ".join(sorted(map(str, devices)))
+        raise ModelError(f"{name}: it is on {shown}; the CPU or one GPU is served: use device='cpu' or 'cuda'")
 
 
 def _fingerprint(model: PreTrainedModel, kinds: Sequence[Kind]) -> str:

@@ -192,11 +192,13 @@ def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_device(name: str | torch.device | None) -> torch.device:
-    """A device by name or as it is; None is the CPU, the only one served."""
+    """A device by name or as it is; None is the CPU."""
     try:
         device = torch.device("cpu" if name is None else name)
     except (RuntimeError, TypeError) as problem:
         raise ConfigError(f"device={name!r}: {str(problem).splitlines()[0]}") from None
-    if device.type != "cpu":
-        raise ConfigError(f"device={name!r}: only the CPU is served; use 'cpu'")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r}: the CPU and GPUs that torch calls cuda are served; use 'cpu' or 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch finds no GPU here; use 'cpu'")
     return device

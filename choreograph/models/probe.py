@@ -44,7 +44,7 @@ class Probe:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        self.layers[layer] = Layer(query[0], key[0], value[0], *self._options.get(layer, ()))
+        self.layers[layer] = Layer(query[0].cpu(), key[0].cpu(), value[0].cpu(), *self._options.get(layer, ()))
         return torch.zeros_like(query).transpose(1, 2)
 
 

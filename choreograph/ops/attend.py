@@ -7,7 +7,7 @@ rows of other calls in the same step.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -59,10 +59,18 @@ class WriteThenRead:
         kind: Kind,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        slots = torch.from_numpy(plan.slots)
+        slots = _slots(plan, keys.device)
         keys[slots] = key.transpose(0, 1)
         values[slots] = value.transpose(0, 1)
         return self._read(plan, query, keys, values, scale, kind, sinks)
+
+
+def _slots(plan: Plan, device: torch.device) -> Tensor:
+    """Where the rows' own keys and values go, sent to a device once a step."""
+    key = f"slots {device}"
+    if key not in plan.memo:
+        plan.memo[key] = torch.from_numpy(plan.slots).to(device, non_blocking=True)
+    return cast(Tensor, plan.memo[key])
 
 
 class Native:
@@ -89,18 +97,40 @@ class Native:
 
 
 def make_backend(name: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
-    """The backend by name, and why `auto` did not take the compiled kernel (None if it did)."""
+    """The backend by name, and why `auto` did not take the one that is made for the device (None if it did)."""
+    if name == "sdpa" and device.type != "cpu":
+        raise native.BackendUnavailable(f"device {device} is not the CPU, which its kernel is for")
     if name in ("sdpa", "reference"):
         return WriteThenRead(name, {"sdpa": sdpa, "reference": reference}[name].attend), None
+    if name == "flex":
+        from . import flex  # the compiler comes with it: only where asked for
+
+        return WriteThenRead(name, flex.attend), None
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        return _triton(device), None
     reason = native.supports(width, dtype, device)
     if reason is None:
         try:
             return Native(width, dtype), None
-        except native.NativeUnavailable as problem:
+        except native.BackendUnavailable as problem:
             reason = str(problem)
     if name == "native":
-        raise native.NativeUnavailable(reason)
+        raise native.BackendUnavailable(reason)
     return WriteThenRead("sdpa", sdpa.attend), reason
+
+
+def _triton(device: torch.device) -> Backend:
+    try:
+        import triton as compiler
+
+        from . import triton
+    except ImportError as problem:
+        raise native.BackendUnavailable(f"Triton is not installed: {problem}") from None
+    if device.type != "cuda" and not compiler.knobs.runtime.interpret:
+        raise native.BackendUnavailable(
+            f"device {device} is no GPU, and Triton's interpreter (TRITON_INTERPRET=1) is off"
+        )
+    return WriteThenRead("triton", triton.attend)
 
 
 @dataclass(eq=False)

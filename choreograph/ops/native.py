@@ -41,8 +41,8 @@ class _PlanView(ctypes.Structure):
     )
 
 
-class NativeUnavailable(Exception):
-    """Why the compiled kernel cannot be used here: no compiler, another device, head size or type."""
+class BackendUnavailable(Exception):
+    """Why a backend cannot be used here: no compiler, another device, head size or type."""
 
 
 def supports(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -62,7 +62,7 @@ def load(width: int, dtype: torch.dtype) -> "NativeKernel":
     try:
         library = ctypes.CDLL(str(_build(width, ELEMENTS[dtype])))
     except OSError as problem:  # a cache folder that cannot be written, a library that cannot be loaded
-        raise NativeUnavailable(str(problem)) from None
+        raise BackendUnavailable(str(problem)) from None
     return NativeKernel(library, width, dtype)
 
 
@@ -127,7 +127,7 @@ def _plan_view(plan: Plan, heads: int, groups: int, kind: Kind) -> int:
 def _build(width: int, element: str) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
-        raise NativeUnavailable("no C++ compiler: install g++ or name one in CXX")
+        raise BackendUnavailable("no C++ compiler: install g++ or name one in CXX")
     source = Path(__file__).with_name("native.cpp")
     flags = (*FLAGS, f"-DWIDTH={width}", f"-DELEMENT={element}")
     identity = "\0".join((source.read_text(), *flags, compiler, platform.machine(), _processor()))
@@ -149,7 +149,7 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) 
         problem = str(error)
     if problem is not None:
         os.unlink(draft.name)
-        raise NativeUnavailable(f"the C++ compiler {compiler} could not build {source.name}: {problem}")
+        raise BackendUnavailable(f"the C++ compiler {compiler} could not build {source.name}: {problem}")
     os.replace(draft.name, target)
 
 

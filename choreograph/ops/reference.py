@@ -23,20 +23,22 @@ def attend(
     heads, rows, _ = query.shape
     group = heads // keys.shape[1]
     scores, gathered = [], []
-    cos, sin = (torch.from_numpy(table) for table in plan.turns(kind.rotary))
+    device = query.device
+    cos, sin = (torch.from_numpy(table).to(device) for table in plan.turns(kind.rotary))
     for index, (lo, hi, _) in enumerate(plan.segments):
         k = keys[lo:hi].float().repeat_interleave(group, dim=1)  # T H D
         gathered.append(values[lo:hi].float().repeat_interleave(group, dim=1))
-        part = torch.full((heads, rows, hi - lo), float("-inf"))
+        part = torch.full((heads, rows, hi - lo), float("-inf"), device=device)
         for row0, row1, shift, limit, step, position in plan.segment_readers(index):
             q = query[:, row0:row1].float()
             if shift and kind.rotary is not None:
                 q = turn(q, cos[shift], -sin[shift], kind.rotary.interleaved)
             score = torch.einsum("hnd,thd->hnt", q, k) * scale
-            distance = torch.from_numpy(plan.positions[row0:row1])[:, None] - (position + torch.arange(hi - lo))
+            stands, slot = torch.from_numpy(plan.positions[row0:row1]).to(device), torch.arange(hi - lo, device=device)
+            distance = stands[:, None] - (position + slot)
             score = shaped(score, distance, kind)
-            seen = limit + step * torch.arange(row1 - row0)
-            hidden = (torch.arange(hi - lo)[None, :] >= seen[:, None]) | beyond(distance, kind)
+            seen = limit + step * torch.arange(row1 - row0, device=device)
+            hidden = (slot[None, :] >= seen[:, None]) | beyond(distance, kind)
             part[:, row0:row1] = score.masked_fill(hidden, float("-inf"))
         scores.append(part)
     if not scores:

@@ -25,6 +25,7 @@ def greedy(engine: Engine, count: int = 8) -> list[int]:
         return session.decode(PROMPT[9:], [first], sampling=SamplingParams(temperature=0, max_tokens=count)).generated
 
 
+@pytest.mark.slow  # needs torchao
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
 def test_quantised_weights_are_what_the_quantised_model_computes(kind, name):
@@ -38,6 +39,7 @@ def test_quantised_weights_are_what_the_quantised_model_computes(kind, name):
     assert greedy(engine) == wanted
 
 
+@pytest.mark.slow  # needs torchao
 @pytest.mark.parametrize("name", ["falcon", "gpt2"])
 def test_what_torchao_cannot_quantise_is_refused(name):
     with pytest.raises(ConfigError, match=r"weights .* torchao can quantise"):

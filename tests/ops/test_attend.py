@@ -166,7 +166,7 @@ def test_the_kernel_says_what_it_does_not_cover():
     assert "head size 10" in native.supports(10, torch.float32, CPU)
     assert "float16" in native.supports(64, torch.float16, CPU)
     assert "cuda" in native.supports(64, torch.float32, torch.device("cuda"))
-    with pytest.raises(native.NativeUnavailable, match="head size 10"):
+    with pytest.raises(native.BackendUnavailable, match="head size 10"):
         make_backend("native", 10, torch.float32, CPU)
     backend, reason = make_backend("auto", 10, torch.float32, CPU)
     assert backend.name == "sdpa"

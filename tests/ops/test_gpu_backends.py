@@ -1,0 +1,73 @@
+"""What GPUs compute with, against the float32 reference: Triton's kernels (interpreted here), FlexAttention."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from test_attend import build, plans, special, specials, tensors
+
+from choreograph import SamplingParams
+from choreograph.ops import reference
+from choreograph.ops.attend import make_backend
+from choreograph.ops.kind import Kind
+from choreograph.ops.plan import Read, make_plan
+from choreograph.ops.rope import Rotary
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CASES = [
+    *(("triton", dtype, shape) for dtype in ("float32", "float16") for shape in ((4, 2, 16), (3, 1, 32), (7, 7, 20))),
+    *(("flex", "float32", shape) for shape in ((4, 2, 16), (3, 1, 32), (4, 4, 20))),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), CASES)
+@settings(max_examples=5, deadline=None, phases=[Phase.generate])
+@given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2, None]), asked=specials)
+def test_they_equal_the_reference(name, dtype, shape, calls, interleaved, part, asked):
+    (heads, groups, width), kept = shape, getattr(torch, dtype)
+    rotary = part and Rotary(tuple(1e4 ** -(np.arange(0, width // part, 2) / width)), interleaved)
+    kind, sinks = special(heads, rotary, asked)
+    plan = build(calls)
+    rows, (keys, values) = tensors(plan, heads, groups, width, kept)
+    sent = [x.to(DEVICE) for x in (*rows, keys, values)]
+    work = make_backend(name, width, kept, DEVICE)[0]
+    got = work(plan, *sent, width**-0.5, kind, None if sinks is None else sinks.to(DEVICE))
+    slots = torch.from_numpy(plan.slots)
+    for arena, new in ((keys, rows[1]), (values, rows[2])):
+        arena[slots] = new.transpose(0, 1)
+    wanted = reference.attend(plan, rows[0].float(), keys.float(), values.float(), width**-0.5, kind, sinks)
+    tolerance = 2e-5 if dtype == "float32" else 5e-3
+    torch.testing.assert_close(got.float().cpu(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["triton", "flex"])
+def test_a_long_run_of_few_rows_is_cut_and_merged(name):
+    """Three decodes over one context of 600 slots, one of them at two places at once."""
+    reads = [Read(0, row, row + 1, shift, 600, 0, shift) for row, shift in ((0, 0), (1, 5), (2, 0))]
+    reads.append(Read(0, 2, 3, 40, 600, 0, 40))
+    plan = make_plan([632, 633, 634], reads, [600, 605, 640])
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
+    kind = Kind(Rotary((1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)))
+    sent = [x.to(DEVICE) for x in (q, k, v, keys, values)]
+    got = make_backend(name, 16, torch.float32, DEVICE)[0](plan, *sent, 0.25, kind)
+    wanted = reference.attend(plan, q, keys, values, 0.25, kind)
+    torch.testing.assert_close(got.cpu(), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["triton", "flex"])
+def test_an_engine_says_the_same_with_them(name):
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+
+    def talk(backend: str) -> list[list[int]]:
+        engine = tiny.engine(backend=backend, tokens=256)
+        with engine.session() as session:
+            first, second = session.prefill([5, 9, 17, 3]), session.prefill([44, 21])
+            both = [
+                session.decode([7], [first, second], sampling=greedy),
+                session.decode([7, 8], [second, first], offsets=[20, 3], new_offset=30, sampling=greedy),
+            ]
+            return [message.generated for message in both]
+
+    assert talk(name) == talk("reference")
