@@ -97,7 +97,7 @@ class Adapter:
         probe, at = Probe(), places(positions)
         token = self.model.config.get_text_config().vocab_size // 2
         try:
-            with self.hooked():
+            with self.hooked(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
                 self.logits([token] * len(at), at, probe, [0])
                 return measured(self.model, probe, positions)
         except Exception as problem:
