@@ -368,6 +368,19 @@ def distill_answers() -> str:
     return markdown(head, lines)
 
 
+def quantization() -> str:
+    rows = {row["measure"]: row for row in record("quantization")["rows"]}
+    lines = []
+    for name in dict.fromkeys(measure.partition(":")[0] for measure in rows):
+        for way in ("float32", "bfloat16", "int8 weights", "int4 weights"):
+            added = rows.get(f"{name}: added log-loss, {way}")
+            cells = [interval(rows[f"{name}: log-loss per token, {way}"], places=2)]
+            cells.append("" if added is None else interval(added, places=4, sign=True))
+            lines.append([name, way, *cells, interval(rows[f"{name}: a decode step, {way}"], places=1)])
+    head = ["model", "weights", "log-loss of a token", "added to float32", "decode step, ms"]
+    return markdown(head, lines) + "\n\n" + _made("quantization")
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "speed": speed,
     "stages": stages,
@@ -389,6 +402,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kvflow-calibration": kvflow_calibration,
     "kvflow-machines": kvflow_machines,
     "kvflow-policies": kvflow_policies,
+    "quantization": quantization,
 }
 
 

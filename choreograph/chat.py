@@ -42,6 +42,8 @@ class ChatFormat:
         """(header with the text so far, footer): what a decode starts with, and what ends its turn."""
         whole = self._whole(Turn(turn.role, _MARK), opening)
         header, _, footer = whole.partition(_MARK)
+        if not turn.text and not self.has_template:
+            header = header.rstrip(" ")  # the space belongs to the first word, which is still to be said
         return self._ids(header + turn.text), self._ids(footer)
 
     def plain(self, text: str, *, opening: bool) -> list[int]:
@@ -51,6 +53,11 @@ class ChatFormat:
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    @property
+    def has_template(self) -> bool:
+        """Without one, turns are plain lines, which no token ends."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
 
     @cached_property
     def beginning(self) -> list[int]:
@@ -68,7 +75,7 @@ class ChatFormat:
     def _cut(self, turn: Turn, opening: bool) -> str:
         if turn.role not in ROLES:
             raise ConfigError(f"role={turn.role!r}: use one of {ROLES}")
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_template:
             return self._without_template(turn, opening)
         if opening:
             rendered = self._render([turn])

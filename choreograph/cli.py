@@ -300,12 +300,17 @@ def chat(
     as_json: Json = False,
 ) -> None:
     """Talk to a model. An empty line or end of input ends it; /reset forgets the conversation."""
-    from .errors import ChoreographError
+    from .errors import ChoreographError, ConfigError
     from .types import SamplingParams
 
     console = Console(quiet=as_json)
-    sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
     engine = open_engine(model, dtype, compile, adapter)
+    if engine.chat is None:
+        raise ConfigError(
+            f"{engine.facts.name} has no tokenizer beside its weights: add its tokenizer.json to talk to it"
+        )
+    stop = [] if engine.chat.has_template else ["\nUser:", "\nSystem:"]
+    sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens, stop=stop)
     with engine.session(mode=mode.value, seed=seed, model=ADAPTED if adapter else BASE) as session:
         opening = [session.prefill(session.system(system))] if system else []
         history = list(opening)

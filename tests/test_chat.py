@@ -223,6 +223,8 @@ def test_no_template(tokenizer):
     assert bare.decode(chat.encode(Turn("user", "hello"), opening=False)) == "User: hello\n"
     header, footer = chat.open(Turn("assistant", "Yes"), opening=False)
     assert (bare.decode(header), bare.decode(footer)) == ("Assistant: Yes", "\n")
+    header, _ = chat.open(Turn("assistant", ""), opening=False)
+    assert bare.decode(header) == "Assistant:"  # the space belongs to what is said
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     assert plain.decode(ChatFormat(plain).encode(Turn("user", "hello"), opening=True)) == "User: hello\n"

@@ -73,7 +73,7 @@ def positions_of(config: Any, asked: int | None, name: str) -> int:
     names = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
     known = next((most for one in names if isinstance(most := getattr(config, one, None), int)), UNSAID)
     if asked is not None and asked > known:
-        raise ConfigError(f"max_positions={asked}: {name} has {known}")
+        raise ConfigError(f"max_positions={asked}: {name} has {known}; use None, or at most as many")
     return asked or known
 
 

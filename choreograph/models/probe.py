@@ -69,7 +69,8 @@ def measured(model: PreTrainedModel, probe: Probe, positions: int) -> Shape:
     layers = [probe.layers.get(index) for index in range(config.num_hidden_layers)]
     if None in layers or len(probe.layers) != len(layers):
         raise ModelError(
-            f"{len(probe.layers)} of its {len(layers)} layers compute attention through transformers' interface"
+            f"{len(probe.layers)} of its {len(layers)} layers compute attention through transformers' interface; "
+            "what has none, or its own, needs a bridge (docs/models.md)"
         )
     known = [layer for layer in layers if layer is not None]
     shapes = {(len(x.query), *x.key.shape, *x.value.shape) for x in known}

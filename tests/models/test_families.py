@@ -39,8 +39,8 @@ def build(name: str):
 
 
 MODELS = {name: build(name) for name in CONFIGS}
-MOVABLE = [name for name in CONFIGS if name not in ("gpt2", "opt")]
-FIXED = ["gpt2", "opt"]
+FIXED = ["gpt2", "opt"]  # learned positions
+MOVABLE = [name for name in CONFIGS if name not in FIXED]
 
 
 def make_engine(name: str, backend: str = "auto", step: int = 1024) -> Engine:
