@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,11 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("out/distill"))
     options.add_argument("--only", nargs="*", default=list(PLANS))
     options.add_argument("--name", help="how to call the model in the results")
+    options.add_argument("--no-answers", action="store_true", help="leave out the answers that are scored")
     given = options.parse_args()
     for name in given.only:
-        result = run(given.model, given.name or Path(given.model).stem, name, PLANS[name], given.data, given.out)
+        plan = replace(PLANS[name], scored=PLANS[name].scored and not given.no_answers)
+        result = run(given.model, given.name or Path(given.model).stem, name, plan, given.data, given.out)
         runs = merged("distill", "runs", {f"{name}, {result['model']}": result})
         rows = [
             estimate_row(f"{title}: gap closed", one["closed"], "", must=0.6 if "multi_qa" in title else 0.4, aim=0.85)
