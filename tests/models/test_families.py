@@ -112,6 +112,24 @@ def test_random_graphs_equal_brute_force(name, nodes, step, backend):
                 np.testing.assert_allclose(row, truth[len(node.tokens) + i - 1], atol=2e-4)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=6, deadline=None)
+@given(nodes=graphs(), step=st.sampled_from([3, 1024]))
+def test_prefix_mode_says_what_naive_mode_says(name, nodes, step):
+    """Both compute whole prompts, one of them what it has not seen before only."""
+    heard = []
+    for mode in ("prefix", "naive"):
+        engine = make_engine(name, step=step)
+        with engine.session(mode=mode, seed=0) as session:
+            messages = submit(session, nodes)
+            engine.drain()
+            engine.check()
+            heard.append([value for m in messages for one in m.logprobs or [] for value in sorted(one.top.items())])
+    for (token, mine), (same, theirs) in zip(*heard, strict=True):
+        assert token == same
+        assert mine == pytest.approx(theirs, abs=2e-4)
+
+
 def submit(session, nodes) -> list:
     messages: list = []
     for node in nodes:
