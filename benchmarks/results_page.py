@@ -365,7 +365,7 @@ def distill_answers() -> str:
             facts = [interval(gap, 100, sign=True), probability(gap), str(one["scores"]["n"])]
             lines.append([one["model"], condition, *cells, *facts])
     head = ["model", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p", "n"]
-    return markdown(head, lines)
+    return markdown(head, lines) if lines else "Not measured yet."
 
 
 def quantization() -> str:
