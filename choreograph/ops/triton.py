@@ -61,9 +61,7 @@ def attend(
     heads, rows, width = query.shape
     groups, device = keys.shape[1], keys.device
     shared = triton.next_power_of_2(heads // groups)
-    tile = max(
-        1, (64 if rows > 16 else 16) // shared
-    )  # rows of a tile: what a product of matrices takes, with the heads
+    tile = max(1, (64 if rows > 16 else 16) // shared)  # with their heads, what one product of matrices takes
     work = _work(plan, kind, tile, groups, device)
     out = torch.empty(rows, heads, width, dtype=query.dtype, device=device)
     partial = torch.empty(len(work.rows), heads, width, dtype=torch.float32, device=device)
