@@ -20,7 +20,7 @@ from choreograph.onepass.packed import log_likelihood, logits_of, pack
 from choreograph.reuse.asked import read_asked
 from choreograph.reuse.profiling import Asked, Setting
 
-LONGEST = 3000  # tokens of a lesson: memory
+LONGEST = 1500  # tokens of a lesson: memory, and time
 
 
 @dataclass(frozen=True)
