@@ -100,8 +100,8 @@ class EngineConfig:
     """All options of an engine.
 
     backend: the attention code: `auto` takes the kernel that is made for the device, where it can be built.
-    compile: run small steps through `torch.compile`; the first use of a bucket waits for it.
-    compile_rows: row counts that get a compiled graph; a step is padded to the next one.
+    compile: run small steps through `torch.compile`, on a GPU as CUDA graphs; the first use of a bucket waits for it.
+    compile_rows: row counts that get a graph; a step is padded to the next one. None: 1 to 16, on a GPU 2 to 256.
     quantization: None, or "int8" or "int4" for weight-only quantisation through torchao.
     max_positions: fewer logical positions than the model has; None: all. Rotary tables that change with the length
     (long-rope, dynamic) are frozen at this many.
@@ -111,7 +111,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     backend: str = "auto"
     compile: bool = False
-    compile_rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    compile_rows: tuple[int, ...] | None = None
     quantization: str | None = None
     max_positions: int | None = None
 
@@ -131,11 +131,14 @@ class EngineConfig:
         )
         rows = self.compile_rows
         _check(
-            isinstance(rows, tuple)
-            and rows != ()
-            and all(_whole(r, 1) for r in rows)
-            and sorted(set(rows)) == list(rows),
+            rows is None
+            or (
+                isinstance(rows, tuple)
+                and rows != ()
+                and all(_whole(r, 1) for r in rows)
+                and sorted(set(rows)) == list(rows)
+            ),
             "compile_rows",
             rows,
-            "use rising whole numbers of 1 or more",
+            "use None or rising whole numbers of 1 or more",
         )

@@ -213,10 +213,11 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles every bucket of rows now, so that no later step waits for it; without `compile` does nothing."""
-        if not self.runner.config.compile:
+        compiled = self.runner.adapter.compiled
+        if compiled is None:
             return
         with self.session() as session:
-            for rows in self.runner.config.compile_rows:  # a prompt of n tokens alone is a step of n rows
+            for rows in compiled.buckets:  # a prompt of n tokens alone is a step of n rows
                 session.prefill([0] * rows).result()
 
     def close(self) -> None:
@@ -234,6 +235,12 @@ class Engine:
 def _compile(adapter: Adapter, config: EngineConfig) -> None:
     if adapter.bridge is not None:
         raise ConfigError(f"compile=True: {adapter.facts.name} is of a family that is not compiled; leave it out")
-    from .models.compiled import CompiledForward  # touches private names of torch: only where asked for
+    # both touch private names of torch: only where asked for
+    if adapter.facts.device.type == "cuda":
+        from .models.graphed import GraphedForward
 
-    adapter.compiled = CompiledForward(adapter, config.compile_rows)
+        adapter.compiled = GraphedForward(adapter, config.compile_rows or (2, 4, 8, 16, 32, 64, 128, 256))
+    else:
+        from .models.compiled import CompiledForward
+
+        adapter.compiled = CompiledForward(adapter, config.compile_rows or (1, 2, 4, 8, 16))

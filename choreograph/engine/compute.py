@@ -1,31 +1,85 @@
-"""Computes a batch: makes the step's plans and hands it to the model. Changes the arena, decides nothing."""
+"""Computes a batch: makes the step's plans, ahead of it where it can, and hands it to the model. Decides nothing."""
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..kv.arena import Arena
+from ..kv.encoding import Sight
 from ..kv.view import layers_alike
 from ..models.family import Family
 from ..ops.attend import Backend, Step
 from ..ops.plan import Plan, make_plan
 from ..pattern import Pattern
-from .scheduler import Batch
+from .scheduler import Batch, Take
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def compute(batch: Batch, rows: list[int], family: Family, arena: Arena, backend: Backend) -> "Tensor | None":
-    """The logits of some rows; None for rows that are computed in some layers only."""
-    adapter = family.of(batch.models[0])
-    plan, others = _plans(batch, len(arena.keys))
-    step = Step(plan, arena.keys, arena.values, adapter.facts.kinds, backend, batch.arrivals, others)
-    if batch.layers is None:
-        step.kept = arena.inputs
-        return adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
-    for first, end in Pattern.of_layers(batch.layers).stretches:
-        step.given = {first: _inputs(batch, arena, first)} if first else {}
-        adapter.run_layers(first, end, batch.tokens, batch.positions, step, batch.models)
-    return None
+class Computer:
+    """ahead: while a device computes a step, the next one is planned, as it will be if every decode goes on."""
+
+    def __init__(self, family: Family, arena: Arena, backend: Backend) -> None:
+        self.ahead = arena.keys[0].device.type == "cuda"
+        self._family, self._arena, self._backend = family, arena, backend
+        self._foreseen: _Foreseen | None = None
+
+    def __call__(self, batch: Batch, rows: list[int]) -> "Tensor | None":
+        """The logits of some rows; None for rows that are computed in some layers only."""
+        adapter = self._family.of(batch.models[0])
+        step = self._step(batch)
+        if batch.layers is None:
+            logits = adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
+            if self.ahead:
+                self._foresee(batch)
+            return logits
+        for first, end in Pattern.of_layers(batch.layers).stretches:
+            step.given = {first: _inputs(batch, self._arena, first)} if first else {}
+            adapter.run_layers(first, end, batch.tokens, batch.positions, step, batch.models)
+        return None
+
+    def _step(self, batch: Batch) -> Step:
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen.is_of(batch):
+            return replace(foreseen.step, arrivals=batch.arrivals)
+        return self._make_step(batch)
+
+    def _make_step(self, batch: Batch) -> Step:
+        arena, facts = self._arena, self._family.of(batch.models[0]).facts
+        plan, others = _plans(batch, len(arena.keys))
+        kept = arena.inputs if batch.layers is None else {}
+        return Step(plan, arena.keys, arena.values, facts.kinds, self._backend, batch.arrivals, others, kept)
+
+    def _foresee(self, batch: Batch) -> None:
+        """The next step where all calls of this one take a token more and nothing else computes."""
+        calls = [take.call for take in batch.takes]
+        if len(batch.samples) < len(calls) or any(call.beginning is not None for call in calls):
+            return
+        coming = Batch(tokens=[0] * len(calls), models=[call.model for call in calls])
+        for row, (call, _, _, token) in enumerate(batch.takes):
+            if token >= len(call.work.pages) * call.work.page_size:
+                return
+            coming.positions.append(call.work.start + token)
+            coming.slots.append(call.work.slot(token))
+            coming.takes.append(Take(call, row, token, token + 1))
+        step = self._make_step(coming)
+        self._family.of(calls[0].model).prepare(step)
+        self._foreseen = _Foreseen(coming, [call.sights for call in calls], step)
+
+
+class _Foreseen(NamedTuple):
+    """A step whose plan was made ahead. sights: what each of its calls saw then."""
+
+    batch: Batch
+    sights: list[tuple[Sight, ...]]
+    step: Step
+
+    def is_of(self, batch: Batch) -> bool:
+        """Whether it is the step of a batch: the same rows of the same calls, which see the same."""
+        mine = self.batch
+        return (mine.takes, mine.slots, mine.positions) == (batch.takes, batch.slots, batch.positions) and all(
+            old is take.call.sights for old, take in zip(self.sights, batch.takes, strict=True)
+        )
 
 
 def _plans(batch: Batch, layers: int) -> tuple[Plan, dict[int, Plan]]:

@@ -27,7 +27,7 @@ from ..ops.native import BackendUnavailable
 from ..types import FinishReason, Usage
 from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
-from .compute import compute
+from .compute import Computer
 from .generation import footer_after
 from .modes import PLACE, salt_of
 from .residence import Residence
@@ -63,6 +63,7 @@ class Runner:
         self.lock = threading.RLock()
         sleep, tiers = threading.Condition(self.lock).wait, make_tiers(arena, config.cache)  # others may act meanwhile
         self.store = Store(arena, eviction=config.cache.eviction, events=self.events, tiers=tiers, sleep=sleep)
+        self.computer = Computer(self.family, arena, self.backend)
         self.residence = Residence(self.store, self._rebuild, lambda: bool(self.scheduler.running))
         self.scheduler = Scheduler(
             self.store,
@@ -79,12 +80,9 @@ class Runner:
         self.rows = 0
         self.closed = False
         self.give_turn: Callable[[], bool] | None = None  # set while many programs run together
-        self._ids = itertools.count(1)
+        self.new_id = itertools.count(1).__next__
 
     # -- submission ---------------------------------------------------------------------------------------
-
-    def new_id(self) -> int:
-        return next(self._ids)
 
     def submit(self, *calls: Call) -> None:
         """Queues validated calls, all or none; costs no computing. What no empty cache could hold is refused."""
@@ -242,7 +240,7 @@ class Runner:
     def _compute(self, batch: Batch, rows: list[int]) -> "Tensor | None":
         for take in batch.takes:
             take.call.started_at = take.call.started_at or time.perf_counter()
-        logits = compute(batch, rows, self.family, self.store.arena, self.backend)
+        logits = self.computer(batch, rows)
         self.steps += 1
         self.rows += len(batch.tokens)
         self.events.write("step", rows=len(batch.tokens), calls=len(batch.takes))

@@ -6,13 +6,13 @@ distribution in order of token id, which small differences of rounding hardly ev
 
 Nucleus sampling over a vocabulary sorts it; here the likeliest CANDIDATES are enough whenever they hold the
 nucleus, which is checked with their exact share of the probability mass, and the processors of transformers
-decide otherwise.
+decide otherwise. All rows of a step are worked out together, on the device that has the logits.
 """
 
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
@@ -20,42 +20,34 @@ from ..types import SamplingParams, TokenLogprob
 from .generation import Generation
 
 CANDIDATES = 512
+NO_NUMBER, TOO_FEW = -2, -1  # in place of tokens
 _NO_IDS: Any = torch.empty(1, 0, dtype=torch.long)  # these processors look at scores only
 
 
 def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int | None]:
     """The next token of each row, None where the model gave no numbers (NaN).
 
-    Changes nothing that a second try would see; log-probabilities that were asked for wait in the generation.
+    Computed where the logits are; from another device the chosen tokens come in one copy. Changes nothing that a second
+    try would see; log-probabilities that were asked for wait in the generation.
     """
-    logits = logits.cpu()  # one copy: what is chosen is the same wherever the model is
     chosen: list[int | None] = [None] * len(generations)
-    largest, likeliest = logits.max(-1)  # NaN where the row has one
-    sound = [not bad for bad in largest.isnan().tolist()]
-    plain = [i for i, g in enumerate(generations) if sound[i] and g.next_forced is None and _is_plain(g)]
-    for i in plain:
-        if generations[i].sampling.greedy:
-            chosen[i] = int(likeliest[i])
-    sampled = [i for i in plain if not generations[i].sampling.greedy]
-    if sampled:
-        rows = logits if len(sampled) == len(logits) else logits[sampled]
-        for i, values, ids in zip(sampled, *_candidates(rows), strict=True):
-            chosen[i] = _sample(logits[i].float(), generations[i], values, ids)
-    settled = set(plain)
+    free = [i for i, g in enumerate(generations) if g.next_forced is None]
+    plain = [i for i in free if _is_plain(generations[i])]
+    sound = _choose_plainly(logits, generations, plain, chosen)
+    for i in (i for i in free if i not in set(plain) and sound[i]):
+        g, row = generations[i], _processed(logits[i].float(), generations[i])
+        chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row[None], [g])[0]
     for i, g in enumerate(generations):
         if not sound[i]:
             continue
         if g.next_forced is not None:
             chosen[i] = g.next_forced
-        elif i not in settled:
-            row = _processed(logits[i].float(), g)
-            chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row, g, *_candidates(row))
         if g.sampling.logprobs is not None:
             token = chosen[i]
             assert token is not None
             g.next_logprob = _logprob(logits[i].float(), token, g.sampling.logprobs)
         if g.watch is not None:
-            g.next_row = logits[i].float().log_softmax(-1)
+            g.next_row = logits[i].float().log_softmax(-1).cpu()
     return chosen
 
 
@@ -95,55 +87,80 @@ def warpers(s: SamplingParams) -> hf.LogitsProcessorList:
     return steps
 
 
-def _candidates(logits: Float[Tensor, "*B V"]) -> tuple[Float[Tensor, "*B K"], Tensor]:
-    """Values and ids of the candidates of every row at once."""
-    top = torch.topk(logits, min(CANDIDATES, logits.shape[-1]))
-    return top.values.float(), top.indices
+def _choose_plainly(
+    logits: Float[Tensor, "B V"], generations: list[Generation], plain: list[int], chosen: list[int | None]
+) -> list[bool]:
+    """The tokens of the rows `plain`, which go into `chosen`; whether each row is of numbers."""
+    largest, tokens = logits.max(-1)  # NaN where the row has one
+    sampled = [i for i in plain if not generations[i].sampling.greedy]
+    if sampled:
+        every = len(sampled) == len(logits)
+        drawn = _drawn(logits if every else logits[sampled], [generations[i] for i in sampled])
+        tokens = drawn if every else tokens.index_copy(0, torch.tensor(sampled, device=drawn.device), drawn)
+    found = tokens.where(~largest.isnan(), NO_NUMBER).tolist()
+    for i in plain:
+        if found[i] == TOO_FEW:
+            found[i] = _sample_slowly(logits[i].float(), generations[i])
+        chosen[i] = None if found[i] == NO_NUMBER else found[i]
+    return [token != NO_NUMBER for token in found]
 
 
-def _sample(row: Float[Tensor, " V"], g: Generation, values: Float[Tensor, " K"], ids: Tensor) -> int:
-    point = g.point()
-    kept = nucleus(row, g.sampling, values, ids)
-    if kept is not None:
-        ids, weights = kept
-        order = ids.argsort()
-        return int(ids[order][_pick(weights[order], point)])
-    scores = warpers(g.sampling)(_NO_IDS, row[None].clone())[0]
-    return _pick(scores.softmax(-1), point)
+def _sample(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int]:
+    found: list[int] = _drawn(logits, generations).tolist()
+    rows = zip(found, logits, generations, strict=True)
+    return [_sample_slowly(row.float(), g) if token == TOO_FEW else token for token, row, g in rows]
 
 
-def _pick(weights: Tensor, point: float) -> int:
-    """The first index at which the cumulative weight passes `point` of the total."""
+def _drawn(logits: Float[Tensor, "B V"], generations: list[Generation]) -> Int[Tensor, " B"]:
+    """A token for each row, chosen where the logits are; TOO_FEW where the candidates may not hold the nucleus."""
+    ids, weights, enough = nucleus(logits, [g.sampling for g in generations])
+    order = ids.argsort(-1)
+    ids, weights = ids.gather(-1, order), weights.gather(-1, order).double()
+    points = torch.tensor([[g.point()] for g in generations], dtype=torch.float64).to(logits.device)
+    total = weights.cumsum(-1)
+    at = torch.searchsorted(total, points * total[:, -1:], right=True)
+    last = (torch.arange(ids.shape[-1], device=ids.device) * (weights > 0)).amax(-1, keepdim=True)
+    return ids.gather(-1, at.minimum(last))[:, 0].where(enough, TOO_FEW)
+
+
+def _sample_slowly(row: Float[Tensor, " V"], g: Generation) -> int:
+    """By transformers' processors, over the whole vocabulary."""
+    weights = warpers(g.sampling)(_NO_IDS, row[None].clone())[0].softmax(-1)
     total = weights.double().cumsum(0)
-    at = int(torch.searchsorted(total, point * float(total[-1]), right=True))
+    at = int(torch.searchsorted(total, g.point() * float(total[-1]), right=True))
     return min(at, int(weights.nonzero()[-1]))
 
 
 def nucleus(
-    row: Float[Tensor, " V"], s: SamplingParams, values: Float[Tensor, " K"], ids: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """The kept ids and their weights from the likeliest candidates alone, or None if they may not suffice."""
-    whole = len(values) == len(row)
-    if s.top_k > len(values) and not whole:
-        return None
-    scores = values / s.temperature
-    weights = (scores - scores[0]).exp()
-    keep = torch.ones_like(weights, dtype=torch.bool)
-    enough = whole
-    if 0 < s.top_k <= len(values):
-        keep = scores >= scores[s.top_k - 1]
-        enough = enough or bool(scores[-1] < scores[s.top_k - 1])
-        if not enough:
-            return None
-    if s.top_p < 1:
-        pool = weights * keep
-        total = pool.sum() if enough else (row / s.temperature - scores[0]).exp().sum()
-        keep = keep & (pool.cumsum(0) - pool < s.top_p * total)
-        enough = enough or bool(pool.sum() >= s.top_p * total)
-    if s.min_p > 0:
-        keep = keep & (weights >= s.min_p)
-        enough = enough or bool(weights[-1] < s.min_p)
-    return (ids[keep], weights[keep]) if enough else None
+    logits: Float[Tensor, "B V"], options: list[SamplingParams]
+) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K"], Bool[Tensor, " B"]]:
+    """The likeliest candidates of every row with their weights, zero for those that the row's options leave out; and
+    whether nothing but candidates is left by them."""
+    values, ids = torch.topk(logits, min(CANDIDATES, logits.shape[-1]))
+    count, whole = values.shape[-1], values.shape[-1] == logits.shape[-1]
+    given = torch.tensor([[s.temperature, s.top_k, s.top_p, s.min_p] for s in options], dtype=torch.float64)
+    given = given.to(logits.device)
+    temperature, top_p, min_p = (given[:, i : i + 1].to(torch.float32) for i in (0, 2, 3))
+    top_k = given[:, 1].long()
+    scores = values.float() / temperature
+    weights = (scores - scores[:, :1]).exp()
+    ranked = ((top_k > 0) & (top_k <= count))[:, None]
+    least = scores.gather(-1, (top_k.clamp(1, count) - 1)[:, None])
+    keep = (scores >= least) | ~ranked
+    enough = (ranked & (scores[:, -1:] < least)) | whole
+    doubtful = (ranked & ~enough) | ((top_k > count)[:, None] & (not whole))
+    pool = weights * keep
+    inside = pool.sum(-1, keepdim=True)
+    if any(s.top_p < 1 for s in options):
+        total = inside
+        if not whole:
+            everything = (logits.float() / temperature - scores[:, :1]).exp().sum(-1, keepdim=True)
+            total = inside.where(enough, everything)
+        keep &= (pool.cumsum(-1) - pool < top_p * total) | (top_p >= 1)
+        enough |= (top_p < 1) & (inside >= top_p * total)
+    keep &= weights >= min_p
+    enough |= (min_p > 0) & (weights[:, -1:] < min_p)
+    return ids, weights * keep, (enough & ~doubtful)[:, 0]
 
 
 def _logprob(row: Float[Tensor, " V"], token: int, count: int) -> TokenLogprob:

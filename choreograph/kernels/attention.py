@@ -17,10 +17,10 @@ def attend(
     HEADS: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr,
     REST: tl.constexpr, RESTS: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPING: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPING: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, for one key-value head, over its pieces. Padded sizes are powers of two; STEP and SECOND say
-    where the partners of a rotated pair lie."""
+    where the partners of a rotated pair lie. DIRECT: what comes out is the rows' result, not a part of it."""
     item, group = tl.program_id(0), tl.program_id(1)
     first = tl.load(items + item * 4)
     count = tl.load(items + item * 4 + 1)
@@ -93,11 +93,15 @@ def attend(
             value = tl.load(values + slot[:, None] + d[None, :], mask=read[:, None] & (d < WIDTH)[None, :], other=0.0)
             out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
             top = best
-    place = (first + entry) * HEADS + head
     some = total > 0
-    result = out / tl.where(some, total, 1.0)[:, None]
-    tl.store(partial + place[:, None] * WIDTH + d[None, :], result, mask=here[:, None] & (d < WIDTH)[None, :])
-    tl.store(norms + place, tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=here)
+    result = (out / tl.where(some, total, 1.0)[:, None]).to(partial.dtype.element_ty)
+    mask_d = here[:, None] & (d < WIDTH)[None, :]
+    if DIRECT:
+        tl.store(partial + (row * HEADS + head)[:, None] * WIDTH + d[None, :], result, mask=mask_d)
+    else:
+        place = (first + entry) * HEADS + head
+        tl.store(partial + place[:, None] * WIDTH + d[None, :], result, mask=mask_d)
+        tl.store(norms + place, tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=here)
 
 
 @triton.jit

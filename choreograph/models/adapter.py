@@ -86,7 +86,7 @@ class Adapter:
         shape = self._measure(name, most)
         self.facts = read_facts(model, shape, name, most, f"-{most}" if self.frozen.changing else "")
         self.loras = Loras(model)
-        self.compiled: Any = None  # a `models.compiled.CompiledForward`, or nothing
+        self.compiled: Any = None  # a `models.compiled.CompiledForward` or `models.graphed.GraphedForward`, or nothing
         if self.family is not None:
             _check_family(self.family, self.facts)
         else:
@@ -142,6 +142,11 @@ class Adapter:
                 if logits is not None:
                     return logits
             return self.logits(tokens, positions, step, rows).float()
+
+    def prepare(self, step: Step) -> None:
+        """Works out ahead what a step of the base model will need."""
+        if getattr(self.compiled, "prepare", None) is not None and not step.kept:
+            self.compiled.prepare(step)
 
     @torch.no_grad()
     def run_layers(
@@ -230,10 +235,12 @@ class Adapter:
         return tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
 
     def arena_tokens(self, asked: int | None) -> int:
-        """Slots of the arena: what was asked for, else eight full contexts within a quarter of free memory."""
+        """Slots of the arena: what was asked for, else eight full contexts within a quarter of free memory; of a GPU's,
+        which holds nothing else, within four fifths."""
         if asked is not None:
             return asked
-        return max(256, min(8 * self.facts.max_positions, self.room() // 4))
+        room = self.room() // 4 if self.facts.device.type == "cpu" else self.room() * 4 // 5
+        return max(256, min(8 * self.facts.max_positions, room))
 
     def room(self) -> int:
         """Tokens that free memory would hold."""

@@ -6,7 +6,7 @@ and read nothing. Compiled graphs persist in inductor's cache, so only the first
 """
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch._opaque_base import OpaqueBase
 
 from ..ops.attend import Step
 from .adapter import Adapter
+
+if TYPE_CHECKING:
+    from ..ops.fixed import Fixed
 
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe
@@ -28,7 +31,7 @@ WHILE_TRACING = {"freezing": True, "cpp.enable_concat_linear": True}
 class OpaqueStep(OpaqueBase):
     """A step as a black box that a graph hands to the attention operator."""
 
-    def __init__(self, step: Step | None) -> None:
+    def __init__(self, step: "Step | Fixed | None") -> None:
         self.step = step
 
     def __reduce__(self) -> tuple[type, tuple[None]]:
@@ -68,11 +71,11 @@ class CompiledForward:
 
     def __init__(self, adapter: Adapter, buckets: tuple[int, ...]) -> None:
         self._adapter = adapter
-        self._buckets = buckets
+        self.buckets = buckets
         self._graphs: dict[int, Any] = {}
 
     def __call__(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> Tensor | None:
-        count = next((size for size in self._buckets if size >= len(tokens)), None)
+        count = next((size for size in self.buckets if size >= len(tokens)), None)
         if count is None:
             return None
         padding = [0] * (count - len(tokens))
@@ -94,11 +97,16 @@ class CompiledForward:
 
     def _graph(self, count: int) -> Any:
         """Traced and compiled by its first call, which waits for the compiler where the cache on disk is cold."""
-        model = self._adapter.model
+        return compiled_model(self._adapter, f"forward_{count}")
 
-        def forward(ids: Tensor, positions: Tensor, step: OpaqueStep) -> Tensor:
-            return model(input_ids=ids, position_ids=positions, use_cache=False, step=step).logits
 
-        # dynamo keeps one list of graphs per code object: each bucket gets its own
-        forward.__code__ = forward.__code__.replace(co_name=f"forward_{count}")
-        return torch.compile(forward, fullgraph=True, dynamic=False, options=OPTIONS)
+def compiled_model(adapter: Adapter, name: str, *, dynamic: bool = False) -> Any:
+    """The model as one graph, of any number of rows where it is `dynamic`. name: its own, for dynamo keeps one list of
+    graphs per code object."""
+    model = adapter.model
+
+    def forward(ids: Tensor, positions: Tensor, step: OpaqueStep) -> Tensor:
+        return model(input_ids=ids, position_ids=positions, use_cache=False, step=step).logits
+
+    forward.__code__ = forward.__code__.replace(co_name=name)
+    return torch.compile(forward, fullgraph=True, dynamic=dynamic, options=OPTIONS)

@@ -96,6 +96,32 @@ class Native:
         return self._kernel.attend(plan, query, key, value, keys, values, scale, kind, sinks)
 
 
+FEW = 16  # rows of a step that is small
+
+
+class BySize:
+    """One backend for small steps, another for large ones."""
+
+    def __init__(self, small: Backend, large: Backend) -> None:
+        self.name = f"{small.name}, {large.name} from {FEW + 1} rows on"
+        self._small, self._large = small, large
+
+    def __call__(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        kind: Kind,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        side = self._small if plan.rows <= FEW else self._large
+        return side(plan, query, key, value, keys, values, scale, kind, sinks)
+
+
 def make_backend(name: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
     """The backend by name, and why `auto` did not take the one that is made for the device (None if it did)."""
     if name == "sdpa" and device.type != "cpu":
@@ -175,13 +201,16 @@ class Step:
 
     def padded(self, rows: int) -> "Step":
         """The same step with rows added that write into slot 0 (the bin page) and read nothing."""
-        if rows == self.plan.rows:
-            return self
-        nothing = np.zeros(rows - self.plan.rows, dtype=np.int64)
-        slots, positions = (np.concatenate([one, nothing]) for one in (self.plan.slots, self.plan.positions))
-        plans = {
-            id(plan): replace(plan, slots=slots, positions=positions, memo={})
-            for plan in (self.plan, *self.others.values())
-        }
-        others = {layer: plans[id(plan)] for layer, plan in self.others.items()}
-        return replace(self, plan=plans[id(self.plan)], others=others)
+        others = {layer: _padded(plan, rows) for layer, plan in self.others.items()}
+        return replace(self, plan=_padded(self.plan, rows), others=others)
+
+
+def _padded(plan: Plan, rows: int) -> Plan:
+    """One and the same for one plan: what is worked out for it is worked out once."""
+    if rows == plan.rows:
+        return plan
+    if f"padded {rows}" not in plan.memo:
+        nothing = np.zeros(rows - plan.rows, dtype=np.int64)
+        slots, positions = (np.concatenate([one, nothing]) for one in (plan.slots, plan.positions))
+        plan.memo[f"padded {rows}"] = replace(plan, slots=slots, positions=positions, memo={})
+    return cast(Plan, plan.memo[f"padded {rows}"])

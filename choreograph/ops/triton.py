@@ -31,10 +31,26 @@ class _Tile(NamedTuple):
     pieces: list[tuple[int, int, int, int]]
 
 
-class Work(NamedTuple):
+class Arrays(NamedTuple):
     """A plan as programs take it. items: (W, 4) first row, rows, first piece, last piece; the partial result of an
     item's row i is number `first row + i`. pieces: (P, 4). reads: (X, 3) shift, limit, position of every row of every
-    piece. rows: of every partial result, with its position. order, starts: the partial results of every row."""
+    piece. rows: (R, 2) of every partial result, with its position. order, starts: the partial results of every row."""
+
+    items: np.ndarray
+    pieces: np.ndarray
+    reads: np.ndarray
+    rows: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def direct(self) -> bool:
+        """Whether every row has one partial result, which is its result then."""
+        return len(self.order) == len(self.starts) - 1 and bool((np.diff(self.starts) == 1).all())
+
+
+class Work(NamedTuple):
+    """The same on a device, with the turns of all shifts. tile: rows of an item at most."""
 
     items: Tensor
     pieces: Tensor
@@ -45,7 +61,8 @@ class Work(NamedTuple):
     cos: Tensor
     sin: Tensor
     slopes: Tensor
-    kind: Kind
+    tile: int
+    direct: bool
 
 
 def attend(
@@ -58,14 +75,32 @@ def attend(
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "N H D"]:
     """As `reference.attend`, in the type of the keys with float32 accumulation."""
+    tile = tile_of(query.shape[0], keys.shape[1], query.shape[1])
+    return run(_work(plan, kind, tile, keys.shape[1], keys.device), query, keys, values, scale, kind, sinks)
+
+
+def tile_of(heads: int, groups: int, rows: int) -> int:
+    """Rows of an item: with their heads, what one product of matrices takes."""
+    return max(1, (64 if rows > 16 else 16) // triton.next_power_of_2(heads // groups))
+
+
+def run(
+    work: Work,
+    query: Float[Tensor, "H N D"],
+    keys: Float[Tensor, "S G D"],
+    values: Float[Tensor, "S G D"],
+    scale: float,
+    kind: Kind,
+    sinks: Float[Tensor, "H"] | None = None,
+) -> Float[Tensor, "N H D"]:
+    """Attention from work that is on the device: asks nothing of the host but to start two programs."""
     heads, rows, width = query.shape
     groups, device = keys.shape[1], keys.device
     shared = triton.next_power_of_2(heads // groups)
-    tile = max(1, (64 if rows > 16 else 16) // shared)  # with their heads, what one product of matrices takes
-    work = _work(plan, kind, tile, groups, device)
+    direct = work.direct and sinks is None
     out = torch.empty(rows, heads, width, dtype=query.dtype, device=device)
-    partial = torch.empty(len(work.rows), heads, width, dtype=torch.float32, device=device)
-    norms = torch.empty(len(work.rows), heads, dtype=torch.float32, device=device)
+    partial = out if direct else torch.empty(len(work.rows), heads, width, dtype=torch.float32, device=device)
+    norms = torch.empty(0 if direct else len(work.rows), heads, dtype=torch.float32, device=device)
     half = kind.rotary.half if kind.rotary is not None else 0
     apart = kind.rotary is None or not kind.rotary.interleaved
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -77,7 +112,7 @@ def attend(
             HEADS=heads,
             SHARE=heads // groups,
             SHARED=shared,
-            ROWS=max(tile, 16 // shared),
+            ROWS=max(work.tile, 16 // shared),
             SLOTS=TILE,
             WIDTH=width,
             WIDE=_padded(width),
@@ -90,14 +125,16 @@ def attend(
             CAPPED=kind.softcap is not None,
             WINDOWED=kind.window is not None,
             SLOPING=kind.slopes is not None,
+            DIRECT=direct,
         )
-    kernels.merge[rows, heads](
-        *(partial, norms, work.order, work.starts, norms if sinks is None else sinks, out),
-        HEADS=heads,
-        WIDTH=width,
-        WIDE=_padded(width),
-        SINKING=sinks is not None,
-    )
+    if not direct:
+        kernels.merge[rows, heads](
+            *(partial, norms, work.order, work.starts, norms if sinks is None else sinks, out),
+            HEADS=heads,
+            WIDTH=width,
+            WIDE=_padded(width),
+            SINKING=sinks is not None,
+        )
     return out
 
 
@@ -113,11 +150,27 @@ def _work(plan: Plan, kind: Kind, tile: int, groups: int, device: torch.device) 
     """Worked out once for all layers of a kind, and sent to the device in one piece."""
     key = f"triton {id(kind)} {tile} {groups} {device}"
     if key not in plan.memo:
-        plan.memo[key] = _make_work(plan, kind, tile, groups, device)
+        made = arrays(plan, kind, tile, groups)
+        cos, sin = (torch.from_numpy(table).to(device) for table in plan.turns(kind.rotary))
+        items, pieces, reads, rows, order, starts = _sent(list(made), device)
+        slopes = slopes_of(kind, device)
+        plan.memo[key] = Work(items, pieces, reads, rows, order, starts, cos, sin, slopes, tile, made.direct)
     return cast(Work, plan.memo[key])
 
 
-def _make_work(plan: Plan, kind: Kind, tile: int, groups: int, device: torch.device) -> Work:
+def slopes_of(kind: Kind, device: torch.device) -> Tensor:
+    return torch.tensor(kind.slopes or (0.0,), dtype=torch.float32, device=device)
+
+
+def arrays(plan: Plan, kind: Kind, tile: int, groups: int) -> Arrays:
+    """A plan's work for layers of a kind, worked out once."""
+    key = f"triton arrays {id(kind)} {tile} {groups}"
+    if key not in plan.memo:
+        plan.memo[key] = _make_arrays(plan, kind, tile, groups)
+    return cast(Arrays, plan.memo[key])
+
+
+def _make_arrays(plan: Plan, kind: Kind, tile: int, groups: int) -> Arrays:
     reads: list[np.ndarray] = []
     tiles = list(_tiles(plan, kind, tile, reads))
     total = sum(end - begin for one in tiles for _, begin, end, _ in one.pieces)
@@ -134,20 +187,15 @@ def _make_work(plan: Plan, kind: Kind, tile: int, groups: int, device: torch.dev
             known += len(one.rows)
     every = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
     order = np.argsort(every, kind="stable")
-    starts = np.searchsorted(every[order], np.arange(plan.rows + 1))
     parts = [
         np.asarray(items).reshape(-1, 4),
         np.asarray(pieces).reshape(-1, 4),
         np.concatenate(reads) if reads else np.zeros((0, 3)),
         np.stack([every, plan.positions[every]], axis=1),
         order,
-        starts,
+        np.searchsorted(every[order], np.arange(plan.rows + 1)),
     ]
-    sent = _sent([part.astype(np.int32) for part in parts], device)
-    cos, sin = (torch.from_numpy(table).to(device) for table in plan.turns(kind.rotary))
-    slopes = torch.tensor(kind.slopes or (0.0,), dtype=torch.float32, device=device)
-    items_, pieces_, reads_, rows_, order_, starts_ = sent
-    return Work(items_, pieces_, reads_, rows_, order_, starts_, cos, sin, slopes, kind)
+    return Arrays(*(part.astype(np.int32) for part in parts))
 
 
 def _tiles(plan: Plan, kind: Kind, tile: int, reads: list[np.ndarray]) -> Iterator[_Tile]:

@@ -51,10 +51,9 @@ def take(logits: torch.Tensor, generations: list[Generation]) -> list[int]:
 
 def fast(row: torch.Tensor, options: SamplingParams) -> torch.Tensor | None:
     """The probabilities that `nucleus` keeps, over the whole vocabulary."""
-    kept = nucleus(row, options, *torch.topk(row, min(CANDIDATES, len(row))))
-    if kept is None:
+    ids, weights, enough = (found[0] for found in nucleus(row[None], [options]))
+    if not enough:
         return None
-    ids, weights = kept
     assert len(ids) == len(ids.unique()), "a token is kept twice"
     return torch.zeros(len(row)).index_put((ids,), weights / weights.sum())
 

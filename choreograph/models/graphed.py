@@ -1,0 +1,156 @@
+"""Small steps on a GPU without Python in the way: CUDA graphs, one for each number of rows and size of work.
+
+A graph plays what `torch.compile` made of the unmodified model, with the Triton programs for attention inside. It reads
+from tensors that stay where they are (`ops/fixed.py`); a step fills them with two or three copies and plays the graph.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from ..ops import triton
+from ..ops.attend import Step
+from ..ops.fixed import Board, Fixed, layers_by_board, size_of
+from ..ops.kind import Kind
+from ..ops.plan import Plan
+from .adapter import Adapter
+from .compiled import OpaqueStep, compiled_model
+
+MOST = 40  # graphs that are kept; further steps run eagerly
+
+
+class Recording(Protocol):
+    """Work that was recorded, and gives its result again whenever it is called."""
+
+    def __call__(self) -> Tensor: ...
+
+
+class CudaRecording:
+    """A CUDA graph of some work. All share the memory of their intermediate results: one plays at a time."""
+
+    _pool: Any = None
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            work()  # what is compiled or made once must not be recorded
+        torch.cuda.current_stream().wait_stream(beside)
+        if CudaRecording._pool is None:
+            CudaRecording._pool = torch.cuda.graph_pool_handle()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=CudaRecording._pool):
+            self._result = work()
+
+    def __call__(self) -> Tensor:
+        self._graph.replay()
+        return self._result
+
+
+class _Laid(NamedTuple):
+    """A step worked out for its graph. size: None where no graph is made for so much work."""
+
+    step: Step
+    pairs: list[tuple[Plan, Kind]]
+    which: tuple[int, ...]
+    made: list[triton.Arrays]
+    size: int | None
+
+
+class _Graph(NamedTuple):
+    fixed: Fixed
+    play: Recording
+
+    def fill(self, laid: _Laid, tokens: list[int], positions: list[int]) -> None:
+        self.fixed.fill(tokens, positions, laid.step.plan)
+        for board, made, (plan, _) in zip(self.fixed.boards, laid.made, laid.pairs, strict=True):
+            board.fill(made, plan)
+
+
+class GraphedForward:
+    """`adapter.forward` for steps of up to the largest bucket; None for others, which run eagerly: those that wait for
+    loads layer by layer, and those of more work than a graph has room for."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        buckets: tuple[int, ...],
+        *,
+        record: Callable[[Callable[[], Tensor]], Recording] = CudaRecording,
+        through_compiler: bool = True,
+    ) -> None:
+        self.buckets = buckets
+        self._adapter, self._record = adapter, record
+        self._compiled = compiled_model(adapter, "forward_graphed", dynamic=True) if through_compiler else None
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self.refused: str | None = None  # why nothing is recorded any more
+
+    def __call__(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> Tensor | None:
+        laid = self.prepare(step)
+        if laid is None or laid.size is None or step.arrivals:
+            return None
+        graph = self._graph_of(laid, tokens, positions)
+        if graph is None:
+            return None
+        graph.fill(laid, tokens, positions)
+        logits = graph.play()[0]
+        return (logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]).float()
+
+    def prepare(self, step: Step) -> _Laid | None:
+        """Works a step out, once; None for one of too many rows."""
+        count = next((size for size in self.buckets if size >= step.plan.rows), None)
+        if count is None or self.refused is not None or not step.backend.name.startswith("triton") or step.given:
+            return None
+        facts = self._adapter.facts
+        step = step.padded(count)
+        pairs, which = layers_by_board(step)
+        tile = triton.tile_of(facts.query_heads, facts.kv_heads, count)
+        made = [triton.arrays(plan, kind, tile, facts.kv_heads) for plan, kind in pairs]
+        return _Laid(step, pairs, which, made, size_of(made, [plan for plan, _ in pairs]))
+
+    def _graph_of(self, laid: _Laid, tokens: list[int], positions: list[int]) -> _Graph | None:
+        """The graph for a step, recorded where there is none yet; None where that cannot be done."""
+        key = (laid.step.plan.rows, laid.size, laid.which)
+        known = self._graphs.get(key)
+        if known is not None and known.fixed.same_arena(laid.step):
+            return known
+        if known is not None:
+            self._graphs.clear()  # the arena has moved
+        if len(self._graphs) == MOST:
+            return None
+        try:
+            self._graphs[key] = self._new(laid, tokens, positions)
+        except (RuntimeError, NotImplementedError, torch._dynamo.exc.TorchDynamoException) as problem:
+            self._graphs.clear()
+            self.refused = str(problem)[:300]
+            name = self._adapter.facts.name
+            warnings.warn(f"{name}: steps are not recorded as graphs and run eagerly: {self.refused}", stacklevel=2)
+        return self._graphs.get(key)
+
+    def _new(self, laid: _Laid, tokens: list[int], positions: list[int]) -> _Graph:
+        rows, size, device = laid.step.plan.rows, laid.size, self._adapter.facts.device
+        assert size is not None
+        facts = self._adapter.facts
+        tile = triton.tile_of(facts.query_heads, facts.kv_heads, rows)
+        boards = [Board(kind, rows, tile, size, device) for _, kind in laid.pairs]
+        fixed = Fixed(laid.step, rows, boards, laid.which, device)
+
+        def work() -> Tensor:
+            if self._compiled is not None:
+                found: Tensor = self._compiled(fixed.ids, fixed.positions, OpaqueStep(fixed))
+                return found
+            return self._eager(fixed)
+
+        graph = _Graph(fixed, lambda: torch.empty(0))
+        graph.fill(laid, tokens, positions)  # what is computed while it is recorded is this step
+        return graph._replace(play=self._record(work))
+
+    def _eager(self, fixed: Fixed) -> Tensor:
+        found: Tensor = self._adapter.model(
+            input_ids=fixed.ids, position_ids=fixed.positions, use_cache=False, step=fixed
+        ).logits
+        return found

@@ -1,0 +1,134 @@
+"""Which attention code is the fastest on this machine, in a model's shape: measured once, kept, looked up by `auto`.
+
+Without a measurement `auto` takes what is made for the device. The table lies in the user's cache folder.
+"""
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from .attend import FEW, Backend, BySize, make_backend
+from .kind import Kind
+from .native import BackendUnavailable
+from .plan import Plan, Read, make_plan
+
+ROUNDS = 7
+CONTEXT = 2048  # slots
+
+
+class Heads(NamedTuple):
+    """The shape of a model's attention."""
+
+    query: int
+    groups: int
+    width: int
+
+
+Table = dict[str, dict[str, float]]  # seconds, by name of the backend and case
+
+
+def chosen(heads: Heads, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
+    """What `auto` is: the fastest of what was measured in small and in large steps, or what is made for the device."""
+    table = _tables().get(_key(heads, dtype, device))
+    if table is None:
+        return make_backend("auto", heads.width, dtype, device)
+    small, large = (min(table, key=lambda name: _sum(table[name], few)) for few in (True, False))
+    sides = {name: make_backend(name, heads.width, dtype, device)[0] for name in {small, large}}
+    return (sides[small] if small == large else BySize(sides[small], sides[large])), None
+
+
+def measure(
+    names: Sequence[str], heads: Heads, kind: Kind, dtype: torch.dtype, device: torch.device, *, context: int = CONTEXT
+) -> Table:
+    """Seconds of one layer in steps that occur, in turns, the median; a backend that cannot run here is left out."""
+    sides: dict[str, Backend] = {}
+    for name in names:
+        try:
+            sides[name] = make_backend(name, heads.width, dtype, device)[0]
+        except BackendUnavailable:
+            continue
+    made = torch.Generator().manual_seed(0)
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(*size, generator=made).to(dtype).to(device)
+
+    keys, values = (noise(2 * context, heads.groups, heads.width) for _ in range(2))
+    found: Table = {name: {} for name in sides}
+    for case, plan in _cases(context):
+        rows = [noise(count, plan.rows, heads.width) for count in (heads.query, heads.groups, heads.groups)]
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(ROUNDS):
+            for name, side in sides.items():
+                taken[name].append(_seconds(side, plan, rows, keys, values, kind, device))
+        for name, times in taken.items():
+            found[name][case] = sorted(times)[len(times) // 2]
+    return found
+
+
+def keep(table: Table, heads: Heads, dtype: torch.dtype, device: torch.device) -> Path:
+    """Puts a measurement into the table of this machine."""
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tables = _tables() | {_key(heads, dtype, device): table}
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(tables, file, indent=1)
+    os.replace(file.name, path)
+    return path
+
+
+def _cases(context: int) -> Iterator[tuple[str, Plan]]:
+    """Steps of few rows, over one context, shared and moved; and steps of many rows, of a prompt."""
+    half = context // 2
+    own = range(context, context + FEW)
+    moved = [Read(0, 0, 1, 3, half, 0, 3), Read(half, 0, 1, -half, half, 0, 0), Read(own[0], 0, 1, 0, 1, 1, context)]
+    shared = [Read(0, row, row + 1, 0, context, 0, 0) for row in range(8)]
+    shared += [Read(own[row], row, row + 1, 0, 1, 1, context) for row in range(8)]
+    many = [Read(0, 0, half, 0, half, 0, 0), Read(context, 0, half, 0, 1, 1, half)]
+    yield "few rows: one", make_plan([own[0]], moved, [context])
+    yield "few rows: eight that share", make_plan(list(own[:8]), shared, [context] * 8)
+    yield "many rows", make_plan(list(range(context, context + half)), many, list(range(half, context)))
+
+
+def _sum(times: dict[str, float], few: bool) -> float:
+    return sum(seconds for case, seconds in times.items() if case.startswith("few") == few)
+
+
+def _seconds(
+    side: Backend, plan: Plan, rows: list[Tensor], keys: Tensor, values: Tensor, kind: Kind, device: torch.device
+) -> float:
+    """Of a layer behind the first one, which works the plan out for all."""
+    for last in (False, True):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        side(plan, *rows, keys, values, keys.shape[-1] ** -0.5, kind)
+        if last and device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _path() -> Path:
+    return user_cache_path("choreograph") / "backends.json"
+
+
+def _tables() -> dict[str, Table]:
+    try:
+        found: dict[str, Table] = json.loads(_path().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _key(heads: Heads, dtype: torch.dtype, device: torch.device) -> str:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    return f"{where}, {threads} threads, torch {torch.__version__}, {dtype}, {heads.query}/{heads.groups}/{heads.width}"

@@ -1,0 +1,130 @@
+"""Steps of fixed memory give what eager steps give. Recording is stood in for by doing the work again: the memory is
+the same, only CUDA's part is missing."""
+
+import played
+import pytest
+import tiny
+import torch
+from families import CONFIGS
+from transformers import AutoModelForCausalLM
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.engine.compute import Computer
+from choreograph.models import graphed
+from choreograph.ops import fixed, triton
+
+
+@pytest.fixture(autouse=True)
+def small_boards(monkeypatch):
+    """Small, so that tests come to several sizes of boards. Kernels have tests of their own (test_gpu_backends.py)."""
+    for name, count in {"ITEMS": 2, "PIECES": 8, "READS": 16, "PARTIALS": 3, "SHIFTS": 4}.items():
+        monkeypatch.setattr(fixed, name, count)
+    monkeypatch.setattr(triton, "run", played.run)
+
+
+def again(work):
+    """In place of a recording."""
+    work()
+    return work
+
+
+def engine_with(model, *, recorded: bool, ahead: bool = False, buckets=(2, 4, 8), compiler=False) -> Engine:
+    config = EngineConfig(backend="triton", cache=CacheConfig(tokens=1024, page_size=4, poison=True))
+    engine = Engine.from_pretrained(model, config=config)
+    if recorded:
+        adapter = engine.runner.adapter
+        adapter.compiled = graphed.GraphedForward(adapter, buckets, record=again, through_compiler=compiler)
+    engine.runner.computer.ahead = ahead
+    return engine
+
+
+def talk(engine: Engine, seed: int = 3) -> list[list[int]]:
+    """Branches that share, moved messages, one long answer."""
+    with engine.session(seed=seed) as session:
+        root = session.prefill(list(range(20)))
+        branches = [session.decode([30 + i], [root], sampling=SamplingParams(max_tokens=3 + i)) for i in range(3)]
+        parents = [branches[2], root, branches[0]]
+        moved = {"offsets": [40, 0, 70], "new_offset": 90} if engine.facts.movable else {}
+        last = session.decode([9], parents, sampling=SamplingParams(temperature=0, max_tokens=7), **moved)
+        engine.drain()
+        engine.check()
+        return [message.tokens for message in (*branches, last)]
+
+
+def test_recorded_steps_equal_eager_ones():
+    plain, recorded = (engine_with(tiny.model(), recorded=one) for one in (False, True))
+    assert talk(recorded) == talk(plain)
+    sizes = {size for _, size, _ in recorded.runner.adapter.compiled._graphs}
+    assert len(sizes) > 1, "works of one size only"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2, window", "gemma2", "gemma3_text", "gpt_oss", "phi"])
+def test_families_through_fixed_memory(name):
+    """Several kinds of layers, windows, caps, sinks: each kind has a board of its own."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    assert talk(engine_with(model, recorded=True)) == talk(engine_with(model, recorded=False))
+
+
+def test_the_compilers_graph_is_what_is_recorded():
+    """One trace for all numbers of rows: it is made of two, and serves three to eight as well."""
+    plain, recorded = (engine_with(tiny.model(), recorded=one, compiler=one) for one in (False, True))
+    assert talk(recorded) == talk(plain)
+    assert recorded.runner.adapter.compiled.refused is None
+
+
+def test_plans_that_are_made_ahead_are_the_ones_of_the_step(monkeypatch):
+    engine, used = engine_with(tiny.model(), recorded=True, ahead=True), []
+    make = Computer._step
+
+    def watched(self, batch):
+        foreseen = self._foreseen
+        step = make(self, batch)
+        if foreseen is not None and step.plan is foreseen.step.plan:
+            fresh = self._make_step(batch).plan
+            for name in ("slots", "positions", "segments", "readers"):
+                assert (getattr(fresh, name) == getattr(step.plan, name)).all()
+            assert fresh.shifts == step.plan.shifts
+            used.append(len(batch.tokens))
+        return step
+
+    monkeypatch.setattr(Computer, "_step", watched)
+    assert talk(engine) == talk(engine_with(tiny.model(), recorded=False))
+    assert len(used) > 6
+
+
+def test_graphs_are_recorded_again_when_the_arena_has_moved():
+    """A pair of models that share widens the arena: its tensors lie elsewhere then."""
+    engine = engine_with(tiny.model(), recorded=True)
+    first = talk(engine)
+    engine.add_model("twin", tiny.build(seed=2))
+    engine.share("twin", pattern=[0, 1, 2])
+    engine.clear_cache()
+    assert talk(engine) == first
+    with engine.session(seed=1) as session:
+        root = session.prefill(list(range(12)))
+        said = [
+            session.decode([5], [root], model="twin", share=share, sampling=SamplingParams(max_tokens=5)).tokens
+            for share in ("reuse", "partial", "recompute")
+        ]
+    assert all(len(one) == 6 for one in said)
+    engine.check()
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_says_so():
+    def broken(work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    engine = engine_with(tiny.model(), recorded=False)
+    adapter = engine.runner.adapter
+    adapter.compiled = graphed.GraphedForward(adapter, (2, 4, 8), record=broken, through_compiler=False)
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
+        said = talk(engine)
+    adapter.compiled = None
+    assert said == talk(engine_with(tiny.model(), recorded=False))
+
+
+def test_a_step_of_too_much_work_runs_eagerly(monkeypatch):
+    monkeypatch.setattr(fixed, "SIZES", 1)
+    recorded = engine_with(tiny.model(), recorded=True)
+    assert talk(recorded) == talk(engine_with(tiny.model(), recorded=False))
