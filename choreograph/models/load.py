@@ -129,8 +129,11 @@ def converted(gguf: Path) -> Path:
         draft = Path(tempfile.mkdtemp(dir=folder.parent))
         try:
             _convert(gguf, draft)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(draft, folder)
+            with contextlib.suppress(OSError):  # another process may have been first, or left half of it
+                os.replace(draft, folder)
+            if not (folder / "complete.json").is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(draft, folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return folder
