@@ -7,6 +7,8 @@ too; `scenarios` says what else is done.
 import json
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -14,6 +16,8 @@ import torch.distributed as dist
 
 import choreograph.models.adapter as adapter_module
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
+from choreograph.kv.tiers import HostTier, Work
+from choreograph.kv.transfers import Transfer
 from choreograph.onepass.calls import TracedCall
 from choreograph.onepass.packed import pack, read_logits
 from choreograph.reuse.remote import Link, serve
@@ -194,7 +198,34 @@ def families(folder):
 
 
 def pressure(folder):
+    """Copies take longer in the second process."""
+    run = Transfer.run
+
+    def late(transfer, *given, **named):
+        time.sleep(0.02 * dist.get_rank())
+        run(transfer, *given, **named)
+
+    Transfer.run = late
     return under_pressure(engine(folder, "llama", config=options(SMALL)))
+
+
+def damaged(folder):
+    """Copies that cannot be read back: first in both processes, then in the second one alone."""
+    get, bad = HostTier.get, True
+
+    def broken(tier, *given):
+        def fail(layer):
+            raise OSError("unreadable")
+
+        return Work(fail) if bad else get(tier, *given)
+
+    HostTier.get = broken
+    try:
+        both = under_pressure(engine(folder, "llama", config=options(SMALL)))
+        bad = dist.get_rank() == 1
+        return both, error(lambda: under_pressure(engine(folder, "llama", config=options(SMALL))))
+    finally:
+        HostTier.get = get
 
 
 if __name__ == "__main__":
@@ -204,6 +235,7 @@ if __name__ == "__main__":
         families,
         single,
         pressure,
+        damaged,
         in_memory,
         sizes,
         choices,
@@ -214,4 +246,8 @@ if __name__ == "__main__":
         death,
     )
     for scenario in scenarios:
-        Path(f"{meeting}-{scenario.__name__}-{rank}").write_text(json.dumps(scenario(models)))
+        try:
+            found = scenario(models)
+        except Exception:
+            found = {"failed": traceback.format_exc()}
+        Path(f"{meeting}-{scenario.__name__}-{rank}").write_text(json.dumps(found))

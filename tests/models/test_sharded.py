@@ -55,7 +55,10 @@ def seen(models, tmp_path_factory):
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
 
     def read(scenario, ranks=(0, 1)):
-        return [json.loads(Path(f"{meeting}-{scenario}-{rank}").read_text()) for rank in ranks]
+        found = [json.loads(Path(f"{meeting}-{scenario}-{rank}").read_text()) for rank in ranks]
+        for one in found:
+            assert "failed" not in one, one["failed"]
+        return found
 
     return read
 
@@ -89,6 +92,15 @@ def test_lower_tiers_and_pins_that_end_keep_processes_together(seen, models):
     first, second = seen("pressure")
     assert first == second and first[1] > 0
     close(first[0], sharded.under_pressure(whole(models, "llama", sharded.SMALL))[0])
+
+
+def test_copies_that_cannot_be_read_back(seen, models):
+    """In all processes they are computed again; in one they part its steps from the others', which is an error."""
+    (first, one), (second, other) = seen("damaged")
+    assert first == second
+    close(first[0], sharded.under_pressure(whole(models, "llama", sharded.SMALL))[0])
+    assert one[0] == other[0] == "CallFailed"
+    assert "differ" in one[1] and "differ" in other[1]
 
 
 def test_a_model_in_memory_that_is_sharded(seen, models):
