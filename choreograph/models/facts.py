@@ -84,7 +84,9 @@ def check_devices(model: PreTrainedModel, name: str) -> None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or {device.type for device in devices} - {"cpu", "cuda"}:
         shown = ", ".join(sorted(map(str, devices)))
-        raise ModelError(f"{name}: it is on {shown}; the CPU or one GPU is served: use device='cpu' or 'cuda'")
+        raise ModelError(
+            f"{name}: it is on {shown}; a process serves the CPU or one GPU: use device='cpu' or 'cuda', or tp_plan"
+        )
 
 
 def _fingerprint(model: PreTrainedModel, kinds: Sequence[Kind]) -> str:
