@@ -1,6 +1,7 @@
 """`Engine`, the public way in: models of one family, their cache, sessions over both. Owns nothing that they do not."""
 
 import os
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,14 +56,16 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         device_map: Any = None,
+        tp_plan: Any = None,
         adapters: Adapters | None = None,
         models: Models | None = None,
     ) -> "Engine":
         """Loads a model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
 
         dtype defaults to bfloat16 (a model in memory keeps its own), device to the CPU; or device_map, as transformers
-        takes it. adapters: LoRA adapters by name, each a folder that `peft` saved or a Hub id. models: other models of
-        its family by name, each as `model`.
+        takes it; or tp_plan ("auto"), as transformers takes it, to share the model with the other processes that
+        torchrun started. adapters: LoRA adapters by name, each a folder that `peft` saved or a Hub id. models: other
+        models of its family by name, each as `model`.
         Raises ModelError for a model that cannot be found, read or served.
         """
         config = EngineConfig() if config is None else config
@@ -76,6 +79,7 @@ class Engine:
             dtype=check_dtype(dtype),
             device=device,
             device_map=device_map,
+            tp_plan=tp_plan,
             positions=config.max_positions,
         )
         if config.quantization:
@@ -95,6 +99,7 @@ class Engine:
 
     def add_adapter(self, name: str, source: Source) -> Lora:
         """Serves a LoRA adapter beside the base model. What it encodes is never found by another model."""
+        self.runner.adapter.refuse_ranks("a LoRA adapter")
         loras = self.runner.adapter.loras
         assert loras is not None
         with self.runner.lock, self.runner.adapter.hooked():  # nobody computes meanwhile
@@ -108,6 +113,7 @@ class Engine:
         another tokenizer. It is loaded in the base's type and on its device.
         """
         runner, config = self.runner, self.runner.config
+        runner.adapter.refuse_ranks("a second model")
         own = runner.adapter.facts
         runner.family.check_new(name)
         given = isinstance(source, PreTrainedModel)  # in memory: it has no tokenizer of its own, the base's is its
@@ -155,6 +161,7 @@ class Engine:
         room for what receivers compute, in those layers alone. What was encoded before this call keeps no inputs to
         begin from: it is computed whole.
         """
+        self.runner.adapter.refuse_ranks("sharing encodings between models")
         if (pattern is None) == (choose is None):
             raise ConfigError("give a pattern, or a function that chooses one of several patterns")
         known = [read_pattern(one) for one in ((pattern,) if pattern is not None else tuple(patterns))]
@@ -188,6 +195,9 @@ class Engine:
             raise ConfigError(f"seed={seed!r}: use a whole number or None")
         if not isinstance(client_id, str):
             raise ConfigError(f"client_id={client_id!r}: use a string")
+        ranks = self.runner.adapter.ranks
+        if ranks is not None and seed is None:
+            seed = ranks.say("seed", random.getrandbits(63))
         session = Session(self.runner, self.chat, mode=mode, seed=seed, client_id=client_id, model=model)
         session.engine = self
         return session
@@ -233,6 +243,7 @@ class Engine:
 
 
 def _compile(adapter: Adapter, config: EngineConfig) -> None:
+    adapter.refuse_ranks("compile=True")
     if adapter.bridge is not None:
         raise ConfigError(f"compile=True: {adapter.facts.name} is of a family that is not compiled; leave it out")
     # both touch private names of torch: only where asked for

@@ -21,7 +21,7 @@ ChoreographError
 ├── CacheFull (MemoryError)          a call that can never fit, with the numbers
 │   ├── NeverFits                    one that no empty cache of this size could hold
 │   └── RoomLater                    one that fits when a copy under way has arrived
-├── CallFailed (RuntimeError)        a message whose parent failed
+├── CallFailed (RuntimeError)        a message whose parent failed, or a process that computes it too
 └── SessionClosed (RuntimeError)     a call on a session or engine that was closed
 """
 
@@ -115,7 +115,7 @@ class RoomLater(CacheFull):
 
 
 class CallFailed(ChoreographError, RuntimeError):
-    """A message that cannot be known because one of its parents failed."""
+    """A message that cannot be known: one of its parents failed, or a process that computes it with this one."""
 
 
 class SessionClosed(ChoreographError, RuntimeError):

@@ -1,5 +1,7 @@
-"""Computes a batch: makes the step's plans, ahead of it where it can, and hands it to the model. Decides nothing."""
+"""Computes a batch: plans it, ahead where it can, hands it to the model, picks tokens. Decides nothing else."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -7,9 +9,13 @@ from ..kv.arena import Arena
 from ..kv.encoding import Sight
 from ..kv.view import layers_alike
 from ..models.family import Family
+from ..models.parallel import Ranks
 from ..ops.attend import Backend, Step
 from ..ops.plan import Plan, make_plan
 from ..pattern import Pattern
+from ..types import TokenLogprob
+from .call import Call
+from .sampling import choose
 from .scheduler import Batch, Take
 
 if TYPE_CHECKING:
@@ -21,7 +27,8 @@ class Computer:
 
     def __init__(self, family: Family, arena: Arena, backend: Backend) -> None:
         self.ahead = arena.keys[0].device.type == "cuda"
-        self._family, self._arena, self._backend = family, arena, backend
+        self._family, self._arena = family, arena
+        self.backend = backend
         self._foreseen: _Foreseen | None = None
 
     def __call__(self, batch: Batch, rows: list[int]) -> "Tensor | None":
@@ -29,7 +36,8 @@ class Computer:
         adapter = self._family.of(batch.models[0])
         step = self._step(batch)
         if batch.layers is None:
-            logits = adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
+            with _alike(batch, rows, adapter.ranks):
+                logits = adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
             if self.ahead:
                 self._foresee(batch)
             return logits
@@ -48,7 +56,7 @@ class Computer:
         arena, facts = self._arena, self._family.of(batch.models[0]).facts
         plan, others = _plans(batch, len(arena.keys))
         kept = arena.inputs if batch.layers is None else {}
-        return Step(plan, arena.keys, arena.values, facts.kinds, self._backend, batch.arrivals, others, kept)
+        return Step(plan, arena.keys, arena.values, facts.kinds, self.backend, batch.arrivals, others, kept)
 
     def _foresee(self, batch: Batch) -> None:
         """The next step where all calls of this one take a token more and nothing else computes."""
@@ -80,6 +88,32 @@ class _Foreseen(NamedTuple):
         return (mine.takes, mine.slots, mine.positions) == (batch.takes, batch.slots, batch.positions) and all(
             old is take.call.sights for old, take in zip(self.sights, batch.takes, strict=True)
         )
+
+
+def pick(logits: "Tensor", calls: list[Call], ranks: Ranks | None) -> list[int | None]:
+    """The next token of each call, as `choose`; of several processes, the first one's choice and its probabilities."""
+    generations = [call.generation for call in calls if call.generation is not None]
+    chosen = choose(logits, generations)
+    if ranks is None:
+        return chosen
+    behind = [g.next_logprob and [g.next_logprob.logprob, list(g.next_logprob.top.items())] for g in generations]
+    said = ranks.say("tokens", [chosen, behind])
+    for generation, token, given in zip(generations, *said, strict=True):
+        generation.next_logprob = given and TokenLogprob(token, given[0], dict(map(tuple, given[1])))
+    tokens: list[int | None] = said[0]
+    return tokens
+
+
+@contextmanager
+def _alike(batch: Batch, rows: list[int], ranks: Ranks | None) -> Iterator[None]:
+    """Of several processes, computes only what is the same in all of them."""
+    if ranks is None:
+        yield
+        return
+    for arrive in batch.arrivals:  # what could not be loaded is known, and taken back, before anybody computes
+        arrive(0)
+    with ranks.step((batch.tokens, batch.positions, batch.slots, rows, list(batch.reads()))):
+        yield
 
 
 def _plans(batch: Batch, layers: int) -> tuple[Plan, dict[int, Plan]]:

@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING
 from ..config import EngineConfig
 from ..errors import CacheFull, CallFailed, ChoreographError, ReleasedMessage, SessionClosed
 from ..events import EventLog
-from ..kv.arena import Arena
 from ..kv.encoding import Encoding, Sight, content_key
-from ..kv.store import Store
-from ..kv.tiers import make_tiers
 from ..kv.transfers import TransferFailed
 from ..models.adapter import Adapter
 from ..models.family import Family
@@ -27,11 +24,11 @@ from ..ops.native import BackendUnavailable
 from ..types import FinishReason, Usage
 from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
-from .compute import Computer
+from .compute import Computer, pick
 from .generation import footer_after
+from .memory import make_store
 from .modes import PLACE, salt_of
 from .residence import Residence
-from .sampling import choose
 from .scheduler import Batch, Scheduler
 from .sharing import Sharing
 
@@ -52,18 +49,10 @@ class Runner:
             self.backend, self.backend_note = make_backend(config.backend, facts.head_dim, facts.dtype, facts.device)
         except BackendUnavailable as reason:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
-        arena = Arena(
-            pages=adapter.arena_tokens(config.cache.tokens) // config.cache.page_size,
-            page_size=config.cache.page_size,
-            layers=[(facts.kv_heads, facts.head_dim)] * facts.layers,
-            dtype=facts.dtype,
-            device=facts.device,
-            poison=config.cache.poison,
-        )
         self.lock = threading.RLock()
-        sleep, tiers = threading.Condition(self.lock).wait, make_tiers(arena, config.cache)  # others may act meanwhile
-        self.store = Store(arena, eviction=config.cache.eviction, events=self.events, tiers=tiers, sleep=sleep)
-        self.computer = Computer(self.family, arena, self.backend)
+        sleep = threading.Condition(self.lock).wait  # others may act meanwhile
+        self.store = make_store(adapter, config, self.events, sleep)
+        self.computer = Computer(self.family, self.store.arena, self.backend)
         self.residence = Residence(self.store, self._rebuild, lambda: bool(self.scheduler.running))
         self.scheduler = Scheduler(
             self.store,
@@ -210,7 +199,7 @@ class Runner:
                 samples = batch.samples if batch else []
                 logits = self._compute(batch, [row for _, row in samples]) if batch else None
                 calls = [call for call, _ in samples]
-                tokens = choose(logits, [c.generation for c in calls]) if samples else []  # type: ignore[arg-type,misc]
+                tokens = pick(logits, calls, self.adapter.ranks) if logits is not None and calls else []
             except TransferFailed:  # what it wanted is rebuilt; the step is as if it had not been
                 self.scheduler.reset()
                 return True

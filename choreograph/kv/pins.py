@@ -30,9 +30,10 @@ class Pins:
 
     def expire(self) -> None:
         """Takes back those whose time is over."""
-        now = self.clock()
-        for (encoding, owner), until in list(self._until.items()):
-            if until is not None and until <= now:
+        timed = [(pin, until) for pin, until in self._until.items() if until is not None]
+        now = self.clock() if timed else 0.0  # a clock that processes share costs an exchange
+        for (encoding, owner), until in timed:
+            if until <= now:
                 self.unpin(encoding, owner)
 
     @property

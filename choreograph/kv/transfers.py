@@ -196,5 +196,24 @@ class StreamMover(ThreadMover):
         self._cuda.current_stream(self._device).wait_event(transfer.marks[layer])
 
 
+class InlineMover:
+    """Carries a transfer out where it is started: it ends at the same step in all processes that compute together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._settle = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else lambda: None
+
+    def start(self, transfer: Transfer) -> None:
+        transfer.run(settle=self._settle)
+
+    def wait(self, transfer: Transfer) -> None:
+        transfer.wait()
+
+    def wait_for(self, transfer: Transfer, layer: int) -> None:
+        transfer.wait_for(layer)
+
+    def close(self) -> None:
+        pass
+
+
 def mover_for(device: torch.device) -> Mover:
     return StreamMover(device) if device.type == "cuda" else ThreadMover()

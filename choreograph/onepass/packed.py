@@ -173,6 +173,7 @@ def logits_of(adapter: Adapter, packed: Pack, *, through: Any = None) -> Float[T
 
     To be called inside `adapter.hooked()`, and left only behind `backward`, which may compute layers again.
     """
+    adapter.refuse_ranks("one pass over a whole run")
     facts = adapter.facts
     if not packed.rows:
         return torch.zeros(0, facts.vocab_size, device=facts.device)

@@ -201,14 +201,14 @@ class Step:
 
     def padded(self, rows: int) -> "Step":
         """The same step with rows added that write into slot 0 (the bin page) and read nothing."""
+        if rows == self.plan.rows:
+            return self
         others = {layer: _padded(plan, rows) for layer, plan in self.others.items()}
         return replace(self, plan=_padded(self.plan, rows), others=others)
 
 
 def _padded(plan: Plan, rows: int) -> Plan:
     """One and the same for one plan: what is worked out for it is worked out once."""
-    if rows == plan.rows:
-        return plan
     if f"padded {rows}" not in plan.memo:
         nothing = np.zeros(rows - plan.rows, dtype=np.int64)
         slots, positions = (np.concatenate([one, nothing]) for one in (plan.slots, plan.positions))

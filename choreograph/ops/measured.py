@@ -110,7 +110,7 @@ def _seconds(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
-        side(plan, *rows, keys, values, keys.shape[-1] ** -0.5, kind)
+        side(plan, rows[0], rows[1], rows[2], keys, values, keys.shape[-1] ** -0.5, kind)
         if last and device.type == "cuda":
             torch.cuda.synchronize(device)
     return time.perf_counter() - began

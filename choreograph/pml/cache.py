@@ -218,6 +218,7 @@ class PromptCache:
 
     def save(self, file: str | File) -> int:
         """Writes every module's encoding to a safetensors file with a JSON manifest beside it; returns the bytes."""
+        self.engine.runner.adapter.refuse_ranks("a saved cache")
         keys = self._single_keys()
         runs = []
         for key in keys:

@@ -109,6 +109,7 @@ class Wire:
 def serve(engine: Engine, store: ContextStore, peer: int, *, group: Any = None, model: str = "base") -> int:
     """Answers one receiver until it says that it is done, or is gone; returns how many contexts were sent. Waits for a
     question as long as the process group does."""
+    engine.runner.adapter.refuse_ranks("sending encodings")
     wire, sent = Wire(peer, group), 0
     while True:
         try:
@@ -192,6 +193,7 @@ class Link:
         self, engine: Engine, peer: int, *, name: str = "sender", seconds: float = 5.0, group: Any = None
     ) -> None:
         """Raises ModelError where there is no answer, or where the models are not of one family."""
+        engine.runner.adapter.refuse_ranks("a sender elsewhere")
         self._engine = engine
         self.name = name
         self.broken: str | None = None
