@@ -19,6 +19,7 @@ from .cli_options import (
     AtOnce,
     Compile,
     Data,
+    Device,
     Dtype,
     DtypeName,
     Json,
@@ -95,6 +96,27 @@ def _kinds(kinds: Sequence[Any]) -> str:
     """How many layers have which attention."""
     counts = Counter(str(kind) for kind in kinds)
     return "; ".join(f"{count} {text}" for text, count in counts.items())
+
+
+@app.command()
+def tune(
+    model: Model = EMBEDDED, dtype: Dtype = DtypeName.bfloat16, device: Device = "cpu", as_json: Json = False
+) -> None:
+    """Measure the attention backends in a model's shape on this machine; from then on `auto` takes the fastest."""
+    from .ops import measured
+
+    facts = open_engine(model, dtype, device=device).facts
+    table = measured.measure(facts.heads, facts.kinds[0], facts.dtype, facts.device)
+    path = measured.keep(table, facts.heads, facts.dtype, facts.device)
+    small, large = measured.winners(table)
+    if as_json:
+        print(json.dumps({"seconds": table, "small": small, "large": large, "file": str(path)}))
+        return
+    from .report import show_table
+
+    lines = [(name, *(f"{1e6 * seconds:,.0f}" for seconds in taken.values())) for name, taken in table.items()]
+    show_table(Console(), "microseconds of a layer", ("backend", *next(iter(table.values()))), lines)
+    print(f"auto: {small} in steps of few rows, {large} in others")
 
 
 @app.command()

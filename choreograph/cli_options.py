@@ -29,6 +29,7 @@ class DtypeName(StrEnum):
 
 Model = Annotated[str, typer.Option(help="A name, a Hub id, a model folder or a .gguf file.")]
 Dtype = Annotated[DtypeName, typer.Option(help="The type to compute in.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile small steps; the first run waits for the compiler.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Mode = Annotated[ModeName, typer.Option(help="choreographed reuses messages anywhere, prefix only prefixes.")]
@@ -47,13 +48,16 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 AtOnce = Annotated[int, typer.Option(min=1, help="Examples that run at once, packed into the same steps.")]
 
 
-def open_engine(model: str, dtype: str, compile: bool = False, adapter: str | None = None) -> Any:
+def open_engine(
+    model: str, dtype: str, compile: bool = False, adapter: str | None = None, device: str | None = None
+) -> Any:
     """An engine over a model; an adapter is served beside it as `FT`."""
     from .config import EngineConfig
     from .core import Engine
 
     adapters = {} if adapter is None else {ADAPTED: adapter}
-    return Engine.from_pretrained(model, dtype=dtype, config=EngineConfig(compile=compile), adapters=adapters)
+    config = EngineConfig(compile=compile)
+    return Engine.from_pretrained(model, dtype=dtype, device=device, config=config, adapters=adapters)
 
 
 def read_options(given: list[str]) -> dict[str, Any]:

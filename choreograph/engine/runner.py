@@ -19,7 +19,7 @@ from ..kv.encoding import Encoding, Sight, content_key
 from ..kv.transfers import TransferFailed
 from ..models.adapter import Adapter
 from ..models.family import Family
-from ..ops.attend import make_backend
+from ..ops.measured import open_backend
 from ..ops.native import BackendUnavailable
 from ..types import FinishReason, Usage
 from .beginning import begin_as_another, copy_beginnings
@@ -46,7 +46,7 @@ class Runner:
         self.events = EventLog()
         facts = adapter.facts
         try:
-            self.backend, self.backend_note = make_backend(config.backend, facts.head_dim, facts.dtype, facts.device)
+            self.backend, self.backend_note = open_backend(config.backend, facts.heads, facts.dtype, facts.device)
         except BackendUnavailable as reason:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
         self.lock = threading.RLock()

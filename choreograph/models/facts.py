@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError, ModelError
 from ..ops.kind import Kind
+from ..ops.measured import Heads
 from .parallel import local
 from .probe import Shape
 
@@ -34,6 +35,10 @@ class ModelFacts:
     device: torch.device
     fingerprint: str
     parameters: int
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.query_heads, self.kv_heads, self.head_dim)
 
     @property
     def positions(self) -> str:

@@ -8,7 +8,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,22 +36,29 @@ class Heads(NamedTuple):
 Table = dict[str, dict[str, float]]  # seconds, by name of the backend and case
 
 
-def chosen(heads: Heads, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
-    """What `auto` is: the fastest of what was measured in small and in large steps, or what is made for the device."""
-    table = _tables().get(_key(heads, dtype, device))
+def open_backend(name: str, heads: Heads, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
+    """As `make_backend`; `auto` is the fastest of what was measured, in small and in large steps."""
+    table = _tables().get(_key(heads, dtype, device)) if name == "auto" else None
     if table is None:
-        return make_backend("auto", heads.width, dtype, device)
-    small, large = (min(table, key=lambda name: _sum(table[name], few)) for few in (True, False))
+        return make_backend(name, heads.width, dtype, device)
+    small, large = winners(table)
     sides = {name: make_backend(name, heads.width, dtype, device)[0] for name in {small, large}}
     return (sides[small] if small == large else BySize(sides[small], sides[large])), None
 
 
-def measure(
-    names: Sequence[str], heads: Heads, kind: Kind, dtype: torch.dtype, device: torch.device, *, context: int = CONTEXT
-) -> Table:
-    """Seconds of one layer in steps that occur, in turns, the median; a backend that cannot run here is left out."""
+def winners(table: Table) -> tuple[str, str]:
+    """The fastest in small steps, and in large ones."""
+
+    def seconds(name: str, few: bool) -> float:
+        return sum(taken for case, taken in table[name].items() if case.startswith("few") == few)
+
+    return min(table, key=lambda name: seconds(name, True)), min(table, key=lambda name: seconds(name, False))
+
+
+def measure(heads: Heads, kind: Kind, dtype: torch.dtype, device: torch.device, *, context: int = CONTEXT) -> Table:
+    """Seconds of one layer in steps that occur, in turns, the median, of all backends that can run here."""
     sides: dict[str, Backend] = {}
-    for name in names:
+    for name in ("native", "sdpa") if device.type == "cpu" else ("triton", "flex"):
         try:
             sides[name] = make_backend(name, heads.width, dtype, device)[0]
         except BackendUnavailable:
@@ -96,10 +103,6 @@ def _cases(context: int) -> Iterator[tuple[str, Plan]]:
     yield "few rows: one", make_plan([own[0]], moved, [context])
     yield "few rows: eight that share", make_plan(list(own[:8]), shared, [context] * 8)
     yield "many rows", make_plan(list(range(context, context + half)), many, list(range(half, context)))
-
-
-def _sum(times: dict[str, float], few: bool) -> float:
-    return sum(seconds for case, seconds in times.items() if case.startswith("few") == few)
 
 
 def _seconds(
