@@ -24,7 +24,7 @@ from . import check, kernels, kvflow, page, partial, prompt_cache, rates, steps,
 from .bench import Bench, Found, Measure
 from .budget import Budget
 from .lines import PARTS
-from .predictions import PRESETS
+from .predictions import OTHERWISE, PRESETS
 from .shape import FULL, TINY
 
 MEASURES: dict[str, Measure] = {
@@ -44,6 +44,8 @@ SHARES = {"rates": 1, "steps": 2, "triton": 2, "flex": 4, "prompt_cache": 2, "pa
 SHARES |= {"tree_of_thoughts": 4, "mad_par": 6, "kvflow": 8, "mad_iter": 12, "scaled": 8}
 LEAST = {"rates": 3, "steps": 15, "triton": 10, "flex": 20, "prompt_cache": 8, "partial": 8}  # seconds that one takes
 LEAST |= {"tree_of_thoughts": 8, "mad_par": 12, "kvflow": 45, "mad_iter": 35, "scaled": 25}
+
+PREDICTING = 20  # seconds at the end
 
 
 def main() -> None:
@@ -73,7 +75,7 @@ def main() -> None:
 
 def run(parts: Sequence[str], minutes: float, *, trial: bool) -> None:
     """Measures some parts, keeps what is there after each, and prints the table."""
-    budget = Budget(60 * minutes, {part: SHARES[part] for part in parts})
+    budget = Budget(60 * minutes - (0 if trial else PREDICTING), {part: SHARES[part] for part in parts})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(TINY if trial else FULL, device, trial)
     found: dict[str, Found] = {}
@@ -94,12 +96,16 @@ def run(parts: Sequence[str], minutes: float, *, trial: bool) -> None:
         print(f"{part}: {time.perf_counter() - began:.0f} s, {budget.left:.0f} s left", flush=True)
         if not trial:
             keep(table.rows_of(found), missing)
-    predicted = {} if trial else table.predict(table.device_of(bench, found), bench.tokenizer, bench.shape)
+    predicted = {} if trial else worked_out(bench, found)
     rows = table.with_predictions(table.rows_of(found), predicted)
     if not trial:
         keep(rows, missing)
     title = f"{bench.shape.name}; {hardware()}"
     show_table(Console(width=200), title, table.HEAD, table.cells(rows, predicted, missing, parts))
+
+
+def worked_out(bench: Bench, found: dict[str, Found]) -> dict[str, float]:
+    return table.predict(table.device_of(bench, found), table.count(bench.tokenizer, bench.shape), bench.shape)
 
 
 def keep(rows: Sequence[Row], missing: dict[str, str]) -> None:
@@ -111,10 +117,12 @@ def keep(rows: Sequence[Row], missing: dict[str, str]) -> None:
 
 def predict(name: str) -> None:
     """Prints what is expected of a device, and puts it into the page about it."""
-    predicted = table.predict(PRESETS[name], tokenizer_of(EMBEDDED)[0], FULL)
+    counts = table.count(tokenizer_of(EMBEDDED)[0], FULL)
+    every = {title: table.predict(PRESETS[name], counts, FULL, reached) for title, reached in OTHERWISE.items()}
+    predicted = next(iter(every.values()))
     title = f"{FULL.name}; {PRESETS[name].name}"
     show_table(Console(width=200), title, table.HEAD, table.cells([], predicted, {}, PARTS))
-    page.keep(name, predicted)
+    page.keep(name, every)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ BYTES = 2  # of a bfloat16 number
 
 @dataclass(frozen=True)
 class Device:
-    """What a maker states. memory, link: bytes a second, of its own memory and to the host's, one way. arithmetic:
-    bfloat16 operations a second, dense. size: bytes of memory."""
+    """What a maker states. card: what drivers call it. memory, link: bytes a second, of its own memory and to the
+    host's, one way. arithmetic: bfloat16 operations a second, dense. size: bytes of memory."""
 
     name: str
+    card: str
     memory: float
     arithmetic: float
     link: float
@@ -33,9 +34,9 @@ class Device:
 
 
 PRESETS = {
-    "h200": Device("H200 SXM", 4.8e12, 989e12, 55e9, 141e9),
-    "h100": Device("H100 SXM", 3.35e12, 989e12, 55e9, 80e9),
-    "a100": Device("A100 80GB SXM", 2.0e12, 312e12, 25e9, 80e9),
+    "h200": Device("H200 SXM", "H200", 4.8e12, 989e12, 55e9, 141e9),
+    "h100": Device("H100 SXM", "H100 80GB HBM3", 3.35e12, 989e12, 55e9, 80e9),
+    "a100": Device("A100 80GB SXM", "A100-SXM4-80GB", 2.0e12, 312e12, 25e9, 80e9),
 }
 
 
@@ -60,6 +61,12 @@ class Reached:
 
 
 REACHED = Reached()
+OTHERWISE = {  # what else could be, one thing at a time
+    "as assumed": REACHED,
+    "our attention as fast as SDPA": Reached(triton=REACHED.sdpa),
+    "0.2 ms of the host a step": Reached(overhead=2e-4, row=0.0),
+    "3 ms, and 0.2 ms a token": Reached(overhead=3e-3, row=2e-4),
+}
 
 
 @dataclass(frozen=True)

@@ -11,37 +11,47 @@ from choreograph.evaluation.statistics import Estimate
 from ..common import Row, median_row
 from . import kvflow, predictions
 from .bench import Bench, Found
-from .counts import count_flow
+from .counts import Counted, count_flow
 from .lines import PARTS, TITLES
-from .predictions import PRESETS, REACHED, Device, Model
+from .predictions import PRESETS, REACHED, Device, Model, Reached
 from .shape import Shape
 
 HEAD = ("measure", "measured", "95%", "predicted", "paper", "must", "aim")
 UNMEASURED = "not measured yet: no GPU has been at hand"
 
 
-def predict(device: Device, tokenizer: Any, shape: Shape) -> dict[str, float]:
+Counts = Mapping[str, Mapping[str, Counted]]
+
+
+def count(tokenizer: Any, shape: Shape) -> Counts:
+    """What every workflow has to compute, in both modes."""
+    return {name: count_flow(tokenizer, shape, flow) for name, flow in shape.flows.items()}
+
+
+def predict(device: Device, counts: Counts, shape: Shape, reached: Reached = REACHED) -> dict[str, float]:
     """Every figure of the table for a device, by its name."""
     model = Model.of(shape)
-    found = predictions.rates(device) | predictions.decode_steps(device, model, shape)
+    found = predictions.rates(device, reached) | predictions.decode_steps(device, model, shape, reached)
     for name in ("triton", "flex"):
-        found |= predictions.attention(device, model, shape, name)
-    found |= predictions.prompt_cache(device, model, shape) | predictions.partial_prefill(device, model, shape)
-    for name, flow in shape.flows.items():
-        found |= predictions.flow(device, model, TITLES[name], count_flow(tokenizer, shape, flow))
-    return found | kvflow.predicted(predictions.machine(device, model), shape)
+        found |= predictions.attention(device, model, shape, name, reached)
+    found |= predictions.prompt_cache(device, model, shape, reached)
+    found |= predictions.partial_prefill(device, model, shape, reached)
+    for name, counted in counts.items():
+        found |= predictions.flow(device, model, TITLES[name], counted, reached)
+    return found | kvflow.predicted(predictions.machine(device, model, reached), shape)
 
 
 def device_of(bench: Bench, found: Mapping[str, Found]) -> Device:
     """The device that is here: what its maker states where it is known, else what plain code reached on it."""
     name = torch.cuda.get_device_name()
-    known = next((device for key, device in PRESETS.items() if key.upper() in name.upper()), None)
+    known = next((device for device in PRESETS.values() if device.card in name), None)
     if known is not None:
         return known
     rates = {measure: samples[0] for measure, samples in found.get("rates", {}).items()}  # type: ignore[index]
     if not rates:
         raise SystemExit(f"{name}: no prediction without its rates; run the part `rates` too")
     return Device(
+        name,
         name,
         memory=rates["memory, plain copy"] * 1e12 / REACHED.copy,
         arithmetic=rates["product of matrices"] * 1e12 / REACHED.arithmetic,

@@ -147,7 +147,7 @@ def test_a_context_that_rows_share_is_read_once():
 
 
 def test_every_line_is_predicted_and_nothing_else(tokenizer):
-    found = table.predict(H200, tokenizer, SMALL)
+    found = table.predict(H200, table.count(tokenizer, SMALL), SMALL)
     assert set(found) == {line.measure for lines in PARTS.values() for line in lines}
     assert all(value > 0 for value in found.values())
 
