@@ -42,7 +42,7 @@ $(BENCH_READY): $(READY)
 	@touch $@
 
 bench: $(BENCH_READY)
-	@test -n "$(NAME)" || { echo "usage: make bench NAME=...   one of:"; ls benchmarks/*.py | sed 's|benchmarks/||;s|\.py||' | grep -v '^common\|^_'; exit 2; }
+	@test -n "$(NAME)" || { echo "usage: make bench NAME=...   one of:"; ls benchmarks/*.py benchmarks/*/__main__.py | sed 's|benchmarks/||;s|/__main__||;s|\.py||' | grep -v '^common\|^_'; exit 2; }
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 wheel: $(READY)

@@ -28,7 +28,8 @@ FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure with its 95% interval. must and aim: the numbers that it is held against."""
+    """One measured figure with its 95% interval. must and aim: the numbers that it is held against. predicted: what was
+    worked out before."""
 
     measure: str
     value: float
@@ -39,6 +40,7 @@ class Row:
     must: float | None = None
     aim: float | None = None
     peer: str | None = None
+    predicted: float | None = None
     made: Mapping[str, str] | None = None  # commit, date and hardware; `save` fills it in
 
 
@@ -95,14 +97,19 @@ def greedy(count: int) -> SamplingParams:
 
 
 def save(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object) -> None:
-    """Prints the table and writes `results/<name>.json`. Every row says where and when it was measured, since parts
-    of a benchmark may be measured again alone."""
+    """Prints the table and writes `results/<name>.json`."""
     lines = []
     for row in rows:
         span = f"{row.low:.3g} to {row.high:.3g}"
         aims = ["" if x is None else f"{x:g}" for x in (row.must, row.aim)]
         lines.append((row.measure, f"{row.value:.3g} {row.unit}", span, *aims, row.peer or ""))
     show_table(Console(width=160), name, ("measure", "value", "95%", "must", "aim", "peer"), lines)
+    write(name, rows, model, **more)
+
+
+def write(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object) -> None:
+    """Writes `results/<name>.json`. Every row says where and when it was measured, since parts of a benchmark may be
+    measured again alone."""
     made = provenance()
     record = {
         "benchmark": name,

@@ -110,7 +110,13 @@ def check_options(workflow: Workflow, options: Mapping[str, Any]) -> None:
 
 
 def step_ttfts(steps: Iterable[Step]) -> list[float]:
-    """The mean time to first token of every step: decodes of one stage in a row, none of which sees another of them."""
+    """The mean time to first token of every step."""
+    times = [[s.message.timing.ttft for s in group] for group in side_by_side(steps)]
+    return [fmean(t for t in some if t is not None) for some in times if any(t is not None for t in some)]
+
+
+def side_by_side(steps: Iterable[Step]) -> list[list[Step]]:
+    """Decodes by step: those of one stage in a row, none of which sees another of them."""
     groups: list[list[Step]] = []
     for step in (s for s in steps if s.message.kind == "decode"):
         last = groups[-1] if groups else []
@@ -119,8 +125,7 @@ def step_ttfts(steps: Iterable[Step]) -> list[float]:
             last.append(step)
         else:
             groups.append([step])
-    times = [[s.message.timing.ttft for s in group] for group in groups]
-    return [fmean(t for t in some if t is not None) for some in times if any(t is not None for t in some)]
+    return groups
 
 
 def stage_costs(steps: Iterable[Step]) -> list[StageCost]:

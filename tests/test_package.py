@@ -83,3 +83,12 @@ def test_modules_stay_small_and_open_with_a_contract():
         text = path.read_text()
         assert len(text.splitlines()) <= 400, path
         assert text.startswith('"""'), path
+
+
+def test_the_tables_of_the_predictions_are_what_was_predicted():
+    from benchmarks.gpu.page import PAGE, filled
+
+    text = PAGE.read_text()
+    assert filled(text) == text and all(
+        f"<!-- table: {name} -->" in text for name in ("h200", "h200_otherwise", "check")
+    )

@@ -1,0 +1,129 @@
+"""The GPU path in one table, within minutes: what a device reaches, decode steps against the bytes that must move, the
+attention kernels against SDPA, Prompt Cache, DroidSpeak, KVFlow and the papers' workflows. Not run on a GPU yet.
+
+`make bench NAME=gpu`. Weights are random, in the exact shape of Llama-3.1-8B: times depend on shapes alone. Every
+figure stands beside the one that was worked out before (`docs/performance.md`). `--predict h200` prints those alone, on
+any machine; `--tiny` runs every part once in a small shape, on a CPU through Triton's interpreter
+(`TRITON_INTERPRET=1`).
+"""
+
+import argparse
+import gc
+import time
+import traceback
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+from choreograph.models.load import EMBEDDED, tokenizer_of
+from choreograph.report import show_table
+
+from ..common import Row, hardware, last, write
+from . import check, kernels, kvflow, page, partial, prompt_cache, rates, steps, table, workflows
+from .bench import Bench, Found, Measure
+from .budget import Budget
+from .lines import PARTS
+from .predictions import OTHERWISE, PRESETS
+from .shape import FULL, TINY
+
+MEASURES: dict[str, Measure] = {
+    "rates": rates.measure,
+    "steps": steps.measure,
+    "triton": kernels.measure("triton"),
+    "flex": kernels.measure("flex"),
+    "prompt_cache": prompt_cache.measure,
+    "partial": partial.measure,
+    "tree_of_thoughts": workflows.measure("tree_of_thoughts"),
+    "mad_par": workflows.measure("mad_par"),
+    "kvflow": kvflow.measure,
+    "mad_iter": workflows.measure("mad_iter"),
+    "scaled": workflows.measure("scaled"),
+}
+SHARES = {"rates": 1, "steps": 2, "triton": 2, "flex": 4, "prompt_cache": 2, "partial": 2}  # of the time; others below
+SHARES |= {"tree_of_thoughts": 4, "mad_par": 6, "kvflow": 8, "mad_iter": 12, "scaled": 8}
+LEAST = {"rates": 3, "steps": 15, "triton": 10, "flex": 20, "prompt_cache": 8, "partial": 8}  # seconds that one takes
+LEAST |= {"tree_of_thoughts": 8, "mad_par": 12, "kvflow": 45, "mad_iter": 35, "scaled": 25}
+
+PREDICTING = 20  # seconds at the end
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument(
+        "--only", nargs="*", choices=list(PARTS), default=list(PARTS), metavar="PART", help=str([*PARTS])
+    )
+    options.add_argument("--minutes", type=float, default=8.0, help="parts that would not fit are left out, and named")
+    options.add_argument("--tiny", action="store_true")
+    options.add_argument(
+        "--predict", choices=list(PRESETS), help="print what is expected of a device, and nothing else"
+    )
+    options.add_argument(
+        "--check", action="store_true", help="hold the counting against this CPU and the embedded model"
+    )
+    given = options.parse_args()
+    parts = [part for part in PARTS if part in given.only]
+    if given.check:
+        check.check()
+    elif given.predict:
+        predict(given.predict)
+    elif given.tiny or torch.cuda.is_available():
+        run(parts, given.minutes, trial=given.tiny)
+    else:
+        options.error("torch finds no GPU here: use --tiny for a trial, or --predict")
+
+
+def run(parts: Sequence[str], minutes: float, *, trial: bool) -> None:
+    """Measures some parts, keeps what is there after each, and prints the table."""
+    budget = Budget(60 * minutes - (0 if trial else PREDICTING), {part: SHARES[part] for part in parts})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bench = Bench(TINY if trial else FULL, device, trial)
+    found: dict[str, Found] = {}
+    missing: dict[str, str] = {}
+    print(f"{sum(p.numel() for p in bench.model.parameters()):,} weights, {budget.left:.0f} s left", flush=True)
+    for part in parts:
+        allowance = budget.open(part, 0 if trial else LEAST[part])
+        if allowance is None:
+            missing[part] = f"left out: less than {LEAST[part]} s were left"
+            continue
+        began = time.perf_counter()
+        try:
+            found[part] = MEASURES[part](bench, allowance)
+        except Exception as problem:  # the other parts are worth having; the table names it
+            traceback.print_exc()
+            missing[part] = f"failed: {type(problem).__name__}"
+        gc.collect()
+        print(f"{part}: {time.perf_counter() - began:.0f} s, {budget.left:.0f} s left", flush=True)
+        if not trial:
+            keep(table.rows_of(found), missing)
+    predicted = {} if trial else worked_out(bench, found)
+    rows = table.with_predictions(table.rows_of(found), predicted)
+    if not trial:
+        keep(rows, missing)
+    title = f"{bench.shape.name}; {hardware()}"
+    show_table(Console(width=200), title, table.HEAD, table.cells(rows, predicted, missing, parts))
+
+
+def worked_out(bench: Bench, found: dict[str, Found]) -> dict[str, float]:
+    return table.predict(table.device_of(bench, found), table.count(bench.tokenizer, bench.shape), bench.shape)
+
+
+def keep(rows: Sequence[Row], missing: dict[str, str]) -> None:
+    """Saves rows beside those of parts that were measured before."""
+    new = {row.measure for row in rows}
+    had = [Row(**row) for row in last("gpu").get("rows", []) if row["measure"] not in new]
+    write("gpu", [*had, *rows], FULL.name, missing=missing)
+
+
+def predict(name: str) -> None:
+    """Prints what is expected of a device, and puts it into the page about it."""
+    counts = table.count(tokenizer_of(EMBEDDED)[0], FULL)
+    every = {title: table.predict(PRESETS[name], counts, FULL, reached) for title, reached in OTHERWISE.items()}
+    predicted = next(iter(every.values()))
+    title = f"{FULL.name}; {PRESETS[name].name}"
+    show_table(Console(width=200), title, table.HEAD, table.cells([], predicted, {}, PARTS))
+    page.keep(name, every)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A budget of seconds for all parts: each gets a share of what is left when it begins, and what it does not use goes to
+those behind it. Pure but for the clock."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The time of one part."""
+
+    ends: float
+    clock: Clock = time.perf_counter
+
+    @property
+    def left(self) -> float:
+        return self.ends - self.clock()
+
+    def rounds(self, most: int) -> Iterator[int]:
+        """Numbers of rounds, as long as one more fits. The first one is always made."""
+        taken: list[float] = []
+        while go_on(taken, self.left, most):
+            began = self.clock()
+            yield len(taken)
+            taken.append(self.clock() - began)
+
+
+def go_on(taken: Sequence[float], left: float, most: int) -> bool:
+    """Whether a round follows those that took so many seconds each."""
+    return not taken or (len(taken) < most and max(taken) <= left)
+
+
+class Budget:
+    """shares: of every part, in order, relative to each other."""
+
+    def __init__(self, seconds: float, shares: Mapping[str, float], clock: Clock = time.perf_counter) -> None:
+        self._ends, self._clock = clock() + seconds, clock
+        self._shares = dict(shares)
+
+    @property
+    def left(self) -> float:
+        return self._ends - self._clock()
+
+    def open(self, part: str, least: float = 0.0) -> Allowance | None:
+        """The part's time: its share, or `least` seconds if that is more; None where not even those are left."""
+        share = self._shares[part] / sum(self._shares.values())
+        del self._shares[part]
+        if self.left < least:
+            return None
+        return Allowance(self._clock() + max(least, share * self.left), self._clock)

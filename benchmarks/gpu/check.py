@@ -1,0 +1,107 @@
+"""Does the counting tell the time? Held against a machine that is at hand: the embedded model on the CPU, whose steps
+are timed by their rows and by the tokens drawn; from that and the counted steps follow ratios, which are then measured.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+
+import numpy as np
+import torch
+
+from choreograph import CacheConfig, Engine, EngineConfig
+
+from ..common import Row, engine, greedy, median_row, seconds, some_tokens, write
+from .bench import Bench
+from .budget import Budget
+from .counts import Counted, Counting, Work, count_flow
+from .lines import TITLES
+from .predictions import mean_wait
+from .shape import FULL, flows
+from .workflows import ratios
+
+ROWS = (1, 2, 4, 8, 16, 24, 40, 80, 160, 320, 640, 1024)
+DRAWN = (1, 2, 4, 8, 16)
+LONG, SHORT = 96, 8
+
+
+@dataclass(frozen=True)
+class Here(Bench):
+    """The embedded model on the CPU, uncompiled."""
+
+    @cached_property
+    def engine(self) -> Engine:
+        return engine(tokens=16_384, compile=False)
+
+
+class Curve:
+    """Seconds of a step: by its rows where no token is drawn, and what tokens that are drawn add to it."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.rows = {rows: self._prompt(rows) for rows in ROWS}
+        self.drawn = {count: max(0.0, self._decodes(count) - self.rows[count]) for count in DRAWN}
+
+    def __call__(self, work: Work) -> float:
+        return float(
+            np.interp(work.rows, list(self.rows), list(self.rows.values()))
+            + np.interp(work.drawn, [0, *self.drawn], [0.0, *self.drawn.values()])
+        )
+
+    def _prompt(self, rows: int) -> float:
+        taken = []
+        for seed in range(4):
+            with self.bench.engine.session() as session:
+                taken.append(seconds(session.prefill(some_tokens(rows, seed)).result))
+            self.bench.engine.clear_cache()
+        return median(taken[1:])
+
+    def _decodes(self, count: int) -> float:
+        e = self.bench.engine
+        with e.session() as session:
+            for seed in range(count):
+                session.decode([5], [session.prefill(some_tokens(LONG, seed))], sampling=greedy(16))
+            for _ in range(4):
+                e.step()
+            return median(seconds(e.step) for _ in range(10))
+
+
+def check(rounds: int = 2) -> None:
+    """Predicts, measures, saves and prints."""
+    shape = replace(FULL, flows=flows(LONG, SHORT, 8, 16, LONG), most=rounds)
+    bench = Here(shape, torch.device("cpu"), trial=True)
+    lines, curve = host(bench), Curve(bench)
+    for name in TITLES:
+        allowance = Budget(600, {name: 1}).open(name)
+        assert allowance is not None
+        measured = ratios(bench, allowance, name)
+        runs = count_flow(bench.tokenizer, shape, shape.flows[name])
+        before, after = (told(runs[mode], curve) for mode in ("baseline", "choreographed"))
+        for (measure, one), a, b in zip(measured.items(), before, after, strict=True):
+            lines.append(Row(measure, one.value, "x", one.low, one.high, predicted=a / b))
+            print(f"{measure}: {one.value:.2f} ({one.low:.2f}, {one.high:.2f}), predicted {a / b:.2f}", flush=True)
+    write("gpu_check", lines, seconds={"rows": curve.rows, "drawn": curve.drawn})
+
+
+def host(bench: Bench) -> list[Row]:
+    """What the scheduler, the store and the plan of a step take, over a model that computes nothing."""
+    found = []
+    for count in (1, 8, 64, 256):
+        model = Counting(bench.tokenizer, FULL.config.max_position_embeddings, FULL.config.vocab_size)
+        e = Engine(model, EngineConfig(CacheConfig(tokens=FULL.room), backend="reference"))
+        with e.session() as session:
+            context = session.prefill(some_tokens(1024))
+            for i in range(count):
+                session.decode([5 + i], [context], forced_tokens=[5] * 40)
+            for _ in range(10):
+                e.step()
+            taken = [1e3 * seconds(e.step) for _ in range(25)]
+        found.append(median_row(f"the engine's own part of a step, {count} calls", taken, "ms", better="lower"))
+        print(f"{found[-1].measure}: {found[-1].value:.2f} ms", flush=True)
+    return found
+
+
+def told(run: Counted, curve: Curve) -> tuple[float, float]:
+    """Seconds to the first token and to the last."""
+    taken = [curve(work) for work in run.steps]
+    return mean_wait(run, taken), sum(taken)

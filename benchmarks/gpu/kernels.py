@@ -1,0 +1,98 @@
+"""One layer's attention alone, on the device alone: our kernels over slots of the arena against SDPA on plain
+contiguous input. A pass goes over as many arenas as the model has layers, in one graph, so that no cache helps."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from choreograph.ops import flex, triton
+from choreograph.ops.kind import Kind
+from choreograph.ops.plan import Plan, Read, make_plan
+from choreograph.ops.rope import Rotary
+
+from ..common import in_turns
+from .bench import Bench, Found, Measure, captured, on_device
+
+Work = Callable[[], object]
+KERNELS = {"triton": triton.attend, "flex": flex.attend}
+FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+
+
+class Case(NamedTuple):
+    """plan: for us. calls: sequences of SDPA's batch, over which the plan's rows are divided."""
+
+    plan: Plan
+    calls: int
+    causal: bool = False
+
+
+def measure(name: str) -> Measure:
+    """The part that measures one of our kernels."""
+    return lambda bench, allowance: against_sdpa(bench, name)
+
+
+def against_sdpa(bench: Bench, name: str) -> Found:
+    n, found = bench.shape.context, {}
+    for title, case in cases(n).items():
+        theirs, mine = in_graphs(bench, sdpa(bench, case), ours(bench, case, name))
+        found[f"{name}, {title}: SDPA over it"] = [a / b for a, b in zip(theirs, mine, strict=True)]
+    away, home = in_graphs(bench, *(ours(bench, Case(decodes(1, n, shift=shift), 1), name) for shift in (3, 0)))
+    return found | {f"{name}, decode of 1: moved over home": [a / b for a, b in zip(away, home, strict=True)]}
+
+
+def in_graphs(bench: Bench, *works: Work) -> list[list[float]]:
+    """Seconds of passes, in turns."""
+    sides = [partial(on_device, captured(work)) for work in works]
+    return in_turns(bench.shape.most if bench.trial else 4 * bench.shape.most, *sides)
+
+
+def cases(n: int) -> dict[str, Case]:
+    whole = make_plan(list(range(n)), [Read(0, 0, n, 0, 1, 1, 0)], list(range(n)))
+    return {
+        "decode of 1": Case(decodes(1, n), 1),
+        "decode of 8": Case(decodes(8, n, apart=True), 8),
+        "decode of 8, shared": Case(decodes(8, n), 8),
+        "prefill": Case(whole, 1, causal=True),
+    }
+
+
+def decodes(batch: int, n: int, *, apart: bool = False, shift: int = 0) -> Plan:
+    """Rows of one token, each behind n - 1 tokens and itself: one context for all, or one each."""
+    own, stands = (batch if apart else 1) * n, n - 1 + shift
+    reads = [Read(row * n * apart, row, row + 1, shift, n - 1, 0, shift) for row in range(batch)]
+    reads += [Read(own + row, row, row + 1, 0, 1, 1, stands) for row in range(batch)]
+    return make_plan([own + row for row in range(batch)], reads, [stands] * batch)
+
+
+def ours(bench: Bench, case: Case, name: str) -> Work:
+    c, width = bench.shape.config, bench.shape.width
+    kind = Kind(Rotary(tuple(5e5 ** (-2 * i / width) for i in range(width // 2))))
+    query, attend = bench.noise(c.num_attention_heads, case.plan.rows, width), KERNELS[name]
+    slots = max(int(case.plan.slots.max()), int(case.plan.segments[:, 1].max())) + 1
+    arenas = [[bench.noise(slots, c.num_key_value_heads, width) for _ in range(2)] for _ in range(c.num_hidden_layers)]
+
+    def work() -> None:
+        for keys, values in arenas:
+            attend(case.plan, query, keys, values, width**-0.5, kind)
+
+    return work
+
+
+def sdpa(bench: Bench, case: Case) -> Work:
+    """The flash kernels alone: what torch would fall back to is no opponent."""
+    c, n, width = bench.shape.config, bench.shape.context, bench.shape.width
+    query = bench.noise(case.calls, c.num_attention_heads, case.plan.rows // case.calls, width)
+    layers = [
+        [bench.noise(case.calls, c.num_key_value_heads, n, width) for _ in range(2)] for _ in range(c.num_hidden_layers)
+    ]
+
+    def work() -> None:
+        with sdpa_kernel(FLASH, set_priority=True) if bench.device.type == "cuda" else nullcontext():
+            for keys, values in layers:
+                scaled_dot_product_attention(query, keys, values, is_causal=case.causal, enable_gqa=True)
+
+    return work

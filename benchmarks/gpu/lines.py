@@ -1,0 +1,65 @@
+"""The lines of the table, by part: what the papers report (Prompt Choreography and DroidSpeak on an A100, KVFlow on an
+A10G), what must be reached here, what is aimed at. Owns no figure that was measured or predicted."""
+
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    measure: str
+    unit: str = "x"
+    paper: float | None = None
+    must: float | None = None
+    aim: float | None = None
+    better: str = "higher"
+
+
+def _step(name: str) -> tuple[Line, Line]:
+    title = f"decode step, {name}"
+    return Line(title, "ms", better="lower"), Line(f"{title}: share of the limit", "", None, 0.6, 0.85)
+
+
+def _attention(name: str, must: float | None, aim: float | None) -> tuple[Line, ...]:
+    cases = ("decode of 1", "decode of 8", "decode of 8, shared", "prefill")
+    moved = Line(f"{name}, decode of 1: moved over home", "x", None, must and 1.05, aim, "lower")
+    return (*(Line(f"{name}, {case}: SDPA over it", "x", None, must, aim) for case in cases), moved)
+
+
+def _flow(title: str, ttft: tuple[float | None, ...], e2e: tuple[float, float, float]) -> tuple[Line, Line]:
+    return Line(f"{title}: TTFT", "x", *ttft), Line(f"{title}: end to end", "x", *e2e)
+
+
+TITLES = {
+    "tree_of_thoughts": "Tree of Thoughts",
+    "mad_iter": "iterative debate",
+    "mad_par": "parallel debate",
+    "scaled": "Tree of Thoughts, large",
+}
+PARTS: dict[str, tuple[Line, ...]] = {
+    "rates": (
+        Line("memory, plain copy", "TB/s"),
+        Line("product of matrices", "TFLOP/s"),
+        Line("host to device", "GB/s"),
+    ),
+    "steps": (
+        *_step("batch 1"),
+        *_step("batch 8"),
+        *_step("batch 8, shared"),
+        Line("decode step, moved over home", "x", None, 1.05, 1.0, "lower"),
+        Line("first token, moved over home", "x", None, 1.05, 1.0, "lower"),
+    ),
+    "triton": _attention("triton", 0.7, 1.0),
+    "flex": _attention("flex", None, None),
+    "prompt_cache": (
+        Line("Prompt Cache: first token", "ms", better="lower"),
+        Line("Prompt Cache: no reuse over modules", "x", 8, 8, 20),
+    ),
+    "partial": (Line("DroidSpeak: prefill, all layers over a quarter", "x", 2.6, None, 3),),
+    "tree_of_thoughts": _flow(TITLES["tree_of_thoughts"], (3.5, 3.5, 7), (1.03, 1.03, 1.2)),
+    "mad_par": _flow(TITLES["mad_par"], (6.2, 6.2, 12), (1.03, 1.03, 1.2)),
+    "kvflow": (
+        Line("KVFlow: over device only", "x", 2.91, None, 2.91),
+        Line("KVFlow: over reactive loading", "x", 1.83, None, 1.83),
+    ),
+    "mad_iter": _flow(TITLES["mad_iter"], (2.0, 2.0, 4), (1.03, 1.03, 1.2)),
+    "scaled": _flow(TITLES["scaled"], (None, None, None), (2.2, 2.2, 4)),
+}

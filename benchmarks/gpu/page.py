@@ -1,0 +1,72 @@
+"""Writes the tables of docs/performance.md from the JSON results, between its marks; the words are by hand."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..common import RESULTS, Row, last
+from ..results_page import markdown
+from . import table
+from .lines import PARTS
+from .predictions import PRESETS
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+MARK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def keep(name: str, every: Mapping[str, Mapping[str, float]]) -> None:
+    """Saves what is expected of a device under every assumption, and fills the page."""
+    file = RESULTS / "gpu_predictions.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known[name] = {
+        title: {measure: float(f"{value:.4g}") for measure, value in one.items()} for title, one in every.items()
+    }
+    file.write_text(json.dumps(known, indent=1) + "\n")
+    PAGE.write_text(filled(PAGE.read_text()))
+
+
+def filled(text: str) -> str:
+    known = json.loads((RESULTS / "gpu_predictions.json").read_text())
+
+    def table_of(match: re.Match[str]) -> str:
+        name, _, other = match["name"].partition("_")
+        made = _check() if name == "check" else _others(known[name]) if other else _table(name, known[name])
+        return f"{match[1]}{made}\n{match[3]}"
+
+    return MARK.sub(table_of, text)
+
+
+def _check() -> str:
+    """Ratios on the CPU, as steps were counted and as they were measured."""
+    found = last("gpu_check")
+    if not found:
+        return "Not measured yet."
+    rows = [Row(**row) for row in found["rows"]]
+    lines = [
+        (r.measure, f"{r.value:.2f} ({r.low:.2f}, {r.high:.2f})", f"{r.predicted:.2f}") for r in rows if r.predicted
+    ]
+    made = f"commit {found['commit']}, {found['date']}, {found['hardware']}; {found['model']}"
+    told = ", ".join(f"{r.value:.2f} {r.unit} with {r.measure.partition(', ')[2]}" for r in rows if not r.predicted)
+    table = markdown(("measure", "measured", "predicted"), lines)
+    return f"{table}\n\nThe engine's own part of a step: {told}. `python -m benchmarks.gpu --check`, {made}."
+
+
+def _others(every: Mapping[str, Mapping[str, float]]) -> str:
+    """What depends on what is assumed."""
+    (_, first), *others = every.items()
+    moving = [name for name in first if any(abs(one[name] / first[name] - 1) > 0.02 for _, one in others)]
+    lines = [(name, *(f"{one[name]:.3g}" for one in every.values())) for name in moving]
+    return markdown(("measure", *every), lines)
+
+
+def _table(name: str, every: Mapping[str, Mapping[str, float]]) -> str:
+    """Measured figures beside predictions for the device that they come from."""
+    predicted = next(iter(every.values()))
+    rows = [Row(**row) for row in last("gpu").get("rows", [])]
+    mine = [row for row in rows if PRESETS[name].card in (row.made or {}).get("hardware", "")]
+    made = "; ".join(dict.fromkeys(f"commit {r.made['commit']}, {r.made['date']}" for r in mine if r.made))
+    note = f"\n\nPredicted for {PRESETS[name].name}: `python -m benchmarks.gpu --predict {name}`."
+    return (
+        markdown(table.HEAD, table.cells(mine, predicted, {}, PARTS)) + note + (f" Measured: {made}." if made else "")
+    )

@@ -1,0 +1,121 @@
+"""What is measured: the exact shape of Llama-3.1-8B, and how long texts, contexts and prompts are. A tiny shape beside
+it is a trial of the program, on any machine. Owns sizes; measures nothing."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One workflow as it is timed. said: tokens of every message, by stage; others say `short`. verdict: whether the
+    short ones have to be read as "no"."""
+
+    workflow: str
+    said: dict[str, int]
+    short: int
+    options: dict[str, Any] = field(default_factory=dict)
+    verdict: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape and all sizes. context: tokens that a decode step sees. cached: tokens of cached messages,
+    modules and shared prefills, with `new` behind them. fixed, varying, agents: of KVFlow's prompts. task: words of a
+    problem. most: rounds of any measurement."""
+
+    name: str
+    config: LlamaConfig
+    context: int
+    cached: int
+    new: int
+    agents: int
+    fixed: int
+    varying: int
+    task: int
+    flows: dict[str, Flow]
+    room: int
+    rows: tuple[int, ...]
+    most: int
+
+    @property
+    def width(self) -> int:
+        """Of one head."""
+        return int(self.config.hidden_size // self.config.num_attention_heads)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the keys and values of one token, in bfloat16."""
+        return int(2 * 2 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.width)
+
+
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 8192}
+
+
+def flows(long: int, short: int, branches: int, scaled: int, solution: int) -> dict[str, Flow]:
+    """The papers' workflows in their own numbers of agents and rounds. long, short: tokens of a message that argues,
+    and of one that only answers. scaled: branches of the large tree, with solutions of so many tokens."""
+    said = dict.fromkeys(("solve", "affirmative", "negative", "round 1", "round 2", "round 3"), long)
+    plain = {"prompt": "plain"}
+    large = {**plain, "branches": scaled, "voters": 4}
+    return {
+        "tree_of_thoughts": Flow("tree_of_thoughts", said, short, {**plain, "branches": branches}),
+        "mad_iter": Flow("mad_iter", said, short, plain, verdict=True),
+        "mad_par": Flow("mad_par", said, short, plain),
+        "scaled": Flow("tree_of_thoughts", {"solve": solution}, short, large),
+    }
+
+
+FULL = Shape(
+    name="shape of Llama-3.1-8B, random weights, bfloat16",
+    config=LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        rope_parameters=ROPE,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+    ),
+    context=2048,
+    cached=5120,
+    new=32,
+    agents=6,
+    fixed=8192,
+    varying=32,
+    task=70,
+    flows=flows(384, 16, 8, 256, 256),
+    room=147_456,
+    rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    most=12,
+)
+TINY = Shape(
+    name="tiny shape, a trial that says nothing of speed",
+    config=LlamaConfig(
+        vocab_size=50_000,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        rope_parameters={**ROPE, "original_max_position_embeddings": 512},
+        eos_token_id=None,
+    ),
+    context=64,
+    cached=80,
+    new=4,
+    agents=3,
+    fixed=64,
+    varying=4,
+    task=5,
+    flows=flows(4, 2, 2, 4, 3),
+    room=4096,
+    rows=(1, 2, 4),
+    most=1,
+)

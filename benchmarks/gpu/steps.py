@@ -1,0 +1,80 @@
+"""Decode steps against the bytes that must move, and moved against home placement: whole steps of the engine, host and
+all, from handing one over until the device has done it."""
+
+from statistics import median
+
+from choreograph import Message, Session
+
+from ..common import greedy, in_turns, some_tokens
+from . import predictions
+from .bench import Bench, Found, seconds
+from .budget import Allowance
+
+PARTS, LATER = 4, 8  # messages that are moved; steps behind a first token
+
+
+def measure(bench: Bench, allowance: Allowance) -> Found:
+    model, found = predictions.Model.of(bench.shape), {}
+    for name, work in predictions.step_work(bench.shape.context).items():
+        taken = decode_steps(bench, work.rows, shared=work.seen < work.pairs)
+        least = predictions.moved_bytes(model, work) / bench.bandwidth
+        found[f"decode step, {name}"] = [1e3 * t for t in taken]
+        found[f"decode step, {name}: share of the limit"] = [least / t for t in taken]
+    return found | moved(bench, allowance)
+
+
+def decode_steps(bench: Bench, batch: int, *, shared: bool) -> list[float]:
+    """Seconds of steps of so many calls, behind a context each, or one for all."""
+    engine, shape, rounds = bench.engine, bench.shape, 4 * bench.shape.most
+    with engine.session(seed=0) as session:
+        contexts = [session.prefill(some_tokens(shape.context, i)) for i in range(1 if shared else batch)]
+        engine.drain()
+        for i in range(batch):
+            session.decode([5 + i], [contexts[i % len(contexts)]], sampling=greedy(rounds + 8))
+        for _ in range(2 if bench.trial else 5):
+            engine.step()
+        taken = [seconds(engine.step) for _ in range(rounds)]
+    engine.clear_cache()
+    return taken
+
+
+def moved(bench: Bench, allowance: Allowance) -> Found:
+    """Behind the same messages where they were encoded, and in the opposite order."""
+    engine, size = bench.engine, bench.shape.context // PARTS
+    with engine.session(seed=0) as session:
+        parents = [session.prefill(some_tokens(size, i), new_offset=i * size) for i in range(PARTS)]
+        engine.drain()
+        away = [(PARTS - 1 - i) * size for i in range(PARTS)]
+        firsts: list[list[float]] = [[], []]
+        steps: list[list[float]] = [[], []]
+
+        def side(index: int, offsets: list[int] | None) -> float:
+            first, step = call(bench, session, parents, offsets)
+            firsts[index].append(first)
+            steps[index].append(step)
+            return first
+
+        if not bench.trial:  # the first call of either kind may compile
+            call(bench, session, parents, None), call(bench, session, parents, away)
+        for _ in allowance.rounds(bench.shape.most):
+            in_turns(1, lambda: side(0, None), lambda: side(1, away))
+    engine.clear_cache()
+    pairs = {"decode step": steps, "first token": firsts}
+    return {f"{name}, moved over home": [b / a for a, b in zip(*both, strict=True)] for name, both in pairs.items()}
+
+
+def call(bench: Bench, session: Session, parents: list[Message], offsets: list[int] | None) -> tuple[float, float]:
+    """Seconds to the first token, and of a later step."""
+    engine, later = bench.engine, 1 if bench.trial else LATER
+    messages: list[Message] = []
+
+    def begin() -> None:
+        new_offset, sampling = bench.shape.context, greedy(later + 1)
+        messages.append(session.decode([1, 520, 198], parents, offsets, new_offset=new_offset, sampling=sampling))
+        engine.step()
+
+    first = seconds(begin)
+    taken = [seconds(engine.step) for _ in range(later)]
+    engine.drain()
+    messages[0].release()
+    return first, median(taken)
