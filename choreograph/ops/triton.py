@@ -81,7 +81,8 @@ def attend(
 
 def tile_of(heads: int, groups: int, rows: int) -> int:
     """Rows of an item: with their heads, what one product of matrices takes."""
-    return max(1, (64 if rows > 16 else 16) // triton.next_power_of_2(heads // groups))
+    most = 128 if rows >= 128 else 64 if rows > 16 else 16
+    return max(1, most // triton.next_power_of_2(heads // groups))
 
 
 def run(
@@ -126,6 +127,7 @@ def run(
             WINDOWED=kind.window is not None,
             SLOPING=kind.slopes is not None,
             DIRECT=direct,
+            num_warps=8 if work.tile * shared >= 128 else 4,
         )
     if not direct:
         kernels.merge[rows, heads](
