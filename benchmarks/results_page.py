@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from choreograph.evaluation.summary import interval, probability, unread
 
+from . import results_reuse
 from .common import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
@@ -381,6 +383,11 @@ def quantization() -> str:
     return markdown(head, lines) + "\n\n" + _made("quantization")
 
 
+def reuse(name: str) -> str:
+    head, lines = results_reuse.TABLES[name](record("reuse")["runs"])
+    return markdown(head, lines) if lines else "Not measured yet."
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "speed": speed,
     "stages": stages,
@@ -403,6 +410,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kvflow-machines": kvflow_machines,
     "kvflow-policies": kvflow_policies,
     "quantization": quantization,
+    **{name: partial(reuse, name) for name in results_reuse.TABLES},
 }
 
 

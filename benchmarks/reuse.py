@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,25 @@ PAIRS = {
     "base to adapter": ("adapter", "base"),
     "adapter to full": ("full", "adapter"),
 }
-LIKELY, ASKED = Setting(metric="likelihood", every=2), Setting(metric="f1", every=2, max_tokens=16)
 LENGTHS = (1024, 2048, 4096, 7680)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is measured, with what. out: the model's folder. every: patterns begin and end at every so many layers."""
+
+    source: str
+    data: Splits
+    out: Path
+    every: int
+
+    @property
+    def likely(self) -> Setting:
+        return Setting(metric="likelihood", every=self.every)
+
+    @property
+    def asked(self) -> Setting:
+        return Setting(metric="f1", every=self.every, max_tokens=16)
 
 
 def main() -> None:
@@ -51,27 +68,30 @@ def main() -> None:
     options.add_argument("--pairs", nargs="*", default=list(PAIRS))
     options.add_argument("--only", nargs="*", default=list(PARTS))
     options.add_argument("--epochs", type=int, default=2)
+    options.add_argument("--every", type=int, default=2, help="patterns begin and end at every so many layers")
+    options.add_argument("--inputs", type=int, default=15, help="texts of a profile, of each data set")
+    options.add_argument("--questions", type=int, default=45, help="of the test, of each data set")
     given = options.parse_args()
     name = Path(given.model).stem
-    out, data = given.out / name, splits(given.data)
-    SOURCE[:] = [given.model]
-    engine = open_family(given.model, data, out, given.pairs, given.epochs)
+    data = splits(given.data, given.inputs, given.questions)
+    run = Run(given.model, data, given.out / name, given.every)
+    engine = open_family(run, given.pairs, given.epochs)
     for part in given.only:
         for pair in given.pairs:
-            found = PARTS[part](engine, pair, data, out)
+            found = PARTS[part](engine, pair, run)
             if found is not None:
                 keep(name, part, pair, found)
 
 
-def open_family(source: str, data: Splits, out: Path, pairs: Sequence[str], epochs: int) -> Engine:
+def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
     """The base with the variants that the pairs name, trained where they are not there yet."""
     names = {name for pair in pairs for name in PAIRS[pair]}
     trained = {
-        name: train(source, data, out / name, LIKELY, epochs)
+        name: train(run.source, run.data, run.out / name, run.likely, epochs)
         for name, train in (("adapter", train_adapter), ("full", train_fully))
         if name in names
     }
-    engine = Engine.from_pretrained(source, config=EngineConfig(cache=CacheConfig(tokens=24_576)))
+    engine = Engine.from_pretrained(run.source, config=EngineConfig(cache=CacheConfig(tokens=24_576)))
     if "adapter" in trained:
         engine.add_adapter("adapter", trained["adapter"])
     if "full" in trained:
@@ -111,15 +131,16 @@ def _made(part: Mapping[str, Any]) -> dict[str, str]:
 # -- profile: Figures 7, 8, 11, 12, 17 ------------------------------------------------------------------------
 
 
-def profiles(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+def profiles(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
     receiver, sender = PAIRS[pair]
     found: dict[str, Profile] = {}
-    for name, asked in data.profile.items():
-        folder = out / "profiles" / f"{pair.replace(' ', '-')}-{name}"
-        one = measure(engine, receiver, asked, folder, sender=sender, setting=LIKELY, on_done=lambda r: print(r["id"]))
+    for name, asked in run.data.profile.items():
+        folder = run.out / "profiles" / f"{pair.replace(' ', '-')}-{name}"
+        tell = lambda record: print(record["id"])  # noqa: E731
+        one = measure(engine, receiver, asked, folder, sender=sender, setting=run.likely, on_done=tell)
         if name == "hotpotqa":
             counts = [engine.facts.layers * share // 8 for share in (1, 2, 3, 4, 6)]
-            one = measure_scattered(engine, receiver, asked, one, counts, sender=sender, setting=LIKELY)
+            one = measure_scattered(engine, receiver, asked, one, counts, sender=sender, setting=run.likely)
             one = timed(engine, receiver, one, 1024, sender=sender)
         found[name] = one
         one.save(folder / "profile.json")
@@ -171,18 +192,18 @@ def pick(pair: str, out: Path) -> Pattern:
     return found.cheapest(0.05 * max(0.0, found.loss(found.reused).value)).pattern
 
 
-def quality(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+def quality(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
     """F1 on questions that neither training nor the profile has seen."""
     receiver, sender = PAIRS[pair]
-    pattern = pick(pair, out)
-    prepare(engine, receiver, sender, ASKED.every)
+    pattern = pick(pair, run.out)
+    prepare(engine, receiver, sender, run.every)
     found = {}
-    for name, asked in data.test.items():
-        folder = Folder(out / "quality" / f"{pair.replace(' ', '-')}-{name}", {"pattern": str(pattern)})
+    for name, asked in run.data.test.items():
+        folder = Folder(run.out / "quality" / f"{pair.replace(' ', '-')}-{name}", {"pattern": str(pattern)})
         known = {record["id"]: record for record in folder.records("answers")}
         for one in asked:
             if one.id not in known:
-                known[one.id] = _answers(engine, one, receiver, sender, pattern)
+                known[one.id] = _answers(engine, one, receiver, sender, pattern, run.asked)
                 folder.add("answers", known[one.id])
         records = [known[one.id] for one in asked]
         of = {how: [r[how] for r in records] for how in ("own", "partial", "reused", "sent")}
@@ -196,10 +217,12 @@ def quality(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any
     return {"pattern": str(pattern), "share": len(pattern.layers) / engine.facts.layers, "data": found}
 
 
-def _answers(engine: Engine, one: Asked, receiver: str, sender: str, pattern: Pattern) -> dict[str, Any]:
+def _answers(
+    engine: Engine, one: Asked, receiver: str, sender: str, pattern: Pattern, setting: Setting
+) -> dict[str, Any]:
     everything = Pattern.of(0, 0, engine.facts.layers)
     with engine.session(seed=0) as session:
-        scene = Scene(session, one, receiver, sender, ASKED)
+        scene = Scene(session, one, receiver, sender, setting)
         return {
             "id": one.id,
             "tokens": scene.text.length,
@@ -218,10 +241,10 @@ def _points(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
 # -- time: Figures 14, 15 and 16 ------------------------------------------------------------------------------
 
 
-def latency(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+def latency(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
     """Seconds of a prefill by the receiver, alone, computing all layers or the pattern's; the sender's is there."""
     receiver, sender = PAIRS[pair]
-    pattern, everything = pick(pair, out), Pattern.of(0, 0, engine.facts.layers)
+    pattern, everything = pick(pair, run.out), Pattern.of(0, 0, engine.facts.layers)
     engine.share(receiver, sender, pattern=pattern)
     lengths = {}
     for length in LENGTHS:
@@ -232,15 +255,15 @@ def latency(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any
     return {"pattern": str(pattern), "lengths": lengths}
 
 
-def stream(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+def stream(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
     """Requests at rising rates, each a context that the sender has encoded, a question and an answer of 16 tokens."""
     receiver, sender = PAIRS[pair]
     everything = Pattern.of(0, 0, engine.facts.layers)
     seconds = float(np.mean(measure_costs(engine, receiver, [everything], 512, sender=sender)[str(everything)]))
-    points = Profile.load(profile_file(pair, out)).frontier()
+    points = Profile.load(profile_file(pair, run.out)).frontier()
     ways = {
         "recompute": Choice([points[-1]], seconds=seconds / 512),  # named, not used: share="recompute" asks nobody
-        "partial": Choice([p for p in points if p.pattern == pick(pair, out)], seconds=seconds / 512),
+        "partial": Choice([p for p in points if p.pattern == pick(pair, run.out)], seconds=seconds / 512),
         "chosen": Choice(points, seconds=seconds / 512, objective=3 * seconds),
     }
     found: dict[str, Any] = {}
@@ -297,16 +320,16 @@ def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, 
 # -- another process --------------------------------------------------------------------------------------------
 
 
-def remote(engine: Engine, pair: str, data: Splits, out: Path, rounds: int = 3) -> dict[str, Any] | None:
+def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> dict[str, Any] | None:
     """Seconds to the first token behind a context and a short question, loading included: the sender computes in
     another process. For the pair whose receiver has weights of its own."""
     if pair != "base to full":
         return None
-    pattern, lengths = pick(pair, out), [length for length in LENGTHS if length <= 4096]
+    pattern, lengths = pick(pair, run.out), [length for length in LENGTHS if length <= 4096]
     config = EngineConfig(cache=CacheConfig(tokens=16_384))
-    reader = Engine.from_pretrained(out / "full", config=config)
+    reader = Engine.from_pretrained(run.out / "full", config=config)
     meeting = Path(tempfile.mkdtemp()) / "meeting"
-    asked = ["--model", SOURCE[0], "--meeting", str(meeting), "--rounds", str(rounds)]
+    asked = ["--model", run.source, "--meeting", str(meeting), "--rounds", str(rounds)]
     asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.transitions))]
     sender = subprocess.Popen([sys.executable, "-m", "benchmarks.reuse_sender", *asked])
     try:
@@ -340,10 +363,10 @@ def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, r
 # -- memory -----------------------------------------------------------------------------------------------------
 
 
-def memory(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]:
+def memory(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
     """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's."""
     receiver, sender = PAIRS[pair]
-    pattern = pick(pair, out)
+    pattern = pick(pair, run.out)
     engine.share(receiver, sender, pattern=pattern)
     engine.clear_cache()
     with engine.session() as session, ContextStore(engine) as store:
@@ -364,7 +387,7 @@ def memory(engine: Engine, pair: str, data: Splits, out: Path) -> dict[str, Any]
     }
 
 
-PARTS: dict[str, Callable[[Engine, str, Splits, Path], dict[str, Any] | None]] = {
+PARTS: dict[str, Callable[[Engine, str, Run], dict[str, Any] | None]] = {
     "profile": profiles,
     "quality": quality,
     "latency": latency,
@@ -372,8 +395,6 @@ PARTS: dict[str, Callable[[Engine, str, Splits, Path], dict[str, Any] | None]] =
     "remote": remote,
     "memory": memory,
 }
-SOURCE: list[str] = []  # of the base
-
 if __name__ == "__main__":
     print("measured so far:", list(last("reuse").get("runs", {})))
     main()

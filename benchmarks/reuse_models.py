@@ -33,7 +33,7 @@ class Splits:
     test: dict[str, list[Asked]]
 
 
-def splits(folder: Path) -> Splits:
+def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
     """Three data sets of long contexts, each in four parts; short contexts are learned from alone."""
     parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in ("hotpotqa", "2wikimqa", "musique")}
     learn = [one for found in parts.values() for one in found[:30]]
@@ -42,8 +42,8 @@ def splits(folder: Path) -> Splits:
     return Splits(
         learn,
         [one for found in parts.values() for one in found[30:35]],
-        {name: found[35:50] for name, found in parts.items()},
-        {name: found[50:] for name, found in parts.items()},
+        {name: found[35 : 35 + inputs] for name, found in parts.items()},
+        {name: found[50 : 50 + questions] for name, found in parts.items()},
     )
 
 

@@ -1,0 +1,99 @@
+"""The tables of sharing between models (DroidSpeak) for docs/results.md, from what `benchmarks/reuse.py` measured."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from choreograph.evaluation.statistics import ratio
+from choreograph.evaluation.summary import interval
+
+Runs = Mapping[str, Mapping[str, Any]]
+SETS = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue"}
+
+
+def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """What a profile finds: how much full reuse loses, which layers matter, what is picked."""
+    lines = []
+    for title, run in runs.items():
+        found = run.get("profile")
+        for data in found["inputs"] if found else ():
+            lines.append(
+                [
+                    title,
+                    SETS[data],
+                    str(found["inputs"][data]),
+                    f"{found['own'][data]:.3f}",
+                    interval(found["reused"][data], places=3),
+                    ", ".join(map(str, found["critical"][data])),
+                ]
+            )
+    return ["pair, model", "data", "texts", "log-likelihood, own", "lost by full reuse", "critical layers"], lines
+
+
+def quality(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    lines = []
+    for title, run in runs.items():
+        found = run.get("quality")
+        for data, one in found["data"].items() if found else ():
+            f1 = [interval(one[how], 100) for how in ("sent", "own", "partial", "reused")]
+            points = [interval(one[how], sign=True) for how in ("partial loss", "reused loss")]
+            lines.append([title, SETS[data], f"{found['pattern']} ({100 * found['share']:.0f}%)", *f1, *points])
+    head = ["pair, model", "data", "layers computed", "sender F1", "receiver F1", "partial", "all reused"]
+    return [*head, "partial loses", "full reuse loses"], lines
+
+
+def times(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    lines = []
+    for title, run in runs.items():
+        for part, what in (("latency", "prefill"), ("remote", "first token, fetched")):
+            found = run.get(part)
+            for length, one in found["lengths"].items() if found else ():
+                medians = [f"{1e3 * float(np.median(one[way])):,.0f}" for way in ("full", "partial")]
+                cells = [interval(ratio(one["full"], one["partial"]), places=2), found["pattern"]]
+                lines.append([title, what, f"{int(length):,}", *medians, *cells])
+    return ["pair, model", "what", "tokens", "all layers, ms", "partial, ms", "ratio", "layers computed"], lines
+
+
+def transfer(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """Figure 17: what is picked from one data set's profile, on another data set."""
+    lines = []
+    for title, run in runs.items():
+        found = run.get("profile")
+        for data, points in found["transfer"].items() if found else ():
+            worst = max(points, key=lambda point: point[2] - point[1])
+            mean = float(np.mean([there - here for _, here, there in points]))
+            lines.append([title, SETS[data], str(len(points)), f"{mean:+.3f}", f"{worst[2] - worst[1]:+.3f}", worst[0]])
+    return ["pair, model", "used on", "points", "lost more, mean", "lost more, most", "at"], lines
+
+
+def stream(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """The rates, and what the requests of each waited."""
+    lines = []
+    for title, run in runs.items():
+        found = run.get("stream")
+        for way, points in found["rates"].items() if found else ():
+            cells = [f"{1e3 * one['ttft']:,.0f} / {1e3 * one['e2e']:,.0f}" for one in points]
+            base = found["knee"]["recompute"]
+            lines.append([title, way, *cells, f"{found['knee'][way]:.2f}", f"{found['knee'][way] / base:.2f}"])
+    rates = next((run["stream"]["rates"]["recompute"] for run in runs.values() if "stream" in run), [])
+    return ["pair, model", "way", *(f"{one['rate']:.2f}/s" for one in rates), "knee, 1/s", "later"], lines
+
+
+def memory(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    lines = []
+    for title, run in runs.items():
+        if found := run.get("memory"):
+            sizes = [f"{found[what] / 2**20:.1f}" for what in ("bytes of one", "inputs")]
+            lines.append([title, *sizes, *(f"{value:.2f}" for value in found["ratio"].values())])
+    return ["pair, model", "one model, MiB", "inputs kept, MiB", "2 models", "3", "4", "8"], lines
+
+
+TABLES = {
+    "reuse-profile": profiles,
+    "reuse-quality": quality,
+    "reuse-times": times,
+    "reuse-transfer": transfer,
+    "reuse-stream": stream,
+    "reuse-memory": memory,
+}
