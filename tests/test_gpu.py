@@ -28,7 +28,7 @@ def heard(name: str, device: str, backend: str = "auto", host: int | None = None
         return [[one.top[t] for t in range(VOCABULARY)] for answer in answers for one in answer.logprobs]
 
 
-@pytest.mark.parametrize("backend", ["triton", "flex"])
+@pytest.mark.parametrize("backend", ["triton", "flex", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_says_what_it_says_on_the_cpu(name, backend):
     torch.testing.assert_close(

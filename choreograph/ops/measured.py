@@ -58,7 +58,7 @@ def winners(table: Table) -> tuple[str, str]:
 def measure(heads: Heads, kind: Kind, dtype: torch.dtype, device: torch.device, *, context: int = CONTEXT) -> Table:
     """Seconds of one layer in steps that occur, in turns, the median, of all backends that can run here."""
     sides: dict[str, Backend] = {}
-    for name in ("native", "sdpa") if device.type == "cpu" else ("triton", "flex"):
+    for name in ("native", "sdpa") if device.type == "cpu" else ("triton", "flex", "sdpa"):
         try:
             sides[name] = make_backend(name, heads.width, dtype, device)[0]
         except BackendUnavailable:

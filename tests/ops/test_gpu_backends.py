@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_attend import build, plans, special, specials, tensors
 
 from choreograph import SamplingParams
-from choreograph.ops import reference
-from choreograph.ops.attend import make_backend
+from choreograph.ops import gathered, reference
+from choreograph.ops.attend import Backend, WriteThenRead, make_backend
 from choreograph.ops.kind import Kind
 from choreograph.ops.plan import Read, make_plan
 from choreograph.ops.rope import Rotary
@@ -19,7 +19,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASES = [
     *(("triton", dtype, shape) for dtype in ("float32", "float16") for shape in ((4, 2, 16), (3, 1, 32), (7, 7, 20))),
     *(("flex", "float32", shape) for shape in ((4, 2, 16), (3, 1, 32), (4, 4, 20))),
+    *(("gathered", "float32", shape) for shape in ((4, 2, 16), (3, 1, 32), (4, 4, 20))),
 ]
+
+
+def backend(name: str, width: int, dtype: torch.dtype) -> Backend:
+    if name == "gathered":  # "sdpa" on a GPU
+        return WriteThenRead(name, gathered.attend)
+    return make_backend(name, width, dtype, DEVICE)[0]
 
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), CASES)
@@ -32,7 +39,7 @@ def test_they_equal_the_reference(name, dtype, shape, calls, interleaved, part, 
     plan = build(calls)
     rows, (keys, values) = tensors(plan, heads, groups, width, kept)
     sent = [x.to(DEVICE) for x in (*rows, keys, values)]
-    work = make_backend(name, width, kept, DEVICE)[0]
+    work = backend(name, width, kept)
     got = work(plan, *sent, width**-0.5, kind, None if sinks is None else sinks.to(DEVICE))
     slots = torch.from_numpy(plan.slots)
     for arena, new in ((keys, rows[1]), (values, rows[2])):
@@ -42,7 +49,7 @@ def test_they_equal_the_reference(name, dtype, shape, calls, interleaved, part, 
     torch.testing.assert_close(got.float().cpu(), wanted, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["triton", "flex"])
+@pytest.mark.parametrize("name", ["triton", "flex", "gathered"])
 def test_a_long_run_of_few_rows_is_cut_and_merged(name):
     """Three decodes over one context of 600 slots, one of them at two places at once."""
     reads = [Read(0, row, row + 1, shift, 600, 0, shift) for row, shift in ((0, 0), (1, 5), (2, 0))]
@@ -51,7 +58,7 @@ def test_a_long_run_of_few_rows_is_cut_and_merged(name):
     (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
     kind = Kind(Rotary((1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)))
     sent = [x.to(DEVICE) for x in (q, k, v, keys, values)]
-    got = make_backend(name, 16, torch.float32, DEVICE)[0](plan, *sent, 0.25, kind)
+    got = backend(name, 16, torch.float32)(plan, *sent, 0.25, kind)
     wanted = reference.attend(plan, q, keys, values, 0.25, kind)
     torch.testing.assert_close(got.cpu(), wanted, atol=2e-5, rtol=2e-5)
 
