@@ -1,21 +1,28 @@
 """On a GPU: every family says what it says on the CPU, with every backend that runs there. Tier `gpu`."""
 
+import warnings
+
 import pytest
 import torch
 from families import CONFIGS, VOCABULARY
 from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.engine.generation import Generation
+from choreograph.engine.sampling import choose
 
 pytestmark = pytest.mark.gpu
 
 
-def heard(name: str, device: str, backend: str = "auto", host: int | None = None) -> list[list[float]]:
+def heard(
+    name: str, device: str, backend: str = "auto", host: int | None = None, compile: bool = False
+) -> list[list[float]]:
     """Log-probabilities of forced tokens in a graph of moved, reordered messages."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     cache = CacheConfig(tokens=256 if host else 1024, page_size=4, poison=True, host=host)
-    engine = Engine.from_pretrained(model, device=device, config=EngineConfig(backend=backend, cache=cache))
+    config = EngineConfig(backend=backend, cache=cache, compile=compile, compile_rows=(2, 8, 16) if compile else None)
+    engine = Engine.from_pretrained(model, device=device, config=config)
     every = {"sampling": SamplingParams(logprobs=VOCABULARY), "forced_tokens": [3, 1, 4, 1, 5]}
     with engine.session(seed=0) as session:
         first = session.prefill(list(range(5, 25)))
@@ -25,6 +32,7 @@ def heard(name: str, device: str, backend: str = "auto", host: int | None = None
             answers.append(session.decode([7, 2], [second, answers[0], first], offsets=[60, 3, 80], **every))
         engine.drain()
         engine.check()
+        assert not compile or engine.runner.adapter.compiled.refused is None
         return [[one.top[t] for t in range(VOCABULARY)] for answer in answers for one in answer.logprobs]
 
 
@@ -39,3 +47,42 @@ def test_every_family_says_what_it_says_on_the_cpu(name, backend):
 def test_a_host_tier_below_a_gpu_gives_the_same():
     small = torch.tensor(heard("llama", "cuda", host=2048))
     torch.testing.assert_close(small, torch.tensor(heard("llama", "cpu")), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, window", "gemma2", "gpt_oss", "mixtral"])
+def test_graphs_say_the_same(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing falls back to eager steps
+        graphed = heard(name, "cuda", "triton", compile=True)
+    torch.testing.assert_close(torch.tensor(graphed), torch.tensor(heard(name, "cpu")), atol=2e-3, rtol=1e-3)
+
+
+def test_tokens_are_drawn_alike_on_both_devices():
+    logits = 4 * torch.randn(64, 5000, generator=torch.Generator().manual_seed(0))
+    ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05, "temperature": 0.7}, {"temperature": 0}, {"top_k": 2000}]
+
+    def drawn(device: str) -> list[int | None]:
+        made = [SamplingParams(**ways[i % len(ways)]) for i in range(64)]
+        return choose(
+            logits.to(device),
+            [Generation(one, [], frozenset(), torch.Generator().manual_seed(i)) for i, one in enumerate(made)],
+        )
+
+    here, there = drawn("cpu"), drawn("cuda")
+    assert sum(a != b for a, b in zip(here, there, strict=True)) <= 1  # rounding may cross an edge
+
+
+def test_steps_of_graphs_allocate_nothing_that_stays():
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    engine = Engine.from_pretrained(model, device="cuda", config=EngineConfig(compile=True, compile_rows=(8,)))
+    engine.warm_up()
+    with engine.session(seed=0) as session:
+        root = session.prefill(list(range(5, 25)))
+        for i in range(6):
+            session.decode([i], [root], sampling=SamplingParams(max_tokens=40, ignore_eos=True))
+        for _ in range(5):
+            engine.step()
+        before = torch.cuda.memory_allocated()
+        for _ in range(20):
+            engine.step()
+        assert torch.cuda.memory_allocated() - before < 1 << 20
