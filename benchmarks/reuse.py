@@ -187,9 +187,12 @@ def profile_file(pair: str, out: Path) -> Path:
 
 
 def pick(pair: str, out: Path) -> Pattern:
-    """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less."""
+    """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less; but no less than a
+    quarter of the layers. Where full reuse loses nothing, nothing has to be computed, and there is nothing to time."""
     found = Profile.load(profile_file(pair, out))
-    return found.cheapest(0.05 * max(0.0, found.loss(found.reused).value)).pattern
+    limit = 0.05 * max(0.0, found.loss(found.reused).value)
+    enough = (p.pattern for p in found.frontier() if 4 * len(p.pattern.layers) >= found.layers and p.loss <= limit)
+    return next(enough, Pattern.of(0, 0, found.layers))
 
 
 def quality(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
