@@ -187,8 +187,8 @@ def profile_file(pair: str, out: Path) -> Path:
 
 
 def pick(pair: str, out: Path) -> Pattern:
-    """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less; but no less than a
-    quarter of the layers. Where full reuse loses nothing, nothing has to be computed, and there is nothing to time."""
+    """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less; but of a
+    quarter of the layers at least: where full reuse loses nothing, there would be nothing to time."""
     found = Profile.load(profile_file(pair, out))
     limit = 0.05 * max(0.0, found.loss(found.reused).value)
     enough = (p.pattern for p in found.frontier() if 4 * len(p.pattern.layers) >= found.layers and p.loss <= limit)
