@@ -6,6 +6,7 @@ A `Fixed` step stands in for steps of one number of rows, of works up to one siz
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -96,10 +97,11 @@ class Sent:
 
 
 class Fixed:
-    """Travels through a model in a step's place. which: of every layer, its board."""
+    """Travels through a model in a step's place. which: of every layer, its board. It does not keep the arena's
+    tensors: one that gives way to a larger one has to go at once."""
 
     def __init__(self, like: Step, rows: int, boards: Sequence[Board], which: Sequence[int], device: torch.device):
-        self.keys, self.values = list(like.keys), list(like.values)
+        self._arena = [(ref(keys), ref(values)) for keys, values in zip(like.keys, like.values, strict=True)]
         self._kinds, self.boards, self._which = like.kinds, boards, which
         self._inputs = Sent(3 * rows, torch.int64, device)
         ids, positions, self._slots = self._inputs.there.view(3, rows)
@@ -107,7 +109,7 @@ class Fixed:
 
     def same_arena(self, step: Step) -> bool:
         """Whether a step's keys lie where this one's do."""
-        return all(old is new for old, new in zip(self.keys, step.keys, strict=True))
+        return all(keys() is new for (keys, _), new in zip(self._arena, step.keys, strict=True))
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int], plan: Plan) -> None:
         self._inputs.wait()
@@ -126,7 +128,8 @@ class Fixed:
         scale: float,
         sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
-        keys, values, work = self.keys[layer], self.values[layer], self.boards[self._which[layer]].work
+        (keys, values), work = (there() for there in self._arena[layer]), self.boards[self._which[layer]].work
+        assert keys is not None and values is not None
         keys[self._slots] = key[0].transpose(0, 1)
         values[self._slots] = value[0].transpose(0, 1)
         return triton.run(work, query[0], keys, values, scale, self._kinds[layer], sinks)[None]
