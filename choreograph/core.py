@@ -222,12 +222,14 @@ class Engine:
         self.runner.check()
 
     def warm_up(self) -> None:
-        """Compiles every bucket of rows now, so that no later step waits for it; without `compile` does nothing."""
-        compiled = self.runner.adapter.compiled
+        """Compiles every bucket of rows that fits now, so that no later step waits for it; without `compile` does
+        nothing. A GPU's graphs of more than usual work are recorded when they are first needed."""
+        compiled, arena = self.runner.adapter.compiled, self.runner.store.arena
         if compiled is None:
             return
+        most = min(self.facts.max_positions, arena.pages * arena.page_size)
         with self.session() as session:
-            for rows in compiled.buckets:  # a prompt of n tokens alone is a step of n rows
+            for rows in (size for size in compiled.buckets if size <= most):  # a prompt of n tokens: a step of n rows
                 session.prefill([0] * rows).result()
 
     def close(self) -> None:
@@ -248,6 +250,10 @@ def _compile(adapter: Adapter, config: EngineConfig) -> None:
         raise ConfigError(f"compile=True: {adapter.facts.name} is of a family that is not compiled; leave it out")
     # both touch private names of torch: only where asked for
     if adapter.facts.device.type == "cuda":
+        if config.backend not in ("auto", "triton"):
+            raise ConfigError(
+                f"compile=True, backend={config.backend!r}: what is recorded on a GPU is 'triton'; use that"
+            )
         from .models.graphed import GraphedForward
 
         adapter.compiled = GraphedForward(adapter, config.compile_rows or (2, 4, 8, 16, 32, 64, 128, 256))

@@ -49,10 +49,10 @@ def test_a_host_tier_below_a_gpu_gives_the_same():
     torch.testing.assert_close(small, torch.tensor(heard("llama", "cpu")), atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2, window", "gemma2", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2, window", "gemma2", "granite"])
 def test_graphs_say_the_same(name):
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*not recorded as graphs")
+        warnings.filterwarnings("error", message=".*not recorded")
         graphed = heard(name, "cuda", "triton", compile=True)
     torch.testing.assert_close(torch.tensor(graphed), torch.tensor(heard(name, "cpu")), atol=2e-3, rtol=1e-3)
 

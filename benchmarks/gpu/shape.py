@@ -91,7 +91,7 @@ FULL = Shape(
     task=70,
     flows=flows(384, 16, 8, 256, 256),
     room=147_456,
-    rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    rows=(2, 4, 8, 16, 32, 64, 128, 256),
     most=12,
 )
 TINY = Shape(
@@ -116,6 +116,6 @@ TINY = Shape(
     task=5,
     flows=flows(4, 2, 2, 4, 3),
     room=4096,
-    rows=(1, 2, 4),
+    rows=(2, 4),
     most=1,
 )

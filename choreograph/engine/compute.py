@@ -55,7 +55,9 @@ class Computer:
     def _make_step(self, batch: Batch) -> Step:
         arena, facts = self._arena, self._family.of(batch.models[0]).facts
         plan, others = _plans(batch, len(arena.keys))
-        kept = arena.inputs if batch.layers is None else {}
+        kept = {}
+        if batch.layers is None and arena.inputs:
+            kept = {layer: arena.inputs[layer] for layer in self._family.keeps(batch.models[0], arena.inputs)}
         return Step(plan, arena.keys, arena.values, facts.kinds, self.backend, batch.arrivals, others, kept)
 
     def _foresee(self, batch: Batch) -> None:

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from ..ops.attend import sent
 from ..types import SamplingParams, TokenLogprob
 from .generation import Generation
 
@@ -34,7 +35,8 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
     free = [i for i, g in enumerate(generations) if g.next_forced is None]
     plain = [i for i in free if _is_plain(generations[i])]
     sound = _choose_plainly(logits, generations, plain, chosen)
-    for i in (i for i in free if i not in set(plain) and sound[i]):
+    settled = set(plain)
+    for i in (i for i in free if i not in settled and sound[i]):
         g, row = generations[i], _processed(logits[i].float(), generations[i])
         chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row[None], [g])[0]
     for i, g in enumerate(generations):
@@ -91,12 +93,14 @@ def _choose_plainly(
     logits: Float[Tensor, "B V"], generations: list[Generation], plain: list[int], chosen: list[int | None]
 ) -> list[bool]:
     """The tokens of the rows `plain`, which go into `chosen`; whether each row is of numbers."""
-    largest, tokens = logits.max(-1)  # NaN where the row has one
+    device = logits.device
     sampled = [i for i in plain if not generations[i].sampling.greedy]
+    asked = _asked([generations[i] for i in sampled], device)  # first of all: it goes while logits are computed
+    rows = sent(sampled, torch.long, device) if len(sampled) < len(logits) else None
+    largest, tokens = logits.max(-1)  # NaN where the row has one
     if sampled:
-        every = len(sampled) == len(logits)
-        drawn = _drawn(logits if every else logits[sampled], [generations[i] for i in sampled])
-        tokens = drawn if every else tokens.index_copy(0, torch.tensor(sampled, device=drawn.device), drawn)
+        drawn = _drawn(logits if rows is None else logits[rows], [generations[i] for i in sampled], asked)
+        tokens = drawn if rows is None else tokens.index_copy(0, rows, drawn)
     found = tokens.where(~largest.isnan(), NO_NUMBER).tolist()
     for i in plain:
         if found[i] == TOO_FEW:
@@ -106,42 +110,68 @@ def _choose_plainly(
 
 
 def _sample(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int]:
-    found: list[int] = _drawn(logits, generations).tolist()
+    found: list[int] = _drawn(logits, generations, _asked(generations, logits.device)).tolist()
     rows = zip(found, logits, generations, strict=True)
     return [_sample_slowly(row.float(), g) if token == TOO_FEW else token for token, row, g in rows]
 
 
-def _drawn(logits: Float[Tensor, "B V"], generations: list[Generation]) -> Int[Tensor, " B"]:
+def _asked(generations: list[Generation], device: torch.device) -> Float[Tensor, "B 5"]:
+    """Of every row: temperature, top k, top p, min p, and the uniform number that chooses."""
+    rows = [(s.temperature, s.top_k, s.top_p, s.min_p, g.point()) for g in generations for s in (g.sampling,)]
+    return sent(rows, torch.float64, device).view(-1, 5)
+
+
+def _drawn(logits: Float[Tensor, "B V"], generations: list[Generation], asked: Float[Tensor, "B 5"]) -> Tensor:
     """A token for each row, chosen where the logits are; TOO_FEW where the candidates may not hold the nucleus."""
-    ids, weights, enough = nucleus(logits, [g.sampling for g in generations])
+    options = [g.sampling for g in generations]
+    every = [i for i, s in enumerate(options) if _is_open(s)] if logits.shape[-1] > CANDIDATES else []
+    if len(every) == len(options):
+        return _drawn_from_all(logits, asked)
+    ids, weights, enough = nucleus(logits, options, asked)
     order = ids.argsort(-1)
-    ids, weights = ids.gather(-1, order), weights.gather(-1, order).double()
-    points = torch.tensor([[g.point()] for g in generations], dtype=torch.float64).to(logits.device)
-    total = weights.cumsum(-1)
+    ids, weights = ids.gather(-1, order), weights.gather(-1, order)
+    tokens = ids.gather(-1, _pick(weights, asked[:, 4:]))[:, 0].where(enough, TOO_FEW)
+    if every:
+        rows = sent(every, torch.long, logits.device)
+        tokens = tokens.index_copy(0, rows, _drawn_from_all(logits[rows], asked[rows]))
+    return tokens
+
+
+def _is_open(s: SamplingParams) -> bool:
+    """Whether every token may be drawn."""
+    return s.top_k <= 0 and s.top_p >= 1 and s.min_p <= 0
+
+
+def _drawn_from_all(logits: Float[Tensor, "B V"], asked: Float[Tensor, "B 5"]) -> Int[Tensor, " B"]:
+    """Of whole vocabularies: a CPU goes row by row, which stays in its cache."""
+    size = 1 if logits.device.type == "cpu" else max(1, len(logits))
+    parts = zip(logits.split(size), asked.split(size), strict=True)
+    return torch.cat([_pick((row / a[:, :1].float()).softmax(-1), a[:, 4:])[:, 0] for row, a in parts])
+
+
+def _pick(weights: Float[Tensor, "B K"], points: Float[Tensor, "B 1"]) -> Int[Tensor, "B 1"]:
+    """The first index at which the cumulative weight of a row passes its point of the total."""
+    total = weights.double().cumsum(-1)
     at = torch.searchsorted(total, points * total[:, -1:], right=True)
-    last = (torch.arange(ids.shape[-1], device=ids.device) * (weights > 0)).amax(-1, keepdim=True)
-    return ids.gather(-1, at.minimum(last))[:, 0].where(enough, TOO_FEW)
+    last = (torch.arange(weights.shape[-1], device=weights.device) * (weights > 0)).amax(-1, keepdim=True)
+    return at.minimum(last)
 
 
 def _sample_slowly(row: Float[Tensor, " V"], g: Generation) -> int:
     """By transformers' processors, over the whole vocabulary."""
     weights = warpers(g.sampling)(_NO_IDS, row[None].clone())[0].softmax(-1)
-    total = weights.double().cumsum(0)
-    at = int(torch.searchsorted(total, g.point() * float(total[-1]), right=True))
-    return min(at, int(weights.nonzero()[-1]))
+    return int(_pick(weights[None], _asked([g], row.device)[:, 4:]))
 
 
 def nucleus(
-    logits: Float[Tensor, "B V"], options: list[SamplingParams]
+    logits: Float[Tensor, "B V"], options: list[SamplingParams], asked: Float[Tensor, "B 5"]
 ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K"], Bool[Tensor, " B"]]:
     """The likeliest candidates of every row with their weights, zero for those that the row's options leave out; and
     whether nothing but candidates is left by them."""
     values, ids = torch.topk(logits, min(CANDIDATES, logits.shape[-1]))
     count, whole = values.shape[-1], values.shape[-1] == logits.shape[-1]
-    given = torch.tensor([[s.temperature, s.top_k, s.top_p, s.min_p] for s in options], dtype=torch.float64)
-    given = given.to(logits.device)
-    temperature, top_p, min_p = (given[:, i : i + 1].to(torch.float32) for i in (0, 2, 3))
-    top_k = given[:, 1].long()
+    temperature, top_p, min_p = (asked[:, i : i + 1].to(torch.float32) for i in (0, 2, 3))
+    top_k = asked[:, 1].long()
     scores = values.float() / temperature
     weights = (scores - scores[:, :1]).exp()
     ranked = ((top_k > 0) & (top_k <= count))[:, None]
@@ -152,15 +182,30 @@ def nucleus(
     pool = weights * keep
     inside = pool.sum(-1, keepdim=True)
     if any(s.top_p < 1 for s in options):
-        total = inside
-        if not whole:
-            everything = (logits.float() / temperature - scores[:, :1]).exp().sum(-1, keepdim=True)
-            total = inside.where(enough, everything)
+        total = inside if whole else inside.where(enough, _mass(logits, temperature, scores[:, :1], options))
         keep &= (pool.cumsum(-1) - pool < top_p * total) | (top_p >= 1)
+        keep[:, 0] = True  # however little is asked for
         enough |= (top_p < 1) & (inside >= top_p * total)
     keep &= weights >= min_p
     enough |= (min_p > 0) & (weights[:, -1:] < min_p)
     return ids, weights * keep, (enough & ~doubtful)[:, 0]
+
+
+def _mass(
+    logits: Float[Tensor, "B V"],
+    temperature: Float[Tensor, "B 1"],
+    top: Float[Tensor, "B 1"],
+    options: list[SamplingParams],
+) -> Float[Tensor, "B 1"]:
+    """The weight of the whole vocabulary, where a nucleus is a share of it. A CPU goes row by row, which stays in its
+    cache, and leaves out rows that do not ask for it."""
+    if logits.device.type != "cpu":
+        return (logits.float() / temperature - top).exp().sum(-1, keepdim=True)
+    found = torch.zeros_like(top)
+    for i, s in enumerate(options):
+        if s.top_p < 1 and not 0 < s.top_k <= CANDIDATES:
+            found[i] = (logits[i].float() / temperature[i] - top[i]).exp().sum()
+    return found
 
 
 def _logprob(row: Float[Tensor, " V"], token: int, count: int) -> TokenLogprob:

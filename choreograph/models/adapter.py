@@ -251,10 +251,10 @@ class Adapter:
 
     def arena_tokens(self, asked: int | None) -> int:
         """Slots of the arena: what was asked for, else eight full contexts within a quarter of free memory; of a GPU's,
-        which holds nothing else, within four fifths."""
+        which holds nothing else, within half: other models and what steps need come behind."""
         if asked is not None:
             return asked
-        room = self.room() // 4 if self.facts.device.type == "cpu" else self.room() * 4 // 5
+        room = self.room() // 4 if self.facts.device.type == "cpu" else self.room() // 2
         size = max(256, min(8 * self.facts.max_positions, room))
         return size if self.ranks is None else self.ranks.least("cache size", size)
 

@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError, ModelError
-from ..ops.kind import Kind
-from ..ops.measured import Heads
+from ..ops.kind import Heads, Kind
 from .parallel import local
 from .probe import Shape
 

@@ -4,16 +4,17 @@ A graph plays what `torch.compile` made of the unmodified model, with the Triton
 from tensors that stay where they are (`ops/fixed.py`); a step fills them with two or three copies and plays the graph.
 """
 
+import gc
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch._dynamo
 from torch import Tensor
 
 from ..ops import triton
-from ..ops.attend import Step
+from ..ops.attend import Step, sent
 from ..ops.fixed import Board, Fixed, layers_by_board, size_of
 from ..ops.kind import Kind
 from ..ops.plan import Plan
@@ -21,6 +22,7 @@ from .adapter import Adapter
 from .compiled import OpaqueStep, compiled_model
 
 MOST = 40  # graphs that are kept; further steps run eagerly
+TRIES = 3  # recordings that may fail before no more is tried
 
 
 class Recording(Protocol):
@@ -29,26 +31,28 @@ class Recording(Protocol):
     def __call__(self) -> Tensor: ...
 
 
-class CudaRecording:
-    """A CUDA graph of some work. All share the memory of their intermediate results: one plays at a time."""
+class CudaRecorder:
+    """Records work as CUDA graphs that share the memory of their intermediate results: one plays at a time."""
 
-    _pool: Any = None
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream()
 
-    def __init__(self, work: Callable[[], Tensor]) -> None:
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+    def __call__(self, work: Callable[[], Tensor]) -> Recording:
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
             work()  # what is compiled or made once must not be recorded
-        torch.cuda.current_stream().wait_stream(beside)
-        if CudaRecording._pool is None:
-            CudaRecording._pool = torch.cuda.graph_pool_handle()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=CudaRecording._pool):
-            self._result = work()
+        torch.cuda.current_stream().wait_stream(self._beside)
+        gc.collect()  # nothing of an old graph may be freed in the middle
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # copies go on beside
+            result = work()
 
-    def __call__(self) -> Tensor:
-        self._graph.replay()
-        return self._result
+        def play() -> Tensor:
+            graph.replay()
+            return result
+
+        return play
 
 
 class _Laid(NamedTuple):
@@ -80,14 +84,15 @@ class GraphedForward:
         adapter: Adapter,
         buckets: tuple[int, ...],
         *,
-        record: Callable[[Callable[[], Tensor]], Recording] = CudaRecording,
+        record: Callable[[Callable[[], Tensor]], Recording] | None = None,
         through_compiler: bool = True,
     ) -> None:
-        self.buckets = buckets
-        self._adapter, self._record = adapter, record
+        self.buckets = tuple(sorted({max(2, size) for size in buckets}))  # what is traced of one row serves no others
+        self._adapter, self._record = adapter, record or CudaRecorder()
         self._compiled = compiled_model(adapter, "forward_graphed", dynamic=True) if through_compiler else None
         self._graphs: dict[tuple[object, ...], _Graph] = {}
-        self.refused: str | None = None  # why nothing is recorded any more
+        self._failed: set[tuple[object, ...]] = set()
+        self.refused: str | None = None  # why the last recording failed
 
     def __call__(self, tokens: list[int], positions: list[int], step: Step, rows: list[int]) -> Tensor | None:
         laid = self.prepare(step)
@@ -98,17 +103,19 @@ class GraphedForward:
             return None
         graph.fill(laid, tokens, positions)
         logits = graph.play()[0]
-        return (logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]).float()
+        if rows == list(range(len(rows))):
+            return logits[: len(rows)].to(torch.float32, copy=True)  # the next graph writes here
+        return logits[sent(rows, torch.long, logits.device)].float()
 
     def prepare(self, step: Step) -> _Laid | None:
         """Works a step out, once; None for one of too many rows."""
         count = next((size for size in self.buckets if size >= step.plan.rows), None)
-        if count is None or self.refused is not None or not step.backend.name.startswith("triton") or step.given:
+        if count is None or step.given:
             return None
         facts = self._adapter.facts
         step = step.padded(count)
         pairs, which = layers_by_board(step)
-        tile = triton.tile_of(facts.query_heads, facts.kv_heads, count)
+        tile = triton.tile_of(facts.heads, count, facts.dtype.itemsize)
         made = [triton.arrays(plan, kind, tile, facts.kv_heads) for plan, kind in pairs]
         return _Laid(step, pairs, which, made, size_of(made, [plan for plan, _ in pairs]))
 
@@ -120,22 +127,24 @@ class GraphedForward:
             return known
         if known is not None:
             self._graphs.clear()  # the arena has moved
-        if len(self._graphs) == MOST:
+        if len(self._graphs) == MOST or key in self._failed or len(self._failed) == TRIES:
             return None
         try:
             self._graphs[key] = self._new(laid, tokens, positions)
-        except (RuntimeError, NotImplementedError, torch._dynamo.exc.TorchDynamoException) as problem:
-            self._graphs.clear()
-            self.refused = str(problem)[:300]
-            name = self._adapter.facts.name
-            warnings.warn(f"{name}: steps are not recorded as graphs and run eagerly: {self.refused}", stacklevel=2)
+        except Exception as problem:  # torch, its compiler and Triton have errors of many kinds; eager steps stay right
+            self._failed.add(key)
+            self.refused = str(problem.__context__ or problem)[:300]  # what ended the recording, not its ending
+            name, rows = self._adapter.facts.name, laid.step.plan.rows
+            warnings.warn(
+                f"{name}: steps of {rows} rows are not recorded and run eagerly: {self.refused}", stacklevel=2
+            )
         return self._graphs.get(key)
 
     def _new(self, laid: _Laid, tokens: list[int], positions: list[int]) -> _Graph:
         rows, size, device = laid.step.plan.rows, laid.size, self._adapter.facts.device
         assert size is not None
         facts = self._adapter.facts
-        tile = triton.tile_of(facts.query_heads, facts.kv_heads, rows)
+        tile = triton.tile_of(facts.heads, rows, facts.dtype.itemsize)
         boards = [Board(kind, rows, tile, size, device) for _, kind in laid.pairs]
         fixed = Fixed(laid.step, rows, boards, laid.which, device)
 

@@ -209,4 +209,6 @@ def check_device(name: str | torch.device | None) -> torch.device:
         raise ConfigError(f"device={name!r}: the CPU and GPUs that torch calls cuda are served; use 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch finds no GPU here; use 'cpu'")
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise ConfigError(f"device={name!r}: kernels start on the current GPU; call torch.cuda.set_device before")
     return device

@@ -7,7 +7,7 @@ rows of other calls in the same step.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -94,6 +94,13 @@ class Native:
         sinks: Tensor | None = None,
     ) -> Tensor:
         return self._kernel.attend(plan, query, key, value, keys, values, scale, kind, sinks)
+
+
+def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, without waiting for what it computes."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 FEW = 16  # rows of a step that is small

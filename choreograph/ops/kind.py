@@ -1,8 +1,17 @@
 """What tells the attention of one layer from that of another: where positions enter it, and how far it sees."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .rope import Rotary
+
+
+class Heads(NamedTuple):
+    """The shape of a model's attention: query heads, key-value heads, the size of one."""
+
+    query: int
+    groups: int
+    width: int
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,17 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from platformdirs import user_cache_path
 from torch import Tensor
 
 from .attend import FEW, Backend, BySize, make_backend
-from .kind import Kind
+from .kind import Heads, Kind
 from .native import BackendUnavailable
 from .plan import Plan, Read, make_plan
 
@@ -25,25 +26,29 @@ ROUNDS = 7
 CONTEXT = 2048  # slots
 
 
-class Heads(NamedTuple):
-    """The shape of a model's attention."""
-
-    query: int
-    groups: int
-    width: int
-
-
 Table = dict[str, dict[str, float]]  # seconds, by name of the backend and case
 
 
 def open_backend(name: str, heads: Heads, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
     """As `make_backend`; `auto` is the fastest of what was measured, in small and in large steps."""
-    table = _tables().get(_key(heads, dtype, device)) if name == "auto" else None
-    if table is None:
+    table = _tables().get(_key(heads, dtype, device), {}) if name == "auto" else {}
+    sides = _open(list(table), heads, dtype, device)
+    table = {name: taken for name, taken in table.items() if name in sides}
+    if not table:
         return make_backend(name, heads.width, dtype, device)
     small, large = winners(table)
-    sides = {name: make_backend(name, heads.width, dtype, device)[0] for name in {small, large}}
     return (sides[small] if small == large else BySize(sides[small], sides[large])), None
+
+
+def _open(names: Sequence[str], heads: Heads, dtype: torch.dtype, device: torch.device) -> dict[str, Backend]:
+    """Those that can run here."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = make_backend(name, heads.width, dtype, device)[0]
+        except BackendUnavailable:
+            continue
+    return found
 
 
 def winners(table: Table) -> tuple[str, str]:
@@ -57,12 +62,8 @@ def winners(table: Table) -> tuple[str, str]:
 
 def measure(heads: Heads, kind: Kind, dtype: torch.dtype, device: torch.device, *, context: int = CONTEXT) -> Table:
     """Seconds of one layer in steps that occur, in turns, the median, of all backends that can run here."""
-    sides: dict[str, Backend] = {}
-    for name in ("native", "sdpa") if device.type == "cpu" else ("triton", "flex", "sdpa"):
-        try:
-            sides[name] = make_backend(name, heads.width, dtype, device)[0]
-        except BackendUnavailable:
-            continue
+    names = ("native", "sdpa") if device.type == "cpu" else ("triton", "flex", "sdpa")
+    sides = _open(names, heads, dtype, device)
     made = torch.Generator().manual_seed(0)
 
     def noise(*size: int) -> Tensor:
@@ -74,11 +75,15 @@ def measure(heads: Heads, kind: Kind, dtype: torch.dtype, device: torch.device, 
         rows = [noise(count, plan.rows, heads.width) for count in (heads.query, heads.groups, heads.groups)]
         taken: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(ROUNDS):
-            for name, side in sides.items():
-                taken[name].append(_seconds(side, plan, rows, keys, values, kind, device))
-        for name, times in taken.items():
-            found[name][case] = sorted(times)[len(times) // 2]
-    return found
+            for name, side in list(sides.items()):
+                try:
+                    taken[name].append(_seconds(side, plan, rows, keys, values, kind, device))
+                except Exception as problem:  # a compiler's, or too little memory: it is out of the race, and says why
+                    warnings.warn(f"{name} is left out, it fails here: {str(problem)[:300]}", stacklevel=2)
+                    del sides[name]
+        for name in sides:
+            found[name][case] = sorted(taken[name])[ROUNDS // 2]
+    return {name: found[name] for name in sides}
 
 
 def keep(table: Table, heads: Heads, dtype: torch.dtype, device: torch.device) -> Path:
@@ -128,10 +133,11 @@ def _tables() -> dict[str, Table]:
         found: dict[str, Table] = json.loads(_path().read_text())
     except (OSError, ValueError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def _key(heads: Heads, dtype: torch.dtype, device: torch.device) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    return f"{where}, {threads} threads, torch {torch.__version__}, {dtype}, {heads.query}/{heads.groups}/{heads.width}"
+    made = f"choreograph {version('choreograph')}, torch {torch.__version__}"
+    return f"{where}, {threads} threads, {made}, {dtype}, {heads.query}/{heads.groups}/{heads.width}"

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..kernels import attention as kernels
-from .kind import Kind
+from .kind import Heads, Kind
 from .plan import Plan
 
 TILE = 64  # slots that a program reads at a time
@@ -75,14 +75,16 @@ def attend(
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "N H D"]:
     """As `reference.attend`, in the type of the keys with float32 accumulation."""
-    tile = tile_of(query.shape[0], keys.shape[1], query.shape[1])
+    heads = Heads(query.shape[0], keys.shape[1], keys.shape[2])
+    tile = tile_of(heads, query.shape[1], keys.element_size())
     return run(_work(plan, kind, tile, keys.shape[1], keys.device), query, keys, values, scale, kind, sinks)
 
 
-def tile_of(heads: int, groups: int, rows: int) -> int:
-    """Rows of an item: with their heads, what one product of matrices takes."""
-    most = 128 if rows >= 128 else 64 if rows > 16 else 16
-    return max(1, most // triton.next_power_of_2(heads // groups))
+def tile_of(heads: Heads, rows: int, size: int) -> int:
+    """Rows of an item: with their heads, what one product of matrices takes. size: bytes of a number; wide or long
+    ones leave no room for large tiles."""
+    most = 128 if rows >= 128 and heads.width * size <= 256 else 64 if rows > 16 else 16
+    return max(1, most // triton.next_power_of_2(heads.query // heads.groups))
 
 
 def run(
@@ -128,6 +130,7 @@ def run(
             SLOPING=kind.slopes is not None,
             DIRECT=direct,
             num_warps=8 if work.tile * shared >= 128 else 4,
+            num_stages=3 if width * keys.element_size() <= 256 else 2,  # tiles of keys and values in flight
         )
     if not direct:
         kernels.merge[rows, heads](

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from choreograph import SamplingParams
 from choreograph.engine.generation import Generation
-from choreograph.engine.sampling import CANDIDATES, _processed, choose, nucleus, warpers
+from choreograph.engine.sampling import CANDIDATES, _asked, _processed, choose, nucleus, warpers
 from choreograph.errors import SamplingError
 
 NO_IDS = torch.empty(1, 0, dtype=torch.long)
@@ -51,7 +51,8 @@ def take(logits: torch.Tensor, generations: list[Generation]) -> list[int]:
 
 def fast(row: torch.Tensor, options: SamplingParams) -> torch.Tensor | None:
     """The probabilities that `nucleus` keeps, over the whole vocabulary."""
-    ids, weights, enough = (found[0] for found in nucleus(row[None], [options]))
+    asked = _asked([Generation(options, [], frozenset(), torch.Generator())], row.device)
+    ids, weights, enough = (found[0] for found in nucleus(row[None], [options], asked))
     if not enough:
         return None
     assert len(ids) == len(ids.unique()), "a token is kept twice"
@@ -152,6 +153,12 @@ def test_frequencies_follow_the_distribution(size):
 def test_a_vanishing_temperature_is_greedy(temperature):
     row = logits_of(700, 1)
     assert choose(row[None], [generation(temperature=temperature)]) == [int(row.argmax())]
+
+
+def test_a_vanishing_nucleus_is_the_likeliest_token():
+    for size in (10, 700):
+        row = logits_of(size, 2)
+        assert choose(row[None], [generation(top_p=1e-46)]) == [int(row.argmax())]
 
 
 def test_a_huge_temperature_is_uniform():

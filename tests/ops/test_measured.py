@@ -7,7 +7,9 @@ import tiny
 import torch
 
 from choreograph.ops import measured
-from choreograph.ops.measured import Heads, keep, measure, open_backend, winners
+from choreograph.ops.kind import Heads
+from choreograph.ops.measured import keep, measure, open_backend, winners
+from choreograph.ops.native import BackendUnavailable
 
 CPU, HEADS = torch.device("cpu"), Heads(4, 2, 16)
 
@@ -56,7 +58,22 @@ def test_small_and_large_steps_may_have_different_ones(file):
     assert engine.said == plain.said
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1"])
+def test_what_cannot_run_any_more_is_passed_over(file, monkeypatch):
+    make = measured.make_backend
+
+    def without_compiler(name, *given):
+        if name == "native":
+            raise BackendUnavailable("no compiler")
+        return make(name, *given)
+
+    monkeypatch.setattr(measured, "make_backend", without_compiler)
+    keep(table((1.0, 1.0), (2.0, 2.0)), HEADS, torch.float32, CPU)
+    assert open_backend("auto", HEADS, torch.float32, CPU)[0].name == "sdpa"
+    keep({}, HEADS, torch.float32, CPU)
+    assert open_backend("auto", HEADS, torch.float32, CPU)[0].name in ("native", "sdpa")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1", "[]"])
 def test_a_broken_file_is_no_table(file, text):
     file.write_text(text)
     assert open_backend("auto", HEADS, torch.float32, CPU)[0].name in ("native", "sdpa")
