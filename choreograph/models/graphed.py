@@ -1,7 +1,7 @@
 """Small steps on a GPU without Python in the way: CUDA graphs, one for each number of rows and size of work.
 
 A graph plays what `torch.compile` made of the unmodified model, with the Triton programs for attention inside. It reads
-from tensors that stay where they are (`ops/fixed.py`); a step fills them with two or three copies and plays the graph.
+from tensors that stay where they are (`ops/fixed.py`); a step fills them with a few copies and plays the graph.
 """
 
 import gc
