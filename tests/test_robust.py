@@ -61,7 +61,7 @@ def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch
                 if where == "forward":
                     patch.setattr(engine.runner.adapter, "forward", broken)
                 else:
-                    module = {"choose": "runner", "make_plan": "compute", "_take": "scheduler"}[where]
+                    module = {"choose": "compute", "make_plan": "compute", "_take": "scheduler"}[where]
                     patch.setattr(f"choreograph.engine.{module}.{where}", broken)
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
