@@ -385,7 +385,9 @@ def quantization() -> str:
 
 def reuse(name: str) -> str:
     head, lines = results_reuse.TABLES[name](record("reuse")["runs"])
-    return markdown(head, lines) if lines else "Not measured yet."
+    if not lines:
+        return "Not measured yet."
+    return markdown(head, lines) + ("\n\n" + _made("reuse") if name == "reuse-quality" else "")
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -25,7 +25,7 @@ def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:
                     str(found["inputs"][data]),
                     f"{found['own'][data]:.3f}",
                     interval(found["reused"][data], places=3),
-                    ", ".join(map(str, found["critical"][data])),
+                    ", ".join(map(str, found["critical"][data])) or "none",
                 ]
             )
     return ["pair, model", "data", "texts", "log-likelihood, own", "lost by full reuse", "critical layers"], lines
