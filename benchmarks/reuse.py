@@ -23,7 +23,6 @@ from choreograph import CacheConfig, Engine, EngineConfig, Message, Pattern, Sam
 from choreograph.evaluation.runs import Folder
 from choreograph.evaluation.statistics import difference, mean
 from choreograph.evaluation.summary import interval
-from choreograph.events import Event
 from choreograph.reuse import Choice, ContextStore, Profile
 from choreograph.reuse.profiling import Asked, Scene, Setting, measure, measure_costs, measure_scattered, prepare, timed
 from choreograph.reuse.remote import Link
@@ -287,10 +286,6 @@ def stream(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
         name = f"reuse-stream-{pair.replace(' ', '-')}-{what}.svg"
         trade_off(series, FIGURES / name, xlabel="requests a second", ylabel=f"{what}, seconds")
     return {"rates": found, "knee": {share: knee(points) for share, points in found.items()}}
-
-
-def _pattern(event: Event) -> list[str]:
-    return [str(event.facts["pattern"])] if event.kind == "shared" else []
 
 
 def knee(points: Sequence[Mapping[str, float]]) -> float:

@@ -113,20 +113,8 @@ class BySize:
         self.name = f"{small.name}, {large.name} from {FEW + 1} rows on"
         self._small, self._large = small, large
 
-    def __call__(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        kind: Kind,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        side = self._small if plan.rows <= FEW else self._large
-        return side(plan, query, key, value, keys, values, scale, kind, sinks)
+    def __call__(self, plan: Plan, *given: Any, **named: Any) -> Tensor:
+        return (self._small if plan.rows <= FEW else self._large)(plan, *given, **named)
 
 
 def make_backend(name: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:

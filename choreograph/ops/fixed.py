@@ -21,8 +21,6 @@ from .plan import Plan
 SIZES = 4  # of works that graphs are made for; each has room for four times as much as the one before
 ITEMS, PIECES, READS, PARTIALS, SHIFTS = 64, 256, 1024, 256, 64  # of the smallest
 
-Turns = tuple[np.ndarray, np.ndarray]
-
 
 def size_of(made: Sequence[triton.Arrays], plans: Sequence[Plan]) -> int | None:
     """The smallest size with room for all of these; None where no graph is made for so much."""

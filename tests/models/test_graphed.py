@@ -130,3 +130,4 @@ def test_a_step_of_too_much_work_runs_eagerly(monkeypatch):
     monkeypatch.setattr(fixed, "SIZES", 1)
     recorded = engine_with(tiny.model(), recorded=True)
     assert talk(recorded) == talk(engine_with(tiny.model(), recorded=False))
+    assert {size for _, size, _ in recorded.runner.adapter.compiled._graphs} <= {0}
