@@ -88,6 +88,12 @@ def engine(*, tokens: int = 16384, compile: bool = True, **options: object) -> E
     return Engine.from_pretrained(config=config)
 
 
+def quick_type() -> str:
+    """The type that this machine multiplies fastest: without instructions for bfloat16, float32 takes a third."""
+    quick = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if quick else "float32"
+
+
 def some_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(100, 49000, count).tolist()
 

@@ -31,7 +31,7 @@ from choreograph.report import show_table
 from choreograph.types import SamplingParams
 from choreograph.viz.charts import learning_curves
 
-from .common import FIGURES, estimate_row, last, merged, provenance, save
+from .common import FIGURES, estimate_row, last, merged, provenance, quick_type, save
 
 TOP = 32  # likeliest tokens that a trace keeps where the divergence is a part of the loss
 Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, for validation, for the test
@@ -57,6 +57,12 @@ def questions(folder: Path) -> Splits:
     learn, check, test = found[:80], found[80:100], found[100:200]
     learn = learn + supported(folder / "hotpotqa.jsonl", 70) + supported(folder / "2wikimqa.jsonl", 50)
     return pairs(learn), pairs(check), pairs(test, rings=2)
+
+
+def trivia(folder: Path) -> Splits:
+    """Pairs of questions alone, as in the paper; no question is in two splits."""
+    found = load(str(folder / "triviaqa.jsonl"), seed=1)
+    return pairs(found[:200]), pairs(found[200:220]), pairs(found[220:])
 
 
 def supported(file: Path, limit: int) -> list[Example]:
@@ -90,10 +96,11 @@ def played(folder: Path) -> Splits:
 
 
 # answers are short: what the baseline would have said with which probability says more than what it happened to say
-CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": True}
+CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_type() == "bfloat16"}
 GENTLY = CLOSELY | {"rate": 1e-4}  # where little is to be repaired, much can be spoiled
 PLANS = {
     "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=True),
+    "multi_qa, trivia": Plan("multi_qa", "parallel", trivia, 96, TrainConfig(**CLOSELY, epochs=3)),
     "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**GENTLY, epochs=2)),
     "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**GENTLY, epochs=2)),
     "prisoners_dilemma": Plan(
@@ -135,7 +142,8 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     """Everything of one plan; what is in `out` is not done again."""
     out = out / model / name
     workflow, conditions = find(plan.workflow), conditions_of(find(plan.workflow))
-    engine = Engine.from_pretrained(source, config=EngineConfig(cache=CacheConfig(tokens=100_000)))
+    config = EngineConfig(cache=CacheConfig(tokens=100_000))
+    engine = Engine.from_pretrained(source, dtype=quick_type(), config=config)
     sampling = SamplingParams(max_tokens=plan.max_tokens)
     splits = dict(zip(("learn", "check", "test"), plan.splits(data), strict=True))
     traces = {}

@@ -29,7 +29,19 @@ from choreograph.reuse.remote import Link
 from choreograph.reuse.shown import draw
 from choreograph.viz.charts import trade_off
 
-from .common import FIGURES, Row, estimate_row, greedy, last, merged, provenance, ratio_row, save, some_tokens
+from .common import (
+    FIGURES,
+    Row,
+    estimate_row,
+    greedy,
+    last,
+    merged,
+    provenance,
+    quick_type,
+    ratio_row,
+    save,
+    some_tokens,
+)
 from .reuse_models import Splits, splits, train_adapter, train_fully
 from .reuse_sender import context
 
@@ -90,7 +102,8 @@ def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
         for name, train in (("adapter", train_adapter), ("full", train_fully))
         if name in names
     }
-    engine = Engine.from_pretrained(run.source, config=EngineConfig(cache=CacheConfig(tokens=24_576)))
+    config = EngineConfig(cache=CacheConfig(tokens=24_576))
+    engine = Engine.from_pretrained(run.source, dtype=quick_type(), config=config)
     if "adapter" in trained:
         engine.add_adapter("adapter", trained["adapter"])
     if "full" in trained:
@@ -325,7 +338,7 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> dict[str, An
         return None
     pattern, lengths = pick(pair, run.out), [length for length in LENGTHS if length <= 4096]
     config = EngineConfig(cache=CacheConfig(tokens=16_384))
-    reader = Engine.from_pretrained(run.out / "full", config=config)
+    reader = Engine.from_pretrained(run.out / "full", dtype=quick_type(), config=config)
     meeting = Path(tempfile.mkdtemp()) / "meeting"
     asked = ["--model", run.source, "--meeting", str(meeting), "--rounds", str(rounds)]
     asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.transitions))]
