@@ -39,7 +39,7 @@ Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, fo
 
 @dataclass(frozen=True)
 class Plan:
-    """One training. condition: the way of running the workflow that is learned. scored: answers are scored too."""
+    """One training. condition: the way of running the workflow that is learned. scored: what answers are scored on."""
 
     workflow: str
     condition: str
@@ -47,7 +47,7 @@ class Plan:
     max_tokens: int
     config: TrainConfig
     options: Mapping[str, Any] = field(default_factory=dict)
-    scored: bool = False
+    scored: Callable[[Path], list[Example]] | None = None
 
 
 def questions(folder: Path) -> Splits:
@@ -57,6 +57,11 @@ def questions(folder: Path) -> Splits:
     learn, check, test = found[:80], found[80:100], found[100:200]
     learn = learn + supported(folder / "hotpotqa.jsonl", 70) + supported(folder / "2wikimqa.jsonl", 50)
     return pairs(learn), pairs(check), pairs(test, rings=2)
+
+
+def answerable(folder: Path) -> list[Example]:
+    """Pairs of questions that come with the passage that answers them, of which none was learned from."""
+    return questions(folder)[2]
 
 
 def trivia(folder: Path) -> Splits:
@@ -99,8 +104,8 @@ def played(folder: Path) -> Splits:
 CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_type() == "bfloat16"}
 GENTLY = CLOSELY | {"rate": 1e-4}  # where little is to be repaired, much can be spoiled
 PLANS = {
-    "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=True),
-    "multi_qa, trivia": Plan("multi_qa", "parallel", trivia, 96, TrainConfig(**CLOSELY, epochs=3)),
+    "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=answerable),
+    "multi_qa, trivia": Plan("multi_qa", "parallel", trivia, 96, TrainConfig(**CLOSELY, epochs=3), scored=answerable),
     "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**GENTLY, epochs=2)),
     "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**GENTLY, epochs=2)),
     "prisoners_dilemma": Plan(
@@ -124,7 +129,7 @@ def main() -> None:
     options.add_argument("--no-answers", action="store_true", help="leave out the answers that are scored")
     given = options.parse_args()
     for name in given.only:
-        plan = replace(PLANS[name], scored=PLANS[name].scored and not given.no_answers)
+        plan = replace(PLANS[name], scored=None) if given.no_answers else PLANS[name]
         result = run(given.model, given.name or Path(given.model).stem, name, plan, given.data, given.out)
         runs = merged("distill", "runs", {f"{name}, {result['model']}": result})
         rows = [
@@ -187,7 +192,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     found["harm"] = harm(engine, data)
     found["one pass"] = one_pass(engine, plan, traces["test"][:5])
     if plan.scored:
-        found["scores"] = scores(engine, name, plan, splits["test"], out)
+        found["scores"] = scores(engine, name, plan, plan.scored(data), out)
     facts = {k: v for k, v in report.as_dict().items() if k not in ("log", "before", "after", "baseline", "closed")}
     found |= {
         "workflow": plan.workflow,

@@ -35,10 +35,13 @@ def quality(runs: Runs) -> tuple[list[str], list[list[str]]]:
     lines = []
     for title, run in runs.items():
         found = run.get("quality")
-        for data, one in found["data"].items() if found else ():
+        sets = [(SETS[data], one) for data, one in found["data"].items()] if found else []
+        if found and "pooled" in found:
+            sets.append(("all", found["pooled"]))
+        for data, one in sets:
             f1 = [interval(one[how], 100) for how in ("sent", "own", "partial", "reused")]
             points = [interval(one[how], sign=True) for how in ("partial loss", "reused loss")]
-            lines.append([title, SETS[data], f"{found['pattern']} ({100 * found['share']:.0f}%)", *f1, *points])
+            lines.append([title, data, f"{found['pattern']} ({100 * found['share']:.0f}%)", *f1, *points])
     head = ["pair, model", "data", "layers computed", "sender F1", "receiver F1", "partial", "all reused"]
     return [*head, "partial loses", "full reuse loses"], lines
 

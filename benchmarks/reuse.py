@@ -2,7 +2,7 @@
 
 `make bench NAME=reuse ARGS="--model model --data folder"`, with `--only` some of its parts, in this order: profile,
 quality, latency, stream, remote, memory; models are trained where they are not there yet. `--out` keeps models,
-profiles and records; a part that was stopped goes on. Each part is written into the results when it is done.
+profiles and records; a part that was stopped goes on. What is measured is written into the results at once.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,7 @@ def main() -> None:
     engine = open_family(run, given.pairs, given.epochs)
     for part in given.only:
         for pair in given.pairs:
-            found = PARTS[part](engine, pair, run)
-            if found is not None:
+            for found in PARTS[part](engine, pair, run):
                 keep(name, part, pair, found)
 
 
@@ -143,7 +142,7 @@ def _made(part: Mapping[str, Any]) -> dict[str, str]:
 # -- profile: Figures 7, 8, 11, 12, 17 ------------------------------------------------------------------------
 
 
-def profiles(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
+def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     receiver, sender = PAIRS[pair]
     found: dict[str, Profile] = {}
     for name, asked in run.data.profile.items():
@@ -164,7 +163,7 @@ def profiles(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
     scattered = [(len(c.pattern.layers), mean(c.values).value) for c in ours.scattered]
     series = {"one stretch": sorted(blocks.items()), "the most critical layers": scattered}
     trade_off(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel="log-likelihood of a token")
-    return {
+    yield {
         "inputs": {name: len(one.inputs) for name, one in found.items()},
         "own": own,
         "reused": {name: asdict(one.loss(one.reused)) for name, one in found.items()},
@@ -207,12 +206,13 @@ def pick(pair: str, out: Path) -> Pattern:
     return next(enough, Pattern.of(0, 0, found.layers))
 
 
-def quality(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
+def quality(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """F1 on questions that neither training nor the profile has seen."""
     receiver, sender = PAIRS[pair]
     pattern = pick(pair, run.out)
     prepare(engine, receiver, sender, run.every)
-    found = {}
+    found: dict[str, Any] = {}
+    pooled: list[Mapping[str, Any]] = []
     for name, asked in run.data.test.items():
         folder = Folder(run.out / "quality" / f"{pair.replace(' ', '-')}-{name}", {"pattern": str(pattern)})
         known = {record["id"]: record for record in folder.records("answers")}
@@ -221,15 +221,22 @@ def quality(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
                 known[one.id] = _answers(engine, one, receiver, sender, pattern, run.asked)
                 folder.add("answers", known[one.id])
         records = [known[one.id] for one in asked]
-        of = {how: [r[how] for r in records] for how in ("own", "partial", "reused", "sent")}
-        found[name] = {
-            **{how: asdict(mean(values)) for how, values in of.items()},
-            "partial loss": _points(of["own"], of["partial"]),
-            "reused loss": _points(of["own"], of["reused"]),
-            "gain over the sender": _points(of["own"], of["sent"]),
-        }
-        print(pair, name, {how: interval(found[name][how]) for how in of}, flush=True)
-    return {"pattern": str(pattern), "share": len(pattern.layers) / engine.facts.layers, "data": found}
+        pooled += records
+        found[name] = _compared(records)
+        print(pair, name, {how: interval(one) for how, one in found[name].items()}, flush=True)
+        share = len(pattern.layers) / engine.facts.layers
+        yield {"pattern": str(pattern), "share": share, "data": found, "pooled": _compared(pooled)}
+
+
+def _compared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Scores of every way, and what the receiver loses by it, in points of F1."""
+    of = {how: [100 * r[how] for r in records] for how in ("own", "partial", "reused", "sent")}
+    return {
+        **{how: asdict(mean([value / 100 for value in values])) for how, values in of.items()},
+        "partial loss": asdict(difference(of["own"], of["partial"])),
+        "reused loss": asdict(difference(of["own"], of["reused"])),
+        "gain over the sender": asdict(difference(of["own"], of["sent"])),
+    }
 
 
 def _answers(
@@ -248,29 +255,25 @@ def _answers(
         }
 
 
-def _points(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Differences in points of F1."""
-    return asdict(difference([100 * x for x in own], [100 * x for x in other]))
-
-
 # -- time: Figures 14, 15 and 16 ------------------------------------------------------------------------------
 
 
-def latency(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
+def latency(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Seconds of a prefill by the receiver, alone, computing all layers or the pattern's; the sender's is there."""
     receiver, sender = PAIRS[pair]
     pattern, everything = pick(pair, run.out), Pattern.of(0, 0, engine.facts.layers)
     engine.share(receiver, sender, pattern=pattern)
     lengths = {}
     for length in LENGTHS:
-        taken = measure_costs(engine, receiver, [everything, pattern], length, sender=sender, rounds=5)
+        rounds = 5 if length <= 2048 else 3
+        taken = measure_costs(engine, receiver, [everything, pattern], length, sender=sender, rounds=rounds)
         lengths[str(length)] = {"full": taken[str(everything)], "partial": taken[str(pattern)]}
         ratio = np.median(taken[str(everything)]) / np.median(taken[str(pattern)])
         print(f"{pair}, {length} tokens: {ratio:.2f}x", flush=True)
-    return {"pattern": str(pattern), "lengths": lengths}
+        yield {"pattern": str(pattern), "lengths": lengths}
 
 
-def stream(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
+def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Requests at rising rates, each a context that the sender has encoded, a question and an answer of 16 tokens."""
     receiver, sender = PAIRS[pair]
     everything = Pattern.of(0, 0, engine.facts.layers)
@@ -294,11 +297,11 @@ def stream(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
             stop()
             found[way][-1]["patterns"] = dict(told)
             print(pair, way, found[way][-1], flush=True)
+        yield {"rates": found, "knee": {share: knee(points) for share, points in found.items()}}
     for what in ("ttft", "tbt", "e2e"):
         series = {share: [(one["rate"], one[what]) for one in points] for share, points in found.items()}
         name = f"reuse-stream-{pair.replace(' ', '-')}-{what}.svg"
         trade_off(series, FIGURES / name, xlabel="requests a second", ylabel=f"{what}, seconds")
-    return {"rates": found, "knee": {share: knee(points) for share, points in found.items()}}
 
 
 def knee(points: Sequence[Mapping[str, float]]) -> float:
@@ -331,11 +334,11 @@ def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, 
 # -- another process --------------------------------------------------------------------------------------------
 
 
-def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> dict[str, Any] | None:
+def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dict[str, Any]]:
     """Seconds to the first token behind a context and a short question, loading included: the sender computes in
     another process. For the pair whose receiver has weights of its own."""
     if pair != "base to full":
-        return None
+        return
     pattern, lengths = pick(pair, run.out), [length for length in LENGTHS if length <= 4096]
     config = EngineConfig(cache=CacheConfig(tokens=16_384))
     reader = Engine.from_pretrained(run.out / "full", dtype=quick_type(), config=config)
@@ -348,11 +351,14 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> dict[str, An
         dist.barrier()
         with Link(reader, 0, name="writer", seconds=60) as link:
             reader.share("base", "writer", pattern=pattern)
-            found = {str(length): _remote_seconds(reader, link, pattern, length, rounds) for length in lengths}
+            found = {}
+            for length in lengths:
+                found[str(length)] = _remote_seconds(reader, link, pattern, length, rounds)
+                recomputed = reader.events.counts["recomputed"]
+                yield {"pattern": str(pattern), "lengths": found, "recomputed": recomputed}
     finally:
         sender.kill()
         dist.destroy_process_group()
-    return {"pattern": str(pattern), "lengths": found, "recomputed": reader.events.counts["recomputed"]}
 
 
 def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, rounds: int) -> dict[str, list[float]]:
@@ -374,7 +380,7 @@ def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, r
 # -- memory -----------------------------------------------------------------------------------------------------
 
 
-def memory(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
+def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's."""
     receiver, sender = PAIRS[pair]
     pattern = pick(pair, run.out)
@@ -391,14 +397,14 @@ def memory(engine: Engine, pair: str, run: Run) -> dict[str, Any]:
         own = len(layers) / engine.facts.layers * engine.facts.kv_bytes_per_token * 2048
     alone = engine.facts.kv_bytes_per_token * 2048
     inputs = apart[sender] - alone
-    return {
+    yield {
         "bytes of one": alone,
         "inputs": inputs,
         "ratio": {str(n): n * alone / (alone + inputs + (n - 1) * own) for n in (2, 3, 4, 8)},
     }
 
 
-PARTS: dict[str, Callable[[Engine, str, Run], dict[str, Any] | None]] = {
+PARTS: dict[str, Callable[[Engine, str, Run], Iterator[dict[str, Any]]]] = {
     "profile": profiles,
     "quality": quality,
     "latency": latency,
