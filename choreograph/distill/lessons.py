@@ -16,10 +16,12 @@ from .traces import Trace
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is computed in one pass, and what it is to say. Its generated calls carry what the baseline gave them."""
+    """What is computed in one pass, and what it is to say. Its generated calls carry what the baseline gave them.
+    heard: the same generated tokens as the baseline computed them, or nothing."""
 
     id: str
     calls: tuple[TracedCall, ...]
+    heard: tuple[TracedCall, ...] = ()
 
     @property
     def targets(self) -> int:
@@ -38,7 +40,7 @@ def lessons_of(
     """Each trace as the workflow runs under a condition."""
     scripts = [Script(t.id, t.task, t.content) for t in traces]
     found = dict(rehearse(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
-    return [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
+    return [Lesson(t.id, _with_readings(found[t.id], t.calls), tuple(as_prompts(t.calls))) for t in traces]
 
 
 def baseline_lessons(traces: Sequence[Trace]) -> list[Lesson]:

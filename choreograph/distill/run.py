@@ -35,9 +35,9 @@ def train_on(
         raise ConfigError(f"{traces}: traces of model {settings['model']!r}, not of {adapter.facts.name!r}")
     learn, check = split(found, validation, (config or TrainConfig()).seed)
     if direct is not None:
-        if condition is not None or (config and config.kl):
+        if condition is not None or (config and (config.kl or config.states)):
             raise ConfigError(
-                "direct: final answers are learned without a condition, and without a baseline's readings"
+                "direct: final answers are learned without a condition, and without what the baseline gave or computed"
             )
         workflow = find(direct)
         lessons, checks = (answer_lessons(adapter, workflow, part) for part in (learn, check))
