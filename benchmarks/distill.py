@@ -103,18 +103,18 @@ def played(folder: Path) -> Splits:
 # answers are short: what the baseline would have said with which probability, and what its layers gave, say more than
 # what it happened to say
 CLOSELY = {"kl": 10.0, "states": 20.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_type() == "bfloat16"}
-GENTLY = CLOSELY | {"rate": 1e-4}  # where little is to be repaired, much can be spoiled
+LONGER = CLOSELY | {"lessons": 2, "validations": 1}  # of hundreds of tokens
 PLANS = {
     "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=answerable),
     "multi_qa, trivia": Plan("multi_qa", "parallel", trivia, 96, TrainConfig(**CLOSELY, epochs=2), scored=answerable),
-    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**GENTLY, epochs=2)),
-    "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**GENTLY, epochs=2)),
+    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**LONGER, epochs=1)),
+    "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**LONGER, epochs=1)),
     "prisoners_dilemma": Plan(
         "prisoners_dilemma",
         "leak both",
         played,
         96,
-        TrainConfig(**GENTLY, epochs=2),
+        TrainConfig(**LONGER, epochs=1),
         {"strategy": "defect"},
     ),
 }
