@@ -91,7 +91,7 @@ def concepts(folder: Path) -> Splits:
 
 def problems(folder: Path) -> Splits:
     found = load(str(folder / "math_train.jsonl"), seed=1)
-    return found[:40], found[200:208], load(str(folder / "math.jsonl"), limit=20, seed=1)
+    return found[:20], found[200:204], load(str(folder / "math.jsonl"), limit=12, seed=1)
 
 
 def played(folder: Path) -> Splits:
@@ -103,7 +103,7 @@ def played(folder: Path) -> Splits:
 # answers are short: what the baseline would have said with which probability, and what its layers gave, say more than
 # what it happened to say
 CLOSELY = {"kl": 10.0, "states": 20.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_type() == "bfloat16"}
-LONGER = CLOSELY | {"lessons": 2, "validations": 1}  # of hundreds of tokens
+LONGER = CLOSELY | {"kl": 100.0, "states": 200.0, "lessons": 2, "validations": 1}  # of hundreds of tokens, small gaps
 PLANS = {
     "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=answerable),
     "multi_qa, trivia": Plan("multi_qa", "parallel", trivia, 96, TrainConfig(**CLOSELY, epochs=2), scored=answerable),

@@ -329,21 +329,21 @@ def kvflow_policies() -> str:
 
 def distill() -> str:
     lines = []
-    for one in record("distill")["runs"].values():
+    for title, one in record("distill")["runs"].items():
         cells = [interval(one[k], places=3) for k in ("baseline", "before", "after", "gap before", "gap after")]
         facts = [interval(one["closed"], 100, places=0), str(one["traces"]["learn"]), str(one["traces"]["test"])]
-        lines.append([TITLES[one["workflow"]], one["model"], one["condition"], *cells, *facts])
+        lines.append([_learned(title), one["model"], one["condition"], *cells, *facts])
     head = ["workflow", "model", "condition", "baseline", "reused", "fine-tuned", "gap before", "gap after"]
     return markdown([*head, "closed %", "traces", "held out"], lines) + "\n\n" + _made("distill")
 
 
 def distill_cost() -> str:
     lines = []
-    for one in record("distill")["runs"].values():
+    for title, one in record("distill")["runs"].items():
         training, harm, speed = one["training"], one["harm"], one["one pass"]
         lines.append(
             [
-                TITLES[one["workflow"]],
+                _learned(title),
                 one["model"],
                 f"{100 * training['trained_share']:.2f}",
                 str(training["updates"]),
@@ -360,14 +360,20 @@ def distill_cost() -> str:
 
 def distill_answers() -> str:
     lines = []
-    for one in record("distill")["runs"].values():
+    for title, one in record("distill")["runs"].items():
         for condition, found in one["scores"]["conditions"].items() if "scores" in one else ():
             gap = found["differences"].get("both")
             cells = [interval(found["scores"][k], 100) for k in ("first", "second", "both")]
             facts = [interval(gap, 100, sign=True), probability(gap), str(one["scores"]["n"])]
-            lines.append([one["model"], condition, *cells, *facts])
-    head = ["model", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p", "n"]
+            lines.append([_learned(title), condition, *cells, *facts])
+    head = ["adapter of", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p", "n"]
     return markdown(head, lines) if lines else "Not measured yet."
+
+
+def _learned(title: str) -> str:
+    """The workflow that a run of `benchmarks/distill.py` trained, and what sets it apart from others of it."""
+    workflow, *more = title.split(", ")[:-1]
+    return ", ".join([TITLES[workflow], *more])
 
 
 def quantization() -> str:
