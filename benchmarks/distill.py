@@ -104,11 +104,12 @@ def played(folder: Path) -> Splits:
 # what it happened to say
 CLOSELY = {"kl": 10.0, "states": 20.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_type() == "bfloat16"}
 LONGER = CLOSELY | {"kl": 100.0, "states": 200.0, "lessons": 2, "validations": 1}  # of hundreds of tokens, small gaps
+ALONE = {"states": 0.0}  # where the baseline reads several times as much as the lesson
 PLANS = {
     "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=answerable),
     "multi_qa, trivia": Plan("multi_qa", "parallel", trivia, 96, TrainConfig(**CLOSELY, epochs=2), scored=answerable),
     "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**LONGER, epochs=1)),
-    "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**LONGER, epochs=1)),
+    "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**LONGER | ALONE, epochs=1)),
     "prisoners_dilemma": Plan(
         "prisoners_dilemma",
         "leak both",
@@ -127,12 +128,17 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("out/distill"))
     options.add_argument("--only", nargs="*", default=list(PLANS))
     options.add_argument("--name", help="how to call the model in the results")
-    options.add_argument("--no-answers", action="store_true", help="leave out the answers that are scored")
+    options.add_argument("--answers", choices=("with", "without", "alone"), default="with", help="whether to score any")
     given = options.parse_args()
+    model = given.name or Path(given.model).stem
     for name in given.only:
-        plan = replace(PLANS[name], scored=None) if given.no_answers else PLANS[name]
-        result = run(given.model, given.name or Path(given.model).stem, name, plan, given.data, given.out)
-        runs = merged("distill", "runs", {f"{name}, {result['model']}": result})
+        plan = replace(PLANS[name], scored=None) if given.answers == "without" else PLANS[name]
+        if given.answers == "alone":
+            result = last("distill")["runs"][f"{name}, {model}"]
+            result["scores"] = answers(given.model, model, name, plan, given.data, given.out)
+        else:
+            result = run(given.model, model, name, plan, given.data, given.out)
+        runs = merged("distill", "runs", {f"{name}, {model}": result})
         rows = [
             estimate_row(f"{title}: gap closed", one["closed"], "", must=0.6 if "multi_qa" in title else 0.4, aim=0.85)
             for title, one in runs.items()
@@ -148,8 +154,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     """Everything of one plan; what is in `out` is not done again."""
     out = out / model / name
     workflow, conditions = find(plan.workflow), conditions_of(find(plan.workflow))
-    config = EngineConfig(cache=CacheConfig(tokens=100_000))
-    engine = Engine.from_pretrained(source, dtype=quick_type(), config=config)
+    engine = opened(source)
     sampling = SamplingParams(max_tokens=plan.max_tokens)
     splits = dict(zip(("learn", "check", "test"), plan.splits(data), strict=True))
     traces = {}
@@ -193,7 +198,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     found["harm"] = harm(engine, data)
     found["one pass"] = one_pass(engine, plan, traces["test"][:5])
     if plan.scored:
-        found["scores"] = scores(engine, name, plan, plan.scored(data), out)
+        found["scores"] = scores(engine, name, plan, plan.scored(data), out) | provenance()
     facts = {k: v for k, v in report.as_dict().items() if k not in ("log", "before", "after", "baseline", "closed")}
     found |= {
         "workflow": plan.workflow,
@@ -209,6 +214,19 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     }
     show(name, found)
     return found
+
+
+def opened(source: str) -> Engine:
+    return Engine.from_pretrained(source, dtype=quick_type(), config=EngineConfig(cache=CacheConfig(tokens=100_000)))
+
+
+def answers(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -> dict[str, Any] | None:
+    """The scores alone, of a training that has ended."""
+    if plan.scored is None:
+        return None
+    out, engine = out / model / name, opened(source)
+    engine.add_adapter("FT", out / "adapter")
+    return scores(engine, name, plan, plan.scored(data), out) | provenance()
 
 
 def gap(engine: Engine, baseline: Sequence[Lesson], reused: Sequence[Lesson]) -> dict[str, Any]:
