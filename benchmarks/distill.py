@@ -139,15 +139,17 @@ def main() -> None:
         else:
             result = run(given.model, model, name, plan, given.data, given.out)
         runs = merged("distill", "runs", {f"{name}, {model}": result})
-        rows = [
-            estimate_row(f"{title}: gap closed", one["closed"], "", must=0.6 if "multi_qa" in title else 0.4, aim=0.85)
-            for title, one in runs.items()
-        ]
+        rows = []
+        for title, one in runs.items():
+            made = {key: one[key] for key in ("commit", "date", "hardware")}
+            must = 0.6 if "multi_qa" in title else 0.4
+            rows.append(estimate_row(f"{title}: gap closed", one["closed"], "", must=must, aim=0.85, made=made))
         save("distill", rows, result["model"], runs=runs)
-        learning_curves(
-            {title: (one["curve"], one["validation"]["baseline"]) for title, one in runs.items()},
-            FIGURES / "distill.svg",
-        )
+        curves = {}
+        for title, one in runs.items():
+            over = f"{title.removesuffix(', ' + one['model'])}\n{one['model']}"
+            curves[over] = one["curve"], one["validation"]["baseline"]
+        learning_curves(curves, FIGURES / "distill.svg")
 
 
 def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -> dict[str, Any]:
