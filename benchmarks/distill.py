@@ -134,8 +134,10 @@ def main() -> None:
     for name in given.only:
         plan = replace(PLANS[name], scored=None) if given.answers == "without" else PLANS[name]
         if given.answers == "alone":
+            if plan.scored is None:
+                continue
             result = last("distill")["runs"][f"{name}, {model}"]
-            result["scores"] = answers(given.model, model, name, plan, given.data, given.out)
+            result["scores"] = answers(given.model, plan, name, given.data, given.out / model / name)
         else:
             result = run(given.model, model, name, plan, given.data, given.out)
         runs = merged("distill", "runs", {f"{name}, {model}": result})
@@ -222,11 +224,10 @@ def opened(source: str) -> Engine:
     return Engine.from_pretrained(source, dtype=quick_type(), config=EngineConfig(cache=CacheConfig(tokens=100_000)))
 
 
-def answers(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -> dict[str, Any] | None:
-    """The scores alone, of a training that has ended."""
-    if plan.scored is None:
-        return None
-    out, engine = out / model / name, opened(source)
+def answers(source: str, plan: Plan, name: str, data: Path, out: Path) -> dict[str, Any]:
+    """The scores alone, of a training that has ended in `out`."""
+    assert plan.scored is not None
+    engine = opened(source)
     engine.add_adapter("FT", out / "adapter")
     return scores(engine, name, plan, plan.scored(data), out) | provenance()
 
