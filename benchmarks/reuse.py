@@ -381,7 +381,8 @@ def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, r
 
 
 def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
-    """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's."""
+    """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's. To be run in a process of
+    its own: inputs that an engine keeps for the patterns of other parts would count."""
     receiver, sender = PAIRS[pair]
     pattern = pick(pair, run.out)
     engine.share(receiver, sender, pattern=pattern)

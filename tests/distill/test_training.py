@@ -94,7 +94,7 @@ def heard(one):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_states_are_drawn_to_those_of_the_baseline(adapter, tmp_path, checkpointing):
-    """Without the log-loss's own pull they come nearer too: it is measured on lessons that are not learned from."""
+    """Measured on lessons that are not learned from."""
     config = TrainConfig(**FAST, epochs=6, states=30.0, checkpointing=checkpointing)
     train(adapter, [heard(x) for x in LEARN], CHECK, tmp_path, config)
     engine = Engine(adapter, adapters={"FT": tmp_path})
