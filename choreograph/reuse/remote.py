@@ -68,17 +68,19 @@ class Wire:
     def send(self, tensor: Tensor) -> None:
         raw, tag = tensor.contiguous().view(-1).view(torch.uint8), tag_of(self._request, self._sent)
         self._sent += 1
-        self._wait(dist.isend(raw, self._peer, group=self._group, tag=tag))
+        self._through(lambda: dist.isend(raw, self._peer, group=self._group, tag=tag))
 
     def receive(self, size: int) -> Tensor:
         """So many bytes."""
         buffer, tag = torch.empty(size, dtype=torch.uint8), tag_of(self._request, self._heard)
         self._heard += 1
-        self._wait(dist.irecv(buffer, self._peer, group=self._group, tag=tag))
+        self._through(lambda: dist.irecv(buffer, self._peer, group=self._group, tag=tag))
         return buffer
 
-    def _wait(self, work: Any) -> None:
+    def _through(self, begin: Callable[[], Any]) -> None:
+        """A peer that is gone is noticed when a transfer begins or when it is waited for, as it happens."""
         try:
+            work = begin()
             done = work.wait() if self._limit is None else work.wait(self._limit)
         except RuntimeError as problem:  # the library raises nothing narrower
             raise Broken(str(problem).splitlines()[0]) from problem

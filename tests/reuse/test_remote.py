@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from senders import BELOW, CONTEXT, join
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError, ModelError
-from choreograph.reuse.remote import Link, facts_of
+from choreograph.reuse.remote import Broken, Link, facts_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
 PATTERN = [1, 2, 4]
@@ -144,6 +145,26 @@ def test_what_does_not_arrive_is_computed_here(tmp_path, kind, pattern, step):
         engine.check()
     engine.clear_cache()
     engine.check()
+
+
+def test_a_sender_that_is_gone_is_noticed_before_anything_is_waited_for(tmp_path):
+    engine = receiver()
+    with (
+        sender(tmp_path, "dies", json.dumps(facts_of(engine, "base"))) as process,
+        Link(engine, 0, name="writer", seconds=3) as link,
+        engine.session() as session,
+    ):
+        engine.share("base", "writer", pattern=[2, 2, 2])
+        process.kill()
+        process.wait()
+        time.sleep(0.5)  # until this side's socket says so
+        for wire in (lambda: link._wire.receive(8), lambda: link._wire.say({})):
+            with pytest.raises(Broken):
+                wire()
+        seen = link.partial_prefill(session, CONTEXT, [2, 2, 2])
+        alone = session.decode([7], [session.prefill(CONTEXT)], sampling=GREEDY)
+        assert values(session.decode([7], [seen], sampling=GREEDY)) == pytest.approx(values(alone), abs=1e-5)
+        assert link.broken and engine.events.counts["recomputed"] == 1
 
 
 def test_another_family_is_refused(tmp_path):
