@@ -381,8 +381,7 @@ def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, r
 
 
 def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
-    """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's. To be run in a process of
-    its own: inputs that an engine keeps for the patterns of other parts would count."""
+    """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's."""
     receiver, sender = PAIRS[pair]
     pattern = pick(pair, run.out)
     engine.share(receiver, sender, pattern=pattern)
@@ -397,7 +396,7 @@ def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         layers = shared.layers or ()
         own = len(layers) / engine.facts.layers * engine.facts.kv_bytes_per_token * 2048
     alone = engine.facts.kv_bytes_per_token * 2048
-    inputs = apart[sender] - alone
+    inputs = (apart[sender] - alone) * len(pattern.transitions) // len(engine.runner.store.arena.inputs)  # of one size
     yield {
         "bytes of one": alone,
         "inputs": inputs,
