@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models.load import EMBEDDED
+from choreograph.models.load import EMBEDDED, usual_dtype
 from choreograph.report import show_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -89,9 +89,8 @@ def engine(*, tokens: int = 16384, compile: bool = True, **options: object) -> E
 
 
 def quick_type() -> str:
-    """The type that this machine multiplies fastest: without instructions for bfloat16, float32 takes a third."""
-    quick = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if quick else "float32"
+    """The type that this machine multiplies fastest."""
+    return str(usual_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))).removeprefix("torch.")
 
 
 def some_tokens(count: int, seed: int = 0) -> list[int]:

@@ -59,7 +59,7 @@ app.command()(train)
 
 
 @app.command()
-def info(model: Model = EMBEDDED, dtype: Dtype = DtypeName.bfloat16, as_json: Json = False) -> None:
+def info(model: Model = EMBEDDED, dtype: Dtype = DtypeName.auto, as_json: Json = False) -> None:
     """Show the model, its cache and the backend that this machine gets."""
     engine = open_engine(model, dtype)
     facts, counts = engine.facts, engine.runner.store.counts
@@ -99,9 +99,7 @@ def _kinds(kinds: Sequence[Any]) -> str:
 
 
 @app.command()
-def tune(
-    model: Model = EMBEDDED, dtype: Dtype = DtypeName.bfloat16, device: Device = "cpu", as_json: Json = False
-) -> None:
+def tune(model: Model = EMBEDDED, dtype: Dtype = DtypeName.auto, device: Device = "cpu", as_json: Json = False) -> None:
     """Measure the attention backends in a model's shape on this machine; from then on `auto` takes the fastest."""
     from .ops import measured
 
@@ -139,7 +137,7 @@ def models(as_json: Json = False) -> None:
 @app.command()
 def demo(
     model: Model = EMBEDDED,
-    dtype: Dtype = DtypeName.bfloat16,
+    dtype: Dtype = DtypeName.auto,
     compile: Compile = False,
     branches: Annotated[int, typer.Option(min=1, help="Solutions to branch into.")] = 8,
     voters: Annotated[int, typer.Option(min=1, help="Votes on the best solution.")] = 4,
@@ -166,7 +164,7 @@ def run(
     task: Annotated[str, typer.Option(help="The task; - reads standard input.")] = "-",
     model: Model = EMBEDDED,
     mode: Mode = ModeName.choreographed,
-    dtype: Dtype = DtypeName.bfloat16,
+    dtype: Dtype = DtypeName.auto,
     compile: Compile = False,
     option: Annotated[list[str] | None, typer.Option(help="An option of the workflow, as name=value.")] = None,
     adapter: Adapter = None,
@@ -214,7 +212,7 @@ def evaluate(
     shuffle: Shuffle = None,
     split: Split = "test",
     model: Model = EMBEDDED,
-    dtype: Dtype = DtypeName.bfloat16,
+    dtype: Dtype = DtypeName.auto,
     condition: Only = None,
     option: Options = None,
     max_tokens: MaxTokens = 256,
@@ -264,7 +262,7 @@ def bench(
     shuffle: Shuffle = None,
     split: Split = "test",
     model: Model = EMBEDDED,
-    dtype: Dtype = DtypeName.bfloat16,
+    dtype: Dtype = DtypeName.auto,
     compile: Compile = False,
     condition: Only = None,
     option: Options = None,
@@ -312,7 +310,7 @@ def _show_run(console: Console, title: str, done: Any) -> None:
 def chat(
     model: Model = EMBEDDED,
     mode: Mode = ModeName.choreographed,
-    dtype: Dtype = DtypeName.bfloat16,
+    dtype: Dtype = DtypeName.auto,
     compile: Compile = False,
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
     adapter: Adapter = None,

@@ -38,7 +38,7 @@ def trace(
     shuffle: Shuffle = None,
     split: Split = "train",
     model: Model = EMBEDDED,
-    dtype: Dtype = DtypeName.bfloat16,
+    dtype: Dtype = DtypeName.auto,
     option: Options = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 1.0,

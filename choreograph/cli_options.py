@@ -20,8 +20,9 @@ class ModeName(StrEnum):
 
 
 class DtypeName(StrEnum):
-    """Types a model can compute in."""
+    """Types a model can compute in; auto is what suits the machine."""
 
+    auto = "auto"
     bfloat16 = "bfloat16"
     float32 = "float32"
     float16 = "float16"

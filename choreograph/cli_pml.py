@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .cli_options import EMBEDDED, Json, Model
+from .cli_options import EMBEDDED, Dtype, DtypeName, Json, Model
 
 if TYPE_CHECKING:
     from .types import Mode
@@ -19,7 +19,6 @@ app = typer.Typer(
 )
 SchemaFile = Annotated[Path, typer.Argument(help="A schema in PML.", show_default=False)]
 PromptFile = Annotated[Path, typer.Argument(help="A prompt in PML for that schema.", show_default=False)]
-Dtype = Annotated[str, typer.Option(help="The type to compute in.")]
 Cache = Annotated[Path | None, typer.Option("--cache", help="Encodings that `warm --save` wrote.")]
 
 
@@ -72,7 +71,7 @@ def warm(
     schema: SchemaFile,
     save: Annotated[Path | None, typer.Option(help="Write the encodings to this .safetensors file.")] = None,
     model: Model = EMBEDDED,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = DtypeName.auto,
 ) -> None:
     """Encode every module of a schema, and keep the encodings in a file."""
     with _cache(schema, model, dtype) as cache:
@@ -90,7 +89,7 @@ def run(
     schema: SchemaFile,
     prompt: PromptFile,
     model: Model = EMBEDDED,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = DtypeName.auto,
     cache: Cache = None,
     compare: Annotated[bool, typer.Option("--compare", help="Answer without modules too, and time both.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 160,

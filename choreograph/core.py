@@ -62,10 +62,10 @@ class Engine:
     ) -> "Engine":
         """Loads a model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
 
-        dtype defaults to bfloat16 (a model in memory keeps its own), device to the CPU; or device_map, as transformers
-        takes it; or tp_plan ("auto"), as transformers takes it, to share the model with the other processes that
-        torchrun started. adapters: LoRA adapters by name, each a folder that `peft` saved or a Hub id. models: other
-        models of its family by name, each as `model`.
+        dtype defaults to bfloat16, or to float32 on processors that are slow in bfloat16 (a model in memory keeps its
+        own), device to the CPU; or device_map, as transformers takes it; or tp_plan ("auto"), as transformers takes it,
+        to share the model with the other processes that torchrun started. adapters: LoRA adapters by name, each a
+        folder that `peft` saved or a Hub id. models: other models of its family by name, each as `model`.
         Raises ModelError for a model that cannot be found, read or served.
         """
         config = EngineConfig() if config is None else config

@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def load(
     tp_plan: Any = None,
     positions: int | None = None,
 ) -> Adapter:
-    """A model by name, path or in memory, on a device and in a type (bfloat16 by default).
+    """A model by name, path or in memory, on a device and in a type (without one, in that of `usual_dtype`).
 
     A model in memory is used as it is: `dtype`, and the change to evaluation mode, apply to the caller's object.
     device_map, tp_plan: as transformers takes them, instead of a device. positions: as `Adapter` takes it.
@@ -55,7 +56,8 @@ def load(
         if given and device is None:
             raise ConfigError(f"{given[0]}: the model is in memory and where it is; leave it out, or use device=")
         return Adapter(_placed(model, dtype, device), tokenizer, positions=positions)
-    dtype, device, sharding = dtype or torch.bfloat16, check_device(device), options(tp_plan)
+    device, sharding = check_device(device), options(tp_plan)
+    dtype = dtype or usual_dtype(device if device_map is None else None)
     source, name = _source(str(model))
     try:
         with _no_bars():
@@ -190,13 +192,22 @@ def _first_line(problem: Exception) -> str:
 
 
 def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """A type by name ("bfloat16") or as it is; None stays None."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if dtype is None and name is None:
+    """A type by name ("bfloat16") or as it is; None, or "auto", is None."""
+    if name is None or name == "auto":
         return None
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ConfigError(f"dtype={name!r}: use float32, bfloat16 or float16")
     return dtype
+
+
+def usual_dtype(device: torch.device | None) -> torch.dtype:
+    """bfloat16; float32 on x86 processors without instructions for bfloat16, where prefills in it take three times as
+    long and decodes are no faster. device: None where it is not known yet."""
+    if device is None or device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
+        return torch.bfloat16
+    quick = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if quick else torch.float32
 
 
 def check_device(name: str | torch.device | None) -> torch.device:

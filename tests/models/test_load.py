@@ -1,5 +1,6 @@
 """Loading: the embedded model from its GGUF file, the converted copy, folders, and what the facts say."""
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -22,13 +23,30 @@ def test_the_embedded_model_is_converted_once_and_exactly():
 
 
 def test_facts_and_rotary_frequencies_survive_a_low_precision_type():
-    engine = Engine.from_pretrained()
+    engine = Engine.from_pretrained(dtype="bfloat16")
     facts = engine.facts
     assert (facts.layers, facts.query_heads, facts.kv_heads, facts.head_dim) == (30, 9, 3, 64)
     assert facts.dtype == torch.bfloat16
     assert facts.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
     exact = [1e5 ** (-2 * i / 64) for i in range(32)]
     assert max(abs(a - b) for a, b in zip(facts.kinds[0].rotary.inverse_frequencies, exact, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("machine", "instructions", "device", "expected"),
+    [
+        ("x86_64", False, "cpu", torch.float32),
+        ("AMD64", False, "cpu", torch.float32),
+        ("x86_64", True, "cpu", torch.bfloat16),
+        ("x86_64", False, "cuda", torch.bfloat16),
+        ("arm64", False, "cpu", torch.bfloat16),
+    ],
+)
+def test_the_usual_type_is_what_the_processor_is_quick_in(monkeypatch, machine, instructions, device, expected):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert load.usual_dtype(torch.device(device)) == expected
 
 
 def test_a_folder_and_a_gguf_path_load(tmp_path):
