@@ -58,7 +58,11 @@ def matched_pairs(gained: int, lost: int, n: int, level: float = 0.95) -> Estima
     low = _melded(gained, lost, n, upper=False)
     high = _melded(gained, lost, n, upper=True)
     return Estimate(
-        (gained - lost) / n, float(np.quantile(low, tail)), float(np.quantile(high, 1 - tail)), n, min(1.0, p)
+        (gained - lost) / n,
+        float(np.quantile(low, tail, overwrite_input=True)),
+        float(np.quantile(high, 1 - tail, overwrite_input=True)),
+        n,
+        min(1.0, p),
     )
 
 
@@ -69,9 +73,8 @@ def _melded(gained: int, lost: int, n: int, *, upper: bool) -> np.ndarray:
     share = _confidence(points, gained, lost, upper)
     rates = {side: _confidence(points, differ, n - differ, side) for side in (False, True)}
     direction = 2 * share - 1
-    grown = np.outer(direction, rates[upper])  # a positive direction grows with the rate, a negative one shrinks
-    shrunk = np.outer(direction, rates[not upper])
-    return np.where(direction[:, None] >= 0, grown, shrunk)
+    up = direction >= 0  # a positive direction grows with the rate, a negative one shrinks
+    return np.concatenate([np.outer(direction[up], rates[upper]), np.outer(direction[~up], rates[not upper])])
 
 
 def _confidence(points: np.ndarray, yes: int, no: int, upper: bool) -> np.ndarray:
