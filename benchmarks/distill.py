@@ -104,12 +104,12 @@ def played(folder: Path) -> Splits:
 # what it happened to say
 CLOSELY = {"kl": 10.0, "states": 20.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_type() == "bfloat16"}
 SOFTLY = CLOSELY | {"kl": 100.0, "states": 200.0}  # what it happened to say counts for next to nothing
-LONGER = SOFTLY | {"lessons": 2, "validations": 1}  # of hundreds of tokens, small gaps
+LONGER = SOFTLY | {"rate": 1e-3, "lessons": 2}  # of hundreds of tokens, small gaps
 ALONE = {"states": 0.0}  # where the baseline reads several times as much as the lesson
 PLANS = {
     "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=answerable),
     "multi_qa, trivia": Plan("multi_qa", "parallel", trivia, 96, TrainConfig(**SOFTLY, epochs=3), scored=answerable),
-    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**LONGER, epochs=1)),
+    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**LONGER, epochs=2)),
     "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**LONGER | ALONE, epochs=1)),
     "prisoners_dilemma": Plan(
         "prisoners_dilemma",
