@@ -65,22 +65,9 @@ def answerable(folder: Path) -> list[Example]:
 
 
 def trivia(folder: Path) -> Splits:
-    """Pairs of questions alone, as in the paper; no question is in two splits. Two hundred pairs of as many questions
-    were learned by heart: every pair to learn from has two of its own, half of them from other sets."""
+    """Pairs of questions alone, as in the paper; no question is in two splits."""
     found = load(str(folder / "triviaqa.jsonl"), seed=1)
-    natural = {e.id for e in load(str(folder / "nq_oracle.jsonl"), seed=1)[:100]}  # the others are for the test
-    others = [e for e in alone(folder / "nq_oracle.jsonl") if e.id in natural]
-    others += alone(folder / "hotpotqa.jsonl")[24:84] + alone(folder / "2wikimqa.jsonl")[:40]
-    learn = found[:200] + others
-    random.Random(0).shuffle(learn)
-    two = [pairs(learn[at : at + 2])[0] for at in range(0, len(learn), 2)]
-    return two, pairs(found[200:220], rings=3), pairs(found[220:])
-
-
-def alone(file: Path) -> list[Example]:
-    """Questions without their passages."""
-    read = map(json.loads, file.read_text().splitlines())
-    return [example({k: v for k, v in one.items() if k != "documents"}, i) for i, one in enumerate(read)]
+    return pairs(found[:200]), pairs(found[200:220], rings=3), pairs(found[220:])
 
 
 def supported(file: Path, limit: int) -> list[Example]:
