@@ -85,7 +85,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def engine(*, tokens: int = 16384, compile: bool = True, **options: object) -> Engine:
     config = EngineConfig(cache=CacheConfig(tokens=tokens), compile=compile, **options)  # type: ignore[arg-type]
-    return Engine.from_pretrained(config=config)
+    return Engine.from_pretrained(dtype="bfloat16", config=config)  # as the peers compute
 
 
 def quick_type() -> str:
