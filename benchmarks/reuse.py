@@ -401,7 +401,7 @@ def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         layers = shared.layers or ()
         own = len(layers) / engine.facts.layers * engine.facts.kv_bytes_per_token * 2048
     alone = engine.facts.kv_bytes_per_token * 2048
-    inputs = (apart[sender] - alone) * len(pattern.transitions) // len(engine.runner.store.arena.inputs)  # of one size
+    inputs = (apart[sender] - alone) * len(pattern.transitions) // max(1, len(engine.runner.store.arena.inputs))
     yield {
         "bytes of one": alone,
         "inputs": inputs,
