@@ -88,9 +88,9 @@ def engine(*, tokens: int = 16384, compile: bool = True, **options: object) -> E
     return Engine.from_pretrained(dtype="bfloat16", config=config)  # as the peers compute
 
 
-def quick_type() -> str:
-    """The type that this machine multiplies fastest."""
-    return str(usual_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))).removeprefix("torch.")
+def quick_in_bfloat16() -> bool:
+    """Whether this processor is: models load in it then, and training computes in it."""
+    return usual_dtype(torch.device("cpu")) == torch.bfloat16
 
 
 def some_tokens(count: int, seed: int = 0) -> list[int]:

@@ -31,7 +31,7 @@ from choreograph.report import show_table
 from choreograph.types import SamplingParams
 from choreograph.viz.charts import learning_curves
 
-from .common import FIGURES, estimate_row, last, merged, provenance, quick_type, save
+from .common import FIGURES, estimate_row, last, merged, provenance, quick_in_bfloat16, save
 
 TOP = 32  # likeliest tokens that a trace keeps where the divergence is a part of the loss
 Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, for validation, for the test
@@ -102,7 +102,7 @@ def played(folder: Path) -> Splits:
 
 # answers are short: what the baseline would have said with which probability, and what its layers gave, say more than
 # what it happened to say
-CLOSELY = {"kl": 10.0, "states": 20.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_type() == "bfloat16"}
+CLOSELY = {"kl": 10.0, "states": 20.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_in_bfloat16()}
 SOFTLY = CLOSELY | {"kl": 100.0, "states": 200.0}  # what it happened to say counts for next to nothing
 LONGER = SOFTLY | {"rate": 1e-3, "lessons": 2}  # of hundreds of tokens, small gaps
 ALONE = {"states": 0.0}  # where the baseline reads several times as much as the lesson
@@ -222,7 +222,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
 
 
 def opened(source: str) -> Engine:
-    return Engine.from_pretrained(source, dtype=quick_type(), config=EngineConfig(cache=CacheConfig(tokens=100_000)))
+    return Engine.from_pretrained(source, config=EngineConfig(cache=CacheConfig(tokens=100_000)))
 
 
 def answers(source: str, plan: Plan, name: str, data: Path, out: Path) -> dict[str, Any]:

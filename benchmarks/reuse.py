@@ -37,7 +37,6 @@ from .common import (
     last,
     merged,
     provenance,
-    quick_type,
     ratio_row,
     save,
     some_tokens,
@@ -82,7 +81,7 @@ def main() -> None:
     options.add_argument("--epochs", type=int, default=2)
     options.add_argument("--every", type=int, default=2, help="patterns begin and end at every so many layers")
     options.add_argument("--inputs", type=int, default=15, help="texts of a profile, of each data set")
-    options.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of contexts, for latency alone")
+    options.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of contexts, to time")
     options.add_argument("--questions", type=int, default=45, help="of the test, of each data set")
     given = options.parse_args()
     name = Path(given.model).stem
@@ -104,7 +103,7 @@ def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
         if name in names
     }
     config = EngineConfig(cache=CacheConfig(tokens=24_576))
-    engine = Engine.from_pretrained(run.source, dtype=quick_type(), config=config)
+    engine = Engine.from_pretrained(run.source, config=config)
     if "adapter" in trained:
         engine.add_adapter("adapter", trained["adapter"])
     if "full" in trained:
@@ -116,8 +115,8 @@ def keep(model: str, part: str, pair: str, found: Mapping[str, Any]) -> None:
     """Beside what was measured before."""
     runs = merged("reuse", "runs", {})
     one = dict(runs.get(f"{pair}, {model}", {}))  # type: ignore[call-overload]
-    before = one.get("latency", {})
-    if part == "latency" and before.get("pattern") == found["pattern"]:  # lengths can be measured one by one
+    before = one.get(part, {})
+    if "lengths" in found and before.get("pattern") == found["pattern"]:  # they can be measured one by one
         found = {**found, "lengths": before["lengths"] | found["lengths"]}
     one[part] = {**found, **provenance()}
     runs[f"{pair}, {model}"] = one
@@ -131,7 +130,7 @@ def rows(title: str, run: Any) -> list[Row]:
         facts = {"must": 1.7, "aim": 2.6, "made": _made(one)}
         found.append(ratio_row(f"{title}: prefill of {length}", one["full"], one["partial"], **facts))
     for length, one in run.get("remote", {}).get("lengths", {}).items():
-        facts = {"must": 1.7, "aim": 2.6, "made": _made(run["remote"])}
+        facts = {"must": 1.7, "aim": 2.6, "made": _made(one)}
         found.append(ratio_row(f"{title}: first token behind {length}, fetched", one["full"], one["partial"], **facts))
     for data, one in run.get("quality", {}).get("data", {}).items():
         made = {"better": "lower", "made": _made(run["quality"])}
@@ -344,9 +343,9 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dic
     another process. For the pair whose receiver has weights of its own."""
     if pair != "base to full":
         return
-    pattern, lengths = pick(pair, run.out), [length for length in LENGTHS if length <= 4096]
+    pattern, lengths = pick(pair, run.out), [length for length in run.lengths if length <= 4096]
     config = EngineConfig(cache=CacheConfig(tokens=16_384))
-    reader = Engine.from_pretrained(run.out / "full", dtype=quick_type(), config=config)
+    reader = Engine.from_pretrained(run.out / "full", config=config)
     meeting = Path(tempfile.mkdtemp()) / "meeting"
     asked = ["--model", run.source, "--meeting", str(meeting), "--rounds", str(rounds)]
     asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.transitions))]
@@ -356,9 +355,9 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dic
         dist.barrier()
         with Link(reader, 0, name="writer", seconds=60) as link:
             reader.share("base", "writer", pattern=pattern)
-            found = {}
+            found: dict[str, dict[str, Any]] = {}
             for length in lengths:
-                found[str(length)] = _remote_seconds(reader, link, pattern, length, rounds)
+                found[str(length)] = {**_remote_seconds(reader, link, pattern, length, rounds), **provenance()}
                 recomputed = reader.events.counts["recomputed"]
                 yield {"pattern": str(pattern), "lengths": found, "recomputed": recomputed}
     finally:

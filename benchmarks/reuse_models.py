@@ -20,7 +20,7 @@ from choreograph.onepass.packed import log_likelihood, logits_of, pack
 from choreograph.reuse.asked import read_asked
 from choreograph.reuse.profiling import Asked, Setting
 
-from .common import quick_type
+from .common import quick_in_bfloat16
 
 LONGEST = 1500  # tokens of a lesson: memory, and time
 
@@ -79,7 +79,7 @@ def train_adapter(source: str, data: Splits, out: Path, setting: Setting, epochs
         epochs=epochs,
         lessons=8,
         validations=2,
-        bf16=quick_type() == "bfloat16",
+        bf16=quick_in_bfloat16(),
     )
     learn, check = (lessons(engine, asked, setting) for asked in (data.learn, data.check))
     report = train(engine.runner.adapter, learn, check, out, config, on_update=_tell("adapter"))
@@ -118,7 +118,7 @@ def train_fully(source: str, data: Splits, out: Path, setting: Setting, epochs: 
 
 def _loss(adapter: Adapter, one: Lesson) -> torch.Tensor:
     packed = pack(one.calls)
-    with torch.autocast(adapter.facts.device.type, torch.bfloat16, enabled=quick_type() == "bfloat16"):
+    with torch.autocast(adapter.facts.device.type, torch.bfloat16, enabled=quick_in_bfloat16()):
         return -log_likelihood(logits_of(adapter, packed), packed.targets).mean()
 
 

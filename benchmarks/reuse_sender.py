@@ -24,7 +24,7 @@ def main() -> None:
     given = options.parse_args()
     tokens = (given.rounds + 1) * sum(given.lengths) + 4096
     config = EngineConfig(cache=CacheConfig(tokens=tokens))
-    engine = Engine.from_pretrained(given.model, dtype=quick_type(), config=config)
+    engine = Engine.from_pretrained(given.model, config=config)
     if given.enter:  # any receiver will do: what counts is which inputs are kept
         engine.add_model("reader", engine.runner.adapter.model)
         engine.share("reader", pattern=Pattern.of_layers(given.enter), tokens=1)
