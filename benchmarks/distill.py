@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train
 from choreograph.distill.lessons import Lesson, baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.evaluation.data import Example, example, games, load, pairs
+from choreograph.evaluation.fidelity import drift_rows, drifts
 from choreograph.evaluation.runs import Folder, run_conditions, settings_of
 from choreograph.evaluation.shown import with_adapter
 from choreograph.evaluation.statistics import Estimate, difference, mean, ratio
@@ -91,13 +93,13 @@ def concepts(folder: Path) -> Splits:
 
 def problems(folder: Path) -> Splits:
     found = load(str(folder / "math_train.jsonl"), seed=1)
-    return found[:20], found[200:204], load(str(folder / "math.jsonl"), limit=12, seed=1)
+    return found[:40], found[200:206], load(str(folder / "math.jsonl"), limit=24, seed=1)
 
 
 def played(folder: Path) -> Splits:
     """Games differ by their seeds alone."""
     found = games(240)
-    return found[:60], found[200:210], found[215:]
+    return found[:40], found[200:206], found[216:]
 
 
 # answers are short: what the baseline would have said with which probability, and what its layers gave, say more than
@@ -105,18 +107,33 @@ def played(folder: Path) -> Splits:
 CLOSELY = {"kl": 10.0, "states": 20.0, "rate": 3e-4, "lessons": 4, "validations": 2, "bf16": quick_in_bfloat16()}
 SOFTLY = CLOSELY | {"kl": 100.0, "states": 200.0}  # what it happened to say counts for next to nothing
 LONGER = SOFTLY | {"rate": 1e-3, "lessons": 2}  # of hundreds of tokens, small gaps
-ALONE = {"states": 0.0}  # where the baseline reads several times as much as the lesson
+ALONE = {"states": 0.0, "validations": 1}  # what the baseline's layers gave did not help
+BRIEFLY = LONGER | ALONE | {"rate": 5e-4}  # few traces, each of which takes long
 PLANS = {
     "multi_qa": Plan("multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3), scored=answerable),
-    "multi_qa, trivia": Plan("multi_qa", "parallel", trivia, 96, TrainConfig(**SOFTLY, epochs=3), scored=answerable),
+    "multi_qa, trivia": Plan(
+        "multi_qa",
+        "parallel",
+        trivia,
+        96,
+        TrainConfig(**SOFTLY | ALONE, epochs=5),
+        scored=answerable,
+    ),
     "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**LONGER, epochs=2)),
-    "mad_par": Plan("mad_par", "choreographed", problems, 128, TrainConfig(**LONGER | ALONE, epochs=1)),
+    "tree_of_thoughts": Plan(
+        "tree_of_thoughts",
+        "choreographed",
+        problems,
+        96,
+        TrainConfig(**BRIEFLY, epochs=2),
+        {"branches": 4, "voters": 4},
+    ),
     "prisoners_dilemma": Plan(
         "prisoners_dilemma",
         "leak both",
         played,
         96,
-        TrainConfig(**LONGER, epochs=1),
+        TrainConfig(**BRIEFLY, epochs=2),
         {"strategy": "defect"},
     ),
 }
@@ -199,7 +216,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
         on_update=lambda done, most: print(f"... {name}: update {done} of {most}", flush=True),
     )
     engine.add_adapter("FT", out / "adapter")
-    found = gap(engine, baseline_lessons(traces["test"]), reused("test"))
+    found = gap(engine, plan, traces["test"])
     found["harm"] = harm(engine, data)
     found["one pass"] = one_pass(engine, plan, traces["test"][:5])
     if plan.scored:
@@ -233,12 +250,33 @@ def answers(source: str, plan: Plan, name: str, data: Path, out: Path) -> dict[s
     return scores(engine, name, plan, plan.scored(data), out) | provenance()
 
 
-def gap(engine: Engine, baseline: Sequence[Lesson], reused: Sequence[Lesson]) -> dict[str, Any]:
-    """Log-loss of the baseline's own texts: on the baseline, under reuse, and adapted; every trace weighs the same."""
-    adapter = engine.runner.adapter
-    base = losses(adapter, baseline)
-    before, after = losses(adapter, reused), losses(adapter, reused, "FT")
-    drifted = losses(adapter, baseline, "FT")
+def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
+    """Log-loss of the baseline's own texts: on the baseline, under reuse, and adapted; every trace weighs the same.
+
+    Beside it the divergence from the baseline: the gap to be expected where the baseline's text goes on in every way
+    that it could, not in the one that was drawn. Where little is lost it tells more.
+    """
+    known = conditions_of(find(plan.workflow))
+    baseline, reused = next(iter(known.values())), known[plan.condition]
+    ways = {"before": reused, "after": replace(reused, model="FT"), "adapted": replace(baseline, model="FT")}
+    found = drifts(
+        engine,
+        find(plan.workflow),
+        [trace.script for trace in traces],
+        {"baseline": baseline, **ways},
+        sampling=SamplingParams(max_tokens=plan.max_tokens),
+        options=plan.options,
+    )
+    each = []
+    for _, one in found:
+        each.append(one)
+        print(f"... gap: {len(each)} of {len(traces)}", flush=True)
+
+    def of(way: str, what: str) -> list[float]:
+        return [fmean(x for drift in one[way] for x in getattr(drift, what)) for one in each]
+
+    base, before, after, drifted = of("before", "before"), *(of(way, "after") for way in ways)
+    far, near = of("before", "divergence"), of("after", "divergence")
     return {
         "baseline": asdict(mean(base)),
         "before": asdict(mean(before)),
@@ -246,7 +284,11 @@ def gap(engine: Engine, baseline: Sequence[Lesson], reused: Sequence[Lesson]) ->
         "gap before": asdict(difference(before, base)),
         "gap after": asdict(difference(after, base)),
         "closed": asdict(closed(base, before, after)),
+        "divergence before": asdict(mean(far)),
+        "divergence after": asdict(mean(near)),
+        "divergence closed": asdict(closed([0.0] * len(far), far, near)),
         "adapted baseline": asdict(difference(drifted, base)),
+        "stages": {row.stage: row.divergence.value for row in drift_rows([{"before": one["before"]} for one in each])},
     }
 
 
@@ -328,7 +370,18 @@ class Progress:
 def show(name: str, found: Mapping[str, Any]) -> None:
     lines = [
         (what, interval(found[what], places=3))
-        for what in ("baseline", "before", "after", "gap before", "gap after", "closed", "adapted baseline")
+        for what in (
+            "baseline",
+            "before",
+            "after",
+            "gap before",
+            "gap after",
+            "closed",
+            "divergence before",
+            "divergence after",
+            "divergence closed",
+            "adapted baseline",
+        )
     ]
     lines.append(("ordinary text, change", interval(found["harm"]["change"], places=3, sign=True)))
     lines.append(("one pass over steps", interval(found["one pass"]["speed-up"], places=1)))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.choreographies import find
-from choreograph.evaluation.fidelity import drifts
+from choreograph.evaluation.fidelity import drifts, scripts_of
 from choreograph.evaluation.shown import show_drift
 from choreograph.types import SamplingParams
 
@@ -47,8 +47,7 @@ def main() -> None:
         for _, drift in drifts(
             engine,
             workflow,
-            examples,
-            traces,
+            scripts_of(examples, traces),
             conditions_for(plan),
             sampling=SamplingParams(max_tokens=plan.max_tokens),
             options=plan.options,

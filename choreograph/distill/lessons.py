@@ -9,7 +9,7 @@ from ..choreographies.performance import Condition
 from ..errors import ConfigError
 from ..models.adapter import Adapter
 from ..onepass.calls import TracedCall, as_prompts, decodes_of
-from ..onepass.rehearsal import Script, rehearse
+from ..onepass.rehearsal import rehearse
 from ..types import SamplingParams
 from .traces import Trace
 
@@ -38,7 +38,7 @@ def lessons_of(
     options: Mapping[str, Any] | None = None,
 ) -> list[Lesson]:
     """Each trace as the workflow runs under a condition."""
-    scripts = [Script(t.id, t.task, t.content) for t in traces]
+    scripts = [t.script for t in traces]
     found = dict(rehearse(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
     return [Lesson(t.id, _with_readings(found[t.id], t.calls), tuple(as_prompts(t.calls))) for t in traces]
 

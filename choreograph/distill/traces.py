@@ -18,6 +18,7 @@ from ..evaluation.data import Example
 from ..evaluation.runs import Folder, Record, run_conditions, seed_of, settings_of
 from ..message import Message
 from ..onepass.calls import VERSION, TracedCall, calls_of, from_json, to_json
+from ..onepass.rehearsal import Script
 from ..types import SamplingParams
 
 NAME = "traces"
@@ -41,6 +42,10 @@ class Trace:
             if call.generated is not None:
                 said.setdefault(call.stage, []).append(call.generated)
         return said
+
+    @property
+    def script(self) -> Script:
+        return Script(self.id, self.task, self.content)
 
     @property
     def logprobs(self) -> list[float]:

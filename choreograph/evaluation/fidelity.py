@@ -40,19 +40,17 @@ class Drift:
 def drifts(
     engine: Engine,
     workflow: Workflow,
-    examples: Sequence[Example],
-    traces: Mapping[str, Record],
+    scripts: Sequence[Script],
     conditions: Mapping[str, Condition],
     *,
     sampling: SamplingParams,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, dict[str, list[Drift]]]]:
-    """For every example, its id and what each condition but the first (the baseline) makes of its trace.
+    """For every script, its id and what each condition but the first (the baseline) makes of it.
 
     Memory: two rows of logits for every token of a trace, one trace at a time.
     """
     adapter = engine.runner.adapter
-    scripts = [Script(e.id, e.task, traces[e.id]["tokens"]) for e in examples if not traces[e.id].get("error")]
     calls = {
         name: dict(rehearse(adapter, workflow, scripts, condition, sampling=sampling, options=options))
         for name, condition in conditions.items()
@@ -65,6 +63,11 @@ def drifts(
     for script in scripts:
         before = readings(baseline, script.id)
         yield script.id, {name: _compare(before, readings(name, script.id)) for name in others}
+
+
+def scripts_of(examples: Sequence[Example], records: Mapping[str, Record]) -> list[Script]:
+    """What was said in the records of a condition, but for those that failed."""
+    return [Script(e.id, e.task, records[e.id]["tokens"]) for e in examples if not records[e.id].get("error")]
 
 
 def _readings(adapter: Adapter, calls: Sequence[TracedCall], model: str) -> Readings:

@@ -18,7 +18,7 @@ from ..report import show_table
 from ..types import SamplingParams
 from ..viz.charts import speedup_over_tokens
 from .data import Example, load, pairs
-from .fidelity import Drift, drift_rows, drifts
+from .fidelity import Drift, drift_rows, drifts, scripts_of
 from .judge import verdicts
 from .runs import Folder, Record, run_conditions, settings_of
 from .speed import speed_rows, timed
@@ -97,9 +97,10 @@ def evaluate(
     if fidelity:
         some = examples[:fidelity]
         traces = {r["id"]: r for r in next(iter(records.values()))}
+        scripts = scripts_of(some, traces)
         with progress(console, "fidelity", len(some)) as tick:
             found = []
-            for _, drift in drifts(engine, workflow, some, traces, conditions, sampling=sampling, options=options):
+            for _, drift in drifts(engine, workflow, scripts, conditions, sampling=sampling, options=options):
                 found.append(drift)
                 tick()
         report["fidelity"] = show_drift(console, name, found)

@@ -12,7 +12,7 @@ from choreograph.choreographies import Condition, conditions_of, find
 from choreograph.cli import app
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example, games
-from choreograph.evaluation.fidelity import drift_rows, drifts
+from choreograph.evaluation.fidelity import drift_rows, drifts, scripts_of
 from choreograph.evaluation.judge import verdicts
 from choreograph.evaluation.runs import Folder, run_conditions, seed_of, settings_of
 from choreograph.evaluation.speed import speed_rows, timed
@@ -116,7 +116,7 @@ def test_plans_come_from_the_baseline(embedded, tmp_path):
 def test_nothing_drifts_where_nothing_is_reused_elsewhere(embedded, tmp_path):
     records = run(embedded, tmp_path)
     traces = {r["id"]: r for r in records["baseline"]}
-    found = list(drifts(embedded, find("direct"), MATH, traces, BOTH, sampling=SAMPLING))
+    found = list(drifts(embedded, find("direct"), scripts_of(MATH, traces), BOTH, sampling=SAMPLING))
     assert sorted(id for id, _ in found) == [e.id for e in MATH]
     rows = drift_rows([one for _, one in found])
     assert [r.stage for r in rows] == ["all", "answer"]
@@ -130,7 +130,8 @@ def test_drift_is_what_log_probabilities_say(embedded, tmp_path):
     examples, options = MATH[:1], {"agents": 2, "rounds": 2}
     records = run(embedded, tmp_path, "mad_par", examples, **options)
     trace = records["baseline"][0]
-    ((_, found),) = drifts(embedded, find("mad_par"), examples, {"m1": trace}, BOTH, sampling=SAMPLING, options=options)
+    scripts = scripts_of(examples, {"m1": trace})
+    ((_, found),) = drifts(embedded, find("mad_par"), scripts, BOTH, sampling=SAMPLING, options=options)
     logprobs = SamplingParams(logprobs=0)
     for mode, name in (("prefix", "before"), ("choreographed", "after")):
         from choreograph.choreographies import Performance
