@@ -97,9 +97,6 @@ def train(
     validations: Annotated[int, typer.Option(min=1, help="Validations in each epoch.")] = 1,
     patience: Annotated[int, typer.Option(min=0, help="Validations without a better one; 0: never stop early.")] = 0,
     kl: Annotated[float, typer.Option(help="Weight of the divergence from the baseline, beside the log-loss.")] = 0.0,
-    states: Annotated[
-        float, typer.Option(help="Weight of the distance of the layers' outputs from the baseline's.")
-    ] = 0.0,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Save memory: compute layers twice.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16, whatever the weights are.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Metrics for TensorBoard too.")] = False,
@@ -122,7 +119,6 @@ def train(
         validations=validations,
         patience=patience,
         kl=kl,
-        states=states,
         checkpointing=checkpointing,
         bf16=bf16,
         tensorboard=tensorboard,

@@ -9,19 +9,17 @@ from ..choreographies.performance import Condition
 from ..errors import ConfigError
 from ..models.adapter import Adapter
 from ..onepass.calls import TracedCall, as_prompts, decodes_of
-from ..onepass.rehearsal import rehearse
+from ..onepass.rehearsal import Script, rehearse
 from ..types import SamplingParams
 from .traces import Trace
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is computed in one pass, and what it is to say. Its generated calls carry what the baseline gave them.
-    heard: the same generated tokens as the baseline computed them, or nothing."""
+    """What is computed in one pass, and what it is to say. Its generated calls carry what the baseline gave them."""
 
     id: str
     calls: tuple[TracedCall, ...]
-    heard: tuple[TracedCall, ...] = ()
 
     @property
     def targets(self) -> int:
@@ -40,7 +38,7 @@ def lessons_of(
     """Each trace as the workflow runs under a condition."""
     scripts = [t.script for t in traces]
     found = dict(rehearse(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
-    return [Lesson(t.id, _with_readings(found[t.id], t.calls), tuple(as_prompts(t.calls))) for t in traces]
+    return [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
 
 
 def baseline_lessons(traces: Sequence[Trace]) -> list[Lesson]:

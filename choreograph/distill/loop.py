@@ -4,13 +4,11 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
@@ -18,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 from ..models.adapter import Adapter
 from ..onepass.packed import log_likelihood, logits_of, pack
 from .lessons import Lesson
-from .losses import distance, divergence, heard_of, mean_loss, states_of
+from .losses import divergence, mean_loss
 from .setting import TrainConfig
 
 _NAMES = {f.name for f in fields(TrainingArguments)}
@@ -68,29 +66,11 @@ class OnePass(Trainer):
         total: Any = 0.0
         for lesson in inputs["lessons"]:
             packed = pack(lesson.calls)
-            watched: AbstractContextManager[list[Tensor]] = nullcontext([])
-            if self._config.states:
-                watched = states_of(self._adapter, packed)
-            with watched as states:
-                logits = logits_of(self._adapter, packed, through=model)
+            logits = logits_of(self._adapter, packed, through=model)
             total = total - log_likelihood(logits, packed.targets).sum()
             if self._config.kl:
                 total = total + self._config.kl * divergence(logits, lesson).sum()
-            if self._config.states:
-                total = total + self._config.states * distance(states, self._heard(model, lesson)).sum()
         return total / (self._typical * len(inputs["lessons"]))
-
-    @torch.no_grad()
-    def _heard(self, model: Any, lesson: Lesson) -> list[Tensor]:
-        """What the layers give on the baseline, without adapters."""
-        packed, learning = heard_of(lesson), model.training
-        model.eval()
-        try:
-            with model.disable_adapter(), states_of(self._adapter, packed) as states:
-                logits_of(self._adapter, packed, through=model)
-        finally:
-            model.train(learning)
-        return states
 
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
         began = time.perf_counter()

@@ -1,8 +1,6 @@
-"""What a lesson costs: log-loss of its tokens, divergence from what the baseline gave, distance from its states. Every
-lesson in one pass."""
+"""What a lesson costs: log-loss of its tokens, divergence from what the baseline gave. Every lesson in one pass."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..models.adapter import Adapter
-from ..onepass.packed import Pack, log_likelihood, pack, read_logits
+from ..onepass.packed import log_likelihood, pack, read_logits
 from ..types import BASE
 from .lessons import Lesson
 
@@ -39,39 +37,6 @@ def divergence(logits: Tensor, lesson: Lesson) -> Tensor:
     new = logits.float().log_softmax(-1).gather(1, ids)
     rest_old, rest_new = (torch.log1p(-x.exp().sum(-1).clamp(max=1 - 1e-6)) for x in (old, new))
     return (old.exp() * (old - new)).sum(-1) + rest_old.exp() * (rest_old - rest_new)
-
-
-def distance(seen: Sequence[Tensor], heard: Sequence[Tensor]) -> Tensor:
-    """Of every generated token, how far the outputs of the layers lie from those of the baseline: squared, each in
-    units of the baseline's, the mean of all layers."""
-    far = [
-        (a.float() - b.float()).square().sum(-1) / b.float().square().sum(-1) for a, b in zip(seen, heard, strict=True)
-    ]
-    return torch.stack(far).mean(0)
-
-
-@contextmanager
-def states_of(adapter: Adapter, packed: Pack) -> Iterator[list[Tensor]]:
-    """Inside the block, what every layer gives for the rows that predict the targets, layer by layer."""
-    found: list[Tensor] = []
-
-    def keep(module: Any, given: Any, out: Any) -> None:
-        found.append((out if isinstance(out, Tensor) else out[0])[0, packed.rows])
-
-    hooks = [layer.register_forward_hook(keep) for layer in adapter.depth.layers]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def heard_of(lesson: Lesson) -> Pack:
-    """The pass in which the baseline says what a lesson is to say."""
-    packed = pack(lesson.heard)
-    if packed.targets != pack(lesson.calls).targets:
-        raise DataError(f"{lesson.id}: states needs what the baseline computed: make lessons with `lessons_of`")
-    return packed
 
 
 def kept_of(lesson: Lesson) -> list[Any]:

@@ -35,10 +35,8 @@ def train_on(
         raise ConfigError(f"{traces}: traces of model {settings['model']!r}, not of {adapter.facts.name!r}")
     learn, check = split(found, validation, (config or TrainConfig()).seed)
     if direct is not None:
-        if condition is not None or (config and (config.kl or config.states)):
-            raise ConfigError(
-                "direct: final answers are learned without a condition, and without what the baseline gave or computed"
-            )
+        if condition is not None or (config and config.kl):
+            raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
         workflow = find(direct)
         lessons, checks = (answer_lessons(adapter, workflow, part) for part in (learn, check))
         return train(adapter, lessons, checks, out, config, on_update=on_update)

@@ -16,10 +16,9 @@ class TrainConfig:
     """The paper's setting where it says one (section 3.3, footnote 7).
 
     targets: the layers that get an adapter, by the end of their names. lessons: how many go into one update, one pass
-    each. kl: weight of the divergence from the log-probabilities kept in the traces, beside the log-loss. states:
-    weight of the distance of every layer's output from what it is on the baseline, which is computed beside it.
-    patience: validations without a better one before it stops (0: never). checkpointing: computes layers again for the
-    gradient, to save memory. bf16: computes in bfloat16, with weights in their own type.
+    each. kl: weight of the divergence from the log-probabilities kept in the traces, beside the log-loss. patience:
+    validations without a better one before it stops (0: never). checkpointing: computes layers again for the gradient,
+    to save memory. bf16: computes in bfloat16, with weights in their own type.
     """
 
     rank: int = 64
@@ -33,7 +32,6 @@ class TrainConfig:
     decay: float = 0.0
     clip: float = 1.0
     kl: float = 0.0
-    states: float = 0.0
     validations: int = 1
     patience: int = 0
     checkpointing: bool = False
@@ -53,7 +51,6 @@ class TrainConfig:
             ("clip", self.clip > 0, "use a positive number"),
             ("decay", self.decay >= 0, "use 0 or more"),
             ("kl", self.kl >= 0, "use 0 or more"),
-            ("states", self.states >= 0, "use 0 or more"),
             ("targets", self.targets and "lm_head" not in self.targets, "name kinds of layers, not the output layer"),
         ):
             if not ok:

@@ -26,7 +26,7 @@ from ..models.adapter import Adapter
 from ..onepass.calls import to_json
 from .lessons import Lesson
 from .loop import Metrics, OnePass, history, last_checkpoint
-from .losses import heard_of, kept_of, mean_loss
+from .losses import kept_of, mean_loss
 from .setting import TrainConfig, TrainReport
 
 
@@ -51,13 +51,8 @@ def train(
         raise ConfigError(f"checkpointing=True: layers of {adapter.facts.name} are not computed again; leave it out")
     if not lessons or not validation:
         raise DataError(f"{len(lessons)} lessons, {len(validation)} for validation: give one or more of each")
-    if config.states and adapter.bridge is not None:
-        raise ConfigError(f"states={config.states}: layers of {adapter.facts.name} cannot be watched; leave it out")
-    for lesson in lessons:
-        if config.kl:
-            kept_of(lesson)
-        if config.states:
-            heard_of(lesson)
+    for lesson in lessons if config.kl else ():
+        kept_of(lesson)
     if _is_finished(adapter, lessons, validation, out, config):
         return TrainReport.read(out)
     floor = mean_loss(adapter, baseline) if baseline else None

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import tiny
@@ -13,10 +12,10 @@ from safetensors.torch import load_file
 
 from choreograph import Engine, SamplingParams
 from choreograph.distill import Lesson, TrainConfig, train
-from choreograph.distill.losses import distance, divergence, losses, mean_loss, states_of
+from choreograph.distill.losses import divergence, losses, mean_loss
 from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.onepass.calls import Seen, TracedCall
-from choreograph.onepass.packed import log_likelihood, logits_of, pack, read_logits
+from choreograph.onepass.packed import log_likelihood, logits_of, pack
 
 FAST = {"rank": 4, "alpha": 8, "rate": 1e-2, "lessons": 2, "dropout": 0.0}
 
@@ -83,50 +82,6 @@ def test_the_adapter_is_served_as_it_was_trained(adapter, tmp_path):
             total -= sum(x.logprob for x in answer.logprobs)
             count += 3
     assert total / count == pytest.approx(report.after, abs=1e-4)
-
-
-def heard(one):
-    """The lesson with a baseline: the answer behind both texts, one after the other."""
-    a, b, said = one.calls
-    prompt = [*a.prompt, *b.prompt, *said.prompt]
-    return replace(one, heard=(TracedCall("answer", prompt, 0, (), said.generated),))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_states_are_drawn_to_those_of_the_baseline(adapter, tmp_path, checkpointing):
-    """Measured on lessons that are not learned from."""
-    config = TrainConfig(**FAST, epochs=6, states=30.0, checkpointing=checkpointing)
-    train(adapter, [heard(x) for x in LEARN], CHECK, tmp_path, config)
-    engine = Engine(adapter, adapters={"FT": tmp_path})
-
-    def far(model):
-        found = []
-        for one in map(heard, CHECK):
-            there, here = pack(one.heard), pack(one.calls)
-            with states_of(adapter, there) as wanted:
-                read_logits(adapter, there)
-            with states_of(adapter, here) as given:
-                read_logits(adapter, here, model)
-            found.append(float(distance(given, wanted).mean()))
-        return sum(found)
-
-    assert len(engine.models) == 2
-    assert far("FT") < 0.8 * far("base")
-
-
-def test_states_equal_to_the_baselines_are_at_no_distance(adapter):
-    one = heard(LEARN[0])
-    packed = pack(one.heard)
-    with states_of(adapter, packed) as states:
-        read_logits(adapter, packed)
-    assert len(states) == adapter.facts.layers and states[0].shape[0] == 3
-    assert float(distance(states, states).sum()) == 0
-    assert torch.allclose(distance([2 * s for s in states], states), torch.ones(3))
-
-
-def test_states_need_what_the_baseline_computed(adapter, tmp_path):
-    with pytest.raises(DataError, match="0: states needs what the baseline computed"):
-        train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, states=1.0))
 
 
 class StoppedError(Exception):
