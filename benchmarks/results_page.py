@@ -337,6 +337,19 @@ def distill() -> str:
     return markdown([*head, "closed %", "traces", "held out"], lines) + "\n\n" + _made("distill")
 
 
+def distill_divergence() -> str:
+    lines = []
+    for title, one in record("distill")["runs"].items():
+        if "divergence closed" not in one:
+            continue  # measured before it was kept
+        cells = [interval(one[f"divergence {when}"], places=4) for when in ("before", "after")]
+        where = [f"{stage} {value:.3f}" for stage, value in one["stages"].items() if stage != "all" and value > 1e-3]
+        closed = interval(one["divergence closed"], 100, places=0)
+        lines.append([_learned(title), one["model"], *cells, closed, ", ".join(where)])
+    head = ["workflow", "model", "reused", "fine-tuned", "closed %", "reused, a token of each stage"]
+    return markdown(head, lines) if lines else "Not measured yet."
+
+
 def distill_cost() -> str:
     lines = []
     for title, one in record("distill")["runs"].items():
@@ -407,6 +420,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "prediction": prediction,
     "fidelity": fidelity,
     "distill": distill,
+    "distill-divergence": distill_divergence,
     "distill-cost": distill_cost,
     "distill-answers": distill_answers,
     "prompt-cache": prompt_cache,
