@@ -11,7 +11,7 @@ import torch
 
 from choreograph import CacheConfig, Engine, EngineConfig
 
-from ..common import Row, engine, greedy, median_row, seconds, some_tokens, write
+from ..common import Row, greedy, median_row, seconds, some_tokens, write
 from .bench import Bench
 from .budget import Budget
 from .counts import Counted, Counting, Work, count_flow
@@ -31,7 +31,7 @@ class Here(Bench):
 
     @cached_property
     def engine(self) -> Engine:
-        return engine(tokens=16_384, compile=False)
+        return Engine.from_pretrained(config=EngineConfig(cache=CacheConfig(tokens=16_384)))
 
 
 class Curve:
