@@ -106,7 +106,6 @@ def played(folder: Path) -> Splits:
 CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "bf16": quick_in_bfloat16()}
 SOFTLY = CLOSELY | {"kl": 100.0}  # what it happened to say counts for next to nothing
 BRIEFLY = SOFTLY | {"rate": 5e-4, "lessons": 2}  # few traces, each of which takes long
-FASTER = BRIEFLY | {"rate": 2e-3}  # small gaps of a small model: at lower rates the adapter hardly moves
 PLANS = {
     "multi_qa": Plan(
         "multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3, validations=2), scored=answerable
@@ -119,7 +118,7 @@ PLANS = {
         TrainConfig(**SOFTLY, epochs=5),
         scored=answerable,
     ),
-    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**FASTER, epochs=2)),
+    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**BRIEFLY, epochs=2)),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
         "choreographed",
@@ -133,7 +132,7 @@ PLANS = {
         "leak both",
         played,
         96,
-        TrainConfig(**FASTER, epochs=2),
+        TrainConfig(**BRIEFLY, epochs=2),
         {"strategy": "defect"},
     ),
 }
