@@ -65,6 +65,7 @@ def main() -> None:
     parts = [part for part in PARTS if part in given.only]
     if given.check:
         check.check()
+        page.fill()
     elif given.predict:
         predict(given.predict)
     elif given.tiny or torch.cuda.is_available():

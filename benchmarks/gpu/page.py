@@ -23,6 +23,10 @@ def keep(name: str, every: Mapping[str, Mapping[str, float]]) -> None:
         title: {measure: float(f"{value:.4g}") for measure, value in one.items()} for title, one in every.items()
     }
     file.write_text(json.dumps(known, indent=1) + "\n")
+    fill()
+
+
+def fill() -> None:
     PAGE.write_text(filled(PAGE.read_text()))
 
 
