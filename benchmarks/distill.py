@@ -193,7 +193,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             examples,
             out / split,
             sampling=sampling,
-            top=TOP if plan.config.kl and split == "learn" else 0,
+            top=TOP if plan.config.kl and split != "test" else 0,
             options=plan.options,
             on_done=done,
         )
@@ -225,7 +225,11 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     found["one pass"] = one_pass(engine, plan, traces["test"][:5])
     if plan.scored:
         found["scores"] = scores(engine, name, plan, plan.scored(data), out) | provenance()
-    facts = {k: v for k, v in report.as_dict().items() if k not in ("log", "before", "after", "baseline", "closed")}
+    facts = {
+        k: v
+        for k, v in report.as_dict().items()
+        if k not in ("log", "before", "after", "baseline", "divergence", "closed")
+    }
     found |= {
         "workflow": plan.workflow,
         "model": model,
@@ -234,7 +238,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
         "config": asdict(plan.config),
         "max_tokens": plan.max_tokens,
         "training": facts,
-        "validation": {"before": report.before, "after": report.after, "baseline": report.baseline},
+        "validation": {key: getattr(report, key) for key in ("before", "after", "baseline", "divergence")},
         "curve": [[0, report.before], *([e["step"], e["eval_loss"]] for e in report.log if "eval_loss" in e)],
         **provenance(),
     }

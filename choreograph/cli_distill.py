@@ -161,6 +161,8 @@ def _show(console: Console, report: Any, out: Path) -> None:
         lines.append(("log-loss on the baseline", f"{report.baseline:.4f}"))
     if report.closed is not None:
         lines.append(("gap closed", f"{report.closed:.0%}"))
+    if report.divergence is not None:
+        lines.append(("divergence from the baseline", "{:.4f} before, {:.4f} after".format(*report.divergence)))
     lines += [
         ("trained share of parameters", f"{report.trained_share:.2%}"),
         ("seconds a trace", f"{report.seconds:.2f}"),

@@ -16,10 +16,11 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 from ..models.adapter import Adapter
 from ..onepass.packed import log_likelihood, logits_of, pack
 from .lessons import Lesson
-from .losses import divergence, mean_loss
+from .losses import divergence, mean_losses
 from .setting import TrainConfig
 
 _NAMES = {f.name for f in fields(TrainingArguments)}
+_MEASURED = ("loss", "eval_loss", "eval_divergence", "eval_learned", "learning_rate", "grad_norm")
 _CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in _NAMES)
 
 
@@ -75,9 +76,12 @@ class OnePass(Trainer):
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
         began = time.perf_counter()
         self._adapter.model.eval()
-        loss = mean_loss(self._adapter, self._validation)  # the model holds the adapters now
+        kl = self._config.kl
+        loss, apart = mean_losses(self._adapter, self._validation, diverging=kl > 0)  # the model holds the adapters now
         self.validating += time.perf_counter() - began
-        return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss}, len(self._validation))  # type: ignore[arg-type]
+        found = {"loss": loss, "learned": loss + kl * apart} | ({"divergence": apart} if kl else {})
+        named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        return EvalLoopOutput(None, None, named, len(self._validation))  # type: ignore[arg-type]
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0
@@ -108,7 +112,7 @@ def _arguments(out: Path, config: TrainConfig, every: int, cpu: bool) -> Trainin
         save_total_limit=2,
         load_best_model_at_end=True,
         restore_callback_states_from_checkpoint=True,
-        metric_for_best_model="eval_loss",
+        metric_for_best_model="eval_learned",
         greater_is_better=False,
         logging_steps=1,
         report_to=["tensorboard"] if config.tensorboard else [],
@@ -131,7 +135,7 @@ class Metrics(TrainerCallback):
         self._file.write_text("".join(json.dumps(e) + "\n" for e in entries))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        kept = {k: v for k, v in (logs or {}).items() if k in ("loss", "eval_loss", "learning_rate", "grad_norm")}
+        kept = {k: v for k, v in (logs or {}).items() if k in _MEASURED}
         if kept:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **kept}) + "\n")

@@ -24,8 +24,22 @@ def losses(adapter: Adapter, lessons: Sequence[Lesson], model: str = BASE) -> li
 
 def mean_loss(adapter: Adapter, lessons: Sequence[Lesson], model: str = BASE) -> float:
     """The mean of a token over all lessons, each token weighing the same."""
-    each = losses(adapter, lessons, model)
-    return sum(loss * x.targets for loss, x in zip(each, lessons, strict=True)) / sum(x.targets for x in lessons)
+    return mean_losses(adapter, lessons, model, diverging=False)[0]
+
+
+def mean_losses(
+    adapter: Adapter, lessons: Sequence[Lesson], model: str = BASE, *, diverging: bool
+) -> tuple[float, float]:
+    """Log-loss and divergence of a token over all lessons, each token weighing the same; no divergence is zero."""
+    loss = apart = 0.0
+    for lesson in lessons:
+        packed = pack(lesson.calls)
+        logits = read_logits(adapter, packed, model)
+        loss -= float(log_likelihood(logits, packed.targets).sum())
+        if diverging:
+            apart += float(divergence(logits, lesson).sum())
+    tokens = sum(lesson.targets for lesson in lessons)
+    return loss / tokens, apart / tokens
 
 
 def divergence(logits: Tensor, lesson: Lesson) -> Tensor:

@@ -16,8 +16,9 @@ class TrainConfig:
     """The paper's setting where it says one (section 3.3, footnote 7).
 
     targets: the layers that get an adapter, by the end of their names. lessons: how many go into one update, one pass
-    each. kl: weight of the divergence from the log-probabilities kept in the traces, beside the log-loss. patience:
-    validations without a better one before it stops (0: never). checkpointing: computes layers again for the gradient,
+    each. kl: weight of the divergence from the log-probabilities kept in the traces, beside the log-loss, in what is
+    learned and what the best checkpoint is chosen by. patience: validations without a better one before it stops (0:
+    never). checkpointing: computes layers again for the gradient,
     to save memory. bf16: computes in bfloat16, with weights in their own type.
     """
 
@@ -61,13 +62,15 @@ class TrainConfig:
 class TrainReport:
     """Mean log-loss of a token of the lessons for validation: under reuse before and after, and of the baseline.
 
-    trained_share: trained parameters over those of the model, as the paper counts. seconds: of a lesson, in training.
-    peak_memory: the most bytes that the process, or the GPU, ever held. log: what was measured on the way.
+    divergence: of the same tokens from the baseline, before and after, where it was learned from. trained_share: of
+    parameters over those of the model, as the paper counts. seconds: of a lesson, in training. peak_memory: the most
+    bytes that the process, or the GPU, ever held. log: what was measured on the way.
     """
 
     before: float
     after: float
     baseline: float | None
+    divergence: tuple[float, float] | None
     trained_share: float
     seconds: float
     peak_memory: int
@@ -88,4 +91,5 @@ class TrainReport:
     def read(cls, out: Path) -> "TrainReport":
         """The report that a finished training left in its folder."""
         found = json.loads((out / "report.json").read_text())
-        return cls(**{k: v for k, v in found.items() if k != "closed"})
+        apart = found["divergence"] and tuple(found["divergence"])
+        return cls(**{k: v for k, v in found.items() if k != "closed"} | {"divergence": apart})

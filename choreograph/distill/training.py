@@ -26,7 +26,7 @@ from ..models.adapter import Adapter
 from ..onepass.calls import to_json
 from .lessons import Lesson
 from .loop import Metrics, OnePass, history, last_checkpoint
-from .losses import kept_of, mean_loss
+from .losses import kept_of, mean_loss, mean_losses
 from .setting import TrainConfig, TrainReport
 
 
@@ -51,12 +51,12 @@ def train(
         raise ConfigError(f"checkpointing=True: layers of {adapter.facts.name} are not computed again; leave it out")
     if not lessons or not validation:
         raise DataError(f"{len(lessons)} lessons, {len(validation)} for validation: give one or more of each")
-    for lesson in lessons if config.kl else ():
+    for lesson in [*lessons, *validation] if config.kl else ():
         kept_of(lesson)
     if _is_finished(adapter, lessons, validation, out, config):
         return TrainReport.read(out)
     floor = mean_loss(adapter, baseline) if baseline else None
-    before = mean_loss(adapter, validation)
+    before, apart = mean_losses(adapter, validation, diverging=config.kl > 0)
     metrics = Metrics(out, on_update)
     with _trained(adapter, config) as model:
         trained, every = model.get_nb_trainable_parameters()
@@ -66,10 +66,12 @@ def train(
         seconds = time.perf_counter() - began - trainer.validating
         model.save_pretrained(str(out), save_embedding_layers=False)
     log = history(out)
+    best = min((entry for entry in log if "eval_loss" in entry), key=lambda entry: entry["eval_learned"])
     report = TrainReport(
         before=before,
-        after=min(entry["eval_loss"] for entry in log if "eval_loss" in entry),
+        after=best["eval_loss"],
         baseline=floor,
+        divergence=(apart, best["eval_divergence"]) if config.kl else None,
         trained_share=trained / (every - trained),
         seconds=seconds / max(1, trainer.taken),
         peak_memory=_peak_memory(adapter),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from choreograph import Engine, SamplingParams
 from choreograph.distill import Lesson, TrainConfig, train
-from choreograph.distill.losses import divergence, losses, mean_loss
+from choreograph.distill.losses import divergence, losses, mean_loss, mean_losses
 from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.onepass.calls import Seen, TracedCall
 from choreograph.onepass.packed import log_likelihood, logits_of, pack
@@ -235,11 +235,28 @@ def test_divergence_is_the_whole_one_where_every_token_is_kept(adapter):
 
 
 def test_divergence_can_be_learned_from(adapter, tmp_path):
-    learn = [with_readings(adapter, x)[0] for x in LEARN[:4]]
-    report = train(adapter, learn, CHECK, tmp_path / "kl", TrainConfig(**FAST, epochs=1, kl=1.0))
+    learn, check = ([with_readings(adapter, x)[0] for x in some] for some in (LEARN[:4], CHECK))
+    config = TrainConfig(**FAST, epochs=1, kl=1.0)
+    report = train(adapter, learn, check, tmp_path / "kl", config)
     assert math.isfinite(report.after)
-    with pytest.raises(DataError, match="top"):
-        train(adapter, LEARN, CHECK, tmp_path / "none", TrainConfig(**FAST, epochs=1, kl=1.0))
+    for some, others in ((LEARN, check), (learn, CHECK)):
+        with pytest.raises(DataError, match="top"):
+            train(adapter, some, others, tmp_path / "none", config)
+
+
+def test_where_the_divergence_is_learned_it_chooses_the_best(adapter, tmp_path):
+    """The readings are the model's own, so every update leads away from them, while log-loss on the texts may fall."""
+    lessons = [with_readings(adapter, x)[0] for x in LEARN[:6]]
+    report = train(adapter, lessons, lessons, tmp_path, TrainConfig(**FAST, epochs=5, kl=100.0))
+    measured = [e for e in report.log if "eval_loss" in e]
+    best = min(measured, key=lambda e: e["eval_learned"])
+    assert best["eval_learned"] == pytest.approx(best["eval_loss"] + 100 * best["eval_divergence"])
+    assert best["eval_loss"] > min(e["eval_loss"] for e in measured), "else this shows nothing"
+    assert report.divergence == (pytest.approx(0, abs=1e-5), best["eval_divergence"])
+    assert report.after == best["eval_loss"]
+    engine = Engine(adapter, adapters={"FT": tmp_path})
+    found = mean_losses(engine.runner.adapter, lessons, "FT", diverging=True)
+    assert found == pytest.approx((report.after, report.divergence[1]), abs=1e-4)
 
 
 def test_another_setting_needs_another_folder(adapter, tmp_path):
