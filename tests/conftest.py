@@ -17,9 +17,10 @@ install_import_hook(["choreograph.ops", "choreograph.kv", "choreograph.engine.sa
 
 import pytest  # noqa: E402
 import tiny  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
+from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
 
 from choreograph import CacheConfig, Engine, EngineConfig  # noqa: E402
+from choreograph.models.load import converted, embedded_path  # noqa: E402
 from choreograph.ops import measured  # noqa: E402
 
 STOP = 2
@@ -63,3 +64,20 @@ def embedded():
     """One engine over the embedded model, in float32 so that results do not depend on the batch."""
     config = EngineConfig(cache=CacheConfig(tokens=4096, poison=True))
     return Engine.from_pretrained(config=config, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def talker_folder(tmp_path_factory):
+    """A folder of a tiny random model that has the embedded model's tokenizer: workflows of text, quickly."""
+    folder = tmp_path_factory.mktemp("talker")
+    tokenizer = AutoTokenizer.from_pretrained(converted(embedded_path()))
+    tiny.build(vocabulary=len(tokenizer), positions=8192, stop=tokenizer.eos_token_id).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def talker(talker_folder):
+    """One engine over it."""
+    config = EngineConfig(cache=CacheConfig(tokens=4096, poison=True))
+    return Engine.from_pretrained(talker_folder, config=config, dtype="float32", device="cpu")

@@ -54,9 +54,10 @@ def test_models_lists_what_is_proved_with_its_test():
         assert Path(facts["proof"]).is_file()
 
 
-def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path):
+def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path, talker_folder):
     picture = tmp_path / "graph.svg"
-    result = runner.invoke(app, ["demo", "--branches", "2", "--voters", "2", "--picture", str(picture), "--json"])
+    small = ["--branches", "2", "--voters", "2", "--model", talker_folder]
+    result = runner.invoke(app, ["demo", *small, "--picture", str(picture), "--json"])
     assert result.exit_code == 0, result.output
     numbers = json.loads(result.output)
     assert numbers["same_tokens"]

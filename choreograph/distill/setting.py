@@ -62,9 +62,9 @@ class TrainConfig:
 class TrainReport:
     """Mean log-loss of a token of the lessons for validation: under reuse before and after, and of the baseline.
 
-    divergence: of the same tokens from the baseline, before and after, where it was learned from. trained_share: of
-    parameters over those of the model, as the paper counts. seconds: of a lesson, in training. peak_memory: the most
-    bytes that the process, or the GPU, ever held. log: what was measured on the way.
+    divergence: of the same tokens from the baseline, before and after, where it was learned from. trained_share:
+    trained parameters over those of the model, as the paper counts. seconds: of a lesson, in training. peak_memory: the
+    most bytes that the process, or the GPU, ever held. log: what was measured on the way.
     """
 
     before: float

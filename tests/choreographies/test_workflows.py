@@ -20,23 +20,23 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5)
 
 
 @pytest.fixture
-def play(embedded):
+def play(talker):
     """Runs a workflow and hands out its performance with everything known."""
     sessions = []
 
     def go(name, mode="choreographed", forced=None, task=None, sampling=GREEDY, **options):
-        session = embedded.session(mode=mode, seed=3)
+        session = talker.session(mode=mode, seed=3)
         sessions.append(session)
         p = Performance(session, sampling=sampling, forced=forced)
         p.answer = find(name)(p, task or TASKS[name], **{**SMALL.get(name, {}), **options})
         p.answer.result()
-        embedded.drain()
+        talker.drain()
         return p
 
     yield go
     for session in sessions:
         session.close()
-    embedded.clear_cache()
+    talker.clear_cache()
 
 
 def steps(p, stage):
@@ -100,9 +100,9 @@ def test_no_agent_reads_its_own_answer(play):
         assert [m for m in first if m in message.parents] == first[:i] + first[i + 1 :]
 
 
-def test_a_debate_ends_with_a_yes_and_goes_on_with_anything_else(play, embedded):
+def test_a_debate_ends_with_a_yes_and_goes_on_with_anything_else(play, talker):
     def ids(text):
-        return embedded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return talker.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     stopped = play("mad_iter", forced={"verdict": [ids(" Yes, they do.")] * 3}, rounds=3)
     assert (len(steps(stopped, "affirmative")), stopped.findings["rounds"]) == (1, 1)
@@ -112,8 +112,8 @@ def test_a_debate_ends_with_a_yes_and_goes_on_with_anything_else(play, embedded)
     assert len(steps(whole, "affirmative")[-1].parents) == 1 + 4
 
 
-def test_votes_that_cannot_be_read_are_counted_and_the_first_branch_goes_on(play, embedded):
-    nothing = embedded.tokenizer(" none", add_special_tokens=False)["input_ids"]
+def test_votes_that_cannot_be_read_are_counted_and_the_first_branch_goes_on(play, talker):
+    nothing = talker.tokenizer(" none", add_special_tokens=False)["input_ids"]
     p = play("tree_of_thoughts", forced={"vote": [nothing, nothing]})
     assert p.unparseable == {"vote": 2}
     assert steps(p, "solve")[0] in p.answer.parents

@@ -1,4 +1,4 @@
-"""From a workflow to a served adapter: traces, lessons, the two commands, on the embedded model."""
+"""From a workflow to a served adapter: traces, lessons, the two commands, on a tiny model that reads text."""
 
 import json
 
@@ -23,12 +23,12 @@ SHORT = SamplingParams(max_tokens=5)
 
 
 @pytest.fixture(scope="module")
-def traces(embedded, tmp_path_factory):
+def traces(talker, tmp_path_factory):
     out = tmp_path_factory.mktemp("traces")
-    return out, collect(embedded, "multi_qa", find("multi_qa"), PAIRS, out, sampling=SHORT, top=3)
+    return out, collect(talker, "multi_qa", find("multi_qa"), PAIRS, out, sampling=SHORT, top=3)
 
 
-def test_a_trace_says_all_of_a_run(embedded, traces):
+def test_a_trace_says_all_of_a_run(talker, traces):
     out, found = traces
     assert [t.id for t in found] == ["p0", "p1", "p2"]
     for trace in found:
@@ -40,14 +40,14 @@ def test_a_trace_says_all_of_a_run(embedded, traces):
     assert sorted(again, key=lambda t: t.id) == found and settings["workflow"] == "multi_qa"
 
 
-def test_traces_that_were_stopped_go_on(embedded, traces, tmp_path):
+def test_traces_that_were_stopped_go_on(talker, traces, tmp_path):
     out, found = traces
     (tmp_path / "settings.json").write_text((out / "settings.json").read_text())
     first, *_ = (out / "traces.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "traces.jsonl").write_text(first + '{"id": "p1", "cut')
     drawn = []
     again = collect(
-        embedded,
+        talker,
         "multi_qa",
         find("multi_qa"),
         PAIRS,
@@ -60,41 +60,41 @@ def test_traces_that_were_stopped_go_on(embedded, traces, tmp_path):
     assert [t.content for t in again] == [t.content for t in found]
 
 
-def test_the_baseline_in_one_pass_is_what_was_traced(embedded, traces):
+def test_the_baseline_in_one_pass_is_what_was_traced(talker, traces):
     for trace, lesson in zip(traces[1], baseline_lessons(traces[1]), strict=True):
-        (loss,) = losses(embedded.runner.adapter, [lesson])
+        (loss,) = losses(talker.runner.adapter, [lesson])
         assert loss == pytest.approx(-sum(trace.logprobs) / len(trace.logprobs), abs=1e-4)
 
 
-def test_lessons_are_the_workflow_under_reuse(embedded, traces):
+def test_lessons_are_the_workflow_under_reuse(talker, traces):
     workflow = find("multi_qa")
     for name, condition in conditions_of(workflow).items():
         if name == "baseline":
             continue
-        lessons = lessons_of(embedded.runner.adapter, workflow, traces[1], condition)
+        lessons = lessons_of(talker.runner.adapter, workflow, traces[1], condition)
         for trace, lesson in zip(traces[1], lessons, strict=True):
             said = lesson.calls[-1]
             assert said.generated == trace.calls[trace.answer].generated
             assert said.top == trace.calls[trace.answer].top
-            with embedded.session() as session:
+            with talker.session() as session:
                 from choreograph.choreographies import Performance
 
                 p = Performance(session, forced=trace.content, sampling=SamplingParams(logprobs=0))
                 answer = workflow(p, trace.task, **condition.options)
                 heard = [x.logprob for x in answer.logprobs]
-            (loss,) = losses(embedded.runner.adapter, [lesson])
+            (loss,) = losses(talker.runner.adapter, [lesson])
             assert loss == pytest.approx(-sum(heard) / len(heard), abs=1e-4)
 
 
-def test_final_answers_become_lessons_of_one_call(embedded, traces):
-    lessons = answer_lessons(embedded.runner.adapter, find("direct"), traces[1][:1])
+def test_final_answers_become_lessons_of_one_call(talker, traces):
+    lessons = answer_lessons(talker.runner.adapter, find("direct"), traces[1][:1])
     decodes = [call for call in lessons[0].calls if call.generated is not None]
     assert [call.generated for call in decodes] == [traces[1][0].calls[traces[1][0].answer].generated]
 
 
-def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(embedded, traces):
+def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(talker, traces):
     with pytest.raises(ConfigError, match="single decode"):
-        answer_lessons(embedded.runner.adapter, find("mad_iter"), traces[1][:1], options={"rounds": 1})
+        answer_lessons(talker.runner.adapter, find("mad_iter"), traces[1][:1], options={"rounds": 1})
 
 
 def test_damaged_traces_are_refused(traces, tmp_path):
@@ -108,16 +108,17 @@ def test_damaged_traces_are_refused(traces, tmp_path):
             read_traces(tmp_path)
 
 
-def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path):
+def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path, talker_folder):
     data = tmp_path / "data.jsonl"
     rows = [{"id": f"q{i}", "question": f"What is {i} plus {i}?", "answers": [str(2 * i)]} for i in range(4)]
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))
     runner, traced, out = CliRunner(), tmp_path / "traces", tmp_path / "adapter"
-    common = ["--max-tokens", "4", "--dtype", "float32"]
+    model = ["--model", talker_folder]
+    common = ["--max-tokens", "4", "--dtype", "float32", *model]
     result = runner.invoke(app, ["trace", "multi_qa", "--data", str(data), "--out", str(traced), *common])
     assert result.exit_code == 0, result.output
     assert "4 traces" in result.output
-    command = ["train", str(traced), "--out", str(out), "--epochs", "1", "--rank", "2", "--validation", "0.25"]
+    command = ["train", str(traced), "--out", str(out), "--epochs", "1", "--rank", "2", "--validation", "0.25", *model]
     result = runner.invoke(app, [*command, "--condition", "parallel", "--lessons", "2"])
     assert result.exit_code == 0, result.output
     assert "gap closed" in result.output and "trained share" in result.output
@@ -129,25 +130,25 @@ def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path):
     assert list(report["conditions"]) == ["baseline", "parallel", "parallel + FT"]
     drift = {r["condition"]: r["after"]["value"] for r in report["fidelity"] if r["stage"] == "all"}
     assert drift["parallel + FT"] != drift["parallel"]
-    result = runner.invoke(app, [*command[:2], "--condition", "sideways", "--out", str(tmp_path / "x")])
+    result = runner.invoke(app, [*command[:2], *model, "--condition", "sideways", "--out", str(tmp_path / "x")])
     assert isinstance(result.exception, ConfigError) and "sideways" in str(result.exception)
     result = runner.invoke(app, [*command, "--direct", "direct"])
     assert isinstance(result.exception, ConfigError) and "another setting" in str(result.exception)
 
 
-def test_traces_of_a_workflow_that_has_changed_are_refused(embedded, tmp_path):
+def test_traces_of_a_workflow_that_has_changed_are_refused(talker, tmp_path):
     file = tmp_path / "own.py"
     text = "def run(p, task):\n    return p.decode('answer', p.assistant(), [p.prefill('task', p.user(task))])\n"
     file.write_text(text)
     tasks = [Example(f"t{i}", "text", f"Count to {i}.") for i in range(2)]
-    collect(embedded, str(file), find(str(file)), tasks, tmp_path / "traces", sampling=SHORT)
+    collect(talker, str(file), find(str(file)), tasks, tmp_path / "traces", sampling=SHORT)
     file.write_text(text + "# changed\n")
     with pytest.raises(ConfigError, match="has changed"):
-        train_on(embedded.runner.adapter, tmp_path / "traces", tmp_path / "adapter")
+        train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / "adapter")
 
 
-def test_only_what_the_base_model_does_is_traced(embedded):
-    with embedded.session() as session:
+def test_only_what_the_base_model_does_is_traced(talker):
+    with talker.session() as session:
         outside = session.prefill([1, 2, 3])
         said = session.decode([4], [outside], sampling=SHORT)
         with pytest.raises(DataError, match="not made through"):

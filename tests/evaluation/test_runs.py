@@ -1,4 +1,4 @@
-"""Evaluations from end to end on the embedded model: resumed runs, fidelity, speed, judges, the command line."""
+"""Evaluations from end to end on a tiny model that reads text: resumed, fidelity, speed, judges, the command line."""
 
 import json
 import math
@@ -40,36 +40,36 @@ def run(engine, folder, name="direct", examples=MATH, conditions=BOTH, at_once=4
     )
 
 
-def test_the_same_seed_gives_the_same_records_however_many_run_at_once(embedded, tmp_path):
-    one = run(embedded, tmp_path / "a", at_once=1)
-    assert run(embedded, tmp_path / "b", at_once=4) == one
+def test_the_same_seed_gives_the_same_records_however_many_run_at_once(talker, tmp_path):
+    one = run(talker, tmp_path / "a", at_once=1)
+    assert run(talker, tmp_path / "b", at_once=4) == one
     assert [r["id"] for r in one["baseline"]] == [e.id for e in MATH]
-    other = run(embedded, tmp_path / "c", seed=1)
+    other = run(talker, tmp_path / "c", seed=1)
     assert other["baseline"] != one["baseline"]
     assert seed_of(0, "m1") != seed_of(0, "m2") != seed_of(1, "m2")
 
 
-def test_a_run_goes_on_where_it_stopped(embedded, tmp_path):
-    whole = run(embedded, tmp_path)
+def test_a_run_goes_on_where_it_stopped(talker, tmp_path):
+    whole = run(talker, tmp_path)
     file = tmp_path / "choreographed.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:2]) + lines[2][: len(lines[2]) // 2])
-    steps = embedded.runner.steps
-    assert run(embedded, tmp_path) == whole
-    assert embedded.runner.steps > steps
-    steps = embedded.runner.steps
-    assert run(embedded, tmp_path) == whole
-    assert embedded.runner.steps == steps, "nothing is run twice"
+    steps = talker.runner.steps
+    assert run(talker, tmp_path) == whole
+    assert talker.runner.steps > steps
+    steps = talker.runner.steps
+    assert run(talker, tmp_path) == whole
+    assert talker.runner.steps == steps, "nothing is run twice"
     with pytest.raises(ConfigError, match="seed"):
-        run(embedded, tmp_path, seed=5)
+        run(talker, tmp_path, seed=5)
     file.write_text("not JSON\n" + file.read_text())
     with pytest.raises(DataError, match="damaged"):
-        run(embedded, tmp_path)
+        run(talker, tmp_path)
 
 
-def test_errors_are_records_and_scores(embedded, tmp_path):
+def test_errors_are_records_and_scores(talker, tmp_path):
     examples = [MATH[0], Example("long", "math", "word " * 5000, {"answer": "1"})]
-    found = run(embedded, tmp_path, examples=examples)
+    found = run(talker, tmp_path, examples=examples)
     assert found["baseline"][1]["error"].startswith(("NeverFits", "BadPosition"))
     report = summarize(examples, found, max_tokens=6)
     assert report["conditions"]["baseline"]["scores"]["failed"]["value"] == 0.5
@@ -84,13 +84,13 @@ def draft_and_answer(p, task):
     return p.decode("answer", p.assistant(), [draft])
 
 
-def test_a_crowded_cache_fails_nobody(embedded, tmp_path):
+def test_a_crowded_cache_fails_nobody(talker, tmp_path):
     """Programs that fill the cache together run alone in the end; and a run that failed is tried again."""
     examples = [Example(f"e{i}", "text", f"Say {i}.") for i in range(4)]
     condition = {"choreographed": Condition("choreographed")}
 
     def play(tokens):
-        engine = Engine(embedded.runner.adapter, EngineConfig(cache=CacheConfig(tokens=tokens, poison=True)))
+        engine = Engine(talker.runner.adapter, EngineConfig(cache=CacheConfig(tokens=tokens, poison=True)))
         folder = Folder(tmp_path / str(tokens), {})
         found = run_conditions(engine, draft_and_answer, examples, condition, folder, sampling=SAMPLING, at_once=4)
         return found["choreographed"]
@@ -104,19 +104,19 @@ def test_a_crowded_cache_fails_nobody(embedded, tmp_path):
     assert [r["tokens"] for r in play(96)] == [r["tokens"] for r in crowded]
 
 
-def test_plans_come_from_the_baseline(embedded, tmp_path):
+def test_plans_come_from_the_baseline(talker, tmp_path):
     conditions = dict(list(conditions_of(find("prisoners_dilemma")).items())[:3])
-    found = run(embedded, tmp_path, "prisoners_dilemma", games(2), conditions, strategy="defect", rounds=1)
+    found = run(talker, tmp_path, "prisoners_dilemma", games(2), conditions, strategy="defect", rounds=1)
     for records in zip(*found.values(), strict=True):
         assert len({json.dumps(r["tokens"]["Bob plans"]) for r in records}) == 1
     report = summarize(games(2), found, max_tokens=6)
     assert report["conditions"]["leak both"]["differences"]["Bob cooperates"]["n"] == 2
 
 
-def test_nothing_drifts_where_nothing_is_reused_elsewhere(embedded, tmp_path):
-    records = run(embedded, tmp_path)
+def test_nothing_drifts_where_nothing_is_reused_elsewhere(talker, tmp_path):
+    records = run(talker, tmp_path)
     traces = {r["id"]: r for r in records["baseline"]}
-    found = list(drifts(embedded, find("direct"), scripts_of(MATH, traces), BOTH, sampling=SAMPLING))
+    found = list(drifts(talker, find("direct"), scripts_of(MATH, traces), BOTH, sampling=SAMPLING))
     assert sorted(id for id, _ in found) == [e.id for e in MATH]
     rows = drift_rows([one for _, one in found])
     assert [r.stage for r in rows] == ["all", "answer"]
@@ -125,21 +125,21 @@ def test_nothing_drifts_where_nothing_is_reused_elsewhere(embedded, tmp_path):
     assert abs(rows[0].gap.value) < 1e-2 and rows[0].divergence.value < 1e-2
 
 
-def test_drift_is_what_log_probabilities_say(embedded, tmp_path):
+def test_drift_is_what_log_probabilities_say(talker, tmp_path):
     """Blockage in a debate of two agents: the sum of log-probabilities under both modes, taken another way."""
     examples, options = MATH[:1], {"agents": 2, "rounds": 2}
-    records = run(embedded, tmp_path, "mad_par", examples, **options)
+    records = run(talker, tmp_path, "mad_par", examples, **options)
     trace = records["baseline"][0]
     scripts = scripts_of(examples, {"m1": trace})
-    ((_, found),) = drifts(embedded, find("mad_par"), scripts, BOTH, sampling=SAMPLING, options=options)
+    ((_, found),) = drifts(talker, find("mad_par"), scripts, BOTH, sampling=SAMPLING, options=options)
     logprobs = SamplingParams(logprobs=0)
     for mode, name in (("prefix", "before"), ("choreographed", "after")):
         from choreograph.choreographies import Performance
 
-        with embedded.session(mode=mode) as s:
+        with talker.session(mode=mode) as s:
             p = Performance(s, sampling=logprobs, forced=trace["tokens"])
             find("mad_par")(p, examples[0].task, **options)
-            embedded.drain()
+            talker.drain()
             said = [(x, m) for x, m in p.steps if m.logprobs]
             for drift, (stage, message) in zip(found["choreographed"], said, strict=True):
                 assert drift.stage == stage
@@ -149,11 +149,11 @@ def test_drift_is_what_log_probabilities_say(embedded, tmp_path):
     assert all(math.isfinite(v) for d in found["choreographed"] for v in d.divergence)
 
 
-def test_both_modes_are_timed_on_the_same_tokens(embedded, tmp_path):
+def test_both_modes_are_timed_on_the_same_tokens(talker, tmp_path):
     examples, options = MATH[:2], {"branches": 2, "voters": 2}
-    records = run(embedded, tmp_path, "tree_of_thoughts", examples, **options)
+    records = run(talker, tmp_path, "tree_of_thoughts", examples, **options)
     traces = {r["id"]: r["tokens"] for r in records["baseline"]}
-    costs = list(timed(embedded, find("tree_of_thoughts"), examples, traces, BOTH, options=options))
+    costs = list(timed(talker, find("tree_of_thoughts"), examples, traces, BOTH, options=options))
     assert [c["id"] for c in costs] == ["m1", "m2"]
     for cost in costs:
         old, new = cost["costs"]["baseline"], cost["costs"]["choreographed"]
@@ -164,12 +164,12 @@ def test_both_modes_are_timed_on_the_same_tokens(embedded, tmp_path):
     assert all(row.low <= row.value <= row.high for row in rows.values())
 
 
-def test_a_judge_that_always_says_the_same_letter_sees_only_ties(embedded):
+def test_a_judge_that_always_says_the_same_letter_sees_only_ties(talker):
     answers = [{"answer": "It is four."}, {"answer": "Four."}]
-    found = dict(verdicts(embedded, ["2 + 2?", "1 + 3?"], answers, answers[::-1]))
+    found = dict(verdicts(talker, ["2 + 2?", "1 + 3?"], answers, answers[::-1]))
     assert set(found) == {0, 1}
     assert all(v.score in (-1, 0, 1) and 0 <= v.unread <= 2 for v in found.values())
-    same = dict(verdicts(embedded, ["2 + 2?"], answers[:1], answers[:1]))
+    same = dict(verdicts(talker, ["2 + 2?"], answers[:1], answers[:1]))
     assert same[0].score == 0, "equal answers cannot win in both orders"
 
 
@@ -193,11 +193,10 @@ def test_eval_on_the_command_line(data, tmp_path):
     assert json.loads(again.output)["conditions"] == report["conditions"]
 
 
-def test_bench_on_the_command_line(data, tmp_path):
+def test_bench_on_the_command_line(data, tmp_path, talker_folder):
     out = tmp_path / "out"
-    result = CliRunner().invoke(
-        app, ["bench", "mad_iter", "--data", str(data), "--out", str(out), "--max-tokens", "4", "--option", "rounds=1"]
-    )
+    arguments = ["bench", "mad_iter", "--data", str(data), "--out", str(out), "--max-tokens", "4"]
+    result = CliRunner().invoke(app, [*arguments, "--option", "rounds=1", "--model", talker_folder])
     assert result.exit_code == 0, result.output
     assert re.search(r"end to end +\d", result.output)
     assert json.loads((out / "speed.json").read_text())["n"] == 2

@@ -23,22 +23,22 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "task", "options"), CASES, ids=[c[0] for c in CASES])
-def test_a_rehearsal_is_the_run_without_the_computing(embedded, name, task, options):
+def test_a_rehearsal_is_the_run_without_the_computing(talker, name, task, options):
     workflow, conditions = find(name), conditions_of(find(name))
-    with embedded.session(mode="prefix", seed=1) as session:
+    with talker.session(mode="prefix", seed=1) as session:
         p = Performance(session, sampling=SAMPLING)
         workflow(p, task, **options).result()
-        embedded.drain()
+        talker.drain()
         script, baseline = Script("one", task, p.content()), as_prompts(calls_of(p.steps))
     for condition in list(conditions.values())[:3]:
         ((id, found),) = rehearse(
-            embedded.runner.adapter, workflow, [script], condition, sampling=SAMPLING, options=options
+            talker.runner.adapter, workflow, [script], condition, sampling=SAMPLING, options=options
         )
         assert id == "one"
         if condition.mode == "prefix":
             wanted = baseline
         else:
-            with embedded.session(seed=1) as session:
+            with talker.session(seed=1) as session:
                 p = Performance(session, sampling=SAMPLING, forced=script.content)
                 workflow(p, task, **options, **condition.options).result()
                 wanted = calls_of(p.steps)
@@ -47,8 +47,8 @@ def test_a_rehearsal_is_the_run_without_the_computing(embedded, name, task, opti
         ]
 
 
-def test_a_trace_goes_to_json_and_back(embedded):
-    with embedded.session(seed=1) as session:
+def test_a_trace_goes_to_json_and_back(talker):
+    with talker.session(seed=1) as session:
         p = Performance(session, sampling=SAMPLING)
         find("mad_par")(p, "What is 1 + 1?", agents=2, rounds=1).result()
         calls = calls_of(p.steps)
@@ -57,7 +57,7 @@ def test_a_trace_goes_to_json_and_back(embedded):
     assert from_json(VERSION, json.loads(text)) == calls
 
 
-def test_what_is_no_trace_is_refused(embedded):
+def test_what_is_no_trace_is_refused(talker):
     with pytest.raises(DataError, match="version 0"):
         from_json(0, [])
     with pytest.raises(DataError, match="call 0"):
@@ -68,8 +68,8 @@ def test_what_is_no_trace_is_refused(embedded):
         from_json(VERSION, [{**call, "parents": ahead}])
 
 
-def test_a_trace_of_another_workflow_is_refused(embedded):
-    adapter, choreographed = embedded.runner.adapter, Condition("choreographed")
+def test_a_trace_of_another_workflow_is_refused(talker):
+    adapter, choreographed = talker.runner.adapter, Condition("choreographed")
     for content, words in (({"reply": [[5]]}, "does not know"), ({"answer": []}, "takes more")):
         with pytest.raises(DataError, match=words):
             list(
