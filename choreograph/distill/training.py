@@ -66,7 +66,7 @@ def train(
         seconds = time.perf_counter() - began - trainer.validating
         model.save_pretrained(str(out), save_embedding_layers=False)
     log = history(out)
-    best = min((entry for entry in log if "eval_loss" in entry), key=lambda entry: entry["eval_learned"])
+    best = min((entry for entry in log if "eval_learned" in entry), key=lambda entry: entry["eval_learned"])
     report = TrainReport(
         before=before,
         after=best["eval_loss"],
