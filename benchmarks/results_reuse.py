@@ -8,6 +8,8 @@ import numpy as np
 from choreograph.evaluation.statistics import ratio
 from choreograph.evaluation.summary import interval
 
+from .reuse import FACTORS
+
 Runs = Mapping[str, Mapping[str, Any]]
 SETS = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue"}
 
@@ -78,9 +80,22 @@ def stream(runs: Runs) -> tuple[list[str], list[list[str]]]:
         for way, points in found["rates"].items() if found else ():
             cells = [f"{1e3 * one['ttft']:,.0f} / {1e3 * one['e2e']:,.0f}" for one in points]
             base = found["knee"]["recompute"]
-            lines.append([title, way, *cells, f"{found['knee'][way]:.2f}", f"{found['knee'][way] / base:.2f}"])
-    rates = next((run["stream"]["rates"]["recompute"] for run in runs.values() if "stream" in run), [])
-    return ["pair, model", "way", *(f"{one['rate']:.2f}/s" for one in rates), "knee, 1/s", "later"], lines
+            most = points[0]["rate"] / FACTORS[0]
+            lines.append(
+                [title, way, f"{most:.2f}", *cells, f"{found['knee'][way]:.2f}", f"{found['knee'][way] / base:.2f}"]
+            )
+    return ["pair, model", "way", "full prefills, 1/s", *(f"{f}x" for f in FACTORS), "knee, 1/s", "later"], lines
+
+
+def choice(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """Which patterns were chosen as the rate rose: requests of each."""
+    lines = []
+    for title, run in runs.items():
+        for way, points in run.get("stream", {"rates": {}})["rates"].items():
+            told = [one["patterns"] for one in points] if way.startswith("within") else []
+            for pattern in dict.fromkeys(name for one in told for name in one):
+                lines.append([title, way, pattern, *(str(one.get(pattern, 0)) for one in told)])
+    return ["pair, model", "objective", "layers computed", *(f"{f}x" for f in FACTORS)], lines
 
 
 def memory(runs: Runs) -> tuple[list[str], list[list[str]]]:
@@ -98,5 +113,6 @@ TABLES = {
     "reuse-times": times,
     "reuse-transfer": transfer,
     "reuse-stream": stream,
+    "reuse-choice": choice,
     "reuse-memory": memory,
 }
