@@ -1,0 +1,16 @@
+"""Every example is short and runs. A file of its own, since files are what the workers of a test run share out."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_examples_are_short_and_run(example, capsys):
+    path = EXAMPLES / example
+    assert len(path.read_text().splitlines()) <= 40
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.strip()
