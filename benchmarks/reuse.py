@@ -283,7 +283,7 @@ def latency(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
 def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Requests at rising rates, each a context that the sender has encoded, a question and an answer of 16 tokens.
 
-    A way that is timed again, or first, is timed at the rates of the others.
+    Where some ways were timed before, the others are timed at the same rates.
     """
     receiver, sender = PAIRS[pair]
     everything = Pattern.of(0, 0, engine.facts.layers)
@@ -301,10 +301,10 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
             for prefills in (3, 1.5)
         },
     }
-    for way, choice in ways.items():
-        if run.ways and way not in run.ways:
-            continue
-        found[way] = []
+    if unknown := set(run.ways) - set(ways):
+        raise SystemExit(f"--ways {sorted(unknown)}: use some of {list(ways)}")
+    for way in run.ways or ways:
+        choice, found[way] = ways[way], []
         engine.share(receiver, sender, choose=choice, patterns=choice.patterns)
         share = "recompute" if way == "recompute" else "partial"
         for factor in FACTORS:

@@ -18,8 +18,8 @@ class TrainConfig:
     targets: the layers that get an adapter, by the end of their names. lessons: how many go into one update, one pass
     each. kl: weight of the divergence from the log-probabilities kept in the traces, beside the log-loss, in what is
     learned and what the best checkpoint is chosen by. patience: validations without a better one before it stops (0:
-    never). checkpointing: computes layers again for the gradient,
-    to save memory. bf16: computes in bfloat16, with weights in their own type.
+    never). checkpointing: computes layers again for the gradient, to save memory. bf16: computes in
+    bfloat16, with weights in their own type.
     """
 
     rank: int = 64
