@@ -247,7 +247,8 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
 
 
 def opened(source: str) -> Engine:
-    return Engine.from_pretrained(source, config=EngineConfig(cache=CacheConfig(tokens=100_000)))
+    """In float32: what there is to repair can be less than what bfloat16 rounds off."""
+    return Engine.from_pretrained(source, dtype="float32", config=EngineConfig(cache=CacheConfig(tokens=100_000)))
 
 
 def answers(source: str, plan: Plan, name: str, data: Path, out: Path) -> dict[str, Any]:
