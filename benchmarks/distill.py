@@ -117,10 +117,10 @@ PLANS = {
         "parallel",
         trivia,
         96,
-        TrainConfig(**SOFTLY, epochs=5),
+        TrainConfig(**SOFTLY, epochs=8, dropout=0.2),
         scored=answerable,
     ),
-    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**BRIEFLY, epochs=2)),
+    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**BRIEFLY, epochs=8)),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
         "choreographed",
@@ -200,7 +200,8 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             on_done=done,
         )
     engine.clear_cache()
-    learner = Engine.from_pretrained(source, dtype="float32", config=EngineConfig(cache=CacheConfig(tokens=1024)))
+    dtype = "bfloat16" if plan.config.bf16 else "float32"
+    learner = Engine.from_pretrained(source, dtype=dtype, config=EngineConfig(cache=CacheConfig(tokens=1024)))
 
     def reused(split: str) -> list[Lesson]:
         return lessons_of(
