@@ -101,7 +101,7 @@ def problems(folder: Path) -> Splits:
 def played(folder: Path) -> Splits:
     """Games differ by their seeds alone."""
     found = games(240)
-    return found[:60], found[200:210], found[215:]
+    return found[:120], found[200:210], found[215:]
 
 
 # answers are short: what the baseline would have said with which probability says more than what it happened to say
@@ -134,7 +134,7 @@ PLANS = {
         "leak both",
         played,
         96,
-        TrainConfig(**BRIEFLY, epochs=2),
+        TrainConfig(**SOFTLY, epochs=4),
         {"strategy": "defect"},
     ),
 }
