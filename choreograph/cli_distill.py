@@ -98,7 +98,10 @@ def train(
     patience: Annotated[int, typer.Option(min=0, help="Validations without a better one; 0: never stop early.")] = 0,
     kl: Annotated[float, typer.Option(help="Weight of the divergence from the baseline, beside the log-loss.")] = 0.0,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Save memory: compute layers twice.")] = False,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16, whatever the weights are.")] = False,
+    bf16: Annotated[
+        bool,
+        typer.Option("--bf16", help="Compute in bfloat16, whatever the weights are; quickest with --dtype bfloat16."),
+    ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Metrics for TensorBoard too.")] = False,
     seed: Seed = 0,
     as_json: Json = False,
