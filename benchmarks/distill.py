@@ -108,6 +108,7 @@ def played(folder: Path) -> Splits:
 CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "bf16": quick_in_bfloat16()}
 SOFTLY = CLOSELY | {"kl": 100.0}  # what it happened to say counts for next to nothing
 BRIEFLY = SOFTLY | {"rate": 5e-4, "lessons": 2}  # few traces, each of which takes long
+GENTLY = SOFTLY | {"rate": 2e-4, "lessons": 8}  # where traces agree little on what there is to learn
 PLANS = {
     "multi_qa": Plan(
         "multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3, validations=2), scored=answerable
@@ -120,7 +121,7 @@ PLANS = {
         TrainConfig(**SOFTLY, epochs=8, dropout=0.2),
         scored=answerable,
     ),
-    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**BRIEFLY, epochs=5)),
+    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**GENTLY, epochs=8)),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
         "choreographed",
@@ -134,7 +135,7 @@ PLANS = {
         "leak both",
         played,
         96,
-        TrainConfig(**SOFTLY, epochs=4),
+        TrainConfig(**GENTLY, epochs=4),
         {"strategy": "defect"},
     ),
 }
