@@ -89,7 +89,7 @@ def concepts(folder: Path) -> Splits:
     found = load(str(folder / "commongen_hard.jsonl"), seed=1)
     learn, check, test = found[:55], found[55:63], found[70:100]
     known, draw = sorted({c for e in learn for c in e.task}), random.Random(0)
-    drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(80)]
+    drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(200)]
     return [example(r, i) for i, r in enumerate(drawn)], check, test
 
 
