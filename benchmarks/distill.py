@@ -89,7 +89,7 @@ def concepts(folder: Path) -> Splits:
     found = load(str(folder / "commongen_hard.jsonl"), seed=1)
     learn, check, test = found[:55], found[55:63], found[70:100]
     known, draw = sorted({c for e in learn for c in e.task}), random.Random(0)
-    drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(200)]
+    drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(100)]
     return [example(r, i) for i, r in enumerate(drawn)], check, test
 
 
@@ -121,7 +121,13 @@ PLANS = {
         TrainConfig(**SOFTLY, epochs=8, dropout=0.2),
         scored=answerable,
     ),
-    "branch_solve_merge": Plan("branch_solve_merge", "parallel", concepts, 160, TrainConfig(**GENTLY, epochs=8)),
+    "branch_solve_merge": Plan(
+        "branch_solve_merge",
+        "parallel",
+        concepts,
+        160,
+        TrainConfig(**SOFTLY | {"rate": 5e-4}, epochs=4, dropout=0.1, validations=2),
+    ),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
         "choreographed",
