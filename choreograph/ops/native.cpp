@@ -15,7 +15,15 @@
 namespace {
 
 constexpr float BASE2 = 1.4426950408889634f;  // log2(e)
-constexpr int LANES = 16, TILE = 64, PANELS = TILE / LANES, FEW = 6;
+#if !defined(REGISTER) && defined(__AVX512F__)
+#define REGISTER 16
+#elif !defined(REGISTER)
+#define REGISTER 8
+#endif
+constexpr int LANES = REGISTER;            // floats in a register
+constexpr int SIDE = LANES == 16 ? 4 : 2;  // registers beside each other in a block of sums
+constexpr int TILE = 64, FEW = 6;
+constexpr int WIDE = 6;  // queries at a time: WIDE * SIDE sums and their factors fit in registers
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int ivec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2)));
@@ -23,6 +31,7 @@ typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2)));
 inline vec load(const float* p) { return *(const vec*)p; }
 inline void store(float* p, vec x) { *(vec*)p = x; }
 inline vec splat(float x) { return x - vec{}; }
+inline vec larger(vec a, vec b) { return a < b ? b : a; }
 
 struct bf16 { uint16_t bits; };
 inline float to_float(float x) { return x; }
@@ -38,30 +47,33 @@ inline vec widen(const bf16* p) {
   return (vec)wide;
 }
 
-inline float exp2_fast(float x) {  // 2 ulp for x in [-126, 0]; 0 below
-  float r = std::max(x, -126.0f);
-  float whole = __builtin_rintf(r);
-  float f = r - whole;
-  float p = 1.535336188319500e-4f;
+inline vec exp2_fast(vec x) {  // 2 ulp for x in [-126, 0]; 0 below
+  const vec least = splat(-126.0f), big = splat(12582912.0f);  // 1.5 * 2^23: sums with it have no fraction
+  vec r = larger(x, least), whole = (r + big) - big, f = r - whole;
+  vec p = splat(1.535336188319500e-4f);
   p = p * f + 1.339887440266574e-3f;
   p = p * f + 9.618437357674640e-3f;
   p = p * f + 5.550332471162809e-2f;
   p = p * f + 2.402264791363012e-1f;
   p = p * f + 6.931472028550421e-1f;
   p = p * f + 1.0f;
-  int32_t e = ((int32_t)whole + 127) << 23;
-  float scale; memcpy(&scale, &e, 4);
-  return x < -126.0f ? 0.0f : p * scale;
+  ivec scale = (__builtin_convertvector(whole, ivec) + 127) << 23;
+  return x < least ? vec{} : p * (vec)scale;
 }
+inline float exp2_fast(float x) { return exp2_fast(splat(x))[0]; }
 
-inline void transpose(vec r[LANES]) {  // 16 x 16 by four riffles of row i with row i + 8
+inline void transpose(vec r[LANES]) {  // a square, by riffles of row i with row i + LANES / 2
+#if REGISTER == 16
   const ivec low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
   const ivec high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  for (int stage = 0; stage < 4; stage++) {
+#else
+  const ivec low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
+#endif
+  for (int width = LANES; width > 1; width /= 2) {
     vec t[LANES];
-    for (int i = 0; i < 8; i++) {
-      t[2 * i] = __builtin_shuffle(r[i], r[i + 8], low);
-      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + 8], high);
+    for (int i = 0; i < LANES / 2; i++) {
+      t[2 * i] = __builtin_shuffle(r[i], r[i + LANES / 2], low);
+      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + LANES / 2], high);
     }
     for (int i = 0; i < LANES; i++) r[i] = t[i];
   }
@@ -83,22 +95,23 @@ struct Reader { int32_t row0, row1, shift, limit, step, position; };
 template <class T, int D>
 struct Kernel {
   static constexpr int V = D / LANES;
-  static constexpr int WIDE = V <= 4 ? 6 : (V <= 8 ? 3 : 1);  // queries whose accumulators fit in registers
 
   // scores[m][j] = query m . key j, keys transposed as (D, TILE)
   template <int M>
   static void scores_wide(const float* q, const float* kt, float* s) {
-    vec acc[M][PANELS] = {};
-    for (int d = 0; d < D; d++) {
-      vec k[PANELS];
-      for (int c = 0; c < PANELS; c++) k[c] = load(kt + d * TILE + c * LANES);
-      for (int m = 0; m < M; m++) {
-        vec x = splat(q[m * D + d]);
-        for (int c = 0; c < PANELS; c++) acc[m][c] += x * k[c];
+    for (int j = 0; j < TILE; j += SIDE * LANES) {
+      vec acc[M][SIDE] = {};
+      for (int d = 0; d < D; d++) {
+        vec k[SIDE];
+        for (int c = 0; c < SIDE; c++) k[c] = load(kt + d * TILE + j + c * LANES);
+        for (int m = 0; m < M; m++) {
+          vec x = splat(q[m * D + d]);
+          for (int c = 0; c < SIDE; c++) acc[m][c] += x * k[c];
+        }
       }
+      for (int m = 0; m < M; m++)
+        for (int c = 0; c < SIDE; c++) store(s + m * TILE + j + c * LANES, acc[m][c]);
     }
-    for (int m = 0; m < M; m++)
-      for (int c = 0; c < PANELS; c++) store(s + m * TILE + c * LANES, acc[m][c]);
   }
 
   // the same for few queries straight from the stored keys, LANES of them at a time: each product is summed across
@@ -120,31 +133,45 @@ struct Kernel {
     }
   }
 
-  // acc[m] += p[m] @ values (n, D)
+  // out[m] += p[m] @ values (n, D), up to SIDE registers of a value at a time
   template <int M>
-  static void mix(const float* p, const float* values, int n, float* out) {
-    vec acc[M][V];
-    for (int m = 0; m < M; m++) for (int i = 0; i < V; i++) acc[m][i] = load(out + m * D + i * LANES);
+  static void mix(const float* p, const float* values, int64_t stride, int n, float* out) {
+    constexpr int REST = V % SIDE;
+    for (int i = 0; i + SIDE <= V; i += SIDE) mix_some<M, SIDE>(p, values + i * LANES, stride, n, out + i * LANES);
+    if constexpr (REST) mix_some<M, REST>(p, values + (V - REST) * LANES, stride, n, out + (V - REST) * LANES);
+  }
+  template <int M, int C>
+  static void mix_some(const float* p, const float* values, int64_t stride, int n, float* out) {
+    vec acc[M][C];
+    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) acc[m][c] = load(out + m * D + c * LANES);
     for (int j = 0; j < n; j++) {
-      vec v[V];
-      for (int i = 0; i < V; i++) v[i] = load(values + j * D + i * LANES);
+      vec v[C];
+      for (int c = 0; c < C; c++) v[c] = load(values + j * stride + c * LANES);
       for (int m = 0; m < M; m++) {
         vec x = splat(p[m * TILE + j]);
-        for (int i = 0; i < V; i++) acc[m][i] += x * v[i];
+        for (int c = 0; c < C; c++) acc[m][c] += x * v[c];
       }
     }
-    for (int m = 0; m < M; m++) for (int i = 0; i < V; i++) store(out + m * D + i * LANES, acc[m][i]);
+    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) store(out + m * D + c * LANES, acc[m][c]);
   }
 
   // one softmax step: scores of the visible slots from..to -> weights, with the running maximum and sum
   static void soften(float* s, int from, int to, int padded, float& top, float& norm, float* out) {
-    for (int j = 0; j < from; j++) s[j] = 0;
-    for (int j = to; j < padded; j++) s[j] = 0;
-    if (from >= to) return;
-    float best = top;
-    for (int j = from; j < to; j++) best = std::max(best, s[j]);
-    float keep = exp2_fast(top - best), total = 0;
-    for (int j = from; j < to; j++) { s[j] = exp2_fast(s[j] - best); total += s[j]; }
+    int end = (padded + LANES - 1) / LANES * LANES;
+    if (from >= to) { std::fill(s, s + end, 0.0f); return; }
+    std::fill(s, s + from, -INFINITY);
+    std::fill(s + to, s + end, -INFINITY);
+    vec most = splat(top), sum{};
+    for (int j = 0; j < end; j += LANES) most = larger(most, load(s + j));
+    float best = top, total = 0;
+    for (int i = 0; i < LANES; i++) best = std::max(best, most[i]);
+    for (int j = 0; j < end; j += LANES) {
+      vec x = exp2_fast(load(s + j) - best);
+      store(s + j, x);
+      sum += x;
+    }
+    for (int i = 0; i < LANES; i++) total += sum[i];
+    float keep = exp2_fast(top - best);
     if (keep != 1.0f) for (int i = 0; i < D; i++) out[i] *= keep;
     norm = norm * keep + total;
     top = best;
@@ -152,10 +179,15 @@ struct Kernel {
 
   static void turn(const float* x, float* y, const float* cos, const float* sin, const Rotation& r) {
     memcpy(y, x, D * sizeof(float));
-    for (int i = 0; i < r.half; i++) {  // by minus the shift
-      int a = r.interleaved ? 2 * i : i, b = r.interleaved ? 2 * i + 1 : i + r.half;
-      y[a] = x[a] * cos[i] + x[b] * sin[i];
-      y[b] = x[b] * cos[i] - x[a] * sin[i];
+    if (r.interleaved) turn_pairs<2>(x, x + 1, y, y + 1, cos, sin, r.half);
+    else turn_pairs<1>(x, x + r.half, y, y + r.half, cos, sin, r.half);
+  }
+  template <int NEXT>
+  static void turn_pairs(const float* a, const float* b, float* __restrict to_a, float* __restrict to_b,
+                         const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; i++) {  // by minus the shift
+      to_a[i * NEXT] = a[i * NEXT] * cos[i] + b[i * NEXT] * sin[i];
+      to_b[i * NEXT] = b[i * NEXT] * cos[i] - a[i * NEXT] * sin[i];
     }
   }
 
@@ -218,10 +250,9 @@ struct Kernel {
         const T* v = Vs + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
         bool wide = active > FEW;
         if (wide) widen_keys(k, s.slot_stride, n, w.keys.data());
-        for (int j = 0; j < n; j++)
-          for (int c = 0; c < V; c++) store(&w.values[j * D + c * LANES], widen(v + (int64_t)j * s.slot_stride + c * LANES));
+        Rows values = widen_values(v, s.slot_stride, n, w.values.data());
         for (int e = first; e < end; e++)
-          reader(s, rd[e], g, b0, b1, t, n, k, wide, w, acc, top, norm);
+          reader(s, rd[e], g, b0, b1, t, n, k, wide, values, w, acc, top, norm);
       }
     }
   }
@@ -249,8 +280,17 @@ struct Kernel {
       }
   }
 
+  // values in float32: float32 ones are read where they lie
+  struct Rows { const float* at; int64_t stride; };
+  static Rows widen_values(const float* v, int64_t stride, int, float*) { return {v, stride}; }
+  static Rows widen_values(const bf16* v, int64_t stride, int n, float* to) {
+    for (int j = 0; j < n; j++)
+      for (int c = 0; c < V; c++) store(to + j * D + c * LANES, widen(v + j * stride + c * LANES));
+    return {to, D};
+  }
+
   static void reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, bool wide,
-                     Work& w, float* acc, float* top, float* norm) {
+                     const Rows& values, Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     auto blind = [&](int row) { Range x = range(s, r, row); return x.to <= t || x.from >= t + n; };
     while (r0 < r1 && blind(r0)) r0++;
@@ -269,7 +309,7 @@ struct Kernel {
         if (s.cap || s.slopes) shape(s, r, row, g * s.share + (m + a) % s.share, t, n, p + a * TILE);
         soften(p + a * TILE, from, to, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
       }
-      pick_mix(count, p, w.values.data(), n, acc + (int64_t)m * D);
+      pick_mix(count, p, values, n, acc + (int64_t)m * D);
     }
   }
 
@@ -283,14 +323,14 @@ struct Kernel {
       default: return scores_wide<1>(q, kt, s);
     }
   }
-  static void pick_mix(int m, const float* p, const float* v, int n, float* out) {
+  static void pick_mix(int m, const float* p, const Rows& v, int n, float* out) {
     switch (m) {
-      case 6: return mix<6>(p, v, n, out);
-      case 5: return mix<5>(p, v, n, out);
-      case 4: return mix<4>(p, v, n, out);
-      case 3: return mix<3>(p, v, n, out);
-      case 2: return mix<2>(p, v, n, out);
-      default: return mix<1>(p, v, n, out);
+      case 6: return mix<6>(p, v.at, v.stride, n, out);
+      case 5: return mix<5>(p, v.at, v.stride, n, out);
+      case 4: return mix<4>(p, v.at, v.stride, n, out);
+      case 3: return mix<3>(p, v.at, v.stride, n, out);
+      case 2: return mix<2>(p, v.at, v.stride, n, out);
+      default: return mix<1>(p, v.at, v.stride, n, out);
     }
   }
 

@@ -60,7 +60,8 @@ def supports(width: int, dtype: torch.dtype, device: torch.device) -> str | None
 def load(width: int, dtype: torch.dtype) -> "NativeKernel":
     """The kernel for one head size and type, built if it is not in the cache yet."""
     try:
-        library = ctypes.CDLL(str(_build(width, ELEMENTS[dtype])))
+        flags = (*FLAGS, f"-DWIDTH={width}", f"-DELEMENT={ELEMENTS[dtype]}")
+        library = ctypes.CDLL(str(build(flags, user_cache_path("choreograph") / "native")))
     except OSError as problem:  # a cache folder that cannot be written, a library that cannot be loaded
         raise BackendUnavailable(str(problem)) from None
     return NativeKernel(library, width, dtype)
@@ -124,15 +125,14 @@ def _plan_view(plan: Plan, heads: int, groups: int, kind: Kind) -> int:
     return cast(tuple[_PlanView, int, object, Kind], plan.memo[key])[1]
 
 
-def _build(width: int, element: str) -> Path:
+def build(flags: tuple[str, ...], folder: Path) -> Path:
+    """The library that the flags make; built if the folder does not hold it."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise BackendUnavailable("no C++ compiler: install g++ or name one in CXX")
     source = Path(__file__).with_name("native.cpp")
-    flags = (*FLAGS, f"-DWIDTH={width}", f"-DELEMENT={element}")
     identity = "\0".join((source.read_text(), *flags, compiler, platform.machine(), _processor()))
     name = f"attend-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    folder = user_cache_path("choreograph") / "native"
     if not (folder / name).exists():
         folder.mkdir(parents=True, exist_ok=True)
         _compile(compiler, flags, source, folder / name)

@@ -1,5 +1,7 @@
 """Backends against the float32 reference: every type, head size, grouping, rotary variant and page boundary."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,22 @@ def test_backends_equal_the_reference(backend, heads, groups, width, dtype, call
     work = make_backend(backend, width, dtype, CPU)[0]
     got = work(plan, q, k, v, keys, values, width**-0.5, kind, sinks)
     wanted = reference.attend(plan, q.float(), keys.float(), values.float(), width**-0.5, kind, sinks)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "element"), [(torch.float32, "float"), (torch.bfloat16, "bf16")])
+@pytest.mark.parametrize("register", [8, 16])
+def test_the_kernel_is_the_same_for_registers_of_both_sizes(register, dtype, element, tmp_path):
+    """A processor builds one of them. A head of five registers leaves a rest of one."""
+    flags = (*native.FLAGS, f"-DREGISTER={register}", "-DWIDTH=80", f"-DELEMENT={element}")
+    built = native.build(flags, tmp_path)
+    work = native.NativeKernel(ctypes.CDLL(str(built)), 80, dtype).attend
+    plan = build([(1, [(0, 130, 3), (200, 17, -9)], 5), (33, [(300, 64, 0)], 2)])
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, 80, dtype)
+    kind, sinks = special(4, Rotary(tuple(1e4 ** -(np.arange(0, 80, 2) / 80)), True), (90, 30.0, True, True))
+    got = work(plan, q, k, v, keys, values, 80**-0.5, kind, sinks)
+    wanted = reference.attend(plan, q.float(), keys.float(), values.float(), 80**-0.5, kind, sinks)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
 
