@@ -152,7 +152,8 @@ def hardware() -> str:
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else []
-    return f"{names[0] if names else platform.processor()} {os.cpu_count()} cores"
+    vectors = torch.backends.cpu.get_cpu_capability()  # one name is given to processors with and without AVX-512
+    return f"{names[0] if names else platform.processor()} {os.cpu_count()} cores, {vectors}"
 
 
 def commit() -> str:
