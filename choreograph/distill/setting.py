@@ -1,12 +1,12 @@
 """How to train, and what came of it. Values; computes nothing."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..config import check_count
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -90,6 +90,8 @@ class TrainReport:
     @classmethod
     def read(cls, out: Path) -> "TrainReport":
         """The report that a finished training left in its folder."""
-        found = json.loads((out / "report.json").read_text())
-        apart = found["divergence"] and tuple(found["divergence"])
-        return cls(**{k: v for k, v in found.items() if k != "closed"} | {"divergence": apart})
+        file = out / "report.json"
+        found = {k: v for k, v in json.loads(file.read_text()).items() if k != "closed"}
+        if found.keys() != {f.name for f in fields(cls)}:
+            raise DataError(f"{file}: a report of another version of this package; remove the folder and train again")
+        return cls(**found | {"divergence": found["divergence"] and tuple(found["divergence"])})

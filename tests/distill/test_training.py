@@ -63,6 +63,17 @@ def test_it_learns_and_says_what_it_cost(adapter, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["after"] == report.after
 
 
+def test_a_finished_training_is_read_if_this_version_wrote_it(adapter, tmp_path):
+    asked = (adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=1))
+    assert train(*asked) == train(*asked, on_update=pytest.fail)
+    file = tmp_path / "report.json"
+    found = json.loads(file.read_text())
+    del found["divergence"]
+    file.write_text(json.dumps(found))
+    with pytest.raises(DataError, match="another version"):
+        train(*asked)
+
+
 def test_the_adapter_is_served_as_it_was_trained(adapter, tmp_path):
     report = train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=4))
     engine = Engine(adapter, adapters={"FT": tmp_path})
