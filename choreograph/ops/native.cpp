@@ -347,7 +347,8 @@ struct Kernel {
 #pragma omp parallel num_threads(threads)
     {
       Work w;
-      w.query.resize(nq * D); w.turned.resize(nq * D); w.keys.resize(TILE * D); w.values.resize(TILE * D);
+      w.query.resize(nq * D); w.turned.resize(nq * D); w.keys.resize(TILE * D);
+      if (sizeof(T) < sizeof(float)) w.values.resize(TILE * D);
       w.scores.resize(WIDE * TILE);
 #pragma omp for schedule(dynamic, 1)
       for (int i = 0; i < items; i++) {

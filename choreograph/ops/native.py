@@ -60,8 +60,7 @@ def supports(width: int, dtype: torch.dtype, device: torch.device) -> str | None
 def load(width: int, dtype: torch.dtype) -> "NativeKernel":
     """The kernel for one head size and type, built if it is not in the cache yet."""
     try:
-        flags = (*FLAGS, f"-DWIDTH={width}", f"-DELEMENT={ELEMENTS[dtype]}")
-        library = ctypes.CDLL(str(build(flags, user_cache_path("choreograph") / "native")))
+        library = ctypes.CDLL(str(build(width, dtype, user_cache_path("choreograph") / "native")))
     except OSError as problem:  # a cache folder that cannot be written, a library that cannot be loaded
         raise BackendUnavailable(str(problem)) from None
     return NativeKernel(library, width, dtype)
@@ -125,12 +124,13 @@ def _plan_view(plan: Plan, heads: int, groups: int, kind: Kind) -> int:
     return cast(tuple[_PlanView, int, object, Kind], plan.memo[key])[1]
 
 
-def build(flags: tuple[str, ...], folder: Path) -> Path:
-    """The library that the flags make; built if the folder does not hold it."""
+def build(width: int, dtype: torch.dtype, folder: Path, *more: str) -> Path:
+    """The library for one head size and type; built if the folder does not hold it. more: flags for the compiler."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise BackendUnavailable("no C++ compiler: install g++ or name one in CXX")
     source = Path(__file__).with_name("native.cpp")
+    flags = (*FLAGS, f"-DWIDTH={width}", f"-DELEMENT={ELEMENTS[dtype]}", *more)
     identity = "\0".join((source.read_text(), *flags, compiler, platform.machine(), _processor()))
     name = f"attend-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not (folder / name).exists():

@@ -90,12 +90,11 @@ def test_backends_equal_the_reference(backend, heads, groups, width, dtype, call
     torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "element"), [(torch.float32, "float"), (torch.bfloat16, "bf16")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("register", [8, 16])
-def test_the_kernel_is_the_same_for_registers_of_both_sizes(register, dtype, element, tmp_path):
+def test_the_kernel_is_the_same_for_registers_of_both_sizes(register, dtype, tmp_path):
     """A processor builds one of them. A head of five registers leaves a rest of one."""
-    flags = (*native.FLAGS, f"-DREGISTER={register}", "-DWIDTH=80", f"-DELEMENT={element}")
-    built = native.build(flags, tmp_path)
+    built = native.build(80, dtype, tmp_path, f"-DREGISTER={register}")
     work = native.NativeKernel(ctypes.CDLL(str(built)), 80, dtype).attend
     plan = build([(1, [(0, 130, 3), (200, 17, -9)], 5), (33, [(300, 64, 0)], 2)])
     (q, k, v), (keys, values) = tensors(plan, 4, 2, 80, dtype)
