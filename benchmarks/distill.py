@@ -89,7 +89,7 @@ def concepts(folder: Path) -> Splits:
     found = load(str(folder / "commongen_hard.jsonl"), seed=1)
     learn, check, test = found[:55], found[55:63], found[70:100]
     known, draw = sorted({c for e in learn for c in e.task}), random.Random(0)
-    drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(100)]
+    drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(400)]
     return [example(r, i) for i, r in enumerate(drawn)], check, test
 
 
@@ -126,7 +126,7 @@ PLANS = {
         "parallel",
         concepts,
         160,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, epochs=4, dropout=0.1, validations=2),
+        TrainConfig(**GENTLY, validations=2),
     ),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
@@ -189,14 +189,14 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     """Everything of one plan; what is in `out` is not done again."""
     out = out / model / name
     workflow, conditions = find(plan.workflow), conditions_of(find(plan.workflow))
-    engine = opened(source)
+    engine, learner = opened(source), opened(source, "bfloat16" if plan.config.bf16 else "float32")
     sampling = SamplingParams(max_tokens=plan.max_tokens)
     splits = dict(zip(("learn", "check", "test"), plan.splits(data), strict=True))
     traces = {}
     for split, examples in splits.items():
         done = Progress(f"{name}: traces to {split}", len(examples))
         traces[split] = collect(
-            engine,
+            engine if split == "test" else learner,
             plan.workflow,
             workflow,
             examples,
@@ -207,8 +207,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             on_done=done,
         )
     engine.clear_cache()
-    dtype = "bfloat16" if plan.config.bf16 else "float32"
-    learner = Engine.from_pretrained(source, dtype=dtype, config=EngineConfig(cache=CacheConfig(tokens=1024)))
+    learner.clear_cache()
 
     def reused(split: str) -> list[Lesson]:
         return lessons_of(
@@ -256,9 +255,9 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     return found
 
 
-def opened(source: str) -> Engine:
-    """In float32: what there is to repair can be less than what bfloat16 rounds off."""
-    return Engine.from_pretrained(source, dtype="float32", config=EngineConfig(cache=CacheConfig(tokens=100_000)))
+def opened(source: str, dtype: str = "float32") -> Engine:
+    """What is measured is so in float32: what there is to repair can be less than what bfloat16 rounds off."""
+    return Engine.from_pretrained(source, dtype=dtype, config=EngineConfig(cache=CacheConfig(tokens=100_000)))
 
 
 def answers(source: str, plan: Plan, name: str, data: Path, out: Path) -> dict[str, Any]:
