@@ -16,7 +16,8 @@ from choreograph.distill import Lesson, TrainConfig, train
 from choreograph.distill.losses import mean_loss
 from choreograph.models.adapter import Adapter
 from choreograph.onepass.calls import TracedCall
-from choreograph.onepass.packed import log_likelihood, logits_of, pack
+from choreograph.onepass.likelihood import log_likelihood
+from choreograph.onepass.packed import logits_of, pack
 from choreograph.reuse.asked import read_asked
 from choreograph.reuse.profiling import Asked, Setting
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
 from ..models.adapter import Adapter
-from ..onepass.packed import log_likelihood, logits_of, pack
+from ..onepass.packed import logits_of, pack
 from .lessons import Lesson
-from .losses import divergence, mean_losses
+from .losses import mean_losses, token_losses
 from .setting import TrainConfig
 
 _NAMES = {f.name for f in fields(TrainingArguments)}
@@ -64,13 +64,12 @@ class OnePass(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The log-loss of a whole trace (the paper's loss), in units of a token of a typical one."""
-        total: Any = 0.0
+        total, kl = cast(Any, 0.0), self._config.kl
         for lesson in inputs["lessons"]:
             packed = pack(lesson.calls)
             logits = logits_of(self._adapter, packed, through=model)
-            total = total - log_likelihood(logits, packed.targets).sum()
-            if self._config.kl:
-                total = total + self._config.kl * divergence(logits, lesson).sum()
+            loss, apart = token_losses(logits, packed.targets, lesson if kl else None)
+            total = total + loss.sum() + kl * apart.sum()
         return total / (self._typical * len(inputs["lessons"]))
 
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:

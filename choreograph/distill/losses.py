@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..models.adapter import Adapter
-from ..onepass.packed import log_likelihood, pack, read_logits
+from ..onepass.likelihood import log_likelihood, log_probs
+from ..onepass.packed import pack, read_logits
 from ..types import BASE
 from .lessons import Lesson
 
@@ -35,22 +36,25 @@ def mean_losses(
     for lesson in lessons:
         packed = pack(lesson.calls)
         logits = read_logits(adapter, packed, model)
-        loss -= float(log_likelihood(logits, packed.targets).sum())
-        if diverging:
-            apart += float(divergence(logits, lesson).sum())
+        lost, away = token_losses(logits, packed.targets, lesson if diverging else None)
+        loss, apart = loss + float(lost.sum()), apart + float(away.sum())
     tokens = sum(lesson.targets for lesson in lessons)
     return loss / tokens, apart / tokens
 
 
-def divergence(logits: Tensor, lesson: Lesson) -> Tensor:
-    """Of every generated token, KL(baseline || now) over the tokens that the trace kept, the rest as one."""
-    kept = kept_of(lesson)
+def token_losses(logits: Tensor, targets: Sequence[int], diverging: Lesson | None) -> tuple[Tensor, Tensor]:
+    """Of every generated token its log-loss, and KL(baseline || now) over the tokens that the trace of the lesson kept,
+    the rest as one; zeros without a lesson. Logits are read once for both."""
+    if diverging is None:
+        loss = -log_likelihood(logits, targets)
+        return loss, torch.zeros_like(loss)
+    kept = kept_of(diverging)
     width = min(map(len, kept))
-    ids = torch.tensor([[token for token, _ in one[:width]] for one in kept], device=logits.device)
+    ids = torch.tensor([[t, *(token for token, _ in one[:width])] for t, one in zip(targets, kept, strict=True)])
     old = torch.tensor([[value for _, value in one[:width]] for one in kept], device=logits.device)
-    new = logits.float().log_softmax(-1).gather(1, ids)
+    said, new = log_probs(logits, ids.to(logits.device)).split((1, width), dim=1)
     rest_old, rest_new = (torch.log1p(-x.exp().sum(-1).clamp(max=1 - 1e-6)) for x in (old, new))
-    return (old.exp() * (old - new)).sum(-1) + rest_old.exp() * (rest_old - rest_new)
+    return -said[:, 0], (old.exp() * (old - new)).sum(-1) + rest_old.exp() * (rest_old - rest_new)
 
 
 def kept_of(lesson: Lesson) -> list[Any]:

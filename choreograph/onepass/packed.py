@@ -186,9 +186,3 @@ def read_logits(adapter: Adapter, packed: Pack, model: str = BASE) -> Float[Tens
     """The logits that predict the targets, of the model or one of its adapters."""
     with adapter.hooked(), adapter.adapted([model] * len(packed.tokens)):
         return logits_of(adapter, packed)
-
-
-def log_likelihood(logits: Float[Tensor, "R V"], targets: Sequence[int]) -> Float[Tensor, "R"]:
-    """The log-probability of every target."""
-    ids = torch.tensor(targets, dtype=torch.long, device=logits.device)
-    return -functional.cross_entropy(logits.float(), ids, reduction="none")

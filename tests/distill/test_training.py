@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from choreograph import Engine, SamplingParams
 from choreograph.distill import Lesson, TrainConfig, train
-from choreograph.distill.losses import divergence, losses, mean_loss, mean_losses
+from choreograph.distill.losses import losses, mean_loss, mean_losses, token_losses
 from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.onepass.calls import Seen, TracedCall
-from choreograph.onepass.packed import log_likelihood, logits_of, pack
+from choreograph.onepass.likelihood import log_likelihood
+from choreograph.onepass.packed import logits_of, pack
 
 FAST = {"rank": 4, "alpha": 8, "rate": 1e-2, "lessons": 2, "dropout": 0.0}
 
@@ -232,6 +233,10 @@ def with_readings(adapter, one):
     said = one.calls[-1]
     return Lesson(one.id, (*one.calls[:-1], TracedCall(said.stage, said.prompt, said.start, said.parents,
                                                        said.generated, top=top))), rows  # fmt: skip
+
+
+def divergence(logits, one):
+    return token_losses(logits, pack(one.calls).targets, one)[1]
 
 
 def test_divergence_is_the_whole_one_where_every_token_is_kept(adapter):

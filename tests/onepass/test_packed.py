@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from choreograph import Engine, SamplingParams
 from choreograph.choreographies import Step
 from choreograph.onepass.calls import as_prompts, calls_of
-from choreograph.onepass.packed import log_likelihood, logits_of, pack, read_logits
+from choreograph.onepass.likelihood import log_likelihood
+from choreograph.onepass.packed import logits_of, pack, read_logits
 
 HEARD = SamplingParams(logprobs=0)
 
