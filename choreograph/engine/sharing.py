@@ -19,11 +19,11 @@ from .scheduler import Scheduler
 
 class Load(NamedTuple):
     """What the engine has to do: calls that wait and run, and tokens that they have yet to encode, as far as those are
-    known. own: those of the message that is to be shared."""
+    known; one that is computed in some layers counts by their share. own: those of the message that is to be shared."""
 
     waiting: int
     running: int
-    tokens: int
+    tokens: float
     own: int = 0
 
 
@@ -93,7 +93,13 @@ class Sharing:
     @property
     def load(self) -> Load:
         waiting, running = self._scheduler.waiting, self._scheduler.running
-        left = sum(len(c.tokens) for c in waiting) + sum(len(c.work.tokens) - c.work.encoded for c in running)
+        layers = len(self._store.arena.keys)
+
+        def weighed(tokens: int, call: Call) -> float:
+            return tokens if call.layers is None else tokens * len(call.layers) / layers
+
+        left = sum(weighed(len(c.tokens), c) for c in waiting)
+        left += sum(weighed(len(c.work.tokens) - c.work.encoded, c) for c in running)
         return Load(len(waiting), len(running), left)
 
     def prepare(self, call: Call) -> None:

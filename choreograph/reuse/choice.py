@@ -41,8 +41,8 @@ class Choice:
         return tuple(point.pattern for point in self.points)
 
     def expected(self, point: Point, load: Load) -> float:
-        """Seconds until the first token: what is queued has to be computed first, shared in the same way."""
-        return (load.tokens + load.own) * self._seconds * point.cost
+        """Seconds until the first token: what is queued has to be computed first, in the layers chosen for it."""
+        return (load.tokens + load.own * point.cost) * self._seconds
 
     def __call__(self, load: Load) -> Pattern:
         for point in self.points:

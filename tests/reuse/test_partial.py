@@ -287,7 +287,9 @@ def test_a_queued_version_counts_as_work():
         texts = [session.prefill([i, *CONTEXT]).encode() for i in range(3)]
         for text in texts:
             session.decode([7], [text], model="math", share="partial", sampling=GREEDY)
-        assert [load.tokens for load in loads] == [0, 9, 18] and {load.own for load in loads} == {8}
+        one = 8 * 3 / LAYERS + 1  # a version in three layers, and the decode behind it in all
+        assert [load.tokens for load in loads] == pytest.approx([0, one, 2 * one])
+        assert {load.own for load in loads} == {8}
         engine.drain()
     engine.check()
 

@@ -139,8 +139,9 @@ def test_a_choice_is_careful_while_there_is_time():
     points = PROFILE.frontier()
     choice = Choice(points, seconds=0.01, objective=1.0, loss=0.2)
     assert [str(p) for p in choice.patterns] == ["1-3", "1-2"]
-    loads = [Load(0, 0, tokens, 100) for tokens in (0, 100, 200, 1000, 0)]
+    loads = [Load(0, 0, tokens, 100) for tokens in (0, 50, 60, 1000, 0)]
     assert [str(choice(load)) for load in loads] == ["1-3", "1-3", "1-2", "1-2", "1-3"]
+    assert choice.expected(points[-1], loads[1]) == pytest.approx(0.5 + 0.45), "what is queued has its own layers"
     assert str(Choice(points, seconds=0.01)(loads[3])) == "1-3", "without an objective there is always time"
     assert str(Choice(points, seconds=0.01, objective=1e-9)(loads[0])) == "none"
     for wrong in ({"loss": -1.0}, {"seconds": 0.0}, {"objective": 0.0}):
