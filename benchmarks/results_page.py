@@ -46,7 +46,9 @@ def _made(name: str) -> str:
         or [found]
     )
     places = dict.fromkeys(f"commit {part['commit']}, {part['date']}, {part['hardware']}" for part in parts)
-    return f"`benchmarks/{name}.py`, {'; '.join(places)}; {found['model']}."
+    runs = found.get("runs", {})
+    models = dict.fromkeys(run["model"] for run in runs.values() if "model" in run) or [found["model"]]
+    return f"`benchmarks/{name}.py`, {'; '.join(places)}; {', '.join(models)}."
 
 
 def speed() -> str:
