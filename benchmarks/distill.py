@@ -108,7 +108,7 @@ def played(folder: Path) -> Splits:
 CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "bf16": quick_in_bfloat16()}
 SOFTLY = CLOSELY | {"kl": 100.0}  # what it happened to say counts for next to nothing
 BRIEFLY = SOFTLY | {"rate": 5e-4, "lessons": 2}  # few traces, each of which takes long
-GENTLY = SOFTLY | {"rate": 3e-4, "lessons": 8}  # where traces agree little on what there is to learn
+GENTLY = SOFTLY | {"rate": 2e-4, "lessons": 8}  # where traces agree little on what there is to learn
 PLANS = {
     "multi_qa": Plan(
         "multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3, validations=2), scored=answerable
@@ -126,7 +126,7 @@ PLANS = {
         "parallel",
         concepts,
         160,
-        TrainConfig(**GENTLY, validations=2),
+        TrainConfig(**GENTLY, validations=4),
     ),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
@@ -141,7 +141,7 @@ PLANS = {
         "leak both",
         played,
         96,
-        TrainConfig(**GENTLY, validations=2),
+        TrainConfig(**GENTLY | {"rate": 3e-4}, validations=2),
         {"strategy": "defect"},
     ),
 }
