@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -64,7 +64,8 @@ class OnePass(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The log-loss of a whole trace (the paper's loss), in units of a token of a typical one."""
-        total, kl = cast(Any, 0.0), self._config.kl
+        total: Any = 0.0
+        kl = self._config.kl
         for lesson in inputs["lessons"]:
             packed = pack(lesson.calls)
             logits = logits_of(self._adapter, packed, through=model)
