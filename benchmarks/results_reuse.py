@@ -11,7 +11,7 @@ from choreograph.evaluation.summary import interval
 from .reuse import FACTORS
 
 Runs = Mapping[str, Mapping[str, Any]]
-SETS = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue"}
+SETS = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue", "nq": "ten passages"}
 
 
 def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:

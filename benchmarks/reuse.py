@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from .common import (
     save,
     some_tokens,
 )
-from .reuse_models import Splits, splits, train_adapter, train_fully
+from .reuse_models import COMPANY, Splits, splits, train_adapter, train_fully
 from .reuse_sender import context
 
 PAIRS = {
@@ -49,6 +50,7 @@ PAIRS = {
     "base to adapter": ("adapter", "base"),
     "adapter to full": ("full", "adapter"),
 }
+WAYS = ("own", "partial", "reused", "sent")
 LENGTHS = (1024, 2048, 4096, 7680)
 FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills alone would allow
 
@@ -63,6 +65,7 @@ class Run:
     every: int
     lengths: Sequence[int]
     ways: Sequence[str] = ()
+    pattern: Sequence[int] | None = None
 
     @property
     def likely(self) -> Setting:
@@ -86,10 +89,11 @@ def main() -> None:
     options.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of contexts, to time")
     options.add_argument("--ways", nargs="*", default=[], help="of serving the stream, to time; all if none is named")
     options.add_argument("--questions", type=int, default=45, help="of the test, of each data set")
+    options.add_argument("--pattern", type=int, nargs=3, help="head, begin, end: instead of what the profile picks")
     given = options.parse_args()
     name = Path(given.model).stem
     data = splits(given.data, given.inputs, given.questions)
-    run = Run(given.model, data, given.out / name, given.every, given.lengths, given.ways)
+    run = Run(given.model, data, given.out / name, given.every, given.lengths, given.ways, given.pattern)
     engine = open_family(run, given.pairs, given.epochs)
     for part in given.only:
         for pair in given.pairs:
@@ -204,10 +208,12 @@ def profile_file(pair: str, out: Path) -> Path:
     return out / "profiles" / f"{pair.replace(' ', '-')}-hotpotqa" / "profile.json"
 
 
-def pick(pair: str, out: Path) -> Pattern:
+def pick(pair: str, run: Run) -> Pattern:
     """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less; but of a
     quarter of the layers at least: where full reuse loses nothing, there would be nothing to time."""
-    found = Profile.load(profile_file(pair, out))
+    if run.pattern is not None:
+        return Pattern.of(*run.pattern)
+    found = Profile.load(profile_file(pair, run.out))
     limit = 0.05 * max(0.0, found.loss(found.reused).value)
     enough = (p.pattern for p in found.frontier() if 4 * len(p.pattern.layers) >= found.layers and p.loss <= limit)
     return next(enough, Pattern.of(0, 0, found.layers))
@@ -216,18 +222,21 @@ def pick(pair: str, out: Path) -> Pattern:
 def quality(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """F1 on questions that neither training nor the profile has seen."""
     receiver, sender = PAIRS[pair]
-    pattern = pick(pair, run.out)
+    pattern = pick(pair, run)
     prepare(engine, receiver, sender, run.every)
     found: dict[str, Any] = {}
     pooled: list[Mapping[str, Any]] = []
     for name, asked in run.data.test.items():
         folder = Folder(run.out / "quality" / f"{pair.replace(' ', '-')}-{name}", {"pattern": str(pattern)})
         known = {record["id"]: record for record in folder.records("answers")}
-        for one in asked:
-            if one.id not in known:
-                known[one.id] = _answers(engine, one, receiver, sender, pattern, run.asked)
-                folder.add("answers", known[one.id])
-        records = [known[one.id] for one in asked]
+        for _, about in groupby(asked, lambda one: one.context):
+            group = list(about)
+            if not known.keys() >= {one.id for one in group}:
+                for record in _answers(engine, group, receiver, sender, pattern, run.asked):
+                    folder.add("answers", record)
+                    known[record["id"]] = record
+                print(pair, name, len(known), "of", len(asked), flush=True)
+        records = _of_questions([known[one.id] for one in asked])
         pooled += records
         found[name] = _compared(records)
         print(pair, name, {how: interval(one) for how, one in found[name].items()}, flush=True)
@@ -237,7 +246,7 @@ def quality(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
 
 def _compared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Scores of every way, and what the receiver loses by it, in points of F1."""
-    of = {how: [100 * r[how] for r in records] for how in ("own", "partial", "reused", "sent")}
+    of = {how: [100 * r[how] for r in records] for how in WAYS}
     return {
         **{how: asdict(mean([value / 100 for value in values])) for how, values in of.items()},
         "partial loss": asdict(difference(of["own"], of["partial"])),
@@ -246,20 +255,36 @@ def _compared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _of_questions(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Each question once: the mean of what it scored in all of its contexts."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        found.setdefault(record["id"].partition(COMPANY)[0], []).append(record)
+    return [{how: float(np.mean([one[how] for one in of])) for how in WAYS} for of in found.values()]
+
+
 def _answers(
-    engine: Engine, one: Asked, receiver: str, sender: str, pattern: Pattern, setting: Setting
-) -> dict[str, Any]:
-    everything = Pattern.of(0, 0, engine.facts.layers)
+    engine: Engine, asked: Sequence[Asked], receiver: str, sender: str, pattern: Pattern, setting: Setting
+) -> list[dict[str, Any]]:
+    """Of questions about one context: the scores of every way."""
     with engine.session(seed=0) as session:
-        scene = Scene(session, one, receiver, sender, setting)
-        return {
-            "id": one.id,
-            "tokens": scene.text.length,
-            "own": scene.ask(scene.version(everything)),
-            "partial": scene.ask(scene.version(pattern)),
-            "reused": scene.ask(scene.text),
-            "sent": scene.ask(scene.text, sender),
+        scene = Scene(session, asked[0], receiver, sender, setting)
+        seen = {
+            "own": (scene.version(Pattern.of(0, 0, engine.facts.layers)), receiver),
+            "partial": (scene.version(pattern), receiver),
+            "reused": (scene.text, receiver),
+            "sent": (scene.text, sender),
         }
+        scenes = [scene.about(one) for one in asked]
+        said = [{how: scene.answer(*seen[how]) for how in WAYS} for scene in scenes]
+        return [
+            {
+                "id": one.id,
+                "tokens": scene.text.length,
+                **{how: scene.quality(message) for how, message in answers.items()},
+            }
+            for one, scene, answers in zip(asked, scenes, said, strict=True)
+        ]
 
 
 # -- time: Figures 14, 15 and 16 ------------------------------------------------------------------------------
@@ -268,7 +293,7 @@ def _answers(
 def latency(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Seconds of a prefill by the receiver, alone, computing all layers or the pattern's; the sender's is there."""
     receiver, sender = PAIRS[pair]
-    pattern, everything = pick(pair, run.out), Pattern.of(0, 0, engine.facts.layers)
+    pattern, everything = pick(pair, run), Pattern.of(0, 0, engine.facts.layers)
     engine.share(receiver, sender, pattern=pattern)
     lengths = {}
     for length in run.lengths:
@@ -295,7 +320,7 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     points = Profile.load(profile_file(pair, run.out)).frontier()
     ways = {
         "recompute": Choice([points[-1]], seconds=seconds / 512),  # named, not used: share="recompute" asks nobody
-        "partial": Choice([p for p in points if p.pattern == pick(pair, run.out)], seconds=seconds / 512),
+        "partial": Choice([p for p in points if p.pattern == pick(pair, run)], seconds=seconds / 512),
         **{
             f"within {prefills:g} full prefills": Choice(points, seconds=seconds / 512, objective=prefills * seconds)
             for prefills in (3, 1.5)
@@ -358,7 +383,7 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dic
     another process. For the pair whose receiver has weights of its own."""
     if pair != "base to full":
         return
-    pattern, lengths = pick(pair, run.out), [length for length in run.lengths if length <= 4096]
+    pattern, lengths = pick(pair, run), [length for length in run.lengths if length <= 4096]
     config = EngineConfig(cache=CacheConfig(tokens=16_384))
     reader = Engine.from_pretrained(run.out / "full", config=config)
     meeting = Path(tempfile.mkdtemp()) / "meeting"
@@ -402,7 +427,7 @@ def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, r
 def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's."""
     receiver, sender = PAIRS[pair]
-    pattern = pick(pair, run.out)
+    pattern = pick(pair, run)
     engine.share(receiver, sender, pattern=pattern)
     engine.clear_cache()
     with engine.session() as session, ContextStore(engine) as store:

@@ -5,7 +5,8 @@ Questions for training, for profiles and for tests are different ones.
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from choreograph.reuse.profiling import Asked, Setting
 from .common import quick_in_bfloat16
 
 LONGEST = 1500  # tokens of a lesson: memory, and time
+COMPANY = " in company "  # between the id of a question and the number of one of its contexts
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,31 @@ class Splits:
 
 
 def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
-    """Three data sets of long contexts, each in four parts; short contexts are learned from alone."""
+    """Three data sets of long contexts, each in four parts. Of questions with one short passage sixty are learned from;
+    the others are asked of ten passages at once."""
+    short = read_asked(folder / "nq_oracle.jsonl", seed=2)
     parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in ("hotpotqa", "2wikimqa", "musique")}
     learn = [one for found in parts.values() for one in found[:30]]
-    learn += read_asked(folder / "nq_oracle.jsonl", seed=2, limit=120)
+    learn += short[:60]
     random.Random(0).shuffle(learn)
     return Splits(
         learn,
         [one for found in parts.values() for one in found[30:35]],
         {name: found[35 : 35 + inputs] for name, found in parts.items()},
-        {name: found[50 : 50 + questions] for name, found in parts.items()},
+        {"nq": in_company(short[60:])} | {name: found[50 : 50 + questions] for name, found in parts.items()},
     )
+
+
+def in_company(asked: Sequence[Asked], passages: int = 10, rounds: int = 3) -> list[Asked]:
+    """Every question in several contexts, of its own passage among others; contexts stand together."""
+    found, draw = [], random.Random(0)
+    for number in range(rounds):
+        shuffled = draw.sample(asked, len(asked))
+        for first in range(0, len(shuffled), passages):
+            group = shuffled[first : first + passages]
+            context = "\n\n".join(one.context for one in group)
+            found += [replace(one, id=f"{one.id}{COMPANY}{number}", context=context) for one in group]
+    return found
 
 
 def lesson(engine: Engine, one: Asked, setting: Setting) -> Lesson:

@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,12 @@ class Scene:
         self._setting = setting
         self.text = session.prefill(session.user(f"{setting.system}\n\n{one.context}"), model=sender)
 
+    def about(self, one: Asked) -> "Scene":
+        """The same context, and another question about it."""
+        other = copy(self)
+        other._one = one
+        return other
+
     def version(self, pattern: Pattern) -> Message:
         return checked(self._session.partial_prefill(self.text, pattern, model=self._receiver), pattern)
 
@@ -221,8 +228,8 @@ class Scene:
 
     def ask_all(self, versions: Sequence[Message]) -> list[float]:
         """The quality of every version; all are asked in the same steps."""
-        answers = [self._answer(version, self._receiver) for version in versions]
-        values = [self._quality(answer) for answer in answers]
+        answers = [self.answer(version) for version in versions]
+        values = [self.quality(answer) for answer in answers]
         for message in (*answers, *versions):
             if message is not self.text:
                 message.release()
@@ -230,13 +237,14 @@ class Scene:
 
     def ask(self, version: Message, model: str | None = None) -> float:
         """The quality of one version, which is kept."""
-        answer = self._answer(version, model or self._receiver)
-        value = self._quality(answer)
+        answer = self.answer(version, model)
+        value = self.quality(answer)
         answer.release()
         return value
 
-    def _answer(self, version: Message, model: str) -> Message:
-        session, setting, one = self._session, self._setting, self._one
+    def answer(self, version: Message, model: str | None = None) -> Message:
+        """By the receiver, if no other model is named. Does not wait for it."""
+        session, setting, one, model = self._session, self._setting, self._one, model or self._receiver
         question = session.prefill(session.user(one.question), [version], model=model, share="reuse")
         forced = _tokens_of(session, one.answers[0]) if setting.metric == "likelihood" else None
         return session.decode(
@@ -248,7 +256,7 @@ class Scene:
             share="reuse",
         )
 
-    def _quality(self, answer: Message) -> float:
+    def quality(self, answer: Message) -> float:
         if self._setting.metric == "f1":
             return f1(answer.text, self._one.answers)
         logprobs = answer.logprobs or []
