@@ -57,7 +57,8 @@ FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills 
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured, with what. out: the model's folder. every: patterns begin and end at every so many layers."""
+    """What is measured, with what. out: the model's folder. every: patterns begin and end at every so many layers.
+    most: the share of the layers that may be computed."""
 
     source: str
     data: Splits
@@ -65,7 +66,7 @@ class Run:
     every: int
     lengths: Sequence[int]
     ways: Sequence[str] = ()
-    pattern: Sequence[int] | None = None
+    most: float | None = None
 
     @property
     def likely(self) -> Setting:
@@ -89,11 +90,11 @@ def main() -> None:
     options.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of contexts, to time")
     options.add_argument("--ways", nargs="*", default=[], help="of serving the stream, to time; all if none is named")
     options.add_argument("--questions", type=int, default=45, help="of the test, of each data set")
-    options.add_argument("--pattern", type=int, nargs=3, help="head, begin, end: instead of what the profile picks")
+    options.add_argument("--most", type=float, help="the best pattern of such a share of the layers, not the cheapest")
     given = options.parse_args()
     name = Path(given.model).stem
     data = splits(given.data, given.inputs, given.questions)
-    run = Run(given.model, data, given.out / name, given.every, given.lengths, given.ways, given.pattern)
+    run = Run(given.model, data, given.out / name, given.every, given.lengths, given.ways, given.most)
     engine = open_family(run, given.pairs, given.epochs)
     for part in given.only:
         for pair in given.pairs:
@@ -210,10 +211,12 @@ def profile_file(pair: str, out: Path) -> Path:
 
 def pick(pair: str, run: Run) -> Pattern:
     """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less; but of a
-    quarter of the layers at least: where full reuse loses nothing, there would be nothing to time."""
-    if run.pattern is not None:
-        return Pattern.of(*run.pattern)
+    quarter of the layers at least: where full reuse loses nothing, there would be nothing to time. Or, where the run
+    says how many layers may be computed, the stretch of so many that loses least."""
     found = Profile.load(profile_file(pair, run.out))
+    if run.most is not None:
+        affordable = [c for c in found.stretches if len(c.pattern.layers) <= run.most * found.layers]
+        return max(affordable, key=lambda c: float(np.mean(c.values))).pattern
     limit = 0.05 * max(0.0, found.loss(found.reused).value)
     enough = (p.pattern for p in found.frontier() if 4 * len(p.pattern.layers) >= found.layers and p.loss <= limit)
     return next(enough, Pattern.of(0, 0, found.layers))

@@ -91,7 +91,7 @@ def quiet_life(nodes: list[Node], mode: str) -> list[Message | None]:
     return messages
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(nodes=graphs(most=9), mode=st.sampled_from(["choreographed", "prefix"]), seed=st.integers(0, 10**6))
 def test_crowded_lives_equal_quiet_ones(nodes, mode, seed):
     lived = crowded_life(nodes, mode, random.Random(seed))

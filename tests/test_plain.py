@@ -12,7 +12,6 @@ PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n",
     "Once upon a time, in a valley between two mountains,",
-    "1, 1, 2, 3, 5, 8,",
 ]
 
 

@@ -36,7 +36,7 @@ def talk(session, nodes, model):
     return messages
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(graphs(most=5), patterns, st.sampled_from([3, 1024]), st.data())
 def test_it_equals_the_oracle(nodes, pattern, step, data):
     parents = data.draw(st.lists(st.sampled_from(range(len(nodes))), unique=True, min_size=1))
