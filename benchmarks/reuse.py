@@ -239,7 +239,7 @@ def quality(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
                     folder.add("answers", record)
                     known[record["id"]] = record
                 print(pair, name, len(known), "of", len(asked), flush=True)
-        records = _of_questions([known[one.id] for one in asked])
+        records = of_questions([known[one.id] for one in asked])
         pooled += records
         found[name] = _compared(records)
         print(pair, name, {how: interval(one) for how, one in found[name].items()}, flush=True)
@@ -258,7 +258,7 @@ def _compared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _of_questions(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def of_questions(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Each question once: the mean of what it scored in all of its contexts."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:

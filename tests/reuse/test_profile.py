@@ -16,7 +16,16 @@ from choreograph.errors import ConfigError, DataError
 from choreograph.pattern import Pattern
 from choreograph.reuse import Cell, Choice, Point, Profile, share_by
 from choreograph.reuse.asked import asked
-from choreograph.reuse.profiling import Asked, Setting, measure, measure_costs, measure_scattered, stretches
+from choreograph.reuse.profiling import (
+    Asked,
+    Scene,
+    Setting,
+    measure,
+    measure_costs,
+    measure_scattered,
+    prepare,
+    stretches,
+)
 from choreograph.reuse.shown import draw, lines, summary
 
 ASKED = [
@@ -91,6 +100,25 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     assert Pattern() in choice.patterns and ("math", "base") in engine.runner.sharing.pairs
     with pytest.raises(ConfigError, match="receiver='base' is not the receiver"):
         share_by(engine, found, "base", "math", seconds=0.01)
+
+
+def test_questions_about_one_context_are_answered_together_as_alone(engine):
+    pattern, setting = Pattern.of(0, 1, 3), Setting()
+    asked = [ASKED[0], Asked("c", ASKED[0].context, "What is blue?", ("dog",))]
+    prepare(engine, "math", "base")
+    alone = []
+    for one in asked:
+        with engine.session(seed=0) as session:
+            scene = Scene(session, one, "math", "base", setting)
+            alone.append(scene.ask(scene.version(pattern)))
+    with engine.session(seed=0) as session:
+        scene = Scene(session, asked[0], "math", "base", setting)
+        seen = scene.version(pattern)
+        scenes = [scene.about(one) for one in asked]
+        said = [one.answer(seen) for one in scenes]
+        assert [one.quality(message) for one, message in zip(scenes, said, strict=True)] == pytest.approx(alone, 1e-4)
+        assert scene.ask(scene.text, "base") != pytest.approx(alone[0], 1e-4)
+    engine.check()
 
 
 def test_scattered_layers_and_costs(engine, tmp_path):
