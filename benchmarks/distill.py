@@ -128,6 +128,13 @@ PLANS = {
         160,
         TrainConfig(**GENTLY, validations=4),
     ),
+    "branch_solve_merge, serial": Plan(
+        "branch_solve_merge",
+        "serial",
+        concepts,
+        160,
+        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.1, epochs=3, validations=2),
+    ),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
         "choreographed",
