@@ -58,7 +58,7 @@ FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills 
 @dataclass(frozen=True)
 class Run:
     """What is measured, with what. out: the model's folder. every: patterns begin and end at every so many layers.
-    most: the share of the layers that may be computed."""
+    most: the share of the layers that may be computed. by: the data set whose profile tells which."""
 
     source: str
     data: Splits
@@ -67,6 +67,7 @@ class Run:
     lengths: Sequence[int]
     ways: Sequence[str] = ()
     most: float | None = None
+    by: str = "hotpotqa"
 
     @property
     def likely(self) -> Setting:
@@ -91,10 +92,11 @@ def main() -> None:
     options.add_argument("--ways", nargs="*", default=[], help="of serving the stream, to time; all if none is named")
     options.add_argument("--questions", type=int, default=45, help="of the test, of each data set")
     options.add_argument("--most", type=float, help="the best pattern of such a share of the layers, not the cheapest")
+    options.add_argument("--by", default="hotpotqa", help="the data set whose profile picks the pattern")
     given = options.parse_args()
     name = Path(given.model).stem
     data = splits(given.data, given.inputs, given.questions)
-    run = Run(given.model, data, given.out / name, given.every, given.lengths, given.ways, given.most)
+    run = Run(given.model, data, given.out / name, given.every, given.lengths, given.ways, given.most, given.by)
     engine = open_family(run, given.pairs, given.epochs)
     for part in given.only:
         for pair in given.pairs:
@@ -161,13 +163,13 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         folder = run.out / "profiles" / f"{pair.replace(' ', '-')}-{name}"
         tell = lambda record: print(record["id"])  # noqa: E731
         one = measure(engine, receiver, asked, folder, sender=sender, setting=run.likely, on_done=tell)
-        if name == "hotpotqa":
+        if name == run.by:
             counts = [engine.facts.layers * share // 8 for share in (1, 2, 3, 4, 6)]
             one = measure_scattered(engine, receiver, asked, one, counts, sender=sender, setting=run.likely)
             one = timed(engine, receiver, one, 1024, sender=sender)
         found[name] = one
         one.save(folder / "profile.json")
-    ours = found["hotpotqa"]
+    ours = found[run.by]
     label = f"reuse-{pair.replace(' ', '-')}-{engine.facts.layers}"
     draw(ours, FIGURES, label)
     own = {name: mean(one.own).value for name, one in found.items()}
@@ -205,15 +207,15 @@ def best_of_each_size(profile: Profile):
 # -- quality: Figures 6 and 14 --------------------------------------------------------------------------------
 
 
-def profile_file(pair: str, out: Path) -> Path:
-    return out / "profiles" / f"{pair.replace(' ', '-')}-hotpotqa" / "profile.json"
+def profile_file(pair: str, run: Run) -> Path:
+    return run.out / "profiles" / f"{pair.replace(' ', '-')}-{run.by}" / "profile.json"
 
 
 def pick(pair: str, run: Run) -> Pattern:
     """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less; but of a
     quarter of the layers at least: where full reuse loses nothing, there would be nothing to time. Or, where the run
     says how many layers may be computed, the stretch of so many that loses least."""
-    found = Profile.load(profile_file(pair, run.out))
+    found = Profile.load(profile_file(pair, run))
     if run.most is not None:
         affordable = [c for c in found.stretches if len(c.pattern.layers) <= run.most * found.layers]
         return max(affordable, key=lambda c: float(np.mean(c.values))).pattern
@@ -320,7 +322,7 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         seconds = FACTORS[0] / found["recompute"][0]["rate"]
     else:
         seconds = float(np.mean(measure_costs(engine, receiver, [everything], 512, sender=sender)[str(everything)]))
-    points = Profile.load(profile_file(pair, run.out)).frontier()
+    points = Profile.load(profile_file(pair, run)).frontier()
     ways = {
         "recompute": Choice([points[-1]], seconds=seconds / 512),  # named, not used: share="recompute" asks nobody
         "partial": Choice([p for p in points if p.pattern == pick(pair, run)], seconds=seconds / 512),

@@ -40,7 +40,7 @@ class Splits:
 
 def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
     """Three data sets of long contexts, each in four parts. Of questions with one short passage sixty are learned from;
-    the others are asked of ten passages at once."""
+    the others, forty for a profile and a hundred for the test, are asked of ten passages at once."""
     short = read_asked(folder / "nq_oracle.jsonl", seed=2)
     parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in ("hotpotqa", "2wikimqa", "musique")}
     learn = [one for found in parts.values() for one in found[:30]]
@@ -49,12 +49,12 @@ def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
     return Splits(
         learn,
         [one for found in parts.values() for one in found[30:35]],
-        {name: found[35 : 35 + inputs] for name, found in parts.items()},
-        {"nq": in_company(short[60:])} | {name: found[50 : 50 + questions] for name, found in parts.items()},
+        {name: found[35 : 35 + inputs] for name, found in parts.items()} | {"nq": in_company(short[60:100])},
+        {"nq": in_company(short[100:], rounds=6)} | {name: found[50 : 50 + questions] for name, found in parts.items()},
     )
 
 
-def in_company(asked: Sequence[Asked], passages: int = 10, rounds: int = 3) -> list[Asked]:
+def in_company(asked: Sequence[Asked], passages: int = 10, rounds: int = 2) -> list[Asked]:
     """Every question in several contexts, of its own passage among others; contexts stand together."""
     found, draw = [], random.Random(0)
     for number in range(rounds):

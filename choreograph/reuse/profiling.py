@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def measure(
     setting: Setting | None = None,
     on_done: Callable[[Record], None] = lambda record: None,
 ) -> Profile:
-    """Measures every input under every stretch of layers; one that is in `out` is not measured again."""
+    """Measures every input under every stretch of layers; one that is in `out` is not measured again. Inputs of one
+    context that follow each other share its prefills."""
     setting = setting or Setting()
     if len({one.id for one in asked}) != len(asked):
         raise ConfigError("two inputs have the same id")
@@ -101,13 +103,16 @@ def measure(
     prepare(engine, receiver, sender, setting.every)
     folder = Folder(out, {**names, **asdict(setting)})
     done = {record["id"]: record for record in folder.records("inputs")}
-    for one in asked:
-        if one.id not in done:
-            done[one.id] = _measure(engine, one, receiver, sender, setting)
-            folder.add("inputs", done[one.id])
-            on_done(done[one.id])
-        if done[one.id]["digest"] != one.digest:
-            raise ConfigError(f"{out} holds another input of the id {one.id!r}: use another folder")
+    for _, about in groupby(asked, lambda one: one.context):
+        group = list(about)
+        if missing := [one for one in group if one.id not in done]:
+            for record in _measure(engine, missing, receiver, sender, setting):
+                done[record["id"]] = record
+                folder.add("inputs", record)
+                on_done(record)
+        for one in group:
+            if done[one.id]["digest"] != one.digest:
+                raise ConfigError(f"{out} holds another input of the id {one.id!r}: use another folder")
     return _profile([done[one.id] for one in asked], engine.facts.layers, setting, names)
 
 
@@ -147,11 +152,14 @@ def measure_scattered(
     worst = sorted(range(found.layers), key=lambda layer: -found.sensitivity()[layer].value)
     patterns = [Pattern.of_layers(worst[:count]) for count in counts]
     values: list[list[float]] = [[] for _ in patterns]
-    for one in asked:
+    for _, about in groupby(asked, lambda one: one.context):
+        group = list(about)
         with engine.session(seed=0) as session:
-            scene = Scene(session, one, receiver, sender, setting)
-            for known, value in zip(values, scene.ask_all([scene.version(p) for p in patterns]), strict=True):
-                known.append(value)
+            scene = Scene(session, group[0], receiver, sender, setting)
+            versions = [scene.version(p) for p in patterns]
+            for one in group:
+                for known, value in zip(values, scene.about(one).ask_all(versions), strict=True):
+                    known.append(value)
     cells = tuple(Cell(pattern, tuple(known)) for pattern, known in zip(patterns, values, strict=True))
     return replace(found, scattered=cells)
 
@@ -182,26 +190,39 @@ def measure_costs(
     return seconds
 
 
-def _measure(engine: Engine, one: Asked, receiver: str, sender: str, setting: Setting) -> Record:
-    """One input under every stretch, and with every single layer reused."""
+def _measure(engine: Engine, asked: Sequence[Asked], receiver: str, sender: str, setting: Setting) -> list[Record]:
+    """Inputs of one context under every stretch, and with every single layer reused."""
     layers = engine.facts.layers
     edges = boundaries(layers, setting.every)
     with engine.session(seed=0) as session:
-        scene = Scene(session, one, receiver, sender, setting)
+        scene = Scene(session, asked[0], receiver, sender, setting)
+        scenes = [scene.about(one) for one in asked]
         own = scene.version(Pattern.of(0, 0, layers))
-        found: dict[str, Any] = {"id": one.id, "digest": one.digest, "tokens": scene.text.length}
-        found |= {"own": scene.ask(own), "reused": scene.ask(scene.text), "sent": scene.ask(scene.text, sender)}
         singles = [Pattern.of_layers(set(range(layers)) - {layer}) for layer in range(layers)]
-        found["single"] = scene.ask_all(scene.narrowed(own, singles))
-        found["stretches"] = {}
+        found: list[dict[str, Any]] = [
+            {"id": one.id, "digest": one.digest, "tokens": scene.text.length}
+            | {"own": of.ask(own), "reused": of.ask(of.text), "sent": of.ask(of.text, sender), "stretches": {}}
+            for one, of in zip(asked, scenes, strict=True)
+        ]
+        narrow = scene.narrowed(own, singles)
+        for record, of in zip(found, scenes, strict=True):
+            record["single"] = of.ask_all(narrow)
+        release(one for one in narrow if one is not scene.text)  # of a model of one layer nothing is left
         for begin in edges[:-1]:
             ends = [Pattern.of(0, begin, end) for end in edges if end > begin and (begin or end < layers)]
             whole = own if not begin else scene.version(Pattern.of(0, begin, layers))
-            values = scene.ask_all(scene.narrowed(whole, ends))
-            found["stretches"] |= {str(p): v for p, v in zip(ends, values, strict=True)}
+            narrow = scene.narrowed(whole, ends)
+            for record, of in zip(found, scenes, strict=True):
+                record["stretches"] |= {str(p): v for p, v in zip(ends, of.ask_all(narrow), strict=True)}
+            release(narrow)
             if whole is not own:
                 whole.release()
     return found
+
+
+def release(messages: Iterable[Message]) -> None:
+    for message in messages:
+        message.release()
 
 
 class Scene:
@@ -230,9 +251,7 @@ class Scene:
         """The quality of every version; all are asked in the same steps."""
         answers = [self.answer(version) for version in versions]
         values = [self.quality(answer) for answer in answers]
-        for message in (*answers, *versions):
-            if message is not self.text:
-                message.release()
+        release(answers)
         return values
 
     def ask(self, version: Message, model: str | None = None) -> float:

@@ -121,6 +121,25 @@ def test_questions_about_one_context_are_answered_together_as_alone(engine):
     engine.check()
 
 
+def test_a_profile_of_questions_about_one_context_is_that_of_each_alone(engine, tmp_path):
+    more = [Asked("c", ASKED[0].context, "What is blue?", ("dog",)), Asked("d", ASKED[1].context, "And?", ("two",))]
+    together = measure(engine, "math", [ASKED[0], more[0], ASKED[1], more[1]], tmp_path / "together")
+    for number, one in enumerate([ASKED[0], more[0], ASKED[1], more[1]]):
+        alone = measure(engine, "math", [one], tmp_path / one.id)
+        for name in ("own", "reused", "sent"):
+            assert getattr(together, name)[number] == pytest.approx(getattr(alone, name)[0], abs=1e-4)
+        for layer, same in zip(together.single, alone.single, strict=True):
+            assert layer[number] == pytest.approx(same[0], abs=1e-4)
+        for cell, same in zip(together.stretches, alone.stretches, strict=True):
+            assert cell.values[number] == pytest.approx(same.values[0], abs=1e-4), cell.pattern
+    engine.check()
+    (tmp_path / "together" / "inputs.jsonl").write_text(
+        "".join((tmp_path / "together" / "inputs.jsonl").read_text().splitlines(keepends=True)[:1])
+    )
+    again = measure(engine, "math", [ASKED[0], more[0]], tmp_path / "together")
+    assert again.own == pytest.approx(together.own[:2], abs=1e-4), "what was cut off goes on in the middle of a context"
+
+
 def test_scattered_layers_and_costs(engine, tmp_path):
     setting = Setting(metric="f1", max_tokens=4)
     found = measure(engine, "math", ASKED, tmp_path, setting=setting)
@@ -128,6 +147,10 @@ def test_scattered_layers_and_costs(engine, tmp_path):
     assert [len(cell.pattern.layers) for cell in more.scattered] == [1, 3]
     known = {cell.pattern: cell.values for cell in found.stretches}
     assert more.scattered[0].values == known[more.scattered[0].pattern], "one layer is a stretch"
+    twice = [ASKED[0], Asked("c", ASKED[0].context, "What is blue?", ("dog",))]
+    both = measure(engine, "math", twice, tmp_path / "twice", setting=setting)
+    scattered = measure_scattered(engine, "math", twice, both, [1, 3], setting=setting).scattered
+    assert [len(cell.values) for cell in scattered] == [2, 2]
     with pytest.raises(ConfigError, match="same ones"):
         measure_scattered(engine, "math", ASKED[:1], found, [1])
     patterns = [Pattern.of(0, 0, LAYERS), Pattern.of(0, 1, 2)]
