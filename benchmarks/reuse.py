@@ -51,6 +51,7 @@ PAIRS = {
     "adapter to full": ("full", "adapter"),
 }
 WAYS = ("own", "partial", "reused", "sent")
+DATA = ("hotpotqa", "2wikimqa", "musique", "nq")
 LENGTHS = (1024, 2048, 4096, 7680)
 FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills alone would allow
 
@@ -58,7 +59,8 @@ FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills 
 @dataclass(frozen=True)
 class Run:
     """What is measured, with what. out: the model's folder. every: patterns begin and end at every so many layers.
-    most: the share of the layers that may be computed. by: the data set whose profile tells which."""
+    most: the share of the layers that may be computed. by: the data set whose profile tells which. training: tells
+    models that were trained in another way apart."""
 
     source: str
     data: Splits
@@ -68,6 +70,16 @@ class Run:
     ways: Sequence[str] = ()
     most: float | None = None
     by: str = "hotpotqa"
+
+    training: str | None = None
+
+    def title(self, pair: str) -> str:
+        """How the results call a pair."""
+        return ", ".join([pair, *([self.training] if self.training else []), self.out.name])
+
+    def label(self, pair: str) -> str:
+        """How files call it."""
+        return "-".join([*pair.split(), *([self.training] if self.training else [])])
 
     @property
     def likely(self) -> Setting:
@@ -92,16 +104,28 @@ def main() -> None:
     options.add_argument("--ways", nargs="*", default=[], help="of serving the stream, to time; all if none is named")
     options.add_argument("--questions", type=int, default=45, help="of the test, of each data set")
     options.add_argument("--most", type=float, help="the best pattern of such a share of the layers, not the cheapest")
-    options.add_argument("--by", default="hotpotqa", help="the data set whose profile picks the pattern")
+    options.add_argument("--training", help="how the results call these trainings, if not by the model alone")
+    options.add_argument("--on", nargs="*", default=[], choices=DATA, help="data sets; all if none is named")
+    options.add_argument("--by", choices=DATA, default="hotpotqa", help="the data set whose profile picks the pattern")
     given = options.parse_args()
     name = Path(given.model).stem
-    data = splits(given.data, given.inputs, given.questions)
-    run = Run(given.model, data, given.out / name, given.every, given.lengths, given.ways, given.most, given.by)
+    data = splits(given.data, given.inputs, given.questions).on(given.on or DATA)
+    run = Run(
+        given.model,
+        data,
+        given.out / name,
+        given.every,
+        given.lengths,
+        given.ways,
+        given.most,
+        given.by,
+        given.training,
+    )
     engine = open_family(run, given.pairs, given.epochs)
     for part in given.only:
         for pair in given.pairs:
             for found in PARTS[part](engine, pair, run):
-                keep(name, part, pair, found)
+                keep(name, part, run.title(pair), found)
 
 
 def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
@@ -121,15 +145,15 @@ def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
     return engine
 
 
-def keep(model: str, part: str, pair: str, found: Mapping[str, Any]) -> None:
+def keep(model: str, part: str, title: str, found: Mapping[str, Any]) -> None:
     """Beside what was measured before."""
     runs = merged("reuse", "runs", {})
-    one = dict(runs.get(f"{pair}, {model}", {}))  # type: ignore[call-overload]
+    one = dict(runs.get(title, {}))  # type: ignore[call-overload]
     before = one.get(part, {})
     if "lengths" in found and before.get("pattern") == found["pattern"]:  # they can be measured one by one
         found = {**found, "lengths": before["lengths"] | found["lengths"]}
     one[part] = {**found, **provenance()}
-    runs[f"{pair}, {model}"] = one
+    runs[title] = one
     save("reuse", [row for title, run in runs.items() for row in rows(title, run)], model, runs=runs)
 
 
@@ -170,7 +194,7 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         found[name] = one
         one.save(folder / "profile.json")
     ours = found[run.by]
-    label = f"reuse-{pair.replace(' ', '-')}-{engine.facts.layers}"
+    label = f"reuse-{run.label(pair)}-{engine.facts.layers}"
     draw(ours, FIGURES, label)
     own = {name: mean(one.own).value for name, one in found.items()}
     blocks = {len(c.pattern.layers): mean(c.values).value for c in best_of_each_size(ours)}
@@ -317,7 +341,7 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """
     receiver, sender = PAIRS[pair]
     everything = Pattern.of(0, 0, engine.facts.layers)
-    found: dict[str, Any] = last("reuse")["runs"].get(f"{pair}, {run.out.name}", {}).get("stream", {}).get("rates", {})
+    found: dict[str, Any] = last("reuse")["runs"].get(run.title(pair), {}).get("stream", {}).get("rates", {})
     if found:
         seconds = FACTORS[0] / found["recompute"][0]["rate"]
     else:
@@ -349,7 +373,7 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         yield {"rates": found, "knee": {share: knee(points) for share, points in found.items()}}
     for what in ("ttft", "tbt", "e2e"):
         series = {share: [(one["rate"], one[what]) for one in points] for share, points in found.items()}
-        name = f"reuse-stream-{pair.replace(' ', '-')}-{what}.svg"
+        name = f"reuse-stream-{run.label(pair)}-{what}.svg"
         trade_off(series, FIGURES / name, xlabel="requests a second", ylabel=f"{what}, seconds")
 
 

@@ -37,6 +37,11 @@ class Splits:
     profile: dict[str, list[Asked]]
     test: dict[str, list[Asked]]
 
+    def on(self, names: Sequence[str]) -> "Splits":
+        """Profiles and tests on these data sets alone."""
+        profile, test = ({name: of[name] for name in names} for of in (self.profile, self.test))
+        return replace(self, profile=profile, test=test)
+
 
 def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
     """Three data sets of long contexts, each in four parts. Of questions with one short passage sixty are learned from;
