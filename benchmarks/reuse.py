@@ -25,9 +25,19 @@ from choreograph.evaluation.runs import Folder
 from choreograph.evaluation.statistics import difference, mean
 from choreograph.evaluation.summary import interval
 from choreograph.reuse import Choice, ContextStore, Profile
-from choreograph.reuse.profiling import Asked, Scene, Setting, measure, measure_costs, measure_scattered, prepare, timed
+from choreograph.reuse.profiling import (
+    METRICS,
+    Asked,
+    Scene,
+    Setting,
+    measure,
+    measure_costs,
+    measure_scattered,
+    prepare,
+    timed,
+)
 from choreograph.reuse.remote import Link
-from choreograph.reuse.shown import draw
+from choreograph.reuse.shown import LABELS, draw
 from choreograph.viz.charts import trade_off
 
 from .common import (
@@ -68,6 +78,7 @@ class Run:
     every: int
     lengths: Sequence[int]
     ways: Sequence[str] = ()
+    metric: str = "likelihood"
     most: float | None = None
     by: str = "hotpotqa"
 
@@ -82,8 +93,8 @@ class Run:
         return "-".join([*pair.split(), *([self.training] if self.training else [])])
 
     @property
-    def likely(self) -> Setting:
-        return Setting(metric="likelihood", every=self.every)
+    def profiled(self) -> Setting:
+        return Setting(metric=self.metric, every=self.every)
 
     @property
     def asked(self) -> Setting:
@@ -103,6 +114,7 @@ def main() -> None:
     options.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of contexts, to time")
     options.add_argument("--ways", nargs="*", default=[], help="of serving the stream, to time; all if none is named")
     options.add_argument("--questions", type=int, default=45, help="of the test, of each data set")
+    options.add_argument("--metric", choices=METRICS, default="likelihood", help="of the profile")
     options.add_argument("--most", type=float, help="the best pattern of such a share of the layers, not the cheapest")
     options.add_argument("--training", help="how the results call these trainings, if not by the model alone")
     options.add_argument("--on", nargs="*", default=[], choices=DATA, help="data sets; all if none is named")
@@ -117,6 +129,7 @@ def main() -> None:
         given.every,
         given.lengths,
         given.ways,
+        given.metric,
         given.most,
         given.by,
         given.training,
@@ -132,7 +145,7 @@ def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
     """The base with the variants that the pairs name, trained where they are not there yet."""
     names = {name for pair in pairs for name in PAIRS[pair]}
     trained = {
-        name: train(run.source, run.data, run.out / name, run.likely, epochs)
+        name: train(run.source, run.data, run.out / name, run.profiled, epochs)
         for name, train in (("adapter", train_adapter), ("full", train_fully))
         if name in names
     }
@@ -186,10 +199,10 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     for name, asked in run.data.profile.items():
         folder = run.out / "profiles" / f"{pair.replace(' ', '-')}-{name}"
         tell = lambda record: print(record["id"])  # noqa: E731
-        one = measure(engine, receiver, asked, folder, sender=sender, setting=run.likely, on_done=tell)
+        one = measure(engine, receiver, asked, folder, sender=sender, setting=run.profiled, on_done=tell)
         if name == run.by:
             counts = [engine.facts.layers * share // 8 for share in (1, 2, 3, 4, 6)]
-            one = measure_scattered(engine, receiver, asked, one, counts, sender=sender, setting=run.likely)
+            one = measure_scattered(engine, receiver, asked, one, counts, sender=sender, setting=run.profiled)
             one = timed(engine, receiver, one, 1024, sender=sender)
         found[name] = one
         one.save(folder / "profile.json")
@@ -200,7 +213,7 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     blocks = {len(c.pattern.layers): mean(c.values).value for c in best_of_each_size(ours)}
     scattered = [(len(c.pattern.layers), mean(c.values).value) for c in ours.scattered]
     series = {"one stretch": sorted(blocks.items()), "the most critical layers": scattered}
-    trade_off(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel="log-likelihood of a token")
+    trade_off(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel=LABELS[run.metric])
     yield {
         "inputs": {name: len(one.inputs) for name, one in found.items()},
         "own": own,
@@ -297,22 +310,23 @@ def _answers(
 ) -> list[dict[str, Any]]:
     """Of questions about one context: the scores of every way."""
     with engine.session(seed=0) as session:
-        scene = Scene(session, asked[0], receiver, sender, setting)
+        scene = Scene(session, asked[0].context, receiver, sender, setting)
+        own = scene.version(Pattern.of(0, 0, engine.facts.layers))
         seen = {
-            "own": (scene.version(Pattern.of(0, 0, engine.facts.layers)), receiver),
+            "own": (own, receiver),
             "partial": (scene.version(pattern), receiver),
             "reused": (scene.text, receiver),
             "sent": (scene.text, sender),
         }
-        scenes = [scene.about(one) for one in asked]
-        said = [{how: scene.answer(*seen[how]) for how in WAYS} for scene in scenes]
+        questions = [scene.about(one, own) for one in asked]
+        said = [{how: question.answer(*seen[how]) for how in WAYS} for question in questions]
         return [
             {
                 "id": one.id,
                 "tokens": scene.text.length,
-                **{how: scene.quality(message) for how, message in answers.items()},
+                **{how: question.quality(message) for how, message in answers.items()},
             }
-            for one, scene, answers in zip(asked, scenes, said, strict=True)
+            for one, question, answers in zip(asked, questions, said, strict=True)
         ]
 
 

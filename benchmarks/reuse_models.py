@@ -45,7 +45,7 @@ class Splits:
 
 def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
     """Three data sets of long contexts, each in four parts. Of questions with one short passage sixty are learned from;
-    the others, forty for a profile and a hundred for the test, are asked of ten passages at once."""
+    the others, thirty for a profile and 110 for the test, are asked of ten passages at once."""
     short = read_asked(folder / "nq_oracle.jsonl", seed=2)
     parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in ("hotpotqa", "2wikimqa", "musique")}
     learn = [one for found in parts.values() for one in found[:30]]
@@ -54,8 +54,8 @@ def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
     return Splits(
         learn,
         [one for found in parts.values() for one in found[30:35]],
-        {name: found[35 : 35 + inputs] for name, found in parts.items()} | {"nq": in_company(short[60:100])},
-        {"nq": in_company(short[100:], rounds=6)} | {name: found[50 : 50 + questions] for name, found in parts.items()},
+        {name: found[35 : 35 + inputs] for name, found in parts.items()} | {"nq": in_company(short[60:90])},
+        {"nq": in_company(short[90:], rounds=6)} | {name: found[50 : 50 + questions] for name, found in parts.items()},
     )
 
 

@@ -29,7 +29,9 @@ def profile(
     sender: Annotated[
         str | None, typer.Option(help="The model that encodes, if it is not the base: as the receiver.")
     ] = None,
-    metric: Annotated[str, typer.Option(help="f1, or likelihood of the answers.")] = "likelihood",
+    metric: Annotated[
+        str, typer.Option(help="f1, likelihood of the answers, or agreement with its own.")
+    ] = "likelihood",
     every: Annotated[int, typer.Option(min=1, help="Stretches begin and end so many layers apart.")] = 1,
     limit: Limit = 20,
     shuffle: Shuffle = None,

@@ -9,7 +9,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..session import Session
 from ..types import BASE, SamplingParams
 from .profile import Cell, Profile
 
-METRICS = ("f1", "likelihood")
+METRICS = ("f1", "likelihood", "agreement")
 ROOM = 32_768
 
 
@@ -47,7 +46,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Setting:
-    """metric: "f1" of the greedy answer, or "likelihood", the mean log-probability of the first known answer's tokens.
+    """metric: "f1" of the greedy answer, "likelihood", the mean log-probability of the first known answer's tokens, or
+    "agreement", that of what the receiver says greedily where it computes everything: how much of its behaviour is
+    kept, whether or not that is right.
 
     every: begins and ends of stretches lie so many layers apart. system: what stands before every context.
     """
@@ -155,10 +156,11 @@ def measure_scattered(
     for _, about in groupby(asked, lambda one: one.context):
         group = list(about)
         with engine.session(seed=0) as session:
-            scene = Scene(session, group[0], receiver, sender, setting)
+            scene = Scene(session, group[0].context, receiver, sender, setting)
+            own = scene.version(Pattern.of(0, 0, found.layers))
             versions = [scene.version(p) for p in patterns]
             for one in group:
-                for known, value in zip(values, scene.about(one).ask_all(versions), strict=True):
+                for known, value in zip(values, scene.about(one, own).ask_all(versions), strict=True):
                     known.append(value)
     cells = tuple(Cell(pattern, tuple(known)) for pattern, known in zip(patterns, values, strict=True))
     return replace(found, scattered=cells)
@@ -195,25 +197,26 @@ def _measure(engine: Engine, asked: Sequence[Asked], receiver: str, sender: str,
     layers = engine.facts.layers
     edges = boundaries(layers, setting.every)
     with engine.session(seed=0) as session:
-        scene = Scene(session, asked[0], receiver, sender, setting)
-        scenes = [scene.about(one) for one in asked]
+        scene = Scene(session, asked[0].context, receiver, sender, setting)
         own = scene.version(Pattern.of(0, 0, layers))
+        questions = [scene.about(one, own) for one in asked]
         singles = [Pattern.of_layers(set(range(layers)) - {layer}) for layer in range(layers)]
         found: list[dict[str, Any]] = [
             {"id": one.id, "digest": one.digest, "tokens": scene.text.length}
-            | {"own": of.ask(own), "reused": of.ask(of.text), "sent": of.ask(of.text, sender), "stretches": {}}
-            for one, of in zip(asked, scenes, strict=True)
+            | {"own": question.ask(own), "reused": question.ask(scene.text), "sent": question.ask(scene.text, sender)}
+            | {"stretches": {}}
+            for one, question in zip(asked, questions, strict=True)
         ]
         narrow = scene.narrowed(own, singles)
-        for record, of in zip(found, scenes, strict=True):
-            record["single"] = of.ask_all(narrow)
+        for record, question in zip(found, questions, strict=True):
+            record["single"] = question.ask_all(narrow)
         release(one for one in narrow if one is not scene.text)  # of a model of one layer nothing is left
         for begin in edges[:-1]:
             ends = [Pattern.of(0, begin, end) for end in edges if end > begin and (begin or end < layers)]
             whole = own if not begin else scene.version(Pattern.of(0, begin, layers))
             narrow = scene.narrowed(whole, ends)
-            for record, of in zip(found, scenes, strict=True):
-                record["stretches"] |= {str(p): v for p, v in zip(ends, of.ask_all(narrow), strict=True)}
+            for record, question in zip(found, questions, strict=True):
+                record["stretches"] |= {str(p): v for p, v in zip(ends, question.ask_all(narrow), strict=True)}
             release(narrow)
             if whole is not own:
                 whole.release()
@@ -226,26 +229,40 @@ def release(messages: Iterable[Message]) -> None:
 
 
 class Scene:
-    """One context in a session, encoded by the sender, and questions about versions of it."""
+    """One context in a session, encoded by the sender, and the receiver's versions of it."""
 
-    def __init__(self, session: Session, one: Asked, receiver: str, sender: str, setting: Setting) -> None:
-        self._session = session
-        self._one = one
-        self._receiver = receiver
-        self._setting = setting
-        self.text = session.prefill(session.user(f"{setting.system}\n\n{one.context}"), model=sender)
-
-    def about(self, one: Asked) -> "Scene":
-        """The same context, and another question about it."""
-        other = copy(self)
-        other._one = one
-        return other
+    def __init__(self, session: Session, context: str, receiver: str, sender: str, setting: Setting) -> None:
+        self.session = session
+        self.receiver = receiver
+        self.setting = setting
+        self.text = session.prefill(session.user(f"{setting.system}\n\n{context}"), model=sender)
 
     def version(self, pattern: Pattern) -> Message:
-        return checked(self._session.partial_prefill(self.text, pattern, model=self._receiver), pattern)
+        return checked(self.session.partial_prefill(self.text, pattern, model=self.receiver), pattern)
 
     def narrowed(self, version: Message, patterns: Iterable[Pattern]) -> list[Message]:
-        return [self._session.versions.narrowed(self.text, version, pattern) for pattern in patterns]
+        return [self.session.versions.narrowed(self.text, version, pattern) for pattern in patterns]
+
+    def about(self, one: Asked, own: Message) -> "Question":
+        """own: the receiver's own version."""
+        if self.setting.metric == "likelihood":
+            known = self.session.engine.tokenizer.encode(one.answers[0], add_special_tokens=False)
+            return Question(self, one, known)
+        if self.setting.metric == "agreement":
+            answer = Question(self, one).answer(own)
+            said = answer.generated
+            answer.release()
+            return Question(self, one, said)
+        return Question(self, one)
+
+
+class Question:
+    """About a scene. said: the answer whose likelihood is asked for, if one is."""
+
+    def __init__(self, scene: Scene, one: Asked, said: Sequence[int] | None = None) -> None:
+        self._scene = scene
+        self._one = one
+        self._said = said
 
     def ask_all(self, versions: Sequence[Message]) -> list[float]:
         """The quality of every version; all are asked in the same steps."""
@@ -255,7 +272,7 @@ class Scene:
         return values
 
     def ask(self, version: Message, model: str | None = None) -> float:
-        """The quality of one version, which is kept."""
+        """The quality of one version."""
         answer = self.answer(version, model)
         value = self.quality(answer)
         answer.release()
@@ -263,20 +280,19 @@ class Scene:
 
     def answer(self, version: Message, model: str | None = None) -> Message:
         """By the receiver, if no other model is named. Does not wait for it."""
-        session, setting, one, model = self._session, self._setting, self._one, model or self._receiver
-        question = session.prefill(session.user(one.question), [version], model=model, share="reuse")
-        forced = _tokens_of(session, one.answers[0]) if setting.metric == "likelihood" else None
+        session, model = self._scene.session, model or self._scene.receiver
+        question = session.prefill(session.user(self._one.question), [version], model=model, share="reuse")
         return session.decode(
             session.assistant(),
             [version, question],
-            sampling=SamplingParams(temperature=0, max_tokens=setting.max_tokens, logprobs=0),
-            forced_tokens=forced,
+            sampling=SamplingParams(temperature=0, max_tokens=self._scene.setting.max_tokens, logprobs=0),
+            forced_tokens=self._said,
             model=model,
             share="reuse",
         )
 
     def quality(self, answer: Message) -> float:
-        if self._setting.metric == "f1":
+        if self._said is None:
             return f1(answer.text, self._one.answers)
         logprobs = answer.logprobs or []
         return sum(one.logprob for one in logprobs) / len(logprobs)
@@ -320,8 +336,3 @@ def add(engine: Engine, name: str, source: str) -> None:
         engine.add_adapter(name, source)
     else:
         engine.add_model(name, source)
-
-
-def _tokens_of(session: Session, text: str) -> list[int]:
-    tokenizer = session.engine.tokenizer
-    return tokenizer.encode(text, add_special_tokens=False)

@@ -9,7 +9,7 @@ from ..evaluation.statistics import Estimate
 from ..viz import charts
 from .profile import Profile
 
-LABELS = {"f1": "F1", "likelihood": "log-likelihood of a token"}
+LABELS = {"f1": "F1", "likelihood": "log-likelihood of a token", "agreement": "log-likelihood of its own token"}
 
 
 def lines(profile: Profile) -> list[tuple[str, ...]]:

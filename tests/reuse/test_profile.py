@@ -109,15 +109,46 @@ def test_questions_about_one_context_are_answered_together_as_alone(engine):
     alone = []
     for one in asked:
         with engine.session(seed=0) as session:
-            scene = Scene(session, one, "math", "base", setting)
-            alone.append(scene.ask(scene.version(pattern)))
+            scene = Scene(session, one.context, "math", "base", setting)
+            alone.append(scene.about(one, scene.text).ask(scene.version(pattern)))
     with engine.session(seed=0) as session:
-        scene = Scene(session, asked[0], "math", "base", setting)
+        scene = Scene(session, asked[0].context, "math", "base", setting)
         seen = scene.version(pattern)
-        scenes = [scene.about(one) for one in asked]
-        said = [one.answer(seen) for one in scenes]
-        assert [one.quality(message) for one, message in zip(scenes, said, strict=True)] == pytest.approx(alone, 1e-4)
-        assert scene.ask(scene.text, "base") != pytest.approx(alone[0], 1e-4)
+        questions = [scene.about(one, seen) for one in asked]
+        said = [one.answer(seen) for one in questions]
+        assert [q.quality(message) for q, message in zip(questions, said, strict=True)] == pytest.approx(alone, 1e-4)
+        assert questions[0].ask(scene.text, "base") != pytest.approx(alone[0], 1e-4)
+    engine.check()
+
+
+def test_agreement_is_with_what_the_receiver_says_by_itself(engine, tmp_path):
+    setting = Setting(metric="agreement", max_tokens=4)
+    found = measure(engine, "math", ASKED, tmp_path, setting=setting)
+    for number, one in enumerate(ASKED):
+        values = {}
+        with engine.session() as session:
+            text = session.prefill(session.user(f"{setting.system}\n\n{one.context}"))
+            own, half = (session.partial_prefill(text, Pattern.of(0, 0, end), model="math") for end in (LAYERS, 2))
+            said: list[int] | None = None
+            for name, seen in (("own", own), ("half", half), ("reused", text)):
+                question = session.prefill(session.user(one.question), [seen], model="math", share="reuse")
+                answer = session.decode(
+                    session.assistant(),
+                    [seen, question],
+                    model="math",
+                    share="reuse",
+                    forced_tokens=said,
+                    sampling=SamplingParams(temperature=0, max_tokens=4, logprobs=0),
+                )
+                said = said or answer.generated
+                values[name] = sum(one.logprob for one in answer.logprobs) / len(said)
+        half = next(cell for cell in found.stretches if cell.pattern == Pattern.of(0, 0, 2))
+        assert found.own[number] == pytest.approx(values["own"], abs=1e-4)
+        assert half.values[number] == pytest.approx(values["half"], abs=1e-4)
+        assert found.reused[number] == pytest.approx(values["reused"], abs=1e-4)
+    again = measure_scattered(engine, "math", ASKED, found, [1], setting=setting)
+    known = {cell.pattern: cell.values for cell in found.stretches}
+    assert again.scattered[0].values == pytest.approx(known[again.scattered[0].pattern], abs=1e-4)
     engine.check()
 
 
