@@ -168,3 +168,10 @@ def _changed() -> str:
 
 def _git(*words: str) -> str:
     return subprocess.run(["git", *words], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+
+
+def supporting(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of questions over passages with those alone that the answer needs."""
+    titles = record.get("supporting_titles", ())
+    needed = [one for one in record["documents"] if one.get("is_supporting") or one["title"] in titles]
+    return {**record, "documents": needed}

@@ -6,11 +6,11 @@ traces, checkpoints and records; a run that was stopped goes on. `--only name ..
 """
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,7 @@ from choreograph.choreographies import Performance, conditions_of, find
 from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train
 from choreograph.distill.lessons import Lesson, baseline_lessons
 from choreograph.distill.losses import losses
-from choreograph.evaluation.data import Example, example, games, load, pairs
+from choreograph.evaluation.data import Example, example, games, load, pairs, records
 from choreograph.evaluation.fidelity import drift_rows, drifts
 from choreograph.evaluation.runs import Folder, run_conditions, settings_of
 from choreograph.evaluation.shown import with_adapter
@@ -33,7 +33,7 @@ from choreograph.report import show_table
 from choreograph.types import SamplingParams
 from choreograph.viz.charts import learning_curves
 
-from .common import FIGURES, estimate_row, last, merged, provenance, quick_in_bfloat16, save
+from .common import FIGURES, estimate_row, last, merged, provenance, quick_in_bfloat16, save, supporting
 
 TOP = 32  # likeliest tokens that a trace keeps where the divergence is a part of the loss
 Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, for validation, for the test
@@ -76,12 +76,7 @@ def trivia(folder: Path) -> Splits:
 
 def supported(file: Path, limit: int) -> list[Example]:
     """Questions with those of their passages alone that the answer needs."""
-    found = []
-    for number, line in enumerate(file.read_text().splitlines()[:limit]):
-        record = json.loads(line)
-        needed = [one for one in record["documents"] if one["title"] in record["supporting_titles"]]
-        found.append(example(record | {"documents": needed}, number))
-    return found
+    return [example(supporting(record), number) for number, record in enumerate(islice(records(file), limit))]
 
 
 def concepts(folder: Path) -> Splits:

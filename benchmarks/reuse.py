@@ -52,7 +52,7 @@ from .common import (
     save,
     some_tokens,
 )
-from .reuse_models import COMPANY, Splits, splits, train_adapter, train_fully
+from .reuse_models import COMPANY, LONG, Splits, splits, train_adapter, train_fully
 from .reuse_sender import context
 
 PAIRS = {
@@ -61,7 +61,7 @@ PAIRS = {
     "adapter to full": ("full", "adapter"),
 }
 WAYS = ("own", "partial", "reused", "sent")
-DATA = ("hotpotqa", "2wikimqa", "musique", "nq")
+DATA = (*LONG, "nq", "needed")
 LENGTHS = (1024, 2048, 4096, 7680)
 FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills alone would allow
 

@@ -15,16 +15,18 @@ from choreograph import Engine
 from choreograph.chat import Turn
 from choreograph.distill import Lesson, TrainConfig, train
 from choreograph.distill.losses import mean_loss
+from choreograph.evaluation.data import records
 from choreograph.models.adapter import Adapter
 from choreograph.onepass.calls import TracedCall
 from choreograph.onepass.likelihood import log_likelihood
 from choreograph.onepass.packed import logits_of, pack
-from choreograph.reuse.asked import read_asked
+from choreograph.reuse.asked import asked, read_asked
 from choreograph.reuse.profiling import Asked, Setting
 
-from .common import quick_in_bfloat16
+from .common import quick_in_bfloat16, supporting
 
 LONGEST = 1500  # tokens of a lesson: memory, and time
+LONG = ("hotpotqa", "2wikimqa", "musique")
 COMPANY = " in company "  # between the id of a question and the number of one of its contexts
 
 
@@ -39,31 +41,43 @@ class Splits:
 
     def on(self, names: Sequence[str]) -> "Splits":
         """Profiles and tests on these data sets alone."""
-        profile, test = ({name: of[name] for name in names} for of in (self.profile, self.test))
+        profile, test = ({name: of[name] for name in names if name in of} for of in (self.profile, self.test))
         return replace(self, profile=profile, test=test)
 
 
 def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
     """Three data sets of long contexts, each in four parts. Of questions with one short passage sixty are learned from;
-    the others, thirty for a profile and 110 for the test, are asked of ten passages at once."""
+    the others, thirty for a profile and 110 for the test, are asked of ten passages at once. Those of the long contexts
+    that are for the test are asked again of the passages that they and four others need ("needed")."""
     short = read_asked(folder / "nq_oracle.jsonl", seed=2)
-    parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in ("hotpotqa", "2wikimqa", "musique")}
+    parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in LONG}
     learn = [one for found in parts.values() for one in found[:30]]
     learn += short[:60]
     random.Random(0).shuffle(learn)
+    test = {name: found[50 : 50 + questions] for name, found in parts.items()}
+    few = {one.id: one for name in LONG for one in with_few(folder / f"{name}.jsonl")}
     return Splits(
         learn,
         [one for found in parts.values() for one in found[30:35]],
         {name: found[35 : 35 + inputs] for name, found in parts.items()} | {"nq": in_company(short[60:90])},
-        {"nq": in_company(short[90:], rounds=6)} | {name: found[50 : 50 + questions] for name, found in parts.items()},
+        {
+            "nq": in_company(short[90:], rounds=6),
+            "needed": in_company([few[one.id] for found in test.values() for one in found], passages=5, rounds=3),
+            **test,
+        },
     )
 
 
-def in_company(asked: Sequence[Asked], passages: int = 10, rounds: int = 2) -> list[Asked]:
-    """Every question in several contexts, of its own passage among others; contexts stand together."""
+def with_few(file: Path) -> list[Asked]:
+    """Questions with those of their passages alone that the answer needs."""
+    return [asked(supporting(record), number) for number, record in enumerate(records(file))]
+
+
+def in_company(questions: Sequence[Asked], passages: int = 10, rounds: int = 2) -> list[Asked]:
+    """Every question in several contexts, of its own passages among others'; contexts stand together."""
     found, draw = [], random.Random(0)
     for number in range(rounds):
-        shuffled = draw.sample(asked, len(asked))
+        shuffled = draw.sample(questions, len(questions))
         for first in range(0, len(shuffled), passages):
             group = shuffled[first : first + passages]
             context = "\n\n".join(one.context for one in group)
@@ -82,8 +96,8 @@ def lesson(engine: Engine, one: Asked, setting: Setting) -> Lesson:
     return Lesson(one.id, (TracedCall("answer", [*ids, *header], 0, (), [*said, *footer[:1]]),))
 
 
-def lessons(engine: Engine, asked: list[Asked], setting: Setting) -> list[Lesson]:
-    found = [lesson(engine, one, setting) for one in asked]
+def lessons(engine: Engine, questions: list[Asked], setting: Setting) -> list[Lesson]:
+    found = [lesson(engine, one, setting) for one in questions]
     return [one for one in found if sum(len(call.tokens) for call in one.calls) <= LONGEST]
 
 
@@ -103,7 +117,7 @@ def train_adapter(source: str, data: Splits, out: Path, setting: Setting, epochs
         validations=2,
         bf16=quick_in_bfloat16(),
     )
-    learn, check = (lessons(engine, asked, setting) for asked in (data.learn, data.check))
+    learn, check = (lessons(engine, split, setting) for split in (data.learn, data.check))
     report = train(engine.runner.adapter, learn, check, out, config, on_update=_tell("adapter"))
     print(f"adapter: {report.before:.3f} to {report.after:.3f}", flush=True)
     return out
@@ -115,7 +129,7 @@ def train_fully(source: str, data: Splits, out: Path, setting: Setting, epochs: 
         return out
     engine = Engine.from_pretrained(source, dtype="float32")
     adapter, draw = engine.runner.adapter, random.Random(0)
-    learn, check = (lessons(engine, asked, setting) for asked in (data.learn, data.check))
+    learn, check = (lessons(engine, split, setting) for split in (data.learn, data.check))
     before, model = mean_loss(adapter, check), adapter.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     updates = epochs * (len(learn) // 8)
