@@ -11,7 +11,8 @@ from choreograph.evaluation.summary import interval
 from .reuse import FACTORS
 
 Runs = Mapping[str, Mapping[str, Any]]
-SETS = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue", "nq": "ten passages"}
+SETS = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue", "nq": "ten passages", "needed": "needed"}
+OF = {"likelihood": "known answers", "agreement": "its own answers"}
 
 
 def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:
@@ -25,12 +26,21 @@ def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:
                     title,
                     SETS[data],
                     str(found["inputs"][data]),
+                    OF[found.get("metric", "likelihood")],
                     f"{found['own'][data]:.3f}",
                     interval(found["reused"][data], places=3),
                     ", ".join(map(str, found["critical"][data])) or "none",
                 ]
             )
-    return ["pair, model", "data", "texts", "log-likelihood, own", "lost by full reuse", "critical layers"], lines
+    return [
+        "pair, model",
+        "data",
+        "questions",
+        "likelihood of",
+        "log-likelihood, own",
+        "lost by full reuse",
+        "critical layers",
+    ], lines
 
 
 def quality(runs: Runs) -> tuple[list[str], list[list[str]]]:

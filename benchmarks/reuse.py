@@ -90,7 +90,7 @@ class Run:
 
     def label(self, pair: str) -> str:
         """How files call it."""
-        return "-".join([*pair.split(), *([self.training] if self.training else [])])
+        return "-".join([*pair.split(), *(self.training or "").split()])
 
     @property
     def profiled(self) -> Setting:
@@ -215,6 +215,7 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     series = {"one stretch": sorted(blocks.items()), "the most critical layers": scattered}
     trade_off(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel=LABELS[run.metric])
     yield {
+        "metric": run.metric,
         "inputs": {name: len(one.inputs) for name, one in found.items()},
         "own": own,
         "reused": {name: asdict(one.loss(one.reused)) for name, one in found.items()},
