@@ -114,6 +114,7 @@ def main() -> None:
     options.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of contexts, to time")
     options.add_argument("--ways", nargs="*", default=[], help="of serving the stream, to time; all if none is named")
     options.add_argument("--questions", type=int, default=45, help="of the test, of each data set")
+    options.add_argument("--rounds", type=int, default=6, help="contexts of each question in company, of the test")
     options.add_argument("--metric", choices=METRICS, default="likelihood", help="of the profile")
     options.add_argument("--most", type=float, help="the best pattern of such a share of the layers, not the cheapest")
     options.add_argument("--training", help="how the results call these trainings, if not by the model alone")
@@ -121,7 +122,7 @@ def main() -> None:
     options.add_argument("--by", choices=DATA, default="hotpotqa", help="the data set whose profile picks the pattern")
     given = options.parse_args()
     name = Path(given.model).stem
-    data = splits(given.data, given.inputs, given.questions).on(given.on or DATA)
+    data = splits(given.data, given.inputs, given.questions, given.rounds).on(given.on or DATA)
     run = Run(
         given.model,
         data,

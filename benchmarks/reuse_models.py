@@ -45,10 +45,14 @@ class Splits:
         return replace(self, profile=profile, test=test)
 
 
-def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
+def splits(folder: Path, inputs: int = 15, questions: int = 45, rounds: int = 6) -> Splits:
     """Three data sets of long contexts, each in four parts. Of questions with one short passage sixty are learned from;
     the others, thirty for a profile and 110 for the test, are asked of ten passages at once. Those of the long contexts
-    that are for the test are asked again of the passages that they and four others need ("needed")."""
+    that are for the test are asked again of the passages that they and four others need ("needed").
+
+    inputs: of a profile, of each data set of long contexts; questions: of the test of each. rounds: contexts of a
+    question in company.
+    """
     short = read_asked(folder / "nq_oracle.jsonl", seed=2)
     parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in LONG}
     learn = [one for found in parts.values() for one in found[:30]]
@@ -61,8 +65,8 @@ def splits(folder: Path, inputs: int = 15, questions: int = 45) -> Splits:
         [one for found in parts.values() for one in found[30:35]],
         {name: found[35 : 35 + inputs] for name, found in parts.items()} | {"nq": in_company(short[60:90])},
         {
-            "nq": in_company(short[90:], rounds=6),
-            "needed": in_company([few[one.id] for found in test.values() for one in found], passages=5, rounds=3),
+            "nq": in_company(short[90:], rounds=rounds),
+            "needed": in_company([few[one.id] for found in test.values() for one in found], passages=5, rounds=rounds),
             **test,
         },
     )
@@ -105,7 +109,7 @@ def train_adapter(source: str, data: Splits, out: Path, setting: Setting, epochs
     """A LoRA adapter on all linear layers."""
     if (out / "report.json").is_file():
         return out
-    engine = Engine.from_pretrained(source, dtype="float32")
+    engine = Engine.from_pretrained(source, dtype="bfloat16" if quick_in_bfloat16() else "float32")
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     config = TrainConfig(
         rank=32,
