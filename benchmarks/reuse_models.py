@@ -51,7 +51,7 @@ def splits(folder: Path, inputs: int = 15, questions: int = 45, rounds: int = 6)
     that are for the test are asked again of the passages that they and four others need ("needed").
 
     inputs: of a profile, of each data set of long contexts; questions: of the test of each. rounds: contexts of a
-    question in company.
+    question in company, two at most for a profile.
     """
     short = read_asked(folder / "nq_oracle.jsonl", seed=2)
     parts = {name: read_asked(folder / f"{name}.jsonl", seed=2) for name in LONG}
@@ -63,7 +63,8 @@ def splits(folder: Path, inputs: int = 15, questions: int = 45, rounds: int = 6)
     return Splits(
         learn,
         [one for found in parts.values() for one in found[30:35]],
-        {name: found[35 : 35 + inputs] for name, found in parts.items()} | {"nq": in_company(short[60:90])},
+        {name: found[35 : 35 + inputs] for name, found in parts.items()}
+        | {"nq": in_company(short[60:90], rounds=min(2, rounds))},
         {
             "nq": in_company(short[90:], rounds=rounds),
             "needed": in_company([few[one.id] for found in test.values() for one in found], passages=5, rounds=rounds),
@@ -77,7 +78,7 @@ def with_few(file: Path) -> list[Asked]:
     return [asked(supporting(record), number) for number, record in enumerate(records(file))]
 
 
-def in_company(questions: Sequence[Asked], passages: int = 10, rounds: int = 2) -> list[Asked]:
+def in_company(questions: Sequence[Asked], passages: int = 10, *, rounds: int) -> list[Asked]:
     """Every question in several contexts, of its own passages among others'; contexts stand together."""
     found, draw = [], random.Random(0)
     for number in range(rounds):
