@@ -48,7 +48,7 @@ def quality(runs: Runs) -> tuple[list[str], list[list[str]]]:
     for title, run in runs.items():
         found = run.get("quality")
         sets = [(SETS[data], one) for data, one in found["data"].items()] if found else []
-        if found and "pooled" in found:
+        if "pooled" in (found or {}) and len(sets) > 1:
             sets.append(("all", found["pooled"]))
         for data, one in sets:
             f1 = [interval(one[how], 100) for how in ("sent", "own", "partial", "reused")]
