@@ -81,7 +81,6 @@ class Run:
     metric: str = "likelihood"
     most: float | None = None
     by: str = "hotpotqa"
-
     training: str | None = None
 
     def title(self, pair: str) -> str:
@@ -196,6 +195,8 @@ def _made(part: Mapping[str, Any]) -> dict[str, str]:
 
 def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     receiver, sender = PAIRS[pair]
+    if run.by not in run.data.profile:
+        raise SystemExit(f"--by {run.by}: no profile is made of it; use one of {list(run.data.profile)}")
     found: dict[str, Profile] = {}
     for name, asked in run.data.profile.items():
         folder = run.out / "profiles" / f"{pair.replace(' ', '-')}-{name}"
