@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from choreograph.reuse.profiling import (
     Asked,
     Scene,
     Setting,
+    by_context,
     measure,
     measure_costs,
     measure_scattered,
@@ -128,11 +128,11 @@ def main() -> None:
         given.out / name,
         given.every,
         given.lengths,
-        given.ways,
-        given.metric,
-        given.most,
-        given.by,
-        given.training,
+        ways=given.ways,
+        metric=given.metric,
+        most=given.most,
+        by=given.by,
+        training=given.training,
     )
     engine = open_family(run, given.pairs, given.epochs)
     for part in given.only:
@@ -274,8 +274,7 @@ def quality(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     for name, asked in run.data.test.items():
         folder = Folder(run.out / "quality" / f"{pair.replace(' ', '-')}-{name}", {"pattern": str(pattern)})
         known = {record["id"]: record for record in folder.records("answers")}
-        for _, about in groupby(asked, lambda one: one.context):
-            group = list(about)
+        for group in by_context(asked):
             if not known.keys() >= {one.id for one in group}:
                 for record in _answers(engine, group, receiver, sender, pattern, run.asked):
                     folder.add("answers", record)
@@ -314,14 +313,13 @@ def _answers(
     """Of questions about one context: the scores of every way."""
     with engine.session(seed=0) as session:
         scene = Scene(session, asked[0].context, receiver, sender, setting)
-        own = scene.version(Pattern.of(0, 0, engine.facts.layers))
         seen = {
-            "own": (own, receiver),
+            "own": (scene.own, receiver),
             "partial": (scene.version(pattern), receiver),
             "reused": (scene.text, receiver),
             "sent": (scene.text, sender),
         }
-        questions = [scene.about(one, own) for one in asked]
+        questions = [scene.about(one) for one in asked]
         said = [{how: question.answer(*seen[how]) for how in WAYS} for question in questions]
         return [
             {

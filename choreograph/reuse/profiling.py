@@ -8,8 +8,9 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,7 @@ def measure(
     prepare(engine, receiver, sender, setting.every)
     folder = Folder(out, {**names, **asdict(setting)})
     done = {record["id"]: record for record in folder.records("inputs")}
-    for _, about in groupby(asked, lambda one: one.context):
-        group = list(about)
+    for group in by_context(asked):
         if missing := [one for one in group if one.id not in done]:
             for record in _measure(engine, missing, receiver, sender, setting):
                 done[record["id"]] = record
@@ -153,14 +153,12 @@ def measure_scattered(
     worst = sorted(range(found.layers), key=lambda layer: -found.sensitivity()[layer].value)
     patterns = [Pattern.of_layers(worst[:count]) for count in counts]
     values: list[list[float]] = [[] for _ in patterns]
-    for _, about in groupby(asked, lambda one: one.context):
-        group = list(about)
+    for group in by_context(asked):
         with engine.session(seed=0) as session:
             scene = Scene(session, group[0].context, receiver, sender, setting)
-            own = scene.version(Pattern.of(0, 0, found.layers))
             versions = [scene.version(p) for p in patterns]
             for one in group:
-                for known, value in zip(values, scene.about(one, own).ask_all(versions), strict=True):
+                for known, value in zip(values, scene.about(one).ask_all(versions), strict=True):
                     known.append(value)
     cells = tuple(Cell(pattern, tuple(known)) for pattern, known in zip(patterns, values, strict=True))
     return replace(found, scattered=cells)
@@ -198,8 +196,8 @@ def _measure(engine: Engine, asked: Sequence[Asked], receiver: str, sender: str,
     edges = boundaries(layers, setting.every)
     with engine.session(seed=0) as session:
         scene = Scene(session, asked[0].context, receiver, sender, setting)
-        own = scene.version(Pattern.of(0, 0, layers))
-        questions = [scene.about(one, own) for one in asked]
+        own = scene.own
+        questions = [scene.about(one) for one in asked]
         singles = [Pattern.of_layers(set(range(layers)) - {layer}) for layer in range(layers)]
         found: list[dict[str, Any]] = [
             {"id": one.id, "digest": one.digest, "tokens": scene.text.length}
@@ -223,6 +221,12 @@ def _measure(engine: Engine, asked: Sequence[Asked], receiver: str, sender: str,
     return found
 
 
+def by_context(asked: Iterable[Asked]) -> Iterator[list[Asked]]:
+    """Inputs of one context that follow each other, together."""
+    for _, group in groupby(asked, lambda one: one.context):
+        yield list(group)
+
+
 def release(messages: Iterable[Message]) -> None:
     for message in messages:
         message.release()
@@ -243,13 +247,17 @@ class Scene:
     def narrowed(self, version: Message, patterns: Iterable[Pattern]) -> list[Message]:
         return [self.session.versions.narrowed(self.text, version, pattern) for pattern in patterns]
 
-    def about(self, one: Asked, own: Message) -> "Question":
-        """own: the receiver's own version."""
+    @cached_property
+    def own(self) -> Message:
+        """What the receiver computes in all layers."""
+        return self.version(Pattern.of(0, 0, self.session.engine.facts.layers))
+
+    def about(self, one: Asked) -> "Question":
         if self.setting.metric == "likelihood":
             known = self.session.engine.tokenizer.encode(one.answers[0], add_special_tokens=False)
             return Question(self, one, known)
         if self.setting.metric == "agreement":
-            answer = Question(self, one).answer(own)
+            answer = Question(self, one).answer(self.own)
             said = answer.generated
             answer.release()
             return Question(self, one, said)

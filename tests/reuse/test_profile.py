@@ -64,6 +64,19 @@ def engine():
     return Engine.from_pretrained(base, tokenizer=letters, config=config, models={"math": other})
 
 
+def answered(session, seen, one, forced):
+    """As a user would ask."""
+    question = session.prefill(session.user(one.question), [seen], model="math", share="reuse")
+    return session.decode(
+        session.assistant(),
+        [seen, question],
+        model="math",
+        share="reuse",
+        forced_tokens=forced,
+        sampling=SamplingParams(temperature=0, max_tokens=4, logprobs=0),
+    )
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     done = []
@@ -76,16 +89,8 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
         with engine.session() as session:
             text = session.prefill(session.user(f"{setting.system}\n\n{ASKED[1].context}"))
             seen = session.partial_prefill(text, cell.pattern, model="math")
-            question = session.prefill(session.user(ASKED[1].question), [seen], model="math", share="reuse")
             forced = engine.tokenizer.encode(ASKED[1].answers[0], add_special_tokens=False)
-            said = session.decode(
-                session.assistant(),
-                [seen, question],
-                model="math",
-                share="reuse",
-                forced_tokens=forced,
-                sampling=SamplingParams(logprobs=0),
-            )
+            said = answered(session, seen, ASKED[1], forced)
             value = sum(one.logprob for one in said.logprobs) / len(forced)
         assert cell.values[1] == pytest.approx(value, abs=1e-4), cell.pattern
     again = measure(engine, "math", ASKED, tmp_path, setting=setting, on_done=done.append)
@@ -110,11 +115,11 @@ def test_questions_about_one_context_are_answered_together_as_alone(engine):
     for one in asked:
         with engine.session(seed=0) as session:
             scene = Scene(session, one.context, "math", "base", setting)
-            alone.append(scene.about(one, scene.text).ask(scene.version(pattern)))
+            alone.append(scene.about(one).ask(scene.version(pattern)))
     with engine.session(seed=0) as session:
         scene = Scene(session, asked[0].context, "math", "base", setting)
         seen = scene.version(pattern)
-        questions = [scene.about(one, seen) for one in asked]
+        questions = [scene.about(one) for one in asked]
         said = [one.answer(seen) for one in questions]
         assert [q.quality(message) for q, message in zip(questions, said, strict=True)] == pytest.approx(alone, 1e-4)
         assert questions[0].ask(scene.text, "base") != pytest.approx(alone[0], 1e-4)
@@ -131,15 +136,7 @@ def test_agreement_is_with_what_the_receiver_says_by_itself(engine, tmp_path):
             own, half = (session.partial_prefill(text, Pattern.of(0, 0, end), model="math") for end in (LAYERS, 2))
             said: list[int] | None = None
             for name, seen in (("own", own), ("half", half), ("reused", text)):
-                question = session.prefill(session.user(one.question), [seen], model="math", share="reuse")
-                answer = session.decode(
-                    session.assistant(),
-                    [seen, question],
-                    model="math",
-                    share="reuse",
-                    forced_tokens=said,
-                    sampling=SamplingParams(temperature=0, max_tokens=4, logprobs=0),
-                )
+                answer = answered(session, seen, one, said)
                 said = said or answer.generated
                 values[name] = sum(one.logprob for one in answer.logprobs) / len(said)
         half = next(cell for cell in found.stretches if cell.pattern == Pattern.of(0, 0, 2))
