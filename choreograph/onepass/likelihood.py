@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-AT_ONCE = 1 << 22  # logits that are widened together
+AT_ONCE = 1 << 19  # logits that are widened together: little enough to stay in a cache
 
 
 def log_likelihood(logits: Float[Tensor, "R V"], targets: Sequence[int]) -> Float[Tensor, "R"]:
