@@ -19,7 +19,7 @@ from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.choreographies import Performance, conditions_of, find
-from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train
+from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train, where_reused
 from choreograph.distill.lessons import Lesson, baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.evaluation.data import Example, example, games, load, pairs, records
@@ -42,7 +42,8 @@ Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, fo
 @dataclass(frozen=True)
 class Plan:
     """One training. condition: the way of running the workflow that is learned. scored: what answers are scored on.
-    exact: weights and validation are in float32, where bfloat16 rounds off a good part of what there is to repair."""
+    exact: weights and validation are in float32, where bfloat16 rounds off a good part of what there is to repair.
+    narrow: only what reuse changes is learned."""
 
     workflow: str
     condition: str
@@ -52,6 +53,7 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     scored: Callable[[Path], list[Example]] | None = None
     exact: bool = False
+    narrow: bool = False
 
 
 def questions(folder: Path) -> Splits:
@@ -132,6 +134,7 @@ PLANS = {
         160,
         TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.1, validations=2),
         exact=True,
+        narrow=True,
     ),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
@@ -225,13 +228,16 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             options=plan.options,
         )
 
+    learned, checks, floor = reused("learn"), reused("check"), baseline_lessons(traces["check"])
+    if plan.narrow:
+        (learned,), (checks, floor) = where_reused(learned), where_reused(checks, floor)
     report = train(
         learner.runner.adapter,
-        reused("learn"),
-        reused("check"),
+        learned,
+        checks,
         out / "adapter",
         plan.config,
-        baseline=baseline_lessons(traces["check"]),
+        baseline=floor,
         on_update=lambda done, most: print(f"... {name}: update {done} of {most}", flush=True),
     )
     engine.add_adapter("FT", out / "adapter")
