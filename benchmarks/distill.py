@@ -19,7 +19,7 @@ from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.choreographies import Performance, conditions_of, find
-from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train, where_reused
+from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train
 from choreograph.distill.lessons import Lesson, baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.evaluation.data import Example, example, games, load, pairs, records
@@ -41,9 +41,7 @@ Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, fo
 
 @dataclass(frozen=True)
 class Plan:
-    """One training. condition: the way of running the workflow that is learned. scored: what answers are scored on.
-    exact: weights and validation are in float32, where bfloat16 rounds off a good part of what there is to repair.
-    narrow: only what reuse changes is learned."""
+    """One training. condition: the way of running the workflow that is learned. scored: what answers are scored on."""
 
     workflow: str
     condition: str
@@ -52,8 +50,6 @@ class Plan:
     config: TrainConfig
     options: Mapping[str, Any] = field(default_factory=dict)
     scored: Callable[[Path], list[Example]] | None = None
-    exact: bool = False
-    narrow: bool = False
 
 
 def questions(folder: Path) -> Splits:
@@ -132,9 +128,7 @@ PLANS = {
         "serial",
         concepts,
         160,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.1, validations=2),
-        exact=True,
-        narrow=True,
+        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1),  # nothing is seen twice
     ),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
@@ -197,15 +191,14 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     """Everything of one plan; what is in `out` is not done again."""
     out = out / model / name
     workflow, conditions = find(plan.workflow), conditions_of(find(plan.workflow))
-    engine, drawing = opened(source), opened(source, "bfloat16" if plan.config.bf16 else "float32")
-    learner = engine if plan.exact else drawing
+    engine, learner = opened(source), opened(source, "bfloat16" if plan.config.bf16 else "float32")
     sampling = SamplingParams(max_tokens=plan.max_tokens)
     splits = dict(zip(("learn", "check", "test"), plan.splits(data), strict=True))
     traces = {}
     for split, examples in splits.items():
         done = Progress(f"{name}: traces to {split}", len(examples))
         traces[split] = collect(
-            {"learn": drawing, "check": learner, "test": engine}[split],
+            engine if split == "test" else learner,
             plan.workflow,
             workflow,
             examples,
@@ -216,7 +209,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             on_done=done,
         )
     engine.clear_cache()
-    drawing.clear_cache()
+    learner.clear_cache()
 
     def reused(split: str) -> list[Lesson]:
         return lessons_of(
@@ -228,16 +221,13 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             options=plan.options,
         )
 
-    learned, checks, floor = reused("learn"), reused("check"), baseline_lessons(traces["check"])
-    if plan.narrow:
-        (learned,), (checks, floor) = where_reused(learned), where_reused(checks, floor)
     report = train(
         learner.runner.adapter,
-        learned,
-        checks,
+        reused("learn"),
+        reused("check"),
         out / "adapter",
         plan.config,
-        baseline=floor,
+        baseline=baseline_lessons(traces["check"]),
         on_update=lambda done, most: print(f"... {name}: update {done} of {most}", flush=True),
     )
     engine.add_adapter("FT", out / "adapter")

@@ -86,7 +86,6 @@ def train(
         str | None, typer.Option(help="Learn to give the final answers in this workflow of one call instead.")
     ] = None,
     validation: Annotated[float, typer.Option(help="Share of the traces that is kept apart.")] = 0.1,
-    narrow: Annotated[bool, typer.Option("--narrow", help="Learn only what reuse changes; less to compute.")] = False,
     model: Model = EMBEDDED,
     dtype: Dtype = DtypeName.float32,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 64,
@@ -146,7 +145,6 @@ def train(
             condition=condition,
             direct=direct,
             validation=validation,
-            narrow=narrow,
             on_update=on_update,
         )
     if as_json:

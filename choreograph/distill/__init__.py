@@ -1,6 +1,6 @@
 """Distillation: a model on reused encodings learns to say what it says on the baseline (Prompt Choreography, 3.2)."""
 
-from .lessons import Lesson, answer_lessons, lessons_of, where_reused
+from .lessons import Lesson, answer_lessons, lessons_of
 from .run import train_on
 from .setting import TrainConfig, TrainReport
 from .traces import Trace, collect, read_traces
@@ -17,5 +17,4 @@ __all__ = [
     "read_traces",
     "train",
     "train_on",
-    "where_reused",
 ]

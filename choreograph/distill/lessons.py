@@ -8,7 +8,7 @@ from ..choreographies import Workflow
 from ..choreographies.performance import Condition
 from ..errors import ConfigError
 from ..models.adapter import Adapter
-from ..onepass.calls import TracedCall, as_prompts, decodes_of, only, reusing
+from ..onepass.calls import TracedCall, as_prompts, decodes_of
 from ..onepass.rehearsal import Script, rehearse
 from ..types import SamplingParams
 from .traces import Trace
@@ -44,17 +44,6 @@ def lessons_of(
 def baseline_lessons(traces: Sequence[Trace]) -> list[Lesson]:
     """Each trace as the baseline computed it: every decode behind its whole prompt."""
     return [Lesson(t.id, tuple(as_prompts(t.calls))) for t in traces]
-
-
-def where_reused(lessons: Sequence[Lesson], *others: Sequence[Lesson]) -> tuple[list[Lesson], ...]:
-    """The decodes of lessons that reuse changes, with what they see; the same decodes of other lessons. What the
-    condition computes as the baseline does has nothing to repair; it only takes time, and adds noise."""
-    names = [reusing(lesson.calls) for lesson in lessons]
-    kept = [
-        [Lesson(lesson.id, tuple(only(lesson.calls, some))) for lesson, some in zip(given, names, strict=True) if some]
-        for given in (lessons, *others)
-    ]
-    return tuple(kept)
 
 
 def answer_lessons(

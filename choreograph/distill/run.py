@@ -11,7 +11,7 @@ from ..errors import ConfigError, DataError
 from ..evaluation.runs import source_of
 from ..models.adapter import Adapter
 from ..types import SamplingParams
-from .lessons import answer_lessons, baseline_lessons, lessons_of, where_reused
+from .lessons import answer_lessons, baseline_lessons, lessons_of
 from .setting import TrainConfig, TrainReport
 from .traces import Trace, read_traces
 from .training import train
@@ -26,18 +26,16 @@ def train_on(
     condition: str | None = None,
     direct: str | None = None,
     validation: float = 0.1,
-    narrow: bool = False,
     on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
     """Trains an adapter for the workflow of some traces under one of its conditions (by default its last one), or,
-    with `direct`, for a workflow of one decode that gives their final answers. narrow: learns only from decodes that
-    the condition computes otherwise than the baseline, see `where_reused`."""
+    with `direct`, for a workflow of one decode that gives their final answers."""
     settings, found = read_traces(traces)
     if settings["model"] != adapter.facts.name:
         raise ConfigError(f"{traces}: traces of model {settings['model']!r}, not of {adapter.facts.name!r}")
     learn, check = split(found, validation, (config or TrainConfig()).seed)
     if direct is not None:
-        if condition is not None or narrow or (config and config.kl):
+        if condition is not None or (config and config.kl):
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
         workflow = find(direct)
         lessons, checks = (answer_lessons(adapter, workflow, part) for part in (learn, check))
@@ -51,10 +49,7 @@ def train_on(
     }
     chosen = choose(conditions_of(workflow), condition)
     lessons, checks = (lessons_of(adapter, workflow, part, chosen, **given) for part in (learn, check))
-    floor = baseline_lessons(check)
-    if narrow:
-        (lessons,), (checks, floor) = where_reused(lessons), where_reused(checks, floor)
-    return train(adapter, lessons, checks, out, config, baseline=floor, on_update=on_update)
+    return train(adapter, lessons, checks, out, config, baseline=baseline_lessons(check), on_update=on_update)
 
 
 def choose(conditions: Any, name: str | None) -> Condition:

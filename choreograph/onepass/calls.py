@@ -4,9 +4,9 @@ A call names no messages: it points to its parents by their number among the cal
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import count, groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..choreographies.performance import Step
@@ -64,11 +64,11 @@ def calls_of(steps: Iterable[Step]) -> list[TracedCall]:
 
 def decodes_of(calls: Iterable[TracedCall]) -> Iterator[tuple[tuple[str, int], TracedCall]]:
     """The decodes in order, each by the name of its stage and its number there: the same in every condition."""
-    before: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     for call in calls:
         if call.generated is not None:
-            yield (call.stage, before[call.stage]), call
-            before[call.stage] += 1
+            yield (call.stage, count[call.stage]), call
+            count[call.stage] += 1
 
 
 def _call_of(stage: str, message: Message, numbers: Mapping[int, int]) -> TracedCall:
@@ -128,42 +128,6 @@ def _runs(homes: Sequence[tuple[int, int]]) -> tuple[Seen, ...]:
         runs.append(Seen(number, places[0], places[-1] + 1, at))
         at += len(places)
     return tuple(runs)
-
-
-def reusing(calls: Sequence[TracedCall]) -> set[tuple[str, int]]:
-    """The decodes that a whole prompt would not compute alike: some of what they see was encoded behind something else,
-    or stands elsewhere. By their names in `decodes_of`."""
-    plain: list[bool] = []
-    for call in calls:
-        at, before = 0, []
-        for seen in call.parents:
-            parent = calls[seen.call]
-            if not plain[seen.call] or seen != (seen.call, 0, len(parent.tokens), at) or [*parent.parents] != before:
-                break
-            before.append(seen)
-            at += len(parent.tokens)
-        plain.append(len(before) == len(call.parents) and call.start == at)
-    alike = {id(call) for call, one in zip(calls, plain, strict=True) if one}
-    return {name for name, call in decodes_of(calls) if id(call) not in alike}
-
-
-def only(calls: Sequence[TracedCall], names: Container[tuple[str, int]]) -> list[TracedCall]:
-    """The decodes of these names and what they need to see, where other decodes are given text."""
-    wanted = {id(call) for name, call in decodes_of(calls) if name in names}
-    needed = [id(call) in wanted for call in calls]
-    for number in reversed(range(len(calls))):
-        for seen in calls[number].parents if needed[number] else ():
-            needed[seen.call] = True
-    numbers = dict(zip((n for n, one in enumerate(needed) if one), count()))
-    found = []
-    for number in numbers:
-        call = calls[number]
-        parents = tuple(seen._replace(call=numbers[seen.call]) for seen in call.parents)
-        given = id(call) not in wanted
-        found.append(
-            TracedCall(call.stage, call.tokens, call.start, parents) if given else replace(call, parents=parents)
-        )
-    return found
 
 
 # -- JSON -------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from choreograph import SamplingParams
-from choreograph.choreographies import Performance, Step, conditions_of, find
+from choreograph.choreographies import Step, conditions_of, find
 from choreograph.cli import app
-from choreograph.distill import Trace, answer_lessons, collect, lessons_of, read_traces, train_on, where_reused
+from choreograph.distill import answer_lessons, collect, lessons_of, read_traces, train_on
 from choreograph.distill.lessons import baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.errors import ConfigError, DataError
@@ -77,26 +77,13 @@ def test_lessons_are_the_workflow_under_reuse(talker, traces):
             assert said.generated == trace.calls[trace.answer].generated
             assert said.top == trace.calls[trace.answer].top
             with talker.session() as session:
+                from choreograph.choreographies import Performance
+
                 p = Performance(session, forced=trace.content, sampling=SamplingParams(logprobs=0))
                 answer = workflow(p, trace.task, **condition.options)
                 heard = [x.logprob for x in answer.logprobs]
             (loss,) = losses(talker.runner.adapter, [lesson])
             assert loss == pytest.approx(-sum(heard) / len(heard), abs=1e-4)
-
-
-def test_lessons_of_what_reuse_changes(talker):
-    """Of Branch-Solve-Merge only the merge reads what was encoded elsewhere."""
-    workflow = find("branch_solve_merge")
-    with talker.session(mode="prefix") as session:
-        p = Performance(session, sampling=SHORT)
-        workflow(p, "sea, ship, sail, wind").result()
-        calls = calls_of(p.steps)
-    trace = Trace("t", "sea, ship, sail, wind", 0, tuple(calls), len(calls) - 1)
-    lessons = lessons_of(talker.runner.adapter, workflow, [trace], conditions_of(workflow)["serial"], sampling=SHORT)
-    (narrow,), (floor,) = where_reused(lessons, baseline_lessons([trace]))
-    for lesson in (narrow, floor):
-        assert [call.stage for call in lesson.calls if call.generated is not None] == ["merge"]
-    assert "branch" not in [call.stage for call in narrow.calls]
 
 
 def test_final_answers_become_lessons_of_one_call(talker, traces):
@@ -132,7 +119,7 @@ def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path, talker_fold
     assert result.exit_code == 0, result.output
     assert "4 traces" in result.output
     command = ["train", str(traced), "--out", str(out), "--epochs", "1", "--rank", "2", "--validation", "0.25", *model]
-    result = runner.invoke(app, [*command, "--condition", "parallel", "--lessons", "2", "--narrow"])
+    result = runner.invoke(app, [*command, "--condition", "parallel", "--lessons", "2"])
     assert result.exit_code == 0, result.output
     assert "gap closed" in result.output and "trained share" in result.output
     assert (out / "adapter_model.safetensors").is_file()
@@ -147,8 +134,6 @@ def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path, talker_fold
     assert isinstance(result.exception, ConfigError) and "sideways" in str(result.exception)
     result = runner.invoke(app, [*command, "--direct", "direct"])
     assert isinstance(result.exception, ConfigError) and "another setting" in str(result.exception)
-    result = runner.invoke(app, [*command, "--direct", "direct", "--narrow"])
-    assert isinstance(result.exception, ConfigError) and "without a condition" in str(result.exception)
 
 
 def test_traces_of_a_workflow_that_has_changed_are_refused(talker, tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
 from choreograph.choreographies import Step
-from choreograph.onepass.calls import as_prompts, calls_of, decodes_of, only, reusing
+from choreograph.onepass.calls import as_prompts, calls_of
 from choreograph.onepass.likelihood import log_likelihood
 from choreograph.onepass.packed import logits_of, pack, read_logits
 
@@ -75,62 +75,6 @@ def test_traces_in_one_sequence_do_not_see_each_other(engine, first, second):
     adapter = engine.runner.adapter
     apart = in_one_pass(adapter, a) + in_one_pass(adapter, b)
     assert in_one_pass(adapter, a, b) == pytest.approx(apart, abs=1e-4)
-
-
-def by_decode(adapter, calls):
-    """Of every decode of some calls, by name, the log-probabilities of its tokens in one pass over all."""
-    values = iter(in_one_pass(adapter, calls))
-    return {name: [next(values) for _ in call.generated] for name, call in decodes_of(calls)}
-
-
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, values in wanted.items():
-        assert found[name] == pytest.approx(values, abs=1e-4)
-
-
-@given(nodes=graphs(), data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_some_decodes_alone_say_what_they_say_among_all(engine, nodes, data):
-    with engine.session() as session:
-        calls = calls_of(perform(session, nodes))
-    adapter = engine.runner.adapter
-    for given_calls in (calls, as_prompts(calls)):
-        told = by_decode(adapter, given_calls)
-        names = {name for name in told if data.draw(st.booleans())}
-        assert_equal(by_decode(adapter, only(given_calls, names)), {name: told[name] for name in names})
-
-
-@given(nodes=graphs())
-@settings(max_examples=40, deadline=None)
-def test_what_reuse_does_not_change_says_what_a_whole_prompt_does(engine, nodes):
-    with engine.session() as session:
-        calls = calls_of(perform(session, nodes))
-    changed, adapter = reusing(calls), engine.runner.adapter
-    here, whole = by_decode(adapter, calls), by_decode(adapter, as_prompts(calls))
-    assert_equal(*({name: one[name] for name in one if name not in changed} for one in (here, whole)))
-
-
-def test_what_stands_behind_all_before_it_is_no_reuse(engine):
-    with engine.session() as session:
-        a = session.prefill([1, 2, 3])
-        b = session.decode([4], [a], forced_tokens=[5, 6])
-        blind = session.decode([4], [], forced_tokens=[5, 6])
-        steps = {
-            "first": a,
-            "second": b,
-            "blind": blind,
-            "plain": session.decode([7], [a, b], forced_tokens=[8]),
-            "part": session.decode([7], [a.part(0, 2)], forced_tokens=[8]),
-            "gap": session.decode([7], [a], new_offset=4, forced_tokens=[8]),
-            "moved": session.decode([7], [a], offsets=[1], forced_tokens=[8]),
-            "other order": session.decode([7], [b, a], forced_tokens=[8]),
-            "encoded blind": session.decode([7], [a, blind], forced_tokens=[8]),
-            "not alone": session.decode([7], [b], offsets=[3], new_offset=6, forced_tokens=[8]),
-        }
-        calls = calls_of([Step(stage, message) for stage, message in steps.items()])
-    plain = {"second", "blind", "plain"}
-    assert {stage for stage, _ in reusing(calls)} == steps.keys() - plain - {"first"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
