@@ -130,7 +130,7 @@ PLANS = {
         "serial",
         concepts,
         160,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.1, epochs=2, validations=2),
+        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.1, epochs=3, validations=2),
         exact=True,
     ),
     "tree_of_thoughts": Plan(
