@@ -36,6 +36,7 @@ from choreograph.viz.charts import learning_curves
 from .common import FIGURES, estimate_row, last, merged, provenance, quick_in_bfloat16, save, supporting
 
 TOP = 32  # likeliest tokens that a trace keeps where the divergence is a part of the loss
+ORDER = ", order "  # between the id of a list of concepts and the number of the order that it stands in
 Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, for validation, for the test
 
 
@@ -82,12 +83,14 @@ def supported(file: Path, limit: int) -> list[Example]:
 
 
 def concepts(folder: Path) -> Splits:
-    """Lists of concepts; those to learn from are drawn from the concepts of records that nothing else uses."""
+    """Lists of concepts; those to learn from are drawn from the concepts of records that nothing else uses, those of
+    the test stand in three orders."""
     found = load(str(folder / "commongen_hard.jsonl"), seed=1)
     learn, check, test = found[:55], found[55:63], found[70:100]
     known, draw = sorted({c for e in learn for c in e.task}), random.Random(0)
     drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(400)]
-    return [example(r, i) for i, r in enumerate(drawn)], check, test
+    orders = [replace(e, id=f"{e.id}{ORDER}{n}", task=draw.sample(e.task, len(e.task))) for n in (2, 3) for e in test]
+    return [example(r, i) for i, r in enumerate(drawn)], check, test + orders
 
 
 def problems(folder: Path) -> Splits:
@@ -275,7 +278,8 @@ def answers(source: str, plan: Plan, name: str, data: Path, out: Path) -> dict[s
 
 
 def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
-    """Log-loss of the baseline's own texts: on the baseline, under reuse, and adapted; every trace weighs the same.
+    """Log-loss of the baseline's own texts: on the baseline, under reuse, and adapted; every trace weighs the same, and
+    those of one list of concepts are one example.
 
     Beside it the divergence from the baseline: the gap to be expected where the baseline's text goes on in every way
     that it could, not in the one that was drawn. Where little is lost it tells more.
@@ -297,7 +301,11 @@ def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
         print(f"... gap: {len(each)} of {len(traces)}", flush=True)
 
     def of(way: str, what: str) -> list[float]:
-        return [fmean(x for drift in one[way] for x in getattr(drift, what)) for one in each]
+        found: dict[str, list[float]] = {}
+        for trace, one in zip(traces, each, strict=True):
+            value = fmean(x for drift in one[way] for x in getattr(drift, what))
+            found.setdefault(trace.id.partition(ORDER)[0], []).append(value)
+        return [fmean(values) for values in found.values()]
 
     base, before, after, drifted = of("before", "before"), *(of(way, "after") for way in ways)
     far, near = of("before", "divergence"), of("after", "divergence")

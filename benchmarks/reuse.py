@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from peft import PeftModel
 
 from choreograph import CacheConfig, Engine, EngineConfig, Message, Pattern, SamplingParams
 from choreograph.evaluation.runs import Folder
@@ -424,12 +425,12 @@ def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, 
 
 def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dict[str, Any]]:
     """Seconds to the first token behind a context and a short question, loading included: the sender computes in
-    another process. For the pair whose receiver has weights of its own."""
-    if pair != "base to full":
+    another process. For the pairs whose sender is the base."""
+    receiver, writer = PAIRS[pair]
+    if writer != "base":
         return
     pattern, lengths = pick(pair, run), [length for length in run.lengths if length <= 4096]
-    config = EngineConfig(cache=CacheConfig(tokens=16_384))
-    reader = Engine.from_pretrained(run.out / "full", config=config)
+    reader = alone(run, receiver)
     meeting = Path(tempfile.mkdtemp()) / "meeting"
     asked = ["--model", run.source, "--meeting", str(meeting), "--rounds", str(rounds)]
     asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.transitions))]
@@ -447,6 +448,16 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dic
     finally:
         sender.kill()
         dist.destroy_process_group()
+
+
+def alone(run: Run, receiver: str) -> Engine:
+    """A variant in an engine of its own; an adapter is merged into the weights."""
+    config = EngineConfig(cache=CacheConfig(tokens=16_384))
+    if receiver == "full":
+        return Engine.from_pretrained(run.out / "full", config=config)
+    engine = Engine.from_pretrained(run.source, config=config)
+    merged = PeftModel.from_pretrained(engine.runner.adapter.model, str(run.out / receiver)).merge_and_unload()
+    return Engine.from_pretrained(merged, config=config, tokenizer=engine.tokenizer)
 
 
 def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, rounds: int) -> dict[str, list[float]]:
