@@ -19,13 +19,13 @@ from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.choreographies import Performance, conditions_of, find
+from choreograph.choreographies.performance import Condition
 from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train
 from choreograph.distill.lessons import Lesson, baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.evaluation.data import Example, example, games, load, pairs, records
 from choreograph.evaluation.fidelity import drift_rows, drifts
 from choreograph.evaluation.runs import Folder, run_conditions, settings_of
-from choreograph.evaluation.shown import with_adapter
 from choreograph.evaluation.statistics import Estimate, difference, mean, ratio
 from choreograph.evaluation.summary import interval, summarize, table
 from choreograph.onepass.calls import TracedCall
@@ -43,7 +43,8 @@ Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, fo
 @dataclass(frozen=True)
 class Plan:
     """One training. condition: the way of running the workflow that is learned. scored: what answers are scored on.
-    exact: weights and validation are in float32, where bfloat16 rounds off a good part of what there is to repair."""
+    exact: weights and validation are in float32, where bfloat16 rounds off a good part of what there is to repair.
+    readers: the stages whose decodes alone are the adapter's."""
 
     workflow: str
     condition: str
@@ -53,6 +54,15 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     scored: Callable[[Path], list[Example]] | None = None
     exact: bool = False
+    readers: tuple[str, ...] = ()
+
+    @property
+    def reused(self) -> Condition:
+        return conditions_of(find(self.workflow))[self.condition]
+
+    @property
+    def learned(self) -> Condition:
+        return replace(self.reused, model="FT", readers=self.readers)
 
 
 def questions(folder: Path) -> Splits:
@@ -136,6 +146,15 @@ PLANS = {
         TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.1, epochs=3, validations=2),
         exact=True,
     ),
+    "branch_solve_merge, serial, merge alone": Plan(
+        "branch_solve_merge",
+        "serial",
+        concepts,
+        160,
+        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.1, epochs=2, validations=2),
+        exact=True,
+        readers=("merge",),
+    ),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
         "choreographed",
@@ -196,7 +215,7 @@ def keep(title: str, result: Mapping[str, Any]) -> None:
 def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -> dict[str, Any]:
     """Everything of one plan; what is in `out` is not done again."""
     out = out / model / name
-    workflow, conditions = find(plan.workflow), conditions_of(find(plan.workflow))
+    workflow = find(plan.workflow)
     engine, drawing = opened(source), opened(source, "bfloat16" if plan.config.bf16 else "float32")
     learner = engine if plan.exact else drawing
     sampling = SamplingParams(max_tokens=plan.max_tokens)
@@ -223,7 +242,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             engine.runner.adapter,
             workflow,
             traces[split],
-            conditions[plan.condition],
+            plan.learned,
             sampling=sampling,
             options=plan.options,
         )
@@ -234,7 +253,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
         reused("check"),
         out / "adapter",
         plan.config,
-        baseline=baseline_lessons(traces["check"]),
+        baseline=baseline_lessons(traces["check"], plan.readers),
         on_update=lambda done, most: print(f"... {name}: update {done} of {most}", flush=True),
     )
     engine.add_adapter("FT", out / "adapter")
@@ -252,6 +271,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
         "workflow": plan.workflow,
         "model": model,
         "condition": plan.condition,
+        "readers": plan.readers,
         "traces": {split: len(one) for split, one in traces.items()},
         "config": asdict(plan.config),
         "max_tokens": plan.max_tokens,
@@ -284,9 +304,10 @@ def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
     Beside it the divergence from the baseline: the gap to be expected where the baseline's text goes on in every way
     that it could, not in the one that was drawn. Where little is lost it tells more.
     """
-    known = conditions_of(find(plan.workflow))
-    baseline, reused = next(iter(known.values())), known[plan.condition]
-    ways = {"before": reused, "after": replace(reused, model="FT"), "adapted": replace(baseline, model="FT")}
+    baseline = next(iter(conditions_of(find(plan.workflow)).values()))
+    ways = {"before": plan.reused, "after": plan.learned}
+    if not plan.readers:  # else the adapter has no part in the baseline
+        ways["adapted"] = replace(baseline, model="FT")
     found = drifts(
         engine,
         find(plan.workflow),
@@ -307,7 +328,7 @@ def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
             found.setdefault(trace.id.partition(ORDER)[0], []).append(value)
         return [fmean(values) for values in found.values()]
 
-    base, before, after, drifted = of("before", "before"), *(of(way, "after") for way in ways)
+    base, before, after = of("before", "before"), of("before", "after"), of("after", "after")
     far, near = of("before", "divergence"), of("after", "divergence")
     return {
         "baseline": asdict(mean(base)),
@@ -319,7 +340,7 @@ def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
         "divergence before": asdict(mean(far)),
         "divergence after": asdict(mean(near)),
         "divergence closed": asdict(closed([0.0] * len(far), far, near)),
-        "adapted baseline": asdict(difference(drifted, base)),
+        **({"adapted baseline": asdict(difference(of("adapted", "after"), base))} if "adapted" in ways else {}),
         "stages": {row.stage: row.divergence.value for row in drift_rows([{"before": one["before"]} for one in each])},
     }
 
@@ -342,7 +363,7 @@ def harm(engine: Engine, data: Path, texts: int = 24, length: int = 384) -> dict
 
 def one_pass(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
     """Seconds of a trace, alone: the engine's forced decodes, step by step, over one pass. Neither takes gradients."""
-    workflow, condition = find(plan.workflow), conditions_of(find(plan.workflow))[plan.condition]
+    workflow, condition = find(plan.workflow), plan.reused
     sampling = SamplingParams(max_tokens=plan.max_tokens)
     adapter, steps, passes = engine.runner.adapter, [], []
     lessons = lessons_of(adapter, workflow, traces, condition, sampling=sampling, options=plan.options)
@@ -365,8 +386,7 @@ def scores(engine: Engine, name: str, plan: Plan, examples: list[Example], out: 
     """Table 1: answers at temperature 0.7, under every condition of the workflow and with the adapter."""
     workflow = find(plan.workflow)
     known = conditions_of(workflow)
-    learned = f"{plan.condition} + FT"
-    conditions = {**known, learned: with_adapter(known, "FT")[learned]}
+    conditions = {**known, f"{plan.condition} + FT": plan.learned}
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
     settings = settings_of(
         engine, plan.workflow, workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options

@@ -31,11 +31,13 @@ from .cli_options import (
     Only,
     Options,
     Out,
+    Readers,
     Seed,
     Shuffle,
     Split,
     Temperature,
     WorkflowName,
+    adapted,
     open_engine,
     read_options,
 )
@@ -168,6 +170,7 @@ def run(
     compile: Compile = False,
     option: Annotated[list[str] | None, typer.Option(help="An option of the workflow, as name=value.")] = None,
     adapter: Adapter = None,
+    reader: Readers = None,
     max_tokens: MaxTokens = 160,
     temperature: Temperature = 0.7,
     seed: Seed = 0,
@@ -189,7 +192,8 @@ def run(
         found,
         text,
         mode=mode.value,
-        model=ADAPTED if adapter else BASE,
+        model=adapted(adapter, reader),
+        readers=reader or (),
         seed=seed,
         sampling=sampling,
         options=read_options(option or []),
@@ -223,6 +227,7 @@ def evaluate(
     adapter: Annotated[
         str | None, typer.Option(help="Run every condition but the first with this LoRA adapter too.")
     ] = None,
+    reader: Readers = None,
     judge: Annotated[str | None, typer.Option(help="A model that compares answers in both orders.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -231,6 +236,7 @@ def evaluate(
     from .evaluation import shown
     from .types import SamplingParams
 
+    adapted(adapter, reader)
     found, console = find(workflow), Console(quiet=as_json)
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
     conditions = shown.chosen(found, condition or [])
@@ -241,7 +247,7 @@ def evaluate(
         found,
         examples,
         out or Path("out") / "eval" / Path(workflow).stem,
-        conditions=shown.with_adapter(conditions, ADAPTED) if adapter else conditions,
+        conditions=shown.with_adapter(conditions, ADAPTED, reader or ()) if adapter else conditions,
         options=read_options(option or []),
         sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
         seed=seed,

@@ -20,6 +20,7 @@ from .cli_options import (
     MaxTokens,
     Model,
     Options,
+    Readers,
     Seed,
     Shuffle,
     Split,
@@ -85,6 +86,7 @@ def train(
     direct: Annotated[
         str | None, typer.Option(help="Learn to give the final answers in this workflow of one call instead.")
     ] = None,
+    reader: Readers = None,
     validation: Annotated[float, typer.Option(help="Share of the traces that is kept apart.")] = 0.1,
     model: Model = EMBEDDED,
     dtype: Dtype = DtypeName.float32,
@@ -144,6 +146,7 @@ def train(
             config,
             condition=condition,
             direct=direct,
+            readers=reader or (),
             validation=validation,
             on_update=on_update,
         )

@@ -43,6 +43,10 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Only so many examples.")
 Split = Annotated[str, typer.Option(help="The split of a Hub dataset.")]
 Shuffle = Annotated[int | None, typer.Option(help="Seed to shuffle the examples with; unshuffled without one.")]
 Only = Annotated[list[str] | None, typer.Option("--condition", help="Only these conditions (and the baseline).")]
+Readers = Annotated[
+    list[str] | None,
+    typer.Option("--reader", help="A stage whose decodes alone are the adapter's, over what the base model encoded."),
+]
 Options = Annotated[list[str] | None, typer.Option("--option", help="An option of the workflow, as name=value.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of one message.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
@@ -59,6 +63,13 @@ def open_engine(
     adapters = {} if adapter is None else {ADAPTED: adapter}
     config = EngineConfig(compile=compile)
     return Engine.from_pretrained(model, dtype=dtype, device=device, config=config, adapters=adapters)
+
+
+def adapted(adapter: str | None, readers: list[str] | None) -> str:
+    """The name of what computes, or reads. Raises BadParameter for readers without an adapter."""
+    if readers and adapter is None:
+        raise typer.BadParameter("--reader: give the --adapter that computes it")
+    return "base" if adapter is None else ADAPTED
 
 
 def read_options(given: list[str]) -> dict[str, Any]:

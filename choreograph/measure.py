@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from .choreographies import Performance, Step, Workflow
+from .choreographies.performance import Condition
 from .core import Engine
 from .errors import ConfigError
 from .message import Message
@@ -68,6 +69,7 @@ def perform(
     *,
     mode: Mode,
     model: str = BASE,
+    readers: Iterable[str] = (),
     seed: int | None = 0,
     sampling: SamplingParams | None = None,
     forced: Mapping[str, list[list[int]]] | None = None,
@@ -76,11 +78,13 @@ def perform(
     on_text: Callable[[str], None] | None = None,
     look: Callable[[list[Step]], Any] | None = None,
 ) -> Run:
-    """Runs a workflow to its end. on_text streams the answer; look sees the messages before they are released."""
+    """Runs a workflow to its end. model, readers: as in `Condition`. on_text streams the answer; look sees the messages
+    before they are released."""
     check_options(workflow, options or {})
     steps = engine.runner.steps
-    with engine.session(mode=mode, seed=seed, model=model) as session:
-        performance = Performance(session, sampling=sampling, forced=forced, on_step=on_step)
+    condition = Condition(mode, model=model, readers=tuple(readers))
+    with engine.session(mode=mode, seed=seed, model=condition.writer) as session:
+        performance = Performance(session, sampling=sampling, forced=forced, on_step=on_step, **condition.reader())
         began = time.perf_counter()
         answer = workflow(performance, task, **(options or {}))
         for piece in answer.stream():

@@ -29,12 +29,23 @@ class Step(NamedTuple):
 @dataclass(frozen=True)
 class Condition:
     """One way to run a workflow. The content of the stages in `copies` is taken from the run of the first condition.
-    model: what computes it, "base" or an adapter of the engine."""
+    model: what computes it, "base" or an adapter of the engine. readers: the stages whose decodes alone that adapter
+    computes, reading what the base encoded; all that there is if none is named."""
 
     mode: Mode
     options: Mapping[str, Any] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
     model: str = BASE
+    readers: tuple[str, ...] = ()
+
+    @property
+    def writer(self) -> str:
+        """What computes everything but the readers."""
+        return BASE if self.readers else self.model
+
+    def reader(self) -> dict[str, Any]:
+        """What a `Performance` wants to know of it."""
+        return {"model": self.model, "readers": self.readers} if self.readers else {}
 
 
 BASELINE = {"baseline": Condition("prefix")}
@@ -42,7 +53,8 @@ DEFAULT_CONDITIONS = BASELINE | {"choreographed": Condition("choreographed")}
 
 
 class Performance:
-    """forced: per stage, the generated tokens of an earlier run in order. on_step hears of every new call."""
+    """forced: per stage, the generated tokens of an earlier run in order. on_step hears of every new call. model: what
+    decodes the stages in `readers`, from encodings as they are; the session's model does everything else."""
 
     def __init__(
         self,
@@ -51,6 +63,8 @@ class Performance:
         sampling: SamplingParams | None = None,
         forced: Content | None = None,
         on_step: Callable[[Step], None] | None = None,
+        model: str = BASE,
+        readers: Iterable[str] = (),
     ) -> None:
         self.session = session
         self.sampling = sampling or SamplingParams(temperature=0.7, top_p=0.95)
@@ -60,6 +74,7 @@ class Performance:
         self._forced: Content = {} if forced is None else forced
         self._count: defaultdict[str, int] = defaultdict(int)
         self._on_step = on_step
+        self._reading: dict[str, dict[str, Any]] = {stage: {"model": model, "share": "reuse"} for stage in readers}
 
     # -- turns, as a session makes them ---------------------------------------------------------------------
 
@@ -100,6 +115,7 @@ class Performance:
             sampling = replace(sampling, stop=(*sampling.stop, *stop))
         forced = self._next(stage)
         self._count[stage] += 1
+        place = self._reading.get(stage, {}) | place
         message = self.session.decode(header, parents, sampling=sampling, forced_tokens=forced, **place)
         return self._note(stage, message)
 

@@ -8,7 +8,8 @@ from ..choreographies import Workflow
 from ..choreographies.performance import Condition
 from ..errors import ConfigError
 from ..models.adapter import Adapter
-from ..onepass.calls import TracedCall, as_prompts, decodes_of
+from ..onepass.calls import TracedCall, as_prompts, decodes_of, for_readers
+from ..onepass.packed import Pack, pack, pack_reading
 from ..onepass.rehearsal import Script, rehearse
 from ..types import SamplingParams
 from .traces import Trace
@@ -16,10 +17,16 @@ from .traces import Trace
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is computed in one pass, and what it is to say. Its generated calls carry what the baseline gave them."""
+    """What is computed in one pass, and what it is to say. Its generated calls carry what the baseline gave them.
+    reading: these alone are the adapter's, in the order of `for_readers`; what they see the base model encodes."""
 
     id: str
     calls: tuple[TracedCall, ...]
+    reading: bool = False
+
+    @property
+    def packed(self) -> Pack:
+        return pack_reading(self.calls) if self.reading else pack(self.calls)
 
     @property
     def targets(self) -> int:
@@ -35,15 +42,23 @@ def lessons_of(
     sampling: SamplingParams | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Lesson]:
-    """Each trace as the workflow runs under a condition."""
+    """Each trace as the workflow runs under a condition; of one with readers, what they say."""
     scripts = [t.script for t in traces]
     found = dict(rehearse(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
-    return [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
+    lessons = [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
+    if not condition.readers:
+        return lessons
+    return [Lesson(one.id, tuple(for_readers(one.calls, condition.readers)), True) for one in lessons]
 
 
-def baseline_lessons(traces: Sequence[Trace]) -> list[Lesson]:
-    """Each trace as the baseline computed it: every decode behind its whole prompt."""
-    return [Lesson(t.id, tuple(as_prompts(t.calls))) for t in traces]
+def baseline_lessons(traces: Sequence[Trace], readers: Sequence[str] = ()) -> list[Lesson]:
+    """Each trace as the baseline computed it: every decode, or every reader's, behind its whole prompt."""
+
+    def kept(call: TracedCall) -> TracedCall:
+        said = call.generated is None or not readers or call.stage in readers
+        return call if said else TracedCall(call.stage, call.tokens, call.start, call.parents)
+
+    return [Lesson(t.id, tuple(map(kept, as_prompts(t.calls)))) for t in traces]
 
 
 def answer_lessons(

@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, Traine
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
 from ..models.adapter import Adapter
-from ..onepass.packed import logits_of, pack
+from ..onepass.packed import logits_of
 from .lessons import Lesson
 from .losses import mean_losses, token_losses
 from .setting import TrainConfig
@@ -67,7 +67,7 @@ class OnePass(Trainer):
         total: Any = 0.0
         kl = self._config.kl
         for lesson in inputs["lessons"]:
-            packed = pack(lesson.calls)
+            packed = lesson.packed
             logits = logits_of(self._adapter, packed, through=model)
             loss, apart = token_losses(logits, packed.targets, lesson if kl else None)
             total = total + loss.sum() + kl * apart.sum()

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import DataError
 from ..models.adapter import Adapter
 from ..onepass.likelihood import log_likelihood, log_probs
-from ..onepass.packed import pack, read_logits
+from ..onepass.packed import read_logits
 from ..types import BASE
 from .lessons import Lesson
 
@@ -18,7 +18,7 @@ def losses(adapter: Adapter, lessons: Sequence[Lesson], model: str = BASE) -> li
     """The mean log-loss of a token of every lesson, by the model or one of its adapters."""
     found = []
     for lesson in lessons:
-        packed = pack(lesson.calls)
+        packed = lesson.packed
         found.append(-float(log_likelihood(read_logits(adapter, packed, model), packed.targets).mean()))
     return found
 
@@ -34,7 +34,7 @@ def mean_losses(
     """Log-loss and divergence of a token over all lessons, each token weighing the same; no divergence is zero."""
     loss = apart = 0.0
     for lesson in lessons:
-        packed = pack(lesson.calls)
+        packed = lesson.packed
         logits = read_logits(adapter, packed, model)
         lost, away = token_losses(logits, packed.targets, lesson if diverging else None)
         loss, apart = loss + float(lost.sum()), apart + float(away.sum())

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,19 @@ def train_on(
     *,
     condition: str | None = None,
     direct: str | None = None,
+    readers: Sequence[str] = (),
     validation: float = 0.1,
     on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
-    """Trains an adapter for the workflow of some traces under one of its conditions (by default its last one), or,
-    with `direct`, for a workflow of one decode that gives their final answers."""
+    """Trains an adapter for the workflow of some traces under one of its conditions (by default its last one), or for
+    the decodes of its stages in `readers` alone, or, with `direct`, for a workflow of one decode that gives their final
+    answers."""
     settings, found = read_traces(traces)
     if settings["model"] != adapter.facts.name:
         raise ConfigError(f"{traces}: traces of model {settings['model']!r}, not of {adapter.facts.name!r}")
     learn, check = split(found, validation, (config or TrainConfig()).seed)
     if direct is not None:
-        if condition is not None or (config and config.kl):
+        if condition is not None or readers or (config and config.kl):
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
         workflow = find(direct)
         lessons, checks = (answer_lessons(adapter, workflow, part) for part in (learn, check))
@@ -47,9 +50,9 @@ def train_on(
         "sampling": SamplingParams.from_dict({k: v for k, v in settings["sampling"].items() if k != "logprobs"}),
         "options": settings["options"],
     }
-    chosen = choose(conditions_of(workflow), condition)
+    chosen = replace(choose(conditions_of(workflow), condition), readers=tuple(readers))
     lessons, checks = (lessons_of(adapter, workflow, part, chosen, **given) for part in (learn, check))
-    return train(adapter, lessons, checks, out, config, baseline=baseline_lessons(check), on_update=on_update)
+    return train(adapter, lessons, checks, out, config, baseline=baseline_lessons(check, readers), on_update=on_update)
 
 
 def choose(conditions: Any, name: str | None) -> Condition:

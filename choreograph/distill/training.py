@@ -94,11 +94,11 @@ def _trained(adapter: Adapter, config: TrainConfig) -> Iterator[Any]:
             model = get_peft_model(base, _lora(config))
         except ValueError as problem:
             raise ConfigError(f"targets={config.targets!r}: {problem}") from None
-        adapter.in_training = True
+        adapter.in_training = model
         try:
             yield model
         finally:
-            adapter.in_training = False
+            adapter.in_training = None
             model.unload()
             base.eval()
             if config.checkpointing:

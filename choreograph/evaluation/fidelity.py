@@ -16,8 +16,8 @@ from ..choreographies import Workflow
 from ..choreographies.performance import Condition
 from ..core import Engine
 from ..models.adapter import Adapter
-from ..onepass.calls import TracedCall, decodes_of
-from ..onepass.packed import pack, read_logits
+from ..onepass.calls import TracedCall, decodes_of, for_readers
+from ..onepass.packed import Pack, pack, pack_reading, read_logits
 from ..onepass.rehearsal import Script, rehearse
 from ..types import SamplingParams
 from .data import Example
@@ -58,7 +58,12 @@ def drifts(
     baseline, *others = conditions
 
     def readings(name: str, id: str) -> Readings:
-        return _readings(adapter, calls[name][id], conditions[name].model)
+        condition = conditions[name]
+        found = _readings(adapter, pack(calls[name][id]), calls[name][id], condition.writer)
+        if condition.readers:
+            reading = for_readers(calls[name][id], condition.readers)
+            found |= _readings(adapter, pack_reading(reading), reading, condition.model)
+        return found
 
     for script in scripts:
         before = readings(baseline, script.id)
@@ -70,8 +75,8 @@ def scripts_of(examples: Sequence[Example], records: Mapping[str, Record]) -> li
     return [Script(e.id, e.task, records[e.id]["tokens"]) for e in examples if not records[e.id].get("error")]
 
 
-def _readings(adapter: Adapter, calls: Sequence[TracedCall], model: str) -> Readings:
-    logits = read_logits(adapter, pack(calls), model)
+def _readings(adapter: Adapter, packed: Pack, calls: Sequence[TracedCall], model: str) -> Readings:
+    logits = read_logits(adapter, packed, model)
     found: Readings = {}
     at = 0
     for name, call in decodes_of(calls):

@@ -99,6 +99,8 @@ def _condition(engine: Engine, condition: Condition) -> dict[str, Any]:
     described = asdict(condition)
     if described.pop("model") != BASE:
         described["model"] = engine.runner.family.fingerprint(condition.model)
+    if not condition.readers:
+        del described["readers"]
     return described
 
 
@@ -189,8 +191,8 @@ def _program(
             raise CallFailed(f"{example.id}: the run to copy {condition.copies} from failed")
         forced = {stage: copied["tokens"][stage] for stage in condition.copies} if copied else None
         seeded = seed_of(seed, example.id)
-        with engine.session(mode=condition.mode, seed=seeded, model=condition.model) as session:
-            p = Performance(session, sampling=sampling, forced=forced)
+        with engine.session(mode=condition.mode, seed=seeded, model=condition.writer) as session:
+            p = Performance(session, sampling=sampling, forced=forced, **condition.reader())
             answer = workflow(p, example.task, **options)
             return record(example, p, answer)
 

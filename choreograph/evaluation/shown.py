@@ -48,12 +48,13 @@ def chosen(workflow: Workflow, names: Sequence[str]) -> dict[str, Condition]:
     return {k: c for k, c in known.items() if not names or k in names or k == first}
 
 
-def with_adapter(conditions: Mapping[str, Condition], model: str) -> dict[str, Condition]:
-    """The conditions, and beside each but the first the same one on an adapter."""
+def with_adapter(conditions: Mapping[str, Condition], model: str, readers: Sequence[str] = ()) -> dict[str, Condition]:
+    """The conditions, and beside each but the first the same one on an adapter, which computes what `readers` names."""
     _, *others = conditions.items()
     if not others:
         raise ConfigError("an adapter is tried under every condition but the first: there is no other")
-    return {**conditions, **{f"{name} + {model}": replace(c, model=model) for name, c in others}}
+    adapted = {f"{name} + {model}": replace(c, model=model, readers=tuple(readers)) for name, c in others}
+    return {**conditions, **adapted}
 
 
 def evaluate(

@@ -56,6 +56,7 @@ def _cost(
         example.task,
         mode=condition.mode,
         model=condition.model,
+        readers=condition.readers,
         seed=seed_of(0, example.id),
         sampling=SamplingParams(max_tokens=engine.facts.max_positions),
         forced=content,

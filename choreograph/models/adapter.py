@@ -69,7 +69,7 @@ class Adapter:
 
     loras: Loras | None = None
     ranks: Ranks | None = None  # where several processes compute it together
-    in_training = False  # its weights are not what its fingerprint says
+    in_training: Any = None  # what wraps the model while its weights are not what its fingerprint says
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None, positions: int | None = None
@@ -179,8 +179,12 @@ class Adapter:
             )
 
     def refuse_in_training(self) -> None:
-        if self.in_training:
+        if self.in_training is not None:
             raise ModelError("the model is being trained: compute when the training has ended")
+
+    def untrained(self) -> AbstractContextManager[Any]:
+        """For one pass, the model without what is being trained."""
+        return nullcontext() if self.in_training is None else self.in_training.disable_adapter()
 
     def refuse_ranks(self, what: str) -> None:
         """Raises ConfigError for what needs a whole model."""

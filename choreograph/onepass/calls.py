@@ -4,8 +4,8 @@ A call names no messages: it points to its parents by their number among the cal
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -128,6 +128,35 @@ def _runs(homes: Sequence[tuple[int, int]]) -> tuple[Seen, ...]:
         runs.append(Seen(number, places[0], places[-1] + 1, at))
         at += len(places)
     return tuple(runs)
+
+
+def for_readers(calls: Sequence[TracedCall], readers: Collection[str]) -> list[TracedCall]:
+    """What the base model encodes, as text that is given, and behind it the decodes of the readers' stages.
+
+    Raises DataError where there is none, and where the base would see what a reader said.
+    """
+    reads = [call.generated is not None and call.stage in readers for call in calls]
+    if missing := sorted(set(readers) - {call.stage for call, one in zip(calls, reads, strict=True) if one}):
+        raise DataError(f"readers {missing}: the workflow decodes no such stage, but {_decoded(calls)}")
+    order = sorted(range(len(calls)), key=lambda number: reads[number])
+    numbers = {number: place for place, number in enumerate(order)}
+    found = []
+    for number in order:
+        call = calls[number]
+        for seen in () if reads[number] else call.parents:
+            if reads[seen.call]:
+                raise DataError(
+                    f"stage {call.stage!r} sees what {calls[seen.call].stage!r} said: name it a reader too, since the "
+                    "base model would encode that once more"
+                )
+        parents = tuple(seen._replace(call=numbers[seen.call]) for seen in call.parents)
+        kept = replace(call, parents=parents)
+        found.append(kept if reads[number] else TracedCall(call.stage, call.tokens, call.start, parents))
+    return found
+
+
+def _decoded(calls: Iterable[TracedCall]) -> list[str]:
+    return sorted({call.stage for call in calls if call.generated is not None})
 
 
 # -- JSON -------------------------------------------------------------------------------------------------

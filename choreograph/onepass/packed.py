@@ -3,6 +3,9 @@
 The calls stand one behind the other in one sequence, each from its home position on. Attention shows a call its own
 tokens causally and, whole, what it saw of its parents, their keys turned from where they stand to where it saw them
 (Prompt Choreography, sections 2.2 to 2.4); gradients reach every parent. Knows no engine and no cache.
+
+Where an adapter only reads what the base model encoded, the base's rows are a pass of their own before, without
+gradients, and the adapter's rows see what it left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +23,8 @@ from ..ops.reference import beyond, shaped
 from ..ops.rope import Rotary, turn
 from ..types import BASE
 from .calls import TracedCall
+
+KeysValues = tuple[Tensor, Tensor]  # of one layer, (1, G, N, D) each
 
 
 class Run(NamedTuple):
@@ -41,18 +46,24 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Pack:
     """tokens and positions of every row; spans in order. Row rows[i] predicts targets[i], the first tokens of which are
-    those of the first decode."""
+    those of the first decode. past: what the base model encodes before; spans count its rows first."""
 
     tokens: list[int]
     positions: list[int]
     spans: tuple[Span, ...]
     rows: list[int]
     targets: list[int]
+    past: "Pack | None" = None
+
+    @property
+    def behind(self) -> int:
+        """How many rows were encoded before."""
+        return 0 if self.past is None else len(self.past.tokens)
 
     def check(self) -> None:
         """Spans tile the sequence, and see only what stands before them."""
-        assert [s.lo for s in self.spans] == [0, *(s.hi for s in self.spans)][:-1]
-        assert not self.spans or self.spans[-1].hi == len(self.tokens) == len(self.positions)
+        assert [s.lo for s in self.spans] == [self.behind, *(s.hi for s in self.spans)][:-1]
+        assert not self.spans or self.spans[-1].hi - self.behind == len(self.tokens) == len(self.positions)
         assert all(0 <= run.lo <= run.hi <= span.lo for span in self.spans for run in span.sees)
         assert len(self.rows) == len(self.targets)
 
@@ -77,6 +88,15 @@ def pack(*traces: Sequence[TracedCall]) -> Pack:
     return Pack(tokens, positions, tuple(spans), rows, targets)
 
 
+def pack_reading(calls: Sequence[TracedCall]) -> Pack:
+    """The decodes of a trace that `for_readers` has put in order, behind what the base model encodes."""
+    given = sum(call.generated is None for call in calls)
+    past, whole = pack(calls[:given]), pack(calls)
+    lo = len(past.tokens)
+    rows = [row - lo for row in whole.rows]
+    return Pack(whole.tokens[lo:], whole.positions[lo:], whole.spans[given:], rows, whole.targets, past)
+
+
 def _runs(call: TracedCall, spans: Sequence[Span], calls: Sequence[TracedCall]) -> Iterator[Run]:
     for seen in call.parents:
         lo = spans[seen.call].lo
@@ -87,10 +107,14 @@ def _runs(call: TracedCall, spans: Sequence[Span], calls: Sequence[TracedCall]) 
 class PackedStep:
     """The attention of one pass, layer by layer; travels through the model as the engine's `Step` does."""
 
-    def __init__(self, packed: Pack, kinds: Sequence[Kind], device: torch.device) -> None:
-        self._spans = packed.spans
+    def __init__(
+        self, packed: Pack, kinds: Sequence[Kind], device: torch.device, past: dict[int, KeysValues] | None = None
+    ) -> None:
+        self._spans, self._behind = packed.spans, packed.behind
         self._kinds = kinds
-        self._positions = torch.tensor(packed.positions, device=device)
+        before = [] if packed.past is None else packed.past.positions
+        self._positions = torch.tensor(before + packed.positions, device=device)
+        self._past = past
         shifts = sorted({run.shift for span in packed.spans for run in span.sees})
         self._turns: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         for rotary in {kind.rotary for kind in kinds if kind.rotary is not None}:
@@ -107,19 +131,23 @@ class PackedStep:
         sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
         kind = self._kinds[layer]
+        if self._past is not None:
+            before = self._past[layer]
+            key, value = (torch.cat([x.to(y.dtype), y], dim=2) for x, y in zip(before, (key, value), strict=True))
         turned: dict[Run, Tensor] = {}  # several calls see the same thing at the same place
         outputs = []
         for span in self._spans:
             for run in span.sees:
                 if run not in turned:
                     turned[run] = self._turn(key[:, :, run.lo : run.hi], run.shift, kind.rotary)
-            own = slice(span.lo, span.hi)
+            own, rows = slice(span.lo, span.hi), slice(span.lo - self._behind, span.hi - self._behind)
             keys = torch.cat([*(turned[run] for run in span.sees), key[:, :, own]], dim=2)
             values = torch.cat([*(value[:, :, run.lo : run.hi] for run in span.sees), value[:, :, own]], dim=2)
             if kind.plain and sinks is None:
-                outputs.append(_attend(query[:, :, own], keys, values, scale))
+                outputs.append(_attend(query[:, :, rows], keys, values, scale))
             else:
-                outputs.append(_attend_shaped(query[:, :, own], keys, values, scale, self._distance(span), kind, sinks))
+                distance = self._distance(span)
+                outputs.append(_attend_shaped(query[:, :, rows], keys, values, scale, distance, kind, sinks))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def _turn(self, keys: Float[Tensor, "1 G T D"], shift: int, rotary: Rotary | None) -> Float[Tensor, "1 G T D"]:
@@ -132,6 +160,26 @@ class PackedStep:
         seen = [self._positions[run.lo : run.hi] + run.shift for run in span.sees]
         own = self._positions[span.lo : span.hi]
         return own[:, None] - torch.cat([*seen, own])
+
+
+class KeepingStep(PackedStep):
+    """Keeps the keys and values of every layer for those who read them."""
+
+    def __init__(self, packed: Pack, kinds: Sequence[Kind], device: torch.device) -> None:
+        super().__init__(packed, kinds, device)
+        self.kept: dict[int, KeysValues] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "1 G N D"],
+        value: Float[Tensor, "1 G N D"],
+        scale: float,
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Float[Tensor, "1 N H D"]:
+        self.kept[layer] = key, value
+        return super().attend(layer, query, key, value, scale, sinks)
 
 
 def _attend(
@@ -173,16 +221,34 @@ def logits_of(adapter: Adapter, packed: Pack, *, through: Any = None) -> Float[T
 
     To be called inside `adapter.hooked()`, and left only behind `backward`, which may compute layers again.
     """
-    adapter.refuse_ranks("one pass over a whole run")
-    facts = adapter.facts
-    if not packed.rows:
-        return torch.zeros(0, facts.vocab_size, device=facts.device)
-    step = PackedStep(packed, facts.kinds, facts.device)
-    return adapter.logits(packed.tokens, packed.positions, step, packed.rows, through=through)
+    return _logits(adapter, packed, _past(adapter, packed), through)
 
 
 @torch.no_grad()
 def read_logits(adapter: Adapter, packed: Pack, model: str = BASE) -> Float[Tensor, "R V"]:
     """The logits that predict the targets, of the model or one of its adapters."""
-    with adapter.hooked(), adapter.adapted([model] * len(packed.tokens)):
-        return logits_of(adapter, packed)
+    with adapter.hooked():
+        past = _past(adapter, packed)
+        with adapter.adapted([model] * len(packed.tokens)):
+            return _logits(adapter, packed, past)
+
+
+def _logits(adapter: Adapter, packed: Pack, past: dict[int, KeysValues] | None, through: Any = None) -> Tensor:
+    adapter.refuse_ranks("one pass over a whole run")
+    facts = adapter.facts
+    if not packed.rows:
+        return torch.zeros(0, facts.vocab_size, device=facts.device)
+    step = PackedStep(packed, facts.kinds, facts.device, past)
+    return adapter.logits(packed.tokens, packed.positions, step, packed.rows, through=through)
+
+
+@torch.no_grad()
+def _past(adapter: Adapter, packed: Pack) -> dict[int, KeysValues] | None:
+    """What the base model leaves of the rows before, layer by layer."""
+    if packed.past is None or not packed.behind or not packed.rows:
+        return None
+    facts = adapter.facts
+    step = KeepingStep(packed.past, facts.kinds, facts.device)
+    with adapter.untrained(), adapter.adapted([BASE] * packed.behind):
+        adapter.logits(packed.past.tokens, packed.past.positions, step, [packed.behind - 1])
+    return step.kept

@@ -7,29 +7,14 @@ from families import CONFIGS
 from graphs import graphs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rehearsed import HEARD, perform
 from transformers import AutoModelForCausalLM
 
-from choreograph import Engine, SamplingParams
+from choreograph import Engine
 from choreograph.choreographies import Step
 from choreograph.onepass.calls import as_prompts, calls_of
 from choreograph.onepass.likelihood import log_likelihood
 from choreograph.onepass.packed import logits_of, pack, read_logits
-
-HEARD = SamplingParams(logprobs=0)
-
-
-def perform(session, nodes):
-    """The calls of a graph on a session, with their content forced."""
-    messages = []
-    for node in nodes:
-        parents = [messages[i] for i in node.parents]
-        place = {"offsets": node.offsets, "new_offset": node.start}
-        if node.generated is None:
-            messages.append(session.prefill(node.tokens, parents, **place))
-        else:
-            forced = {"forced_tokens": node.generated, "footer": node.footer, "sampling": HEARD}
-            messages.append(session.decode(node.tokens, parents, **place, **forced))
-    return [Step(f"s{i}", m) for i, m in enumerate(messages)]
 
 
 def heard(steps):

@@ -1,0 +1,174 @@
+"""Adapters that only read what the base model encoded: one pass is the engine, training is what is served."""
+
+import pytest
+import tiny
+import torch
+from graphs import graphs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from rehearsed import HEARD, perform
+from typer.testing import CliRunner
+
+from choreograph import Engine, SamplingParams
+from choreograph.choreographies import conditions_of, find
+from choreograph.choreographies.performance import Condition
+from choreograph.cli import app
+from choreograph.distill import Lesson, TrainConfig, collect, lessons_of, train, train_on
+from choreograph.distill.lessons import baseline_lessons
+from choreograph.distill.losses import losses
+from choreograph.errors import ConfigError, DataError
+from choreograph.evaluation.data import Example
+from choreograph.evaluation.fidelity import drifts
+from choreograph.evaluation.runs import Folder, run_conditions, settings_of
+from choreograph.evaluation.shown import with_adapter
+from choreograph.onepass.calls import Seen, TracedCall, calls_of, for_readers
+from choreograph.onepass.likelihood import log_likelihood
+from choreograph.onepass.packed import pack_reading, read_logits
+
+SHORT = SamplingParams(max_tokens=5)
+LISTS = [Example(f"c{i}", "concepts", ["dog", "ball", f"tree{i}", "cat"], {}) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters") / "FT"
+    torch.manual_seed(1)
+    asked = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    get_peft_model(tiny.build(), asked).save_pretrained(str(folder))
+    return Engine.from_pretrained(tiny.build(), adapters={"FT": folder})
+
+
+def closed(nodes, wanted):
+    """Of these decodes, those that the base model does not see."""
+    while seen := {i for n, node in enumerate(nodes) if n not in wanted for i in node.parents} & wanted:
+        wanted = wanted - seen
+    return {f"s{n}" for n in wanted}
+
+
+@given(nodes=graphs(), draw=st.data())
+@settings(max_examples=60, deadline=None)
+def test_one_pass_of_readers_is_the_engine_step_by_step(engine, nodes, draw):
+    decodes = [n for n, node in enumerate(nodes) if node.generated]
+    readers = closed(nodes, draw.draw(st.sets(st.sampled_from(decodes))) if decodes else set())
+    with engine.session() as session:
+        calls = calls_of(perform(session, nodes))
+    with engine.session() as session:
+        steps = perform(session, nodes, readers)
+        heard = [one.logprob for step in steps if step.stage in readers for one in step.message.logprobs]
+    packed = pack_reading(for_readers(calls, readers))
+    packed.check()
+    said = log_likelihood(read_logits(engine.runner.adapter, packed, "FT"), packed.targets).tolist()
+    assert said == pytest.approx(heard, abs=1e-4)
+
+
+def text(number):
+    """Two texts over each other, a decode of the base, and a reader of all three whose answer follows a rule."""
+    a = TracedCall("text", [number % 7 + 1, 2, 3], 0)
+    b = TracedCall("text", [number % 5 + 10, 12], 0)
+    base = TracedCall("thought", [15], 3, (Seen(0, 0, 3, 0),), [number % 5 + 50])
+    said = TracedCall(
+        "answer", [20], 5, (Seen(0, 0, 3, 0), Seen(1, 0, 2, 0), Seen(2, 0, 2, 3)), [number % 7 + 30, 41, 42]
+    )
+    return [a, b, base, said]
+
+
+def lesson(number):
+    return Lesson(str(number), tuple(for_readers(text(number), ["answer"])), True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_reader_is_served_as_it_was_trained(tmp_path, checkpointing):
+    adapter = Engine.from_pretrained(tiny.build()).runner.adapter
+    learn, check = [lesson(i) for i in range(12)], [lesson(i) for i in range(12, 16)]
+    before = losses(adapter, check)
+    config = TrainConfig(
+        rank=4, alpha=8, rate=1e-2, lessons=2, dropout=0.0, epochs=5, validations=2, checkpointing=checkpointing
+    )
+    report = train(adapter, learn, check, tmp_path, config)
+    assert report.after < report.before - 0.5
+    assert losses(adapter, check) == before, "the model is as it was"
+    engine = Engine(adapter, adapters={"FT": tmp_path})
+    lost = []
+    for number in range(12, 16):
+        a, b, base, said = text(number)
+        with engine.session() as session:
+            texts = [session.prefill(x.prompt, new_offset=0) for x in (a, b)]
+            thought = session.decode(base.prompt, [texts[0]], forced_tokens=base.generated)
+            answer = session.decode(
+                said.prompt,
+                [*texts, thought],
+                offsets=[0, 0, 3],
+                new_offset=5,
+                forced_tokens=said.generated,
+                sampling=HEARD,
+                model="FT",
+                share="reuse",
+            )
+            lost += [-one.logprob for one in answer.logprobs]
+    assert sum(lost) / len(lost) == pytest.approx(report.after, abs=1e-4)
+
+
+def test_the_base_sees_no_reader_and_every_reader_decodes():
+    calls = [*text(0), TracedCall("late", [1], 9, (Seen(3, 0, 4, 5),), [2])]
+    with pytest.raises(DataError, match="'late' sees what 'answer' said"):
+        for_readers(calls, ["answer"])
+    assert [call.stage for call in for_readers(calls, ["answer", "late"])][-2:] == ["answer", "late"]
+    with pytest.raises(DataError, match=r"readers \['text'\]: .*\['answer', 'late', 'thought'\]"):
+        for_readers(calls, ["text"])
+
+
+@pytest.fixture(scope="module")
+def traces(talker, tmp_path_factory):
+    out = tmp_path_factory.mktemp("traces")
+    workflow = find("branch_solve_merge")
+    return out, collect(talker, "branch_solve_merge", workflow, LISTS, out, sampling=SHORT, top=3)
+
+
+def test_lessons_of_readers_are_what_they_said(talker, traces):
+    condition = Condition("choreographed", model="FT", readers=("merge",))
+    for trace, one in zip(
+        traces[1],
+        lessons_of(talker.runner.adapter, find("branch_solve_merge"), traces[1], condition, sampling=SHORT),
+        strict=True,
+    ):
+        assert [call.stage for call in one.calls if call.generated] == ["merge"]
+        assert [call.generated for call in one.calls if call.generated] == trace.content["merge"]
+        (baseline,) = baseline_lessons([trace], ["merge"])
+        assert baseline.targets == one.targets
+
+
+def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, traces, tmp_path):
+    out, found = traces
+    command = ["train", str(out), "--out", str(tmp_path / "FT"), "--model", talker_folder, "--condition", "serial"]
+    result = CliRunner().invoke(
+        app, [*command, "--reader", "merge", "--rank", "2", "--rate", "0.01", "--lessons", "1", "--kl", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    engine = Engine.from_pretrained(talker_folder, dtype="float32", adapters={"FT": tmp_path / "FT"})
+    workflow = find("branch_solve_merge")
+    conditions = with_adapter(conditions_of(workflow), "FT", ["merge"])
+    asked = {"sampling": SHORT, "options": {}}
+    settings = settings_of(engine, "branch_solve_merge", workflow, LISTS, conditions, seed=0, **asked)
+    assert settings["conditions"]["serial + FT"]["readers"] == ("merge",)
+    assert "readers" not in settings["conditions"]["serial"]
+    records = run_conditions(engine, workflow, LISTS, conditions, Folder(tmp_path / "run", settings), **asked)
+    for plain, adapted in zip(records["serial"], records["serial + FT"], strict=True):
+        assert not adapted.get("error")
+        assert adapted["tokens"]["solve"] == plain["tokens"]["solve"], "what the base decodes is its own"
+    known = {name: conditions[name] for name in ("baseline", "serial", "serial + FT")}
+    for _, drift in drifts(engine, workflow, [t.script for t in found], known, sampling=SHORT):
+        for plain, adapted in zip(drift["serial"], drift["serial + FT"], strict=True):
+            assert plain.stage == adapted.stage
+            assert (plain.after == adapted.after) == (plain.stage != "merge")
+
+
+@pytest.mark.parametrize("command", [["run", "direct", "--task", "x"], ["eval", "direct", "--data", "x.jsonl"]])
+def test_readers_need_an_adapter(command):
+    result = CliRunner().invoke(app, [*command, "--reader", "answer"])
+    assert result.exit_code == 2 and "--adapter" in result.output
+
+
+def test_final_answers_have_no_readers(talker, traces, tmp_path):
+    with pytest.raises(ConfigError, match="direct"):
+        train_on(talker.runner.adapter, traces[0], tmp_path, direct="multi_qa", readers=["merge"])
