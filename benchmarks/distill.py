@@ -258,7 +258,8 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     )
     engine.add_adapter("FT", out / "adapter")
     found = gap(engine, plan, traces["test"])
-    found["harm"] = harm(engine, data)
+    if not plan.readers:  # else the base model computes what is no reader's
+        found["harm"] = harm(engine, data)
     found["one pass"] = one_pass(engine, plan, traces["test"][:5])
     if plan.scored:
         found["scores"] = scores(engine, name, plan, plan.scored(data), out) | provenance()
@@ -421,7 +422,8 @@ class Progress:
 
 def show(name: str, found: Mapping[str, Any]) -> None:
     lines = [(what, interval(one, places=3)) for what, one in found.items() if isinstance(one, dict) and "low" in one]
-    lines.append(("ordinary text, change", interval(found["harm"]["change"], places=3, sign=True)))
+    if "harm" in found:
+        lines.append(("ordinary text, change", interval(found["harm"]["change"], places=3, sign=True)))
     lines.append(("one pass over steps", interval(found["one pass"]["speed-up"], places=1)))
     lines += [(what, f"{value:.4g}") for what, value in found["training"].items()]
     show_table(Console(width=120), f"{name}, {found['model']}", ("log-loss of a token", "95%"), lines)

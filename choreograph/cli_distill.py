@@ -129,7 +129,8 @@ def train(
         tensorboard=tensorboard,
         seed=seed,
     )
-    out = out or Path("out") / "adapters" / f"{traces.name}-{direct or condition or 'last'}"
+    learned = "-".join([direct or condition or "last", *(reader or ())])
+    out = out or Path("out") / "adapters" / f"{traces.name}-{learned}"
     adapter = open_engine(model, dtype).runner.adapter
     with ExitStack() as stack:
         ticks: list[Callable[[], None]] = []

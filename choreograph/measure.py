@@ -92,6 +92,7 @@ def perform(
                 on_text(piece)
         seconds = time.perf_counter() - began
         engine.drain()
+        condition.check_readers(performance.content())
         picture = look(performance.steps) if look is not None else None
         ttfts = [t for step in performance.steps if (t := step.message.timing.ttft) is not None]
         cost = RunCost(

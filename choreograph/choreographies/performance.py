@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..chat import Turn
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..message import Message
 from ..session import Session, Text
 from ..types import BASE, Mode, SamplingParams
@@ -30,13 +30,24 @@ class Step(NamedTuple):
 class Condition:
     """One way to run a workflow. The content of the stages in `copies` is taken from the run of the first condition.
     model: what computes it, "base" or an adapter of the engine. readers: the stages whose decodes alone that adapter
-    computes, reading what the base encoded; all that there is if none is named."""
+    computes, reading what the base encoded (nothing can be read in the other modes, which encode whole prompts); all
+    that there is if none is named."""
 
     mode: Mode
     options: Mapping[str, Any] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
     model: str = BASE
     readers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.readers and self.mode != "choreographed":
+            raise ConfigError(f"readers={self.readers} in {self.mode} mode, which shares no encodings: leave them out")
+
+    def check_readers(self, said: Iterable[str]) -> None:
+        """Raises ConfigError for a reader that is none of the stages that said something."""
+        known = sorted(set(said))
+        if missing := sorted(set(self.readers) - set(known)):
+            raise ConfigError(f"readers {missing}: use stages that decode, {known}")
 
     @property
     def writer(self) -> str:

@@ -42,13 +42,15 @@ def lessons_of(
     sampling: SamplingParams | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Lesson]:
-    """Each trace as the workflow runs under a condition; of one with readers, what they say."""
+    """Each trace as the workflow runs under a condition; of one with readers, what they say, if they do."""
     scripts = [t.script for t in traces]
     found = dict(rehearse(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
     lessons = [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
     if not condition.readers:
         return lessons
-    return [Lesson(one.id, tuple(for_readers(one.calls, condition.readers)), True) for one in lessons]
+    condition.check_readers(stage for trace in traces for stage in trace.content)
+    reading = [Lesson(one.id, tuple(for_readers(one.calls, condition.readers)), True) for one in lessons]
+    return [one for one in reading if one.targets]
 
 
 def baseline_lessons(traces: Sequence[Trace], readers: Sequence[str] = ()) -> list[Lesson]:
@@ -58,7 +60,8 @@ def baseline_lessons(traces: Sequence[Trace], readers: Sequence[str] = ()) -> li
         said = call.generated is None or not readers or call.stage in readers
         return call if said else TracedCall(call.stage, call.tokens, call.start, call.parents)
 
-    return [Lesson(t.id, tuple(map(kept, as_prompts(t.calls)))) for t in traces]
+    lessons = [Lesson(t.id, tuple(map(kept, as_prompts(t.calls)))) for t in traces]
+    return [one for one in lessons if one.targets]
 
 
 def answer_lessons(

@@ -143,7 +143,8 @@ def _is_finished(
 
 
 def _digest(lessons: Sequence[Lesson]) -> str:
-    return hashlib.sha256(json.dumps([[x.id, to_json(x.calls)] for x in lessons]).encode()).hexdigest()
+    described = [[x.id, to_json(x.calls), *(["reading"] if x.reading else [])] for x in lessons]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
 def _peak_memory(adapter: Adapter) -> int:

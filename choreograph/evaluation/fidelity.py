@@ -56,6 +56,8 @@ def drifts(
         for name, condition in conditions.items()
     }
     baseline, *others = conditions
+    for name in others:
+        conditions[name].check_readers(stage for script in scripts for stage in script.content)
 
     def readings(name: str, id: str) -> Readings:
         condition = conditions[name]

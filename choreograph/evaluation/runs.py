@@ -152,6 +152,9 @@ def run_conditions(
             _keep(folder, name, example, outcome, found[name], on_done)
         for outcome in together(engine, map(program, crowded), at_once=1):
             _keep(folder, name, crowded[outcome.index], outcome, found[name], on_done)
+        sound = [r for r in found[name].values() if not r.get("error")]
+        if sound and condition.readers:
+            condition.check_readers(stage for r in sound for stage in r["tokens"])
     return {name: [records[e.id] for e in examples] for name, records in found.items()}
 
 

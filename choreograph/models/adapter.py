@@ -182,9 +182,19 @@ class Adapter:
         if self.in_training is not None:
             raise ModelError("the model is being trained: compute when the training has ended")
 
-    def untrained(self) -> AbstractContextManager[Any]:
-        """For one pass, the model without what is being trained."""
-        return nullcontext() if self.in_training is None else self.in_training.disable_adapter()
+    @contextmanager
+    def untrained(self) -> Iterator[None]:
+        """For one pass, the model as it is served: without what is being trained, and without dropout."""
+        if self.in_training is None:
+            yield
+            return
+        with self.in_training.disable_adapter():
+            before = self.in_training.training
+            self.in_training.eval()
+            try:
+                yield
+            finally:
+                self.in_training.train(before)
 
     def refuse_ranks(self, what: str) -> None:
         """Raises ConfigError for what needs a whole model."""

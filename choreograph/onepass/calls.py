@@ -133,11 +133,9 @@ def _runs(homes: Sequence[tuple[int, int]]) -> tuple[Seen, ...]:
 def for_readers(calls: Sequence[TracedCall], readers: Collection[str]) -> list[TracedCall]:
     """What the base model encodes, as text that is given, and behind it the decodes of the readers' stages.
 
-    Raises DataError where there is none, and where the base would see what a reader said.
+    Raises DataError where the base would see what a reader said: it would have to encode that once more.
     """
     reads = [call.generated is not None and call.stage in readers for call in calls]
-    if missing := sorted(set(readers) - {call.stage for call, one in zip(calls, reads, strict=True) if one}):
-        raise DataError(f"readers {missing}: the workflow decodes no such stage, but {_decoded(calls)}")
     order = sorted(range(len(calls)), key=lambda number: reads[number])
     numbers = {number: place for place, number in enumerate(order)}
     found = []
@@ -145,18 +143,13 @@ def for_readers(calls: Sequence[TracedCall], readers: Collection[str]) -> list[T
         call = calls[number]
         for seen in () if reads[number] else call.parents:
             if reads[seen.call]:
-                raise DataError(
-                    f"stage {call.stage!r} sees what {calls[seen.call].stage!r} said: name it a reader too, since the "
-                    "base model would encode that once more"
-                )
+                said = calls[seen.call].stage
+                mend = f"do not name {said!r}" if call.generated is None else f"name {call.stage!r} too"
+                raise DataError(f"readers: stage {call.stage!r} sees what {said!r} says: {mend}")
         parents = tuple(seen._replace(call=numbers[seen.call]) for seen in call.parents)
         kept = replace(call, parents=parents)
         found.append(kept if reads[number] else TracedCall(call.stage, call.tokens, call.start, parents))
     return found
-
-
-def _decoded(calls: Iterable[TracedCall]) -> list[str]:
-    return sorted({call.stage for call in calls if call.generated is not None})
 
 
 # -- JSON -------------------------------------------------------------------------------------------------

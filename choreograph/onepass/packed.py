@@ -221,12 +221,14 @@ def logits_of(adapter: Adapter, packed: Pack, *, through: Any = None) -> Float[T
 
     To be called inside `adapter.hooked()`, and left only behind `backward`, which may compute layers again.
     """
+    adapter.refuse_ranks("one pass over a whole run")
     return _logits(adapter, packed, _past(adapter, packed), through)
 
 
 @torch.no_grad()
 def read_logits(adapter: Adapter, packed: Pack, model: str = BASE) -> Float[Tensor, "R V"]:
     """The logits that predict the targets, of the model or one of its adapters."""
+    adapter.refuse_ranks("one pass over a whole run")
     with adapter.hooked():
         past = _past(adapter, packed)
         with adapter.adapted([model] * len(packed.tokens)):
@@ -234,7 +236,6 @@ def read_logits(adapter: Adapter, packed: Pack, model: str = BASE) -> Float[Tens
 
 
 def _logits(adapter: Adapter, packed: Pack, past: dict[int, KeysValues] | None, through: Any = None) -> Tensor:
-    adapter.refuse_ranks("one pass over a whole run")
     facts = adapter.facts
     if not packed.rows:
         return torch.zeros(0, facts.vocab_size, device=facts.device)

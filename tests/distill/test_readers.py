@@ -1,13 +1,17 @@
 """Adapters that only read what the base model encoded: one pass is the engine, training is what is served."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
+from families import CONFIGS
 from graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from rehearsed import HEARD, perform
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
@@ -24,7 +28,7 @@ from choreograph.evaluation.runs import Folder, run_conditions, settings_of
 from choreograph.evaluation.shown import with_adapter
 from choreograph.onepass.calls import Seen, TracedCall, calls_of, for_readers
 from choreograph.onepass.likelihood import log_likelihood
-from choreograph.onepass.packed import pack_reading, read_logits
+from choreograph.onepass.packed import _past, pack, pack_reading, read_logits
 
 SHORT = SamplingParams(max_tokens=5)
 LISTS = [Example(f"c{i}", "concepts", ["dog", "ball", f"tree{i}", "cat"], {}) for i in range(3)]
@@ -109,13 +113,63 @@ def test_a_reader_is_served_as_it_was_trained(tmp_path, checkpointing):
     assert sum(lost) / len(lost) == pytest.approx(report.after, abs=1e-4)
 
 
-def test_the_base_sees_no_reader_and_every_reader_decodes():
-    calls = [*text(0), TracedCall("late", [1], 9, (Seen(3, 0, 4, 5),), [2])]
-    with pytest.raises(DataError, match="'late' sees what 'answer' said"):
-        for_readers(calls, ["answer"])
-    assert [call.stage for call in for_readers(calls, ["answer", "late"])][-2:] == ["answer", "late"]
-    with pytest.raises(DataError, match=r"readers \['text'\]: .*\['answer', 'late', 'thought'\]"):
-        for_readers(calls, ["text"])
+def test_the_base_sees_no_reader():
+    late = TracedCall("late", [1], 9, (Seen(3, 0, 4, 5),), [2])
+    with pytest.raises(DataError, match="'late' sees what 'answer' says: name 'late' too"):
+        for_readers([*text(0), late], ["answer"])
+    assert [call.stage for call in for_readers([*text(0), late], ["answer", "late"])][-2:] == ["answer", "late"]
+    with pytest.raises(DataError, match="do not name 'answer'"):
+        for_readers([*text(0), replace(late, generated=None)], ["answer"])
+
+
+def test_readers_are_named_where_something_can_be_read():
+    with pytest.raises(ConfigError, match="prefix mode"):
+        Condition("prefix", readers=("answer",))
+    with pytest.raises(ConfigError, match=r"\['merg'\]: use stages that decode, \['merge', 'solve'\]"):
+        Condition("choreographed", readers=("merg",)).check_readers(["solve", "merge", "solve"])
+
+
+def test_a_reader_is_no_plain_training(tmp_path):
+    """Where only readers decode, their lessons are the same calls."""
+    adapter = Engine.from_pretrained(tiny.build()).runner.adapter
+    calls = (*text(0)[:2], replace(text(0)[3], parents=text(0)[3].parents[:2]))
+    config = TrainConfig(rank=2, epochs=1)
+    train(adapter, [Lesson("a", calls)], [Lesson("a", calls)], tmp_path, config)
+    with pytest.raises(ConfigError, match="another setting"):
+        train(adapter, [Lesson("a", calls, True)], [Lesson("a", calls, True)], tmp_path, config)
+
+
+def test_what_the_base_encodes_knows_no_dropout(tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"])
+    adapter = Engine.from_pretrained(model.eval()).runner.adapter
+    trained = get_peft_model(adapter.model, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+    adapter.in_training = trained
+    packed = lesson(3).packed
+    found = []
+    for training in (False, True):
+        trained.train(training)
+        with adapter.hooked():
+            found.append(_past(adapter, packed))
+        assert trained.training == training
+        assert all(p.requires_grad == ("lora_" in name) for name, p in trained.named_parameters())
+    assert all(torch.equal(a, b) for layer in found[0] for a, b in zip(found[0][layer], found[1][layer], strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_reads_in_one_pass(name):
+    """By the base model itself, so that one pass in two parts is one pass."""
+    torch.manual_seed(0)
+    adapter = Engine.from_pretrained(AutoModelForCausalLM.from_config(CONFIGS[name]).eval()).runner.adapter
+    places = (Seen(0, 0, 4, 0), Seen(1, 0, 3, 2)) if adapter.facts.movable else (Seen(0, 0, 4, 0), Seen(1, 0, 3, 4))
+    calls = [
+        TracedCall("text", [1, 2, 3, 4], 0),
+        TracedCall("thought", [5], 4, (Seen(0, 0, 4, 0),), [6, 7]),
+        TracedCall("answer", [8], 7, places, [9, 10, 11]),
+    ]
+    whole = log_likelihood(read_logits(adapter, pack(calls)), [6, 7, 9, 10, 11]).tolist()
+    reading = pack_reading(for_readers(calls, ["answer"]))
+    assert log_likelihood(read_logits(adapter, reading), [9, 10, 11]).tolist() == pytest.approx(whole[2:], abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +207,9 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
     assert settings["conditions"]["serial + FT"]["readers"] == ("merge",)
     assert "readers" not in settings["conditions"]["serial"]
     records = run_conditions(engine, workflow, LISTS, conditions, Folder(tmp_path / "run", settings), **asked)
+    unknown = {"baseline": conditions["baseline"], "x": replace(conditions["serial + FT"], readers=("merg",))}
+    with pytest.raises(ConfigError, match="merg"):
+        run_conditions(engine, workflow, LISTS[:1], unknown, Folder(tmp_path / "unknown", {}), **asked)
     for plain, adapted in zip(records["serial"], records["serial + FT"], strict=True):
         assert not adapted.get("error")
         assert adapted["tokens"]["solve"] == plain["tokens"]["solve"], "what the base decodes is its own"
