@@ -66,10 +66,16 @@ def open_engine(
 
 
 def adapted(adapter: str | None, readers: list[str] | None) -> str:
-    """The name of what computes, or reads. Raises BadParameter for readers without an adapter."""
-    if readers and adapter is None:
-        raise typer.BadParameter("--reader: give the --adapter that computes it")
-    return "base" if adapter is None else ADAPTED
+    """The name of what computes, or reads. Raises BadParameter for readers without an adapter, ConfigError for an
+    adapter that was trained for others."""
+    if adapter is None:
+        if readers:
+            raise typer.BadParameter("--reader: give the --adapter that computes it")
+        return "base"
+    from .distill.run import check_use
+
+    check_use(adapter, readers or [])
+    return ADAPTED
 
 
 def read_options(given: list[str]) -> dict[str, Any]:

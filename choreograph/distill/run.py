@@ -1,5 +1,7 @@
-"""From a folder of traces to an adapter: what `choreograph train` does. Owns the split."""
+"""From a folder of traces to an adapter: what `choreograph train` does. Owns the split, and the note beside the
+adapter."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +18,8 @@ from .lessons import answer_lessons, baseline_lessons, lessons_of
 from .setting import TrainConfig, TrainReport
 from .traces import Trace, read_traces
 from .training import train
+
+LEARNED = "learned.json"  # beside the adapter
 
 
 def train_on(
@@ -42,7 +46,9 @@ def train_on(
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
         workflow = find(direct)
         lessons, checks = (answer_lessons(adapter, workflow, part) for part in (learn, check))
-        return train(adapter, lessons, checks, out, config, on_update=on_update)
+        report = train(adapter, lessons, checks, out, config, on_update=on_update)
+        _note(out, workflow=direct)
+        return report
     workflow = find(settings["workflow"])
     if settings["source"] != source_of(workflow):
         raise ConfigError(f"{traces}: the workflow {settings['workflow']!r} has changed since: make the traces again")
@@ -52,7 +58,27 @@ def train_on(
     }
     chosen = replace(choose(conditions_of(workflow), condition), readers=tuple(readers))
     lessons, checks = (lessons_of(adapter, workflow, part, chosen, **given) for part in (learn, check))
-    return train(adapter, lessons, checks, out, config, baseline=baseline_lessons(check, readers), on_update=on_update)
+    baseline = baseline_lessons(check, readers)
+    report = train(adapter, lessons, checks, out, config, baseline=baseline, on_update=on_update)
+    _note(out, workflow=settings["workflow"], readers=sorted(readers))
+    return report
+
+
+def _note(out: Path, **facts: Any) -> None:
+    (out / LEARNED).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def check_use(adapter: str, readers: Sequence[str]) -> None:
+    """Raises ConfigError where an adapter that says what it was trained for is used for other decodes."""
+    file = Path(adapter) / LEARNED
+    if not file.is_file():
+        return  # of another maker
+    learned = json.loads(file.read_text()).get("readers", [])
+    if sorted(readers) != learned:
+        asked = " ".join(f"--reader {json.dumps(stage)}" for stage in learned) or "no --reader"
+        raise ConfigError(
+            f"{adapter}: this adapter was trained for {'some stages' if learned else 'all'}: give {asked}"
+        )
 
 
 def choose(conditions: Any, name: str | None) -> Condition:

@@ -1,5 +1,6 @@
 """Adapters that only read what the base model encoded: one pass is the engine, training is what is served."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from rehearsed import HEARD, perform
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -113,6 +115,24 @@ def test_a_reader_is_served_as_it_was_trained(tmp_path, checkpointing):
     assert sum(lost) / len(lost) == pytest.approx(report.after, abs=1e-4)
 
 
+def test_in_bfloat16_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path):
+    adapter = Engine.from_pretrained(tiny.build()).runner.adapter
+    learn, check = [lesson(i) for i in range(6)], [lesson(i) for i in range(6, 8)]
+    config = TrainConfig(rank=2, rate=1e-2, lessons=2, dropout=0.3, epochs=3, bf16=True)
+
+    def stop(done, most):
+        if done == 5:  # of nine, behind the checkpoint of update 3
+            raise InterruptedError
+
+    whole = train(adapter, learn, check, tmp_path / "whole", config)
+    assert whole.after < whole.before
+    with pytest.raises(InterruptedError):
+        train(adapter, learn, check, tmp_path / "parts", config, on_update=stop)
+    train(adapter, learn, check, tmp_path / "parts", config)
+    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_the_base_sees_no_reader():
     late = TracedCall("late", [1], 9, (Seen(3, 0, 4, 5),), [2])
     with pytest.raises(DataError, match="'late' sees what 'answer' says: name 'late' too"):
@@ -199,6 +219,13 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
         app, [*command, "--reader", "merge", "--rank", "2", "--rate", "0.01", "--lessons", "1", "--kl", "1"]
     )
     assert result.exit_code == 0, result.output
+    command = ["run", "branch_solve_merge", "--task", "dog, ball, cat, tree", "--model", talker_folder, "--adapter"]
+    command += [str(tmp_path / "FT"), "--max-tokens", "5", "--json"]
+    result = CliRunner().invoke(app, [*command, "--reader", "merge"])
+    assert result.exit_code == 0 and json.loads(result.output)["answer"], result.output
+    for more in ([], ["--reader", "merge", "--reader", "solve"]):
+        refused = CliRunner().invoke(app, [*command, *more])
+        assert 'give --reader "merge"' in str(refused.exception)
     engine = Engine.from_pretrained(talker_folder, dtype="float32", adapters={"FT": tmp_path / "FT"})
     workflow = find("branch_solve_merge")
     conditions = with_adapter(conditions_of(workflow), "FT", ["merge"])
