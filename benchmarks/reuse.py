@@ -150,7 +150,7 @@ def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
         for name, train in (("adapter", train_adapter), ("full", train_fully))
         if name in names
     }
-    config = EngineConfig(cache=CacheConfig(tokens=24_576))
+    config = EngineConfig(cache=CacheConfig(tokens=81_920))
     engine = Engine.from_pretrained(run.source, config=config)
     if "adapter" in trained:
         engine.add_adapter("adapter", trained["adapter"])
@@ -399,8 +399,9 @@ def knee(points: Sequence[Mapping[str, float]]) -> float:
     return max(one["rate"] for one in points if one["ttft"] <= limit)
 
 
-def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, count: int = 24) -> dict[str, float]:
-    """Uniform arrivals (section 5.3). The sender's encodings are made before the clock starts."""
+def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, count: int = 60) -> dict[str, float]:
+    """Uniform arrivals (section 5.3). The sender's encodings are made before the clock starts. Of few requests most are
+    served before a queue is felt."""
     engine.clear_cache()
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with engine.session() as session:
@@ -417,7 +418,8 @@ def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, 
         timings = [message.timing for message in said]
     ttft, e2e = ([getattr(t, name) for t in timings] for name in ("ttft", "e2e"))
     tbt = [(whole - first) / 15 for whole, first in zip(e2e, ttft, strict=True)]
-    return {name: float(np.mean(values)) for name, values in (("ttft", ttft), ("tbt", tbt), ("e2e", e2e))}
+    means = {name: float(np.mean(values)) for name, values in (("ttft", ttft), ("tbt", tbt), ("e2e", e2e))}
+    return {**means, "requests": count}
 
 
 # -- another process --------------------------------------------------------------------------------------------
