@@ -60,7 +60,7 @@ def train_on(
     lessons, checks = (lessons_of(adapter, workflow, part, chosen, **given) for part in (learn, check))
     baseline = baseline_lessons(check, readers)
     report = train(adapter, lessons, checks, out, config, baseline=baseline, on_update=on_update)
-    _note(out, workflow=settings["workflow"], readers=sorted(readers))
+    _note(out, workflow=settings["workflow"], readers=sorted(set(readers)))
     return report
 
 
@@ -73,8 +73,11 @@ def check_use(adapter: str, readers: Sequence[str]) -> None:
     file = Path(adapter) / LEARNED
     if not file.is_file():
         return  # of another maker
-    learned = json.loads(file.read_text()).get("readers", [])
-    if sorted(readers) != learned:
+    try:
+        learned = sorted(map(str, json.loads(file.read_text(encoding="utf-8")).get("readers", [])))
+    except (ValueError, AttributeError, TypeError) as problem:
+        raise ConfigError(f"{file}: {problem}: train the adapter again, or remove this note") from None
+    if sorted(set(readers)) != learned:
         asked = " ".join(f"--reader {json.dumps(stage)}" for stage in learned) or "no --reader"
         raise ConfigError(
             f"{adapter}: this adapter was trained for {'some stages' if learned else 'all'}: give {asked}"

@@ -23,6 +23,7 @@ from choreograph.cli import app
 from choreograph.distill import Lesson, TrainConfig, collect, lessons_of, train, train_on
 from choreograph.distill.lessons import baseline_lessons
 from choreograph.distill.losses import losses
+from choreograph.distill.run import check_use
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example
 from choreograph.evaluation.fidelity import drifts
@@ -226,6 +227,12 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
     for more in ([], ["--reader", "merge", "--reader", "solve"]):
         refused = CliRunner().invoke(app, [*command, *more])
         assert 'give --reader "merge"' in str(refused.exception)
+    for note in ("{", "[1]", '{"readers": 3}'):
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        (tmp_path / "broken" / "learned.json").write_text(note)
+        with pytest.raises(ConfigError, match=r"broken.learned\.json.*train"):
+            check_use(str(tmp_path / "broken"), [])
+    check_use("somebody/adapter", ["merge"])
     engine = Engine.from_pretrained(talker_folder, dtype="float32", adapters={"FT": tmp_path / "FT"})
     workflow = find("branch_solve_merge")
     conditions = with_adapter(conditions_of(workflow), "FT", ["merge"])
