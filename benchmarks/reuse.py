@@ -431,7 +431,7 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dic
     receiver, writer = PAIRS[pair]
     if writer != "base":
         return
-    pattern, lengths = pick(pair, run), [length for length in run.lengths if length <= 4096]
+    pattern, lengths = pick(pair, run), run.lengths
     reader = alone(run, receiver)
     meeting = Path(tempfile.mkdtemp()) / "meeting"
     asked = ["--model", run.source, "--meeting", str(meeting), "--rounds", str(rounds)]
