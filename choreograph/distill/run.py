@@ -80,7 +80,7 @@ def check_use(adapter: str, readers: Sequence[str]) -> None:
     if sorted(set(readers)) != learned:
         asked = " ".join(f"--reader {json.dumps(stage)}" for stage in learned) or "no --reader"
         raise ConfigError(
-            f"{adapter}: this adapter was trained for {'some stages' if learned else 'all'}: give {asked}"
+            f"{adapter}: this adapter was trained for {'some stages' if learned else 'all decodes'}: give {asked}"
         )
 
 
