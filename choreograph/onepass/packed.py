@@ -105,16 +105,22 @@ def _runs(call: TracedCall, spans: Sequence[Span], calls: Sequence[TracedCall]) 
 
 
 class PackedStep:
-    """The attention of one pass, layer by layer; travels through the model as the engine's `Step` does."""
+    """The attention of one pass, layer by layer; travels through the model as the engine's `Step` does. past: the keys
+    and values of every layer that were encoded before. kept: where to leave its own."""
 
     def __init__(
-        self, packed: Pack, kinds: Sequence[Kind], device: torch.device, past: dict[int, KeysValues] | None = None
+        self,
+        packed: Pack,
+        kinds: Sequence[Kind],
+        device: torch.device,
+        past: dict[int, KeysValues] | None = None,
+        kept: dict[int, KeysValues] | None = None,
     ) -> None:
         self._spans, self._behind = packed.spans, packed.behind
         self._kinds = kinds
         before = [] if packed.past is None else packed.past.positions
         self._positions = torch.tensor(before + packed.positions, device=device)
-        self._past = past
+        self._past, self._kept = past, kept
         shifts = sorted({run.shift for span in packed.spans for run in span.sees})
         self._turns: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         for rotary in {kind.rotary for kind in kinds if kind.rotary is not None}:
@@ -131,6 +137,8 @@ class PackedStep:
         sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
         kind = self._kinds[layer]
+        if self._kept is not None:
+            self._kept[layer] = key, value
         if self._past is not None:
             before = self._past[layer]
             key, value = (torch.cat([x.to(y.dtype), y], dim=2) for x, y in zip(before, (key, value), strict=True))
@@ -160,26 +168,6 @@ class PackedStep:
         seen = [self._positions[run.lo : run.hi] + run.shift for run in span.sees]
         own = self._positions[span.lo : span.hi]
         return own[:, None] - torch.cat([*seen, own])
-
-
-class KeepingStep(PackedStep):
-    """Keeps the keys and values of every layer for those who read them."""
-
-    def __init__(self, packed: Pack, kinds: Sequence[Kind], device: torch.device) -> None:
-        super().__init__(packed, kinds, device)
-        self.kept: dict[int, KeysValues] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "1 H N D"],
-        key: Float[Tensor, "1 G N D"],
-        value: Float[Tensor, "1 G N D"],
-        scale: float,
-        sinks: Float[Tensor, "H"] | None = None,
-    ) -> Float[Tensor, "1 N H D"]:
-        self.kept[layer] = key, value
-        return super().attend(layer, query, key, value, scale, sinks)
 
 
 def _attend(
@@ -249,7 +237,8 @@ def _past(adapter: Adapter, packed: Pack) -> dict[int, KeysValues] | None:
     if packed.past is None or not packed.behind or not packed.rows:
         return None
     facts = adapter.facts
-    step = KeepingStep(packed.past, facts.kinds, facts.device)
+    kept: dict[int, KeysValues] = {}
+    step = PackedStep(packed.past, facts.kinds, facts.device, kept=kept)
     with adapter.untrained(), adapter.adapted([BASE] * packed.behind):
         adapter.logits(packed.past.tokens, packed.past.positions, step, [packed.behind - 1])
-    return step.kept
+    return kept
