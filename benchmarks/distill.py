@@ -168,7 +168,7 @@ PLANS = {
         "leak both",
         played,
         96,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1, validations=2),
+        TrainConfig(**SOFTLY | {"rate": 5e-4, "bf16": False}, dropout=0.0, epochs=1, validations=2),
         {"strategy": "defect"},
         exact=True,
     ),
