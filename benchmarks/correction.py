@@ -1,0 +1,290 @@
+"""How much of what reuse loses a linear correction of the encodings undoes: what an adapter can be asked for at most.
+
+`make bench NAME=correction ARGS="--model model.gguf --data folder --only name"`: for a plan of `benchmarks/distill.py`,
+the keys and values that a decode sees under reuse stand beside those of the same tokens in its own prompt. On some
+traces a linear map is fitted, by least squares, from what a layer reads there to how both differ; on others the decodes
+are computed behind corrected encodings. The map of a stage is of full rank and leaves what a message's own writer sees
+as it was, neither of which an adapter can do: it encodes a message once, for all its readers.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from choreograph import Engine
+from choreograph.choreographies import find
+from choreograph.distill import Trace, lessons_of
+from choreograph.distill.traces import read_traces
+from choreograph.evaluation.statistics import mean
+from choreograph.models.adapter import Adapter
+from choreograph.onepass.calls import TracedCall, as_prompts, decodes_of
+from choreograph.onepass.packed import Pack, PackedStep, Run, Span, pack
+from choreograph.ops.rope import turn
+from choreograph.types import SamplingParams
+
+from .common import estimate_row, merged, provenance, save
+from .distill import PLANS, Plan, closed, opened
+
+RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean square of each number that a layer reads
+SAME = 1e-3  # keys and values that differ by less, of their length, are those that the baseline sees
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One pass: what every layer read, and the keys (not turned) and values side by side; (L, N, *) both."""
+
+    read: Tensor
+    made: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One decode. rows: where what it sees stands in the pass under reuse; home: in the baseline's pass; places: the
+    positions that it is seen at; stages: who wrote it; at: where its first own row and token are in the pass."""
+
+    call: TracedCall
+    rows: Tensor
+    home: Tensor
+    places: list[int]
+    stages: list[str]
+
+
+class Correction:
+    """The sums of least squares, stage by stage of who wrote what is seen; all layers at once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._maps: dict[tuple[str, float], Tensor] = {}
+
+    def add(self, stage: str, read: Tensor, apart: Tensor) -> None:
+        x = _with_one(read)
+        new = ((x.mT @ x).double(), (x.mT @ apart).double())
+        old = self._sums.get(stage)
+        self._sums[stage] = new if old is None else (old[0] + new[0], old[1] + new[1])
+
+    def of(self, stage: str, ridge: float, read: Tensor) -> Tensor:
+        """How the keys and values differ, as far as can be told. A stage never met is left as it is."""
+        if stage not in self._sums:
+            return torch.zeros(())
+        if (stage, ridge) not in self._maps:
+            squares, products = self._sums[stage]
+            weight = ridge * squares.diagonal(dim1=-2, dim2=-1) + 1e-6
+            weight[:, -1] = 0  # the mean is not held back
+            self._maps[stage, ridge] = torch.linalg.solve(squares + torch.diag_embed(weight), products).float()
+        return _with_one(read) @ self._maps[stage, ridge]
+
+
+def _with_one(read: Tensor) -> Tensor:
+    return torch.cat([read, torch.ones(*read.shape[:-1], 1)], dim=-1)
+
+
+class Undoing:
+    """The decodes of traces, behind encodings as they are under reuse, on the baseline, or corrected."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._adapter = engine.runner.adapter
+
+    def learn(self, plan: Plan, traces: Sequence[Trace], correction: Correction) -> None:
+        for number, (reused, baseline, sights) in enumerate(self._passes(plan, traces), start=1):
+            pairs: dict[tuple[int, int], str] = {}  # readers whose prompts share a beginning see the same
+            for sight in sights:
+                pairs |= {
+                    (r, h): s for r, h, s in zip(sight.rows.tolist(), sight.home.tolist(), sight.stages, strict=True)
+                }
+            stages: dict[str, list[tuple[int, int]]] = defaultdict(list)
+            for pair, stage in pairs.items():
+                stages[stage].append(pair)
+            for stage, some in stages.items():
+                rows, home = torch.tensor(some).unbind(1)
+                apart = baseline.made[:, home] - reused.made[:, rows]
+                differs = _differs(apart, reused.made[:, rows])
+                if differs.any():
+                    correction.add(stage, reused.read[:, rows[differs]], apart[:, differs])
+            if number % 10 == 0:
+                print(f"... learned from {number} of {len(traces)}", flush=True)
+
+    def measure(
+        self, plan: Plan, traces: Sequence[Trace], correction: Correction, ridges: Sequence[float]
+    ) -> dict[str, list[float]]:
+        """The divergence of each trace from the baseline, a token: under reuse, on the baseline, for each ridge."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for reused, baseline, sights in self._passes(plan, traces):
+            tokens = sum(len(sight.call.generated or ()) for sight in sights)
+            ways: dict[str, list[Tensor]] = defaultdict(list)
+            for sight in sights:
+                made, read = reused.made[:, sight.rows], reused.read[:, sight.rows]
+                true = baseline.made[:, sight.home]
+                differs = _differs(true - made, made)
+                ways["reused"].append(made)
+                ways["baseline"].append(torch.where(differs[:, None], true, made))
+                for ridge in ridges:
+                    corrected = made.clone()
+                    for stage in dict.fromkeys(sight.stages):
+                        of = differs & torch.tensor([s == stage for s in sight.stages])
+                        corrected[:, of] += correction.of(stage, ridge, read[:, of])
+                    ways[str(ridge)].append(corrected)
+            for way, seen in ways.items():
+                found[way].append(_divergence(baseline.logits, self._behind(sights, seen)) / tokens)
+            print(f"... measured {len(found['reused'])} of {len(traces)}", flush=True)
+        return dict(found)
+
+    def _passes(self, plan: Plan, traces: Sequence[Trace]) -> Iterator[tuple[Encoded, Encoded, list[Sight]]]:
+        adapter = self._adapter
+        sampling = SamplingParams(max_tokens=plan.max_tokens)
+        lessons = lessons_of(adapter, find(plan.workflow), traces, plan.reused, sampling=sampling, options=plan.options)
+        for trace, lesson in zip(traces, lessons, strict=True):
+            prompts = as_prompts(trace.calls)
+            reused, baseline = pack(lesson.calls), pack(prompts)
+            yield (
+                encoded(adapter, reused),
+                encoded(adapter, baseline),
+                list(sights_of(lesson.calls, reused, prompts, baseline)),
+            )
+
+    def _behind(self, sights: Sequence[Sight], seen: Sequence[Tensor]) -> Tensor:
+        """The logits of the decodes, each behind the encodings that are given for it."""
+        places = [place for sight in sights for place in sight.places]
+        past = Pack([0] * len(places), places, (), [], [])
+        tokens, positions, spans, rows, targets = [], [], [], [], []
+        at, own = 0, len(places)
+        for sight in sights:
+            call, first = sight.call, len(tokens)
+            generated = call.generated or []
+            spans.append(Span(own, own + len(call.tokens), (Run(at, at + len(sight.places), 0),)))
+            rows += range(first + len(call.prompt) - 1, first + len(call.prompt) - 1 + len(generated))
+            targets += generated
+            tokens += call.tokens
+            positions += range(call.start, call.start + len(call.tokens))
+            at, own = at + len(sight.places), own + len(call.tokens)
+        packed = Pack(tokens, positions, tuple(spans), rows, targets, past)
+        facts = self._adapter.facts
+        made = torch.cat(list(seen), dim=1)
+        width = made.shape[-1] // 2
+        kept = {}
+        for layer, kind in enumerate(facts.kinds):
+            keys, values = (
+                x.unflatten(-1, (-1, facts.head_dim)).transpose(0, 1)[None]
+                for x in (made[layer, :, :width], made[layer, :, width:])
+            )
+            if kind.rotary is not None:
+                cos, sin = (torch.from_numpy(table) for table in kind.rotary.table(places))
+                keys = turn(keys, cos, sin, kind.rotary.interleaved)
+            kept[layer] = keys, values
+        step = PackedStep(packed, facts.kinds, facts.device, past=kept)
+        with torch.no_grad(), self._adapter.hooked():
+            return self._adapter.logits(tokens, positions, step, rows)
+
+
+@torch.no_grad()
+def encoded(adapter: Adapter, packed: Pack) -> Encoded:
+    step = PackedStep(packed, adapter.facts.kinds, adapter.facts.device)
+    with _tapped(adapter.model) as (read, made), adapter.hooked():
+        logits = adapter.logits(packed.tokens, packed.positions, step, packed.rows)
+    both = [torch.cat(kv, dim=-1) for kv in zip(made["k"], made["v"], strict=True)]
+    return Encoded(torch.stack(read), torch.stack(both), logits)
+
+
+@contextmanager
+def _tapped(model: Any) -> Iterator[tuple[list[Tensor], dict[str, list[Tensor]]]]:
+    """What goes into, and comes out of, the projections to keys and values, layer by layer."""
+    read: list[Tensor] = []
+    made: dict[str, list[Tensor]] = {"k": [], "v": []}
+
+    def tap(which: str) -> Any:
+        def keep(module: Any, given: tuple[Tensor, ...], out: Tensor) -> None:
+            made[which].append(out[0])
+            if which == "k":
+                read.append(given[0][0])
+
+        return keep
+
+    taken = [
+        layer.self_attn.get_submodule(f"{which}_proj").register_forward_hook(tap(which))
+        for layer in model.get_decoder().layers
+        for which in made
+    ]
+    try:
+        yield read, made
+    finally:
+        for one in taken:
+            one.remove()
+
+
+def sights_of(
+    calls: Sequence[TracedCall], reused: Pack, prompts: Sequence[TracedCall], baseline: Pack
+) -> Iterator[Sight]:
+    """The decodes in the order of their logits, with where each token that they see stands in both passes."""
+    homes = {name: number for number, (name, _) in enumerate(decodes_of(prompts))}
+    for name, call in decodes_of(calls):
+        rows = [reused.spans[s.call].lo + k for s in call.parents for k in range(s.first, s.last)]
+        places = [s.offset + k - s.first for s in call.parents for k in range(s.first, s.last)]
+        stages = [calls[s.call].stage for s in call.parents for _ in range(s.first, s.last)]
+        span = baseline.spans[homes[name]]
+        home = [*(r for run in span.sees for r in range(run.lo, run.hi)), *range(span.lo, span.hi)][: len(rows)]
+        assert [reused.tokens[r] for r in rows] == [baseline.tokens[r] for r in home], f"{name}: another prompt"
+        yield Sight(call, torch.tensor(rows), torch.tensor(home), places, stages)
+
+
+def _differs(apart: Tensor, made: Tensor) -> Tensor:
+    return (apart.square().sum((0, 2)) > SAME**2 * made.square().sum((0, 2))).cpu()
+
+
+def _divergence(before: Tensor, after: Tensor) -> float:
+    old, new = before.log_softmax(-1), after.log_softmax(-1)
+    return float((old.exp() * (old - new)).sum(-1).clamp_min(0).sum())
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", required=True)
+    options.add_argument("--out", type=Path, default=Path("out/distill"), help="where distill left traces")
+    options.add_argument("--only", nargs="*", default=["prisoners_dilemma", "branch_solve_merge, serial"])
+    options.add_argument("--learn", type=int, default=150, help="traces to learn from")
+    options.add_argument("--test", type=int, default=30, help="traces to measure on")
+    options.add_argument("--name", help="how to call the model in the results")
+    given = options.parse_args()
+    model = given.name or Path(given.model).stem
+    undoing = Undoing(opened(given.model))
+    for name in given.only:
+        traces = {split: read_traces(given.out / model / name / split)[1] for split in ("learn", "check", "test")}
+        found = run(undoing, PLANS[name], traces["learn"][: given.learn], traces["check"], traces["test"][: given.test])
+        runs: Mapping[str, Any] = merged("correction", "runs", {f"{name}, {model}": found | {"model": model}})
+        rows = [
+            estimate_row(f"{title}: divergence undone", one["closed"], "", made={k: one[k] for k in provenance()})
+            for title, one in runs.items()
+        ]
+        save("correction", rows, model, runs=runs)
+
+
+def run(
+    undoing: "Undoing", plan: Plan, learn: Sequence[Trace], check: Sequence[Trace], test: Sequence[Trace]
+) -> dict[str, Any]:
+    """The ridge is the one that does best on the traces for validation."""
+    correction = Correction()
+    undoing.learn(plan, learn, correction)
+    tried = undoing.measure(plan, check, correction, RIDGES)
+    ridge = min(RIDGES, key=lambda one: sum(tried[str(one)]))
+    found = undoing.measure(plan, test, correction, [ridge])
+    before, after, none = found["reused"], found[str(ridge)], [0.0] * len(test)
+    return {
+        "before": asdict(mean(before)),
+        "after": asdict(mean(after)),
+        "on the baseline": asdict(mean(found["baseline"])),
+        "closed": asdict(closed(none, before, after)),
+        "ridge": ridge,
+        "tried": {ridge: sum(values) / len(values) for ridge, values in tried.items()},
+        "traces": {"learn": len(learn), "check": len(check), "test": len(test)},
+        **provenance(),
+    }
+
+
+if __name__ == "__main__":
+    main()
