@@ -143,6 +143,7 @@ def demo(
     compile: Compile = False,
     branches: Annotated[int, typer.Option(min=1, help="Solutions to branch into.")] = 8,
     voters: Annotated[int, typer.Option(min=1, help="Votes on the best solution.")] = 4,
+    pairs: Annotated[int, typer.Option(min=1, help="How often to time both modes.")] = 3,
     picture: Annotated[Path, typer.Option(help="Where the picture of the message graph goes (SVG).")] = Path(
         "out/demo-graph.svg"
     ),
@@ -155,7 +156,7 @@ def demo(
     console = Console(quiet=as_json)
     with console.status("loading the model") if console.is_terminal else _nothing():
         engine = open_engine(model, dtype, compile)
-    numbers = run_demo(engine, console, branches=branches, voters=voters, picture=picture, seed=seed)
+    numbers = run_demo(engine, console, branches=branches, voters=voters, pairs=pairs, picture=picture, seed=seed)
     if as_json:
         print(json.dumps(numbers))
 

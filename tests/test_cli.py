@@ -56,11 +56,12 @@ def test_models_lists_what_is_proved_with_its_test():
 
 def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path, talker_folder):
     picture = tmp_path / "graph.svg"
-    small = ["--branches", "2", "--voters", "2", "--model", talker_folder]
+    small = ["--branches", "2", "--voters", "2", "--pairs", "2", "--model", talker_folder]
     result = runner.invoke(app, ["demo", *small, "--picture", str(picture), "--json"])
     assert result.exit_code == 0, result.output
     numbers = json.loads(result.output)
     assert numbers["same_tokens"]
+    assert len(numbers["e2e_ratios"]) == 2
     encoded = {mode: sum(s["encoded"] for s in numbers[mode]["stages"]) for mode in ("prefix", "choreographed")}
     assert encoded["choreographed"] < encoded["prefix"]
     drawn = picture.read_text()
