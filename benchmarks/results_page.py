@@ -352,6 +352,18 @@ def distill_divergence() -> str:
     return markdown(head, lines) if lines else "Not measured yet."
 
 
+def correction() -> str:
+    lines = []
+    trained = record("distill")["runs"]
+    for title, one in record("correction")["runs"].items():
+        cells = [interval(one[when], places=4) for when in ("before", "after")]
+        closed = [interval(one["closed"], 100, places=0), interval(trained[title]["divergence closed"], 100, places=0)]
+        learned = [str(one["traces"]["learn"]), str(trained[title]["traces"]["learn"]), str(one["traces"]["test"])]
+        lines.append([_learned(title), one["model"], *cells, *closed, *learned])
+    head = ["workflow", "model", "reused", "corrected", "undone %", "by the adapter %", "traces", "the adapter's"]
+    return markdown([*head, "held out"], lines) + "\n\n" + _made("correction")
+
+
 def distill_cost() -> str:
     lines = []
     for title, one in record("distill")["runs"].items():
@@ -426,6 +438,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fidelity": fidelity,
     "distill": distill,
     "distill-divergence": distill_divergence,
+    "correction": correction,
     "distill-cost": distill_cost,
     "distill-answers": distill_answers,
     "prompt-cache": prompt_cache,

@@ -20,7 +20,7 @@ from choreograph.models.load import EMBEDDED, tokenizer_of
 from choreograph.report import show_table
 
 from ..common import Row, hardware, last, write
-from . import check, kernels, kvflow, page, partial, prompt_cache, rates, steps, table, workflows
+from . import binaries, check, kernels, kvflow, page, partial, prompt_cache, rates, steps, table, workflows
 from .bench import Bench, Found, Measure
 from .budget import Budget
 from .lines import PARTS
@@ -61,10 +61,16 @@ def main() -> None:
     options.add_argument(
         "--check", action="store_true", help="hold the counting against this CPU and the embedded model"
     )
+    options.add_argument(
+        "--binaries", action="store_true", help="compile the attention kernels for GPUs, and look at them"
+    )
     given = options.parse_args()
     parts = [part for part in PARTS if part in given.only]
     if given.check:
         check.check()
+        page.fill()
+    elif given.binaries:
+        binaries.check()
         page.fill()
     elif given.predict:
         predict(given.predict)

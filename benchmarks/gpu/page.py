@@ -35,7 +35,8 @@ def filled(text: str) -> str:
 
     def table_of(match: re.Match[str]) -> str:
         name, _, other = match["name"].partition("_")
-        made = _check() if name == "check" else _others(known[name]) if other else _table(name, known[name])
+        apart = {"check": _check, "binaries": _binaries}.get(name)
+        made = apart() if apart else _others(known[name]) if other else _table(name, known[name])
         return f"{match[1]}{made}\n{match[3]}"
 
     return MARK.sub(table_of, text)
@@ -54,6 +55,26 @@ def _check() -> str:
     told = ", ".join(f"{r.value:.2f} {r.unit} with {r.measure.partition(', ')[2]}" for r in rows if not r.predicted)
     table = markdown(("measure", "measured", "predicted"), lines)
     return f"{table}\n\nThe engine's own part of a step: {told}. `python -m benchmarks.gpu --check`, {made}."
+
+
+def _binaries() -> str:
+    """Of every shape and type, the least that any step has on any of the GPUs."""
+    found = last("gpu_binaries")
+    if not found:
+        return "Not compiled yet."
+    alike: dict[tuple[str, str], list[Mapping[str, int]]] = {}
+    for one in found["found"]:
+        alike.setdefault((one["model"], one["dtype"]), []).append(one)
+    lines = []
+    for name, some in alike.items():
+        worst = (max(one["spilled"] for one in some), max(one["shared"] for one in some) // 1024)
+        hopper = [one for one in some if one["arch"] == 90]
+        cells = [f"{one['registers']} / {one['spilled']} / {one['programs']}" for one in (hopper[0], hopper[-1])]
+        lines.append((*name, *cells, *map(str, worst)))
+    head = ("shape", "type", "sm_90, decode", "sm_90, most rows", "most spilled", "most shared, KiB")
+    archs = ", ".join(f"sm_{arch}" for arch in sorted({one["arch"] for one in found["found"]}))
+    made = f"commit {found['commit']}, {found['date']}, Triton {found['triton']}"
+    return f"{markdown(head, lines)}\n\nCompiled for {archs}: `python -m benchmarks.gpu --binaries`, {made}."
 
 
 def _others(every: Mapping[str, Mapping[str, float]]) -> str:

@@ -18,6 +18,7 @@ def attend(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr,
     REST: tl.constexpr, RESTS: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPING: tl.constexpr, DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, for one key-value head, over its pieces. Padded sizes are powers of two; STEP and SECOND say
     where the partners of a rotated pair lie. DIRECT: what comes out is the rows' result, not a part of it."""
@@ -36,13 +37,15 @@ def attend(
     r = tl.arange(0, RESTS)
     if HALF > 0:
         mask_h = here[:, None] & (h < HALF)[None, :]
-        a = tl.load(base[:, None] + h[None, :] * STEP, mask=mask_h, other=0.0).to(tl.float32)
-        b = tl.load(base[:, None] + h[None, :] * STEP + SECOND, mask=mask_h, other=0.0).to(tl.float32)
+        a = tl.load(base[:, None] + h[None, :] * STEP, mask=mask_h, other=0.0)
+        b = tl.load(base[:, None] + h[None, :] * STEP + SECOND, mask=mask_h, other=0.0)
     if REST > 0:
         mask_r = here[:, None] & (r < REST)[None, :]
         c = tl.load(base[:, None] + 2 * HALF + r[None, :], mask=mask_r, other=0.0)
     if SLOPING:
         slope = tl.load(slopes + head, mask=here, other=0.0) * LOG2E
+    by = scale * LOG2E
+    after = 1.0 if CAPPED or SLOPING else by  # plain scores are scaled where the best is taken off, in one instruction
     top = tl.full([ROWS * SHARED], float("-inf"), tl.float32)
     total = tl.zeros([ROWS * SHARED], tl.float32)
     out = tl.zeros([ROWS * SHARED, WIDE], tl.float32)
@@ -52,13 +55,13 @@ def attend(
         end = tl.load(pieces + number * 4 + 2)
         where = tl.load(pieces + number * 4 + 3) + entry
         shift = tl.load(reads + where * 3, mask=here, other=0)
-        limit = tl.load(reads + where * 3 + 1, mask=here, other=0)
+        limit = tl.minimum(tl.load(reads + where * 3 + 1, mask=here, other=0), end)  # what is no row sees nothing
         position = tl.load(reads + where * 3 + 2, mask=here, other=0)
         if HALF > 0:
             x = tl.load(cos + shift[:, None] * HALF + h[None, :], mask=mask_h, other=0.0)
             y = tl.load(sin + shift[:, None] * HALF + h[None, :], mask=mask_h, other=0.0)
-            turned_a = (a * x + b * y).to(keys.dtype.element_ty)  # by minus the shift
-            turned_b = (b * x - a * y).to(keys.dtype.element_ty)
+            turned_a = (a.to(tl.float32) * x + b.to(tl.float32) * y).to(keys.dtype.element_ty)  # by minus the shift
+            turned_b = (b.to(tl.float32) * x - a.to(tl.float32) * y).to(keys.dtype.element_ty)
         for t in range(begin, end, SLOTS):
             j = t + tl.arange(0, SLOTS)
             read = j < end
@@ -67,31 +70,32 @@ def attend(
             if HALF > 0:
                 mask_k = read[:, None] & (h < HALF)[None, :]
                 key = keys + slot[:, None] + h[None, :] * STEP
-                score += tl.dot(turned_a, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision="ieee")
+                score += tl.dot(turned_a, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
                 key += SECOND
-                score += tl.dot(turned_b, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision="ieee")
+                score += tl.dot(turned_b, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
             if REST > 0:
                 mask_k = read[:, None] & (r < REST)[None, :]
                 key = tl.load(keys + slot[:, None] + 2 * HALF + r[None, :], mask=mask_k, other=0.0)
-                score += tl.dot(c, tl.trans(key), input_precision="ieee")
-            score *= scale * LOG2E
+                score += tl.dot(c, tl.trans(key), input_precision=PRECISION)
             distance = stands[:, None] - (position[:, None] + j[None, :])
+            if CAPPED or SLOPING:
+                score *= by
             if CAPPED:
                 z = tl.exp2(-tl.abs(score) * (2.0 * LOG2E / cap))
                 score = tl.where(score < 0, -1.0, 1.0) * cap * (1.0 - z) / (1.0 + z)  # cap * tanh(score / cap)
             if SLOPING:
                 score -= slope[:, None] * distance.to(tl.float32)
-            seen = read[None, :] & (j[None, :] < limit[:, None]) & here[:, None]
+            seen = j[None, :] < limit[:, None]
             if WINDOWED:
                 seen = seen & (distance < window) & (distance > -window)
             score = tl.where(seen, score, float("-inf"))
-            best = tl.maximum(top, tl.max(score, 1))
+            best = tl.maximum(top, tl.max(score, 1) * after)
             level = tl.where(best == float("-inf"), 0.0, best)
             keep = tl.exp2(top - level)
-            weight = tl.exp2(score - level[:, None])
+            weight = tl.exp2(score * after - level[:, None])
             total = total * keep + tl.sum(weight, 1)
             value = tl.load(values + slot[:, None] + d[None, :], mask=read[:, None] & (d < WIDTH)[None, :], other=0.0)
-            out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+            out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             top = best
     some = total > 0
     result = (out / tl.where(some, total, 1.0)[:, None]).to(partial.dtype.element_ty)

@@ -7,7 +7,7 @@ merged by a second kernel. The same code runs on a CPU through Triton's interpre
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from ..kernels import attention as kernels
 from .kind import Heads, Kind
 from .plan import Plan
 
-TILE = 64  # slots that a program reads at a time
 STRIPE = 256  # slots of the shortest stripe
 PROGRAMS = 264  # about two for each multiprocessor: below this, long contexts are cut
 
@@ -81,10 +80,49 @@ def attend(
 
 
 def tile_of(heads: Heads, rows: int, size: int) -> int:
-    """Rows of an item: with their heads, what one product of matrices takes. size: bytes of a number; wide or long
-    ones leave no room for large tiles."""
-    most = 128 if rows >= 128 and heads.width * size <= 256 else 64 if rows > 16 else 16
-    return max(1, most // triton.next_power_of_2(heads.query // heads.groups))
+    """Rows of an item: with their heads, what one product of matrices takes. size: bytes of a number."""
+    most = next(most for most in (128, 64, 32, 16) if _burden(heads.width, size) * most <= 32768 or most == 16)
+    wanted = 128 if rows >= 128 else 64 if rows > 16 else 16
+    return max(1, min(most, wanted) // triton.next_power_of_2(heads.query // heads.groups))
+
+
+def _burden(width: int, size: int) -> int:
+    """What a row of a tile asks of registers and shared memory: its bytes, which float32 multiplies with twice. The
+    sizes that follow from it are those at which compilers for sm_80 and sm_90 find room (`benchmarks/gpu/binaries`)."""
+    return _padded(width) * size * (2 if size == 4 else 1)
+
+
+def launch(heads: Heads, tile: int, size: int, kind: Kind, direct: bool) -> dict[str, Any]:
+    """What `kernels.attend` is compiled for."""
+    share, half, width = heads.query // heads.groups, kind.rotary.half if kind.rotary is not None else 0, heads.width
+    shared = triton.next_power_of_2(share)
+    rows = max(tile, 16 // shared)
+    burden = _burden(width, size)
+    light = burden <= 256 or (burden <= 512 and rows * shared <= 16)
+    slots = 64 if light else 32 if burden <= 1024 else 16  # read at a time
+    apart = kind.rotary is None or not kind.rotary.interleaved
+    return {
+        "HEADS": heads.query,
+        "SHARE": share,
+        "SHARED": shared,
+        "ROWS": rows,
+        "SLOTS": slots,
+        "WIDTH": width,
+        "WIDE": _padded(width),
+        "HALF": half,
+        "HALVES": _padded(half),
+        "REST": width - 2 * half,
+        "RESTS": _padded(width - 2 * half),
+        "STEP": 1 if apart else 2,
+        "SECOND": half if apart else 1,
+        "CAPPED": kind.softcap is not None,
+        "WINDOWED": kind.window is not None,
+        "SLOPING": kind.slopes is not None,
+        "DIRECT": direct,
+        "PRECISION": "tf32x3" if size == 4 else "ieee",  # as good as float32, at a thirtieth of the registers
+        "num_warps": 4 if light and rows * shared < 128 else 8,
+        "num_stages": 3 if burden <= 256 else 2,  # tiles of keys and values in flight
+    }
 
 
 def run(
@@ -97,47 +135,26 @@ def run(
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "N H D"]:
     """Attention from work that is on the device: asks nothing of the host but to start two programs."""
-    heads, rows, width = query.shape
-    groups, device = keys.shape[1], keys.device
-    shared = triton.next_power_of_2(heads // groups)
+    rows, heads = query.shape[1], Heads(query.shape[0], keys.shape[1], query.shape[2])
     direct = work.direct and sinks is None
-    out = torch.empty(rows, heads, width, dtype=query.dtype, device=device)
-    partial = out if direct else torch.empty(len(work.rows), heads, width, dtype=torch.float32, device=device)
-    norms = torch.empty(0 if direct else len(work.rows), heads, dtype=torch.float32, device=device)
-    half = kind.rotary.half if kind.rotary is not None else 0
-    apart = kind.rotary is None or not kind.rotary.interleaved
+    out = torch.empty(rows, heads.query, heads.width, dtype=query.dtype, device=keys.device)
+    parts, device = 0 if direct else len(work.rows), keys.device
+    partial = out if direct else torch.empty(parts, *out.shape[1:], dtype=torch.float32, device=device)
+    norms = torch.empty(parts, heads.query, dtype=torch.float32, device=device)
     query = query if query.stride(2) == 1 else query.contiguous()
     if len(work.items):
-        kernels.attend[len(work.items), groups](
+        kernels.attend[len(work.items), heads.groups](
             *(query, keys, values, work.items, work.pieces, work.reads, work.rows, work.cos, work.sin, work.slopes),
             *(partial, norms, query.stride(0), query.stride(1), keys.stride(0)),
             *(scale, (kind.softcap or 1.0) * kernels.LOG2E.value, kind.window or 0),
-            HEADS=heads,
-            SHARE=heads // groups,
-            SHARED=shared,
-            ROWS=max(work.tile, 16 // shared),
-            SLOTS=TILE,
-            WIDTH=width,
-            WIDE=_padded(width),
-            HALF=half,
-            HALVES=_padded(half),
-            REST=width - 2 * half,
-            RESTS=_padded(width - 2 * half),
-            STEP=1 if apart else 2,
-            SECOND=half if apart else 1,
-            CAPPED=kind.softcap is not None,
-            WINDOWED=kind.window is not None,
-            SLOPING=kind.slopes is not None,
-            DIRECT=direct,
-            num_warps=8 if work.tile * shared >= 128 else 4,
-            num_stages=3 if width * keys.element_size() <= 256 else 2,  # tiles of keys and values in flight
+            **launch(heads, work.tile, keys.element_size(), kind, direct),
         )
     if not direct:
-        kernels.merge[rows, heads](
+        kernels.merge[rows, heads.query](
             *(partial, norms, work.order, work.starts, norms if sinks is None else sinks, out),
-            HEADS=heads,
-            WIDTH=width,
-            WIDE=_padded(width),
+            HEADS=heads.query,
+            WIDTH=heads.width,
+            WIDE=_padded(heads.width),
             SINKING=sinks is not None,
         )
     return out
