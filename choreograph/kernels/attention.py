@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LONG = tl.constexpr(512)  # slots of a piece from which on whole tiles of it are worth a loop of their own
 
 
 @triton.jit
@@ -18,7 +19,7 @@ def attend(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr,
     REST: tl.constexpr, RESTS: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPING: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, for one key-value head, over its pieces. Padded sizes are powers of two; STEP and SECOND say
     where the partners of a rotated pair lie. DIRECT: what comes out is the rows' result, not a part of it."""
@@ -62,41 +63,48 @@ def attend(
             y = tl.load(sin + shift[:, None] * HALF + h[None, :], mask=mask_h, other=0.0)
             turned_a = (a.to(tl.float32) * x + b.to(tl.float32) * y).to(keys.dtype.element_ty)  # by minus the shift
             turned_b = (b.to(tl.float32) * x - a.to(tl.float32) * y).to(keys.dtype.element_ty)
-        for t in range(begin, end, SLOTS):
-            j = t + tl.arange(0, SLOTS)
-            read = j < end
-            slot = (run + j) * slot_stride + group * WIDTH
-            score = tl.zeros([ROWS * SHARED, SLOTS], tl.float32)
-            if HALF > 0:
-                mask_k = read[:, None] & (h < HALF)[None, :]
-                key = keys + slot[:, None] + h[None, :] * STEP
-                score += tl.dot(turned_a, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
-                key += SECOND
-                score += tl.dot(turned_b, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
-            if REST > 0:
-                mask_k = read[:, None] & (r < REST)[None, :]
-                key = tl.load(keys + slot[:, None] + 2 * HALF + r[None, :], mask=mask_k, other=0.0)
-                score += tl.dot(c, tl.trans(key), input_precision=PRECISION)
-            distance = stands[:, None] - (position[:, None] + j[None, :])
-            if CAPPED or SLOPING:
-                score *= by
-            if CAPPED:
-                z = tl.exp2(-tl.abs(score) * (2.0 * LOG2E / cap))
-                score = tl.where(score < 0, -1.0, 1.0) * cap * (1.0 - z) / (1.0 + z)  # cap * tanh(score / cap)
-            if SLOPING:
-                score -= slope[:, None] * distance.to(tl.float32)
-            seen = j[None, :] < limit[:, None]
-            if WINDOWED:
-                seen = seen & (distance < window) & (distance > -window)
-            score = tl.where(seen, score, float("-inf"))
-            best = tl.maximum(top, tl.max(score, 1) * after)
-            level = tl.where(best == float("-inf"), 0.0, best)
-            keep = tl.exp2(top - level)
-            weight = tl.exp2(score * after - level[:, None])
-            total = total * keep + tl.sum(weight, 1)
-            value = tl.load(values + slot[:, None] + d[None, :], mask=read[:, None] & (d < WIDTH)[None, :], other=0.0)
-            out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-            top = best
+        whole = begin  # up to here every row sees all
+        if SPLIT and end - begin >= LONG:
+            whole += (tl.maximum(tl.min(tl.where(here, limit, end)), begin) - begin) // SLOTS * SLOTS
+        for masked in tl.static_range(1 - SPLIT, 2):
+            for t in range(whole if masked else begin, end if masked else whole, SLOTS):
+                j = t + tl.arange(0, SLOTS)
+                read = (j < end) | (masked == 0)
+                slot = (run + j) * slot_stride + group * WIDTH
+                score = tl.zeros([ROWS * SHARED, SLOTS], tl.float32)
+                if HALF > 0:
+                    mask_k = read[:, None] & (h < HALF)[None, :]
+                    key = keys + slot[:, None] + h[None, :] * STEP
+                    score += tl.dot(turned_a, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
+                    key += SECOND
+                    score += tl.dot(turned_b, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
+                if REST > 0:
+                    mask_k = read[:, None] & (r < REST)[None, :]
+                    key = tl.load(keys + slot[:, None] + 2 * HALF + r[None, :], mask=mask_k, other=0.0)
+                    score += tl.dot(c, tl.trans(key), input_precision=PRECISION)
+                distance = stands[:, None] - (position[:, None] + j[None, :])
+                if CAPPED or SLOPING:
+                    score *= by
+                if CAPPED:
+                    z = tl.exp2(-tl.abs(score) * (2.0 * LOG2E / cap))
+                    score = tl.where(score < 0, -1.0, 1.0) * cap * (1.0 - z) / (1.0 + z)  # cap * tanh(score / cap)
+                if SLOPING:
+                    score -= slope[:, None] * distance.to(tl.float32)
+                if masked:
+                    seen = j[None, :] < limit[:, None]
+                    if WINDOWED:
+                        seen = seen & (distance < window) & (distance > -window)
+                    score = tl.where(seen, score, float("-inf"))
+                best = tl.maximum(top, tl.max(score, 1) * after)
+                level = tl.where(best == float("-inf"), 0.0, best)
+                keep = tl.exp2(top - level)
+                weight = tl.exp2(score * after - level[:, None])
+                total = total * keep + tl.sum(weight, 1)
+                value = tl.load(
+                    values + slot[:, None] + d[None, :], mask=read[:, None] & (d < WIDTH)[None, :], other=0.0
+                )
+                out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+                top = best
     some = total > 0
     result = (out / tl.where(some, total, 1.0)[:, None]).to(partial.dtype.element_ty)
     mask_d = here[:, None] & (d < WIDTH)[None, :]

@@ -119,6 +119,7 @@ def launch(heads: Heads, tile: int, size: int, kind: Kind, direct: bool) -> dict
         "WINDOWED": kind.window is not None,
         "SLOPING": kind.slopes is not None,
         "DIRECT": direct,
+        "SPLIT": int(rows * shared >= 64 and kind.window is None),
         "PRECISION": "tf32x3" if size == 4 else "ieee",  # as good as float32, at a thirtieth of the registers
         "num_warps": 4 if light and rows * shared < 128 else 8,
         "num_stages": 3 if burden <= 256 else 2,  # tiles of keys and values in flight

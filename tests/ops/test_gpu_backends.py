@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_attend import build, plans, special, specials, tensors
 
 from choreograph import SamplingParams
-from choreograph.ops import gathered, reference
+from choreograph.ops import gathered, reference, triton
 from choreograph.ops.attend import Backend, WriteThenRead, make_backend
 from choreograph.ops.kind import Kind
 from choreograph.ops.plan import Read, make_plan
@@ -61,6 +61,26 @@ def test_a_long_run_of_few_rows_is_cut_and_merged(name):
     got = backend(name, 16, torch.float32)(plan, *sent, 0.25, kind)
     wanted = reference.attend(plan, q, keys, values, 0.25, kind)
     torch.testing.assert_close(got.cpu(), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16), (3, 1, 64)])
+def test_whole_tiles_of_a_long_run_need_no_masks(shape, monkeypatch):
+    """Eighty rows over a run of 550 slots, of which some see 530 or 1; and over their own tokens."""
+    reads = [Read(0, row, row + 1, row % 3, 530 if row % 7 else 550, 0, row % 3) for row in range(79)]
+    reads += [Read(0, 79, 80, 0, 1, 0, 0), Read(550, 0, 80, 0, 1, 1, 550)]
+    monkeypatch.setattr(triton, "STRIPE", 1024)  # else a run is cut before it is long
+    heads, groups, width = shape
+    for some in (reads, reads[:78] + reads[80:]):  # where one sees a single slot, no tile is whole
+        plan = make_plan(list(range(550, 630)), some, list(range(550, 630)))
+        (q, k, v), (keys, values) = tensors(plan, heads, groups, width, torch.float32)
+        kind = Kind(Rotary(tuple(1e4 ** -(np.arange(0, 16, 2) / 16))))
+        sent = [x.to(DEVICE) for x in (q, k, v, keys, values)]
+        got = backend("triton", width, torch.float32)(plan, *sent, 0.25, kind)
+        slots = torch.from_numpy(plan.slots)
+        for arena, new in ((keys, k), (values, v)):
+            arena[slots] = new.transpose(0, 1)
+        wanted = reference.attend(plan, q, keys, values, 0.25, kind)
+        torch.testing.assert_close(got.cpu(), wanted, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["triton", "flex"])
