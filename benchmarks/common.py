@@ -21,7 +21,7 @@ from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.models.load import EMBEDDED, usual_dtype
 from choreograph.report import show_table
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("CHOREOGRAPH_RESULTS", Path(__file__).parent / "results"))
 VIRTUAL = "no model, virtual clock"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
@@ -167,7 +167,10 @@ def _changed() -> str:
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+    try:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except FileNotFoundError:  # a machine without git
+        return ""
 
 
 def supporting(record: Mapping[str, Any]) -> dict[str, Any]:

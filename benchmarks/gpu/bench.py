@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,16 +23,18 @@ Found = Mapping[str, Sequence[float] | Estimate]  # by the name of a line: sampl
 
 @dataclass(frozen=True)
 class Bench:
-    """trial: once, uncompiled, wherever it runs."""
+    """trial: once, uncompiled, wherever it runs. words: where the tokenizer comes from: random weights know none, and
+    the embedded model's ids are below the vocabulary's size. notes: what results say beside figures."""
 
     shape: Shape
     device: torch.device
     trial: bool
+    words: str = EMBEDDED
+    notes: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The embedded model's: random weights know no words, and its ids are below the vocabulary's size."""
-        return tokenizer_of(EMBEDDED)[0]
+        return tokenizer_of(self.words)[0]
 
     @cached_property
     def model(self) -> LlamaForCausalLM:
@@ -46,11 +48,14 @@ class Bench:
         return self.new_engine(EngineConfig(CacheConfig(tokens=self.shape.room)))
 
     def new_engine(self, config: EngineConfig, most_rows: int = 1 << 30) -> Engine:
-        """With graphs of its own, for steps of so many rows, ready to run."""
+        """With graphs of its own, for steps of so many rows (none: without graphs), ready to run."""
         options: dict[str, Any] = {"cache": config.cache, "scheduler": config.scheduler, "backend": "triton"}
-        options |= {"compile": not self.trial, "compile_rows": tuple(n for n in self.shape.rows if n <= most_rows)}
+        rows = tuple(n for n in self.shape.rows if n <= most_rows)
+        options |= {"compile": bool(rows) and not self.trial, "compile_rows": rows or None}
         engine = Engine.from_pretrained(self.model, tokenizer=self.tokenizer, config=EngineConfig(**options))
         engine.warm_up()
+        if refused := getattr(engine.runner.adapter.compiled, "refused", None):
+            self.notes["graphs"] = f"not recorded, steps run eagerly: {refused}"
         if not self.trial:  # steps of whole chunks too
             with engine.session() as session:
                 session.prefill(some_tokens(2 * config.scheduler.max_step_tokens)).result()

@@ -18,7 +18,8 @@ def measure(bench: Bench, allowance: Allowance) -> Found:
     def make(config: EngineConfig) -> tuple[Engine, Callable[[], float]]:
         return bench.new_engine(config, most_rows=64), time.perf_counter
 
-    every = play(make, bench.shape, allowance.rounds(bench.shape.most))
+    first = 1 if bench.trial else 2  # the second is the first that loads
+    every = play(make, bench.shape, allowance.rounds(bench.shape.most), first=first)
     for side in every.values():
         side.engine.close()
     return ratios(every)
@@ -31,15 +32,15 @@ def predicted(machine: Machine, shape: Shape) -> dict[str, float]:
     return {name: one.value for name, one in ratios(play(make, shape, range(2))).items()}
 
 
-def play(make: Make, shape: Shape, rounds: Iterable[int]) -> dict[str, Side]:
-    """Rounds of every side, in turns; one more before them fills the caches and does not count."""
+def play(make: Make, shape: Shape, rounds: Iterable[int], *, first: int = 1) -> dict[str, Side]:
+    """Rounds of every side, in turns; the first ones before them fill the caches and do not count."""
     team = Team(shape.agents, shape.fixed, shape.varying, shape.varying)
     call = shape.fixed + 2 * shape.varying + 64
     room = shape.agents // 2 * shape.fixed + call
     every = sides(make, device=room, host=(shape.agents + 1) * shape.fixed + 4 * call)
     runs = {name: team.rounds(side) for name, side in every.items()}
     names = list(every)
-    for name in names:
+    for name in names * first:
         next(runs[name])
         every[name].forget()
     for number in rounds:

@@ -26,7 +26,7 @@ def twin_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def measure(bench: Bench, allowance: Allowance) -> Found:
     length = bench.shape.cached
-    with bench.new_engine(EngineConfig(CacheConfig(tokens=4 * length + 1024))) as engine:
+    with bench.new_engine(EngineConfig(CacheConfig(tokens=4 * length + 1024)), most_rows=0) as engine:
         layers = engine.facts.layers
         engine.add_model(TWIN, twin_of(bench.model))
         some, whole = Pattern.of(0, layers // 2, layers // 2 + max(1, layers // 4)), Pattern.of(0, 0, layers)

@@ -23,7 +23,7 @@ def ratios(bench: Bench, allowance: Allowance, name: str) -> Found:
     ]
     scripts = {one.id: script(bench.tokenizer, bench.shape, flow, int(one.id)) for one in tasks}
     conditions, options = conditions_of(workflow), dict(flow.options)
-    runs = timed(bench.engine, workflow, tasks, scripts, conditions, options=options, warm_up=False)
+    runs = timed(bench.engine, workflow, tasks, scripts, conditions, options=options, warm_up=not bench.trial)
     for _ in allowance.rounds(len(tasks)):
         records.append(next(runs))
     bench.engine.clear_cache()

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..errors import ConfigError, ModelError
-from ..ops.attend import Step
+from ..ops.attend import Step, sent
 from ..types import BASE
 from .bridges import Bridge
 from .check import check_itself
@@ -172,8 +172,8 @@ class Adapter:
             self.depth.only(first, end),
         ):
             self.depth.body(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
+                input_ids=sent([tokens], torch.long, device),
+                position_ids=sent([positions], torch.long, device),
                 use_cache=False,
                 step=step,
             )
@@ -218,9 +218,9 @@ class Adapter:
         device = next(self.model.parameters()).device
         with self.bridge.carrying(step) if self.bridge is not None else nullcontext():
             return (through or self.model)(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
+                input_ids=sent([tokens], torch.long, device),
+                position_ids=sent([positions], torch.long, device),
+                logits_to_keep=sent(rows, torch.long, device),
                 use_cache=False,
                 step=step,
             ).logits[0]

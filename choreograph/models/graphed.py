@@ -7,7 +7,7 @@ from tensors that stay where they are (`ops/fixed.py`); a step fills them with a
 import gc
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch._dynamo
@@ -44,9 +44,14 @@ class CudaRecorder:
             work()  # what is compiled or made once must not be recorded
         torch.cuda.current_stream().wait_stream(self._beside)
         gc.collect()  # nothing of an old graph may be freed in the middle
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # copies go on beside
-            result = work()
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # copies go on beside
+                result = work()
+        except BaseException:
+            torch.cuda.set_stream(here)  # a capture that CUDA itself ended leaves its own behind, and its pool taken
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
 
         def play() -> Tensor:
             graph.replay()
@@ -89,7 +94,7 @@ class GraphedForward:
     ) -> None:
         self.buckets = tuple(sorted({max(2, size) for size in buckets}))  # what is traced of one row serves no others
         self._adapter, self._record = adapter, record or CudaRecorder()
-        self._compiled = compiled_model(adapter, "forward_graphed", dynamic=True) if through_compiler else None
+        self._compiled = _compiled_once(adapter) if through_compiler else None
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._failed: set[tuple[object, ...]] = set()
         self.refused: str | None = None  # why the last recording failed
@@ -163,3 +168,11 @@ class GraphedForward:
             input_ids=fixed.ids, position_ids=fixed.positions, use_cache=False, step=fixed
         ).logits
         return found
+
+
+def _compiled_once(adapter: Adapter) -> Callable[..., Tensor]:
+    """Engines over one model share what is traced of it, which reads everything of an engine from the step."""
+    name, known = "forward_graphed", adapter.model.__dict__
+    if name not in known:
+        known[name] = compiled_model(adapter, name, dynamic=True)
+    return cast(Callable[..., Tensor], known[name])

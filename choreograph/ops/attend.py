@@ -191,7 +191,7 @@ class Step:
         if layer in self.given:
             return self.given[layer]
         if layer in self.kept:
-            self.kept[layer][torch.from_numpy(self.plan.slots)] = hidden[0]
+            self.kept[layer][_slots(self.plan, hidden.device)] = hidden[0]
         return hidden
 
     def padded(self, rows: int) -> "Step":

@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -139,5 +139,12 @@ def _tables() -> dict[str, Table]:
 def _key(heads: Heads, dtype: torch.dtype, device: torch.device) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    made = f"choreograph {version('choreograph')}, torch {torch.__version__}"
+    made = f"choreograph {_version()}, torch {torch.__version__}"
     return f"{where}, {threads} threads, {made}, {dtype}, {heads.query}/{heads.groups}/{heads.width}"
+
+
+def _version() -> str:
+    try:
+        return version("choreograph")
+    except PackageNotFoundError:  # run from a folder that nobody installed
+        return "not installed"

@@ -281,9 +281,13 @@ def _stripes(pieces: list[tuple[int, int, int, int]], longest: int) -> Iterator[
 
 def _sent(parts: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Arrays of integers on the device, after one copy."""
-    flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
+    sizes = [-(-part.size // 4) * 4 for part in parts]  # multiples of 16 bytes: else Triton compiles for every step
+    places = np.cumsum([0, *sizes])
+    both = np.zeros(places[-1], dtype=np.int32)
+    for at, part in zip(places, parts, strict=False):
+        both[at : at + part.size] = part.ravel()
+    flat = torch.from_numpy(both)
     if device.type == "cuda":
         flat = flat.pin_memory()
     flat = flat.to(device, non_blocking=True)
-    ends = np.cumsum([part.size for part in parts])
-    return [flat[end - part.size : end].view(*part.shape) for part, end in zip(parts, ends, strict=True)]
+    return [flat[at : at + part.size].view(*part.shape) for at, part in zip(places, parts, strict=False)]
