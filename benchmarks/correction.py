@@ -1,10 +1,10 @@
-"""How much of what reuse loses a linear correction of the encodings undoes: what an adapter can be asked for at most.
+"""How much of what reuse loses a linear correction of the encodings undoes: what of it is systematic.
 
-`make bench NAME=correction ARGS="--model model.gguf --data folder --only name"`: for a plan of `benchmarks/distill.py`,
-the keys and values that a decode sees under reuse stand beside those of the same tokens in its own prompt. On some
-traces a linear map is fitted, by least squares, from what a layer reads there to how both differ; on others the decodes
-are computed behind corrected encodings. The map of a stage is of full rank and leaves what a message's own writer sees
-as it was, neither of which an adapter can do: it encodes a message once, for all its readers.
+`make bench NAME=correction ARGS="--model model.gguf --only name"`: for a plan of `benchmarks/distill.py`, which has
+drawn the traces. The keys and values that a decode sees under reuse stand beside those of the same tokens in its own
+prompt. On some traces a linear map is fitted, by least squares, from what a layer reads there to how both differ; on
+others the decodes are computed behind corrected encodings. The map of a stage is of full rank and leaves what a
+message's own writer sees as it was, neither of which an adapter can do: it encodes a message once, for all its readers.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Encoded:
 @dataclass(frozen=True)
 class Sight:
     """One decode. rows: where what it sees stands in the pass under reuse; home: in the baseline's pass; places: the
-    positions that it is seen at; stages: who wrote it; at: where its first own row and token are in the pass."""
+    positions that it is seen at; stages: who wrote it."""
 
     call: TracedCall
     rows: Tensor

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.evaluation.statistics import Estimate
@@ -40,7 +40,7 @@ class Bench:
     def model(self) -> LlamaForCausalLM:
         torch.manual_seed(0)
         with self.device:
-            return LlamaForCausalLM(self.shape.config).to(torch.bfloat16)
+            return cast(LlamaForCausalLM, AutoModelForCausalLM.from_config(self.shape.config, dtype=torch.bfloat16))
 
     @cached_property
     def engine(self) -> Engine:

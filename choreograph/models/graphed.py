@@ -7,7 +7,8 @@ from tensors that stay where they are (`ops/fixed.py`); a step fills them with a
 import gc
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch._dynamo
@@ -23,6 +24,7 @@ from .compiled import OpaqueStep, compiled_model
 
 MOST = 40  # graphs that are kept; further steps run eagerly
 TRIES = 3  # recordings that may fail before no more is tried
+_TRACED: WeakKeyDictionary[Any, ReferenceType[Callable[..., Tensor]]] = WeakKeyDictionary()
 
 
 class Recording(Protocol):
@@ -94,7 +96,7 @@ class GraphedForward:
     ) -> None:
         self.buckets = tuple(sorted({max(2, size) for size in buckets}))  # what is traced of one row serves no others
         self._adapter, self._record = adapter, record or CudaRecorder()
-        self._compiled = _compiled_once(adapter) if through_compiler else None
+        self._compiled = _traced(adapter) if through_compiler else None
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._failed: set[tuple[object, ...]] = set()
         self.refused: str | None = None  # why the last recording failed
@@ -131,7 +133,7 @@ class GraphedForward:
         if known is not None and known.fixed.same_arena(laid.step):
             return known
         if known is not None:
-            self._graphs.clear()  # the arena has moved
+            self._graphs.clear()  # the arena has moved; `known` keeps the pool in use until another graph does
         if len(self._graphs) == MOST or key in self._failed or len(self._failed) == TRIES:
             return None
         try:
@@ -170,9 +172,11 @@ class GraphedForward:
         return found
 
 
-def _compiled_once(adapter: Adapter) -> Callable[..., Tensor]:
-    """Engines over one model share what is traced of it, which reads everything of an engine from the step."""
-    name, known = "forward_graphed", adapter.model.__dict__
-    if name not in known:
-        known[name] = compiled_model(adapter, name, dynamic=True)
-    return cast(Callable[..., Tensor], known[name])
+def _traced(adapter: Adapter) -> Callable[..., Tensor]:
+    """Engines over one model share what is traced of it, while any of them lives: all else is read from the step."""
+    known = _TRACED.get(adapter.model)
+    found = known() if known is not None else None
+    if found is None:
+        found = cast(Callable[..., Tensor], compiled_model(adapter, "forward_graphed", dynamic=True))
+        _TRACED[adapter.model] = ref(found)
+    return found

@@ -7,6 +7,7 @@ eagerly, with all scores in memory, for tests.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, cast, no_type_check
 
 import numpy as np
@@ -55,7 +56,7 @@ def attend(
         q = turn(q, e.cos, e.sin, kind.rotary.interleaved).to(query.dtype)
     k, v = (x[e.slots].transpose(0, 1)[None] for x in (keys, values))
     options = {"score_mod": _scores(e), "block_mask": e.mask, "scale": scale, "enable_gqa": True}
-    found, beside = _flex(keys.device)(q[None], k, v, **options, return_aux=AuxRequest(lse=True))
+    found, beside = _flex(keys.device.type)(q[None], k, v, **options, return_aux=AuxRequest(lse=True))
     out, norm = found[0].float(), beside.lse[0].float().masked_fill(~e.seen, float("-inf"))
     top = torch.full((heads, rows), float("-inf"), device=keys.device)
     top = top.scatter_reduce(1, e.rows.expand(heads, -1), norm, "amax")
@@ -70,9 +71,10 @@ def attend(
     return (mixed / total.clamp(min=1e-38)[..., None]).to(query.dtype).transpose(0, 1)
 
 
-def _flex(device: torch.device) -> Callable[..., Any]:
+@cache
+def _flex(kind: str) -> Callable[..., Any]:
     work: Any = flex_attention
-    return torch.compile(work, dynamic=True) if device.type == "cuda" else work
+    return torch.compile(work, dynamic=True) if kind == "cuda" else work
 
 
 def _scores(e: _Rows) -> Callable[..., Tensor] | None:

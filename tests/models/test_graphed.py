@@ -1,6 +1,8 @@
 """Steps of fixed memory give what eager steps give. Recording is stood in for by doing the work again: the memory is
 the same, only CUDA's part is missing."""
 
+import copy
+
 import played
 import pytest
 import tiny
@@ -73,6 +75,17 @@ def test_the_compilers_graph_is_what_is_recorded():
     assert recorded.runner.adapter.compiled.buckets == (2, 4, 8)  # a trace of one row would serve no others
     assert talk(recorded) == talk(plain)
     assert recorded.runner.adapter.compiled.refused is None
+
+
+def test_engines_over_one_model_share_its_trace_and_those_over_a_copy_do_not():
+    model = tiny.model()
+    twin = copy.deepcopy(model)
+    twin.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight)
+    engines = [engine_with(one, recorded=True, compiler=True) for one in (model, model, twin)]
+    for engine, one in zip(engines, (model, model, twin), strict=True):
+        assert talk(engine) == talk(engine_with(one, recorded=False))
+    first, second, other = (engine.runner.adapter.compiled._compiled for engine in engines)
+    assert first is second is not other
 
 
 def test_plans_that_are_made_ahead_are_the_ones_of_the_step(monkeypatch):
