@@ -66,8 +66,8 @@ def _processed(row: Float[Tensor, " V"], g: Generation) -> Float[Tensor, " V"]:
     if not g.stop_allowed and g.stop_tokens:
         scores[:, sorted(g.stop_tokens)] = float("-inf")
     if s.logit_bias:
-        bias: Any = [[[int(token)], float(value)] for token, value in s.logit_bias.items()]
-        scores = hf.SequenceBiasLogitsProcessor(bias)(_NO_IDS, scores)
+        ids, values = (torch.tensor(list(x), device=row.device) for x in zip(*s.logit_bias.items(), strict=True))
+        scores[:, ids] += values.to(scores.dtype)  # transformers' own processor refuses token 0 in some versions
     if s.repetition_penalty != 1.0:
         seen = torch.tensor([g.prompt + g.tokens], device=row.device)
         scores = hf.RepetitionPenaltyLogitsProcessor(float(s.repetition_penalty))(seen, scores)
