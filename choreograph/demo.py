@@ -34,8 +34,8 @@ def run_demo(
     seed: int = 0,
     sampling: SamplingParams = SAMPLING,
 ) -> dict[str, Any]:
-    """Runs both modes, prints as it goes, and returns the numbers: those of the pair of runs whose gain is the median,
-    since a moment of another process on the machine spoils one."""
+    """Draws in prefix mode, says the same choreographed, then times both saying it, in turns; prints as it goes, and
+    returns the numbers of the pair whose gain is the median, since a moment of another process spoils one."""
     workflow, options = find("tree_of_thoughts"), {"branches": branches, "voters": voters}
 
     def once(mode: Mode, **more: Any) -> Run:
@@ -49,19 +49,18 @@ def run_demo(
         perform(engine, workflow, "1 + 1", mode="choreographed", forced=content, options=options)
     console.print(f"[b]Problem[/b] {task}", highlight=False)
     with _progress(engine, console, f"prefix mode: {branches} branches, {voters} votes, the answer"):
-        before = once("prefix")
-    content = before.performance.content()
+        content = once("prefix").performance.content()
     with _progress(engine, console, "choreographed mode, forced to the same tokens") as stop:
-        after = once(
+        shown = once(
             "choreographed",
             forced=content,
             on_text=_speaker(console, stop),
             look=lambda steps: svg(steps, "Tree of Thoughts, choreographed: who saw whom, and where"),
         )
     console.print("\n")
-    measured = [(before, after)]
-    for number in range(2, pairs + 1):
-        with _progress(engine, console, f"both once more, to time them: {number} of {pairs}"):
+    measured = []
+    for number in range(1, pairs + 1):
+        with _progress(engine, console, f"both forced to these tokens, to time them: {number} of {pairs}"):
             measured.append((once("prefix", forced=content), once("choreographed", forced=content)))
     console.print()
     middle = sorted(measured, key=_gain)[(len(measured) - 1) // 2]
@@ -71,7 +70,7 @@ def run_demo(
         console.print(f"The pair in the middle of {pairs}; end to end they are {gains}.", highlight=False)
     if picture is not None:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_text(after.picture)
+        picture.write_text(shown.picture)
         console.print(f"\nWho saw whom, and where: {picture}", highlight=False)
     return _numbers(task, *middle) | {"e2e_ratios": [_gain(pair) for pair in measured]}
 
