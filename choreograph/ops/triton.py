@@ -120,7 +120,7 @@ def launch(heads: Heads, tile: int, size: int, kind: Kind, direct: bool) -> dict
         "SLOPING": kind.slopes is not None,
         "DIRECT": direct,
         "SPLIT": int(rows * shared >= 64 and kind.window is None),
-        "PRECISION": "tf32x3" if size == 4 else "ieee",  # as good as float32, at a thirtieth of the registers
+        "PRECISION": "tf32x3" if size == 4 else "ieee",  # without tensor cores float32 spills its registers
         "num_warps": 4 if light and rows * shared < 128 else 8,
         "num_stages": 3 if burden <= 256 else 2,  # tiles of keys and values in flight
     }
@@ -136,10 +136,10 @@ def run(
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "N H D"]:
     """Attention from work that is on the device: asks nothing of the host but to start two programs."""
-    rows, heads = query.shape[1], Heads(query.shape[0], keys.shape[1], query.shape[2])
+    rows, heads, device = query.shape[1], Heads(query.shape[0], keys.shape[1], query.shape[2]), keys.device
     direct = work.direct and sinks is None
-    out = torch.empty(rows, heads.query, heads.width, dtype=query.dtype, device=keys.device)
-    parts, device = 0 if direct else len(work.rows), keys.device
+    parts = 0 if direct else len(work.rows)
+    out = torch.empty(rows, heads.query, heads.width, dtype=query.dtype, device=device)
     partial = out if direct else torch.empty(parts, *out.shape[1:], dtype=torch.float32, device=device)
     norms = torch.empty(parts, heads.query, dtype=torch.float32, device=device)
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -282,12 +282,12 @@ def _stripes(pieces: list[tuple[int, int, int, int]], longest: int) -> Iterator[
 def _sent(parts: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Arrays of integers on the device, after one copy."""
     sizes = [-(-part.size // 4) * 4 for part in parts]  # multiples of 16 bytes: else Triton compiles for every step
-    places = np.cumsum([0, *sizes])
-    both = np.zeros(places[-1], dtype=np.int32)
-    for at, part in zip(places, parts, strict=False):
-        both[at : at + part.size] = part.ravel()
-    flat = torch.from_numpy(both)
+    *places, end = np.cumsum([0, *sizes])
+    every = np.zeros(end, dtype=np.int32)
+    for at, part in zip(places, parts, strict=True):
+        every[at : at + part.size] = part.ravel()
+    flat = torch.from_numpy(every)
     if device.type == "cuda":
         flat = flat.pin_memory()
     flat = flat.to(device, non_blocking=True)
-    return [flat[at : at + part.size].view(*part.shape) for at, part in zip(places, parts, strict=False)]
+    return [flat[at : at + part.size].view(*part.shape) for at, part in zip(places, parts, strict=True)]
