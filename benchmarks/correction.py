@@ -5,6 +5,9 @@ drawn the traces. The keys and values that a decode sees under reuse stand besid
 prompt. On some traces a linear map is fitted, by least squares, from what a layer reads there to how both differ; on
 others the decodes are computed behind corrected encodings. The map of a stage is of full rank and leaves what a
 message's own writer sees as it was, neither of which an adapter can do: it encodes a message once, for all its readers.
+
+What that alone costs is measured beside it: every token gets one encoding, the mean of what it is in the baseline's
+prompts of all decodes that see it, which takes knowing all of them. `--learn 0` measures this alone.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from choreograph.onepass.packed import Pack, PackedStep, Run, Span, pack
 from choreograph.ops.rope import turn
 from choreograph.types import SamplingParams
 
-from .common import estimate_row, merged, provenance, save
+from .common import estimate_row, last, merged, provenance, save
 from .distill import PLANS, Plan, closed, opened
 
 RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean square of each number that a layer reads
@@ -114,23 +117,29 @@ class Undoing:
     def measure(
         self, plan: Plan, traces: Sequence[Trace], correction: Correction, ridges: Sequence[float]
     ) -> dict[str, list[float]]:
-        """The divergence of each trace from the baseline, a token: under reuse, on the baseline, for each ridge."""
+        """The divergence of each trace from the baseline, a token: under reuse, on the baseline, with one encoding for
+        all who see it, and for each ridge."""
         found: dict[str, list[float]] = defaultdict(list)
         for reused, baseline, sights in self._passes(plan, traces):
             tokens = sum(len(sight.call.generated or ()) for sight in sights)
             ways: dict[str, list[Tensor]] = defaultdict(list)
+            one, seen_by = torch.zeros_like(reused.made), torch.zeros(reused.made.shape[1], 1)
             for sight in sights:
                 made, read = reused.made[:, sight.rows], reused.read[:, sight.rows]
                 true = baseline.made[:, sight.home]
                 differs = _differs(true - made, made)
+                wanted = torch.where(differs[:, None], true, made)
+                one.index_add_(1, sight.rows, wanted)
+                seen_by.index_add_(0, sight.rows, torch.ones(len(sight.rows), 1))
                 ways["reused"].append(made)
-                ways["baseline"].append(torch.where(differs[:, None], true, made))
+                ways["baseline"].append(wanted)
                 for ridge in ridges:
                     corrected = made.clone()
                     for stage in dict.fromkeys(sight.stages):
                         of = differs & torch.tensor([s == stage for s in sight.stages])
                         corrected[:, of] += correction.of(stage, ridge, read[:, of])
                     ways[str(ridge)].append(corrected)
+            ways["one for all"] = [one[:, sight.rows] / seen_by[sight.rows] for sight in sights]
             for way, seen in ways.items():
                 found[way].append(_divergence(baseline.logits, self._behind(sights, seen)) / tokens)
             print(f"... measured {len(found['reused'])} of {len(traces)}", flush=True)
@@ -247,7 +256,7 @@ def main() -> None:
     options.add_argument("--model", required=True)
     options.add_argument("--out", type=Path, default=Path("out/distill"), help="where distill left traces")
     options.add_argument("--only", nargs="*", default=["prisoners_dilemma", "branch_solve_merge, serial"])
-    options.add_argument("--learn", type=int, default=150, help="traces to learn from")
+    options.add_argument("--learn", type=int, default=150, help="traces to learn from; 0: measure one encoding for all")
     options.add_argument("--test", type=int, default=30, help="traces to measure on")
     options.add_argument("--name", help="how to call the model in the results")
     given = options.parse_args()
@@ -255,7 +264,13 @@ def main() -> None:
     undoing = Undoing(opened(given.model))
     for name in given.only:
         traces = {split: read_traces(given.out / model / name / split)[1] for split in ("learn", "check", "test")}
-        found = run(undoing, PLANS[name], traces["learn"][: given.learn], traces["check"], traces["test"][: given.test])
+        test = traces["test"][: given.test]
+        if given.learn:
+            found = run(undoing, PLANS[name], traces["learn"][: given.learn], traces["check"], test)
+        else:
+            found = last("correction")["runs"][f"{name}, {model}"] | {
+                "one for all": one_for_all(undoing.measure(PLANS[name], test, Correction(), ()))
+            }
         runs: Mapping[str, Any] = merged("correction", "runs", {f"{name}, {model}": found | {"model": model}})
         rows = [
             estimate_row(f"{title}: divergence undone", one["closed"], "", made={k: one[k] for k in provenance()})
@@ -279,11 +294,18 @@ def run(
         "after": asdict(mean(after)),
         "on the baseline": asdict(mean(found["baseline"])),
         "closed": asdict(closed(none, before, after)),
+        "one for all": one_for_all(found),
         "ridge": ridge,
         "tried": {ridge: sum(values) / len(values) for ridge, values in tried.items()},
         "traces": {"learn": len(learn), "check": len(check), "test": len(test)},
         **provenance(),
     }
+
+
+def one_for_all(found: Mapping[str, list[float]]) -> dict[str, Any]:
+    """What is undone where a token has the same encoding for all who see it."""
+    before, after = found["reused"], found["one for all"]
+    return {"closed": asdict(closed([0.0] * len(before), before, after)), "n": len(before), **provenance()}
 
 
 if __name__ == "__main__":

@@ -358,9 +358,11 @@ def correction() -> str:
     for title, one in record("correction")["runs"].items():
         cells = [interval(one[when], places=4) for when in ("before", "after")]
         closed = [interval(one["closed"], 100, places=0), interval(trained[title]["divergence closed"], 100, places=0)]
+        shared = interval(one["one for all"]["closed"], 100, places=0)
         learned = [str(one["traces"]["learn"]), str(trained[title]["traces"]["learn"]), str(one["traces"]["test"])]
-        lines.append([_learned(title), one["model"], *cells, *closed, *learned])
-    head = ["workflow", "model", "reused", "corrected", "undone %", "by the adapter %", "traces", "the adapter's"]
+        lines.append([_learned(title), one["model"], *cells, *closed, shared, *learned])
+    head = ["workflow", "model", "reused", "corrected", "undone %", "by the adapter %", "by one encoding for all %"]
+    head += ["traces", "the adapter's"]
     return markdown([*head, "held out"], lines) + "\n\n" + _made("correction")
 
 
