@@ -263,7 +263,8 @@ def main() -> None:
     model = given.name or Path(given.model).stem
     undoing = Undoing(opened(given.model))
     for name in given.only:
-        traces = {split: read_traces(given.out / model / name / split)[1] for split in ("learn", "check", "test")}
+        splits = ("learn", "check", "test") if given.learn else ("test",)
+        traces = {split: read_traces(given.out / model / name / split)[1] for split in splits}
         test = traces["test"][: given.test]
         if given.learn:
             found = run(undoing, PLANS[name], traces["learn"][: given.learn], traces["check"], test)

@@ -357,10 +357,10 @@ def correction() -> str:
     trained = record("distill")["runs"]
     for title, one in record("correction")["runs"].items():
         cells = [interval(one[when], places=4) for when in ("before", "after")]
-        closed = [interval(one["closed"], 100, places=0), interval(trained[title]["divergence closed"], 100, places=0)]
-        shared = interval(one["one for all"]["closed"], 100, places=0)
-        learned = [str(one["traces"]["learn"]), str(trained[title]["traces"]["learn"]), str(one["traces"]["test"])]
-        lines.append([_learned(title), one["model"], *cells, *closed, shared, *learned])
+        adapter, shared = trained.get(title, {}).get("divergence closed"), one.get("one for all", {}).get("closed")
+        undone = [interval(x, 100, places=0) if x else "-" for x in (one["closed"], adapter, shared)]
+        learned = [str(x["traces"]["learn"]) if x else "-" for x in (one, trained.get(title))]
+        lines.append([_learned(title), one["model"], *cells, *undone, *learned, str(one["traces"]["test"])])
     head = ["workflow", "model", "reused", "corrected", "undone %", "by the adapter %", "by one encoding for all %"]
     head += ["traces", "the adapter's"]
     return markdown([*head, "held out"], lines) + "\n\n" + _made("correction")
