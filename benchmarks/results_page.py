@@ -339,6 +339,21 @@ def distill() -> str:
     return markdown([*head, "closed %", "traces", "held out"], lines) + "\n\n" + _made("distill")
 
 
+def distill_goals() -> str:
+    """Every training against its goal, the nearest to it first."""
+    found = record("distill")
+    goals = {row["measure"]: row["must"] for row in found["rows"]}
+    lines = []
+    for title, one in found["runs"].items():
+        closed, goal = one["closed"], goals[f"{title}: gap closed"]
+        verdict = "met" if closed["low"] >= goal else "missed" if closed["value"] < goal else "met by the value alone"
+        cells = [interval(one.get(what), 100, places=0) for what in ("closed", "divergence closed")]
+        lines.append((closed["value"] - goal, [_learned(title), one["model"], *cells, f"{100 * goal:.0f}", verdict]))
+    lines.sort(key=lambda line: -line[0])
+    head = ["workflow", "model", "gap closed %", "divergence closed %", "goal %", "the goal is"]
+    return markdown(head, [cells for _, cells in lines])
+
+
 def distill_divergence() -> str:
     lines = []
     for title, one in record("distill")["runs"].items():
@@ -438,6 +453,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "leak": leak,
     "prediction": prediction,
     "fidelity": fidelity,
+    "distill-goals": distill_goals,
     "distill": distill,
     "distill-divergence": distill_divergence,
     "correction": correction,
