@@ -168,6 +168,7 @@ def run(
     model: Model = EMBEDDED,
     mode: Mode = ModeName.choreographed,
     dtype: Dtype = DtypeName.auto,
+    device: Device = "cpu",
     compile: Compile = False,
     option: Annotated[list[str] | None, typer.Option(help="An option of the workflow, as name=value.")] = None,
     adapter: Adapter = None,
@@ -182,18 +183,18 @@ def run(
     from .measure import perform
     from .types import SamplingParams
 
-    found = find(workflow)
+    computed_by, found = adapted(adapter, reader), find(workflow)
     text = sys.stdin.read().strip() if task == "-" else task
     if not text:
         raise typer.BadParameter("the task is empty: give one with --task or on standard input")
     console = Console(quiet=as_json)
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
     done = perform(
-        open_engine(model, dtype, compile, adapter),
+        open_engine(model, dtype, compile, adapter, device, reader),
         found,
         text,
         mode=mode.value,
-        model=adapted(adapter, reader),
+        model=computed_by,
         readers=reader or (),
         seed=seed,
         sampling=sampling,
@@ -218,6 +219,7 @@ def evaluate(
     split: Split = "test",
     model: Model = EMBEDDED,
     dtype: Dtype = DtypeName.auto,
+    device: Device = "cpu",
     condition: Only = None,
     option: Options = None,
     max_tokens: MaxTokens = 256,
@@ -242,7 +244,7 @@ def evaluate(
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
     conditions = shown.chosen(found, condition or [])
     report = shown.evaluate(
-        open_engine(model, dtype, adapter=adapter),
+        open_engine(model, dtype, adapter=adapter, device=device, readers=reader),
         console,
         workflow,
         found,
@@ -254,7 +256,7 @@ def evaluate(
         seed=seed,
         at_once=at_once,
         fidelity=fidelity,
-        judge=None if judge is None else open_engine(judge, dtype),
+        judge=None if judge is None else open_engine(judge, dtype, device=device),
     )
     if as_json:
         print(json.dumps(report))
@@ -270,6 +272,7 @@ def bench(
     split: Split = "test",
     model: Model = EMBEDDED,
     dtype: Dtype = DtypeName.auto,
+    device: Device = "cpu",
     compile: Compile = False,
     condition: Only = None,
     option: Options = None,
@@ -286,7 +289,7 @@ def bench(
     found, console = find(workflow), Console(quiet=as_json)
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
     report = shown.bench(
-        open_engine(model, dtype, compile),
+        open_engine(model, dtype, compile, device=device),
         console,
         workflow,
         found,

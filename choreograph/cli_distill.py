@@ -13,6 +13,7 @@ from .cli_options import (
     EMBEDDED,
     AtOnce,
     Data,
+    Device,
     Dtype,
     DtypeName,
     Json,
@@ -40,6 +41,7 @@ def trace(
     split: Split = "train",
     model: Model = EMBEDDED,
     dtype: Dtype = DtypeName.auto,
+    device: Device = "cpu",
     option: Options = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 1.0,
@@ -56,9 +58,15 @@ def trace(
     found, console = find(workflow), Console()
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
     out = out or Path("out") / "traces" / Path(workflow).stem
+    problems: list[str] = []
     with shown.progress(console, workflow, len(examples)) as tick:
+
+        def done(condition: str, record: dict[str, Any]) -> None:
+            tick()
+            problems.extend(filter(None, [record.get("error")]))
+
         traces = collect(
-            open_engine(model, dtype),
+            open_engine(model, dtype, device=device),
             workflow,
             found,
             examples,
@@ -68,11 +76,18 @@ def trace(
             seed=seed,
             options=read_options(option or []),
             at_once=at_once,
-            on_done=lambda condition, record: tick(),
+            on_done=done,
         )
     said = sum(len(call.generated or ()) for one in traces for call in one.calls)
     lost = len(examples) - len(traces)
-    console.print(f"{len(traces)} traces, {said} generated tokens, {lost} runs failed: {out}", highlight=False)
+    why = f" (the first: {problems[0]})" if problems else ""
+    console.print(
+        f"{len(traces)} traces, {said} generated tokens, {lost} runs failed{why}: {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not traces:
+        raise typer.Exit(1)
 
 
 def train(
@@ -87,12 +102,20 @@ def train(
         str | None, typer.Option(help="Learn to give the final answers in this workflow of one call instead.")
     ] = None,
     reader: Readers = None,
+    workflow: Annotated[
+        str | None, typer.Option(help="The file of a workflow of your own, as its code is run.", show_default=False)
+    ] = None,
     validation: Annotated[float, typer.Option(help="Share of the traces that is kept apart.")] = 0.1,
     model: Model = EMBEDDED,
     dtype: Dtype = DtypeName.float32,
+    device: Device = "cpu",
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 64,
     alpha: Annotated[int, typer.Option(min=1, help="Their scale is alpha / rank.")] = 32,
     dropout: Annotated[float, typer.Option(help="Share of inputs that an adapter drops.")] = 0.05,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="A kind of linear layer to adapt, by the end of its name; the attention's by default."),
+    ] = None,
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-4,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the traces.")] = 2,
     lessons: Annotated[int, typer.Option(min=1, help="Traces that go into one update.")] = 8,
@@ -118,6 +141,7 @@ def train(
         rank=rank,
         alpha=alpha,
         dropout=dropout,
+        targets=tuple(target) if target else None,
         rate=rate,
         epochs=epochs,
         lessons=lessons,
@@ -131,7 +155,7 @@ def train(
     )
     learned = "-".join([direct or condition or "last", *(reader or ())])
     out = out or Path("out") / "adapters" / f"{traces.name}-{learned}"
-    adapter = open_engine(model, dtype).runner.adapter
+    adapter = open_engine(model, dtype, device=device).runner.adapter
     with ExitStack() as stack:
         ticks: list[Callable[[], None]] = []
 
@@ -148,6 +172,7 @@ def train(
             condition=condition,
             direct=direct,
             readers=reader or (),
+            workflow=workflow,
             validation=validation,
             on_update=on_update,
         )

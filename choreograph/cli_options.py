@@ -54,28 +54,33 @@ AtOnce = Annotated[int, typer.Option(min=1, help="Examples that run at once, pac
 
 
 def open_engine(
-    model: str, dtype: str, compile: bool = False, adapter: str | None = None, device: str | None = None
+    model: str,
+    dtype: str,
+    compile: bool = False,
+    adapter: str | None = None,
+    device: str | None = None,
+    readers: list[str] | None = None,
 ) -> Any:
-    """An engine over a model; an adapter is served beside it as `FT`."""
+    """An engine over a model; an adapter is served beside it as `FT`. Raises ConfigError for one that was trained for
+    other readers or on other weights."""
     from .config import EngineConfig
     from .core import Engine
 
-    adapters = {} if adapter is None else {ADAPTED: adapter}
     config = EngineConfig(compile=compile)
-    return Engine.from_pretrained(model, dtype=dtype, device=device, config=config, adapters=adapters)
+    engine = Engine.from_pretrained(model, dtype=dtype, device=device, config=config)
+    if adapter is not None:
+        from .distill.run import check_use
+
+        check_use(adapter, readers or [], engine.runner.adapter)
+        engine.add_adapter(ADAPTED, adapter)
+    return engine
 
 
 def adapted(adapter: str | None, readers: list[str] | None) -> str:
-    """The name of what computes, or reads. Raises BadParameter for readers without an adapter, ConfigError for an
-    adapter that was trained for others."""
-    if adapter is None:
-        if readers:
-            raise typer.BadParameter("--reader: give the --adapter that computes it")
-        return "base"
-    from .distill.run import check_use
-
-    check_use(adapter, readers or [])
-    return ADAPTED
+    """The name of what computes, or reads. Raises BadParameter for readers without an adapter."""
+    if adapter is None and readers:
+        raise typer.BadParameter("--reader: give the --adapter that computes it")
+    return "base" if adapter is None else ADAPTED
 
 
 def read_options(given: list[str]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ def main(tokens: int = 8, epochs: int = 1) -> None:
     tasks = [Example(f"task-{i}", "text", f"What is a {thing} for?") for i, thing in enumerate(THINGS)]
     traces = out / "traces"
     collect(engine, WORKFLOW, find(WORKFLOW), tasks, traces, sampling=SamplingParams(max_tokens=tokens))
-    report = train_on(engine.runner.adapter, traces, out / "adapter", TrainConfig(epochs=epochs, lessons=2))
+    config = TrainConfig(epochs=epochs, lessons=2)
+    report = train_on(engine.runner.adapter, traces, out / "adapter", config, workflow=WORKFLOW)
     print(f"log-loss under reuse {report.before:.2f}, trained {report.after:.2f}, without reuse {report.baseline:.2f}")
     engine.add_adapter("tuned", out / "adapter")
     sampling = SamplingParams(temperature=0, max_tokens=tokens)

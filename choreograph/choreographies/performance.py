@@ -119,7 +119,10 @@ class Performance:
 
         most: a limit of tokens for a short message, below the one of the performance. stop: strings that end it.
         """
-        sampling = sampling or self.sampling
+        if sampling is None:
+            sampling = self.sampling
+        elif sampling.logprobs is None:  # what is to be kept of every decode is the performance's to say
+            sampling = replace(sampling, logprobs=self.sampling.logprobs)
         if most is not None:
             sampling = replace(sampling, max_tokens=min(most, sampling.max_tokens))
         if stop:

@@ -48,7 +48,6 @@ def lessons_of(
     lessons = [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
     if not condition.readers:
         return lessons
-    condition.check_readers(stage for trace in traces for stage in trace.content)
     reading = [Lesson(one.id, tuple(for_readers(one.calls, condition.readers)), True) for one in lessons]
     return [one for one in reading if one.targets]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
+from ..errors import DataError
 from ..models.adapter import Adapter
 from ..onepass.packed import logits_of
 from .lessons import Lesson
@@ -75,7 +76,8 @@ class OnePass(Trainer):
 
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
         began = time.perf_counter()
-        self._adapter.model.eval()
+        assert self.model is not None
+        self.model.eval()  # what wraps the model too: it says what a pass of the base alone leaves behind
         kl = self._config.kl
         loss, apart = mean_losses(self._adapter, self._validation, diverging=kl > 0)  # the model holds the adapters now
         self.validating += time.perf_counter() - began
@@ -87,11 +89,23 @@ class OnePass(Trainer):
         return 0
 
 
+class _Arguments(TrainingArguments):
+    """A lesson is one sequence, computed where the model is: it is not scattered over several GPUs, nor moved."""
+
+    @property
+    def n_gpu(self) -> int:
+        return min(1, super().n_gpu)
+
+    @property
+    def place_model_on_device(self) -> bool:
+        return False
+
+
 def _arguments(out: Path, config: TrainConfig, every: int, cpu: bool) -> TrainingArguments:
     again: dict[str, Any] = {}
     if config.checkpointing:
         again = {_CHECKPOINTING: True, f"{_CHECKPOINTING}_kwargs": {"use_reentrant": False}}
-    return TrainingArguments(
+    return _Arguments(
         output_dir=str(out),
         learning_rate=config.rate,
         weight_decay=config.decay,
@@ -156,8 +170,21 @@ def last_checkpoint(out: Path) -> str | None:
     """The newest whole checkpoint. One that was being written when the process ended is removed."""
     while (found := get_last_checkpoint(str(out))) is not None:
         try:  # written last
-            json.loads((Path(found) / "trainer_state.json").read_text())
-            return found
+            state = json.loads((Path(found) / "trainer_state.json").read_text())
         except (OSError, json.JSONDecodeError):
             shutil.rmtree(found)
+            continue
+        _find_best(out, Path(found) / "trainer_state.json", state)
+        return found
     return None
+
+
+def _find_best(out: Path, file: Path, state: dict[str, Any]) -> None:
+    """A checkpoint names the best one by the path of its day; the folder may have been moved since."""
+    if state.get("best_model_checkpoint") is None:
+        return
+    best = out / Path(state["best_model_checkpoint"]).name
+    if not best.is_dir():
+        raise DataError(f"{file}: the best checkpoint, {best.name}, is gone: remove {out} and train again")
+    if str(best) != state["best_model_checkpoint"]:
+        file.write_text(json.dumps(state | {"best_model_checkpoint": str(best)}, indent=2))

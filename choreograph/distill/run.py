@@ -3,15 +3,15 @@ adapter."""
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..choreographies import conditions_of, find
+from ..choreographies import Workflow, conditions_of, find, names
 from ..choreographies.performance import Condition
 from ..errors import ConfigError, DataError
-from ..evaluation.runs import source_of
+from ..evaluation.runs import source_of, write_settings
 from ..models.adapter import Adapter
 from ..types import SamplingParams
 from .lessons import answer_lessons, baseline_lessons, lessons_of
@@ -31,56 +31,90 @@ def train_on(
     condition: str | None = None,
     direct: str | None = None,
     readers: Sequence[str] = (),
+    workflow: str | None = None,
     validation: float = 0.1,
     on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
     """Trains an adapter for the workflow of some traces under one of its conditions (by default its last one), or for
     the decodes of its stages in `readers` alone, or, with `direct`, for a workflow of one decode that gives their final
-    answers."""
+    answers. workflow: the file of a workflow of your own; traces alone have no code run."""
     settings, found = read_traces(traces)
-    if settings["model"] != adapter.facts.name:
-        raise ConfigError(f"{traces}: traces of model {settings['model']!r}, not of {adapter.facts.name!r}")
-    learn, check = split(found, validation, (config or TrainConfig()).seed)
+    if settings["model"] != adapter.facts.name or not _fits(settings, adapter):
+        other = "of other weights" if settings["model"] == adapter.facts.name else f"not of {adapter.facts.name!r}"
+        raise ConfigError(f"{traces}: traces of model {settings['model']!r}, {other}: train the model that made them")
+    seed = (config or TrainConfig()).seed
     if direct is not None:
         if condition is not None or readers or (config and config.kl):
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
-        workflow = find(direct)
-        lessons, checks = (answer_lessons(adapter, workflow, part) for part in (learn, check))
+        learn, check = split(found, validation, seed)
+        one = find(direct)
+        lessons, checks = (answer_lessons(adapter, one, part) for part in (learn, check))
         report = train(adapter, lessons, checks, out, config, on_update=on_update)
-        _note(out, workflow=direct)
+        _note(out, adapter, workflow=direct)
         return report
-    workflow = find(settings["workflow"])
-    if settings["source"] != source_of(workflow):
-        raise ConfigError(f"{traces}: the workflow {settings['workflow']!r} has changed since: make the traces again")
+    run = _workflow_of(traces, settings, workflow)
     given: dict[str, Any] = {
         "sampling": SamplingParams.from_dict({k: v for k, v in settings["sampling"].items() if k != "logprobs"}),
         "options": settings["options"],
     }
-    chosen = replace(choose(conditions_of(workflow), condition), readers=tuple(readers))
-    lessons, checks = (lessons_of(adapter, workflow, part, chosen, **given) for part in (learn, check))
+    chosen = replace(choose(conditions_of(run), condition), readers=tuple(readers))
+    chosen.check_readers(stage for trace in found for stage in trace.content)
+    if readers:  # which need not speak in every run
+        found = [trace for trace in found if set(readers) & trace.content.keys()]
+    learn, check = split(found, validation, seed)
+    lessons, checks = (lessons_of(adapter, run, part, chosen, **given) for part in (learn, check))
     baseline = baseline_lessons(check, readers)
     report = train(adapter, lessons, checks, out, config, baseline=baseline, on_update=on_update)
-    _note(out, workflow=settings["workflow"], readers=sorted(set(readers)))
+    _note(out, adapter, workflow=settings["workflow"], readers=sorted(set(readers)))
     return report
 
 
-def _note(out: Path, **facts: Any) -> None:
-    (out / LEARNED).write_text(json.dumps(facts, indent=1) + "\n")
+def _fits(noted: Mapping[str, Any], base: Adapter) -> bool:
+    """Whether what is noted of some weights goes for these, whatever types both are in; so if nothing is noted."""
+    known, types = noted.get("weights"), {noted.get("dtype"), _type(base)}
+    comparable = known is not None and (len(types) == 1 or "float16" not in types)  # which rounds otherwise
+    return not comparable or known == base.weights
 
 
-def check_use(adapter: str, readers: Sequence[str]) -> None:
-    """Raises ConfigError where an adapter that says what it was trained for is used for other decodes."""
-    file = Path(adapter) / LEARNED
+def _type(base: Adapter) -> str:
+    return str(base.facts.dtype).removeprefix("torch.")
+
+
+def _workflow_of(traces: Path, settings: Mapping[str, Any], named: str | None) -> Workflow:
+    """The workflow of some traces. One that is a file of its own has to be named by whoever trains: to look it up runs
+    its code."""
+    known = settings["workflow"]
+    if named is None and known not in names():
+        raise ConfigError(f"{traces}: of the workflow {known!r}: name it (workflow=, --workflow), as its code is run")
+    found = find(named or known)
+    if settings["source"] != source_of(found):
+        raise ConfigError(f"{traces}: the workflow {named or known!r} has changed since: make the traces again")
+    return found
+
+
+def _note(out: Path, base: Adapter, **facts: Any) -> None:
+    write_settings(out / LEARNED, facts | {"weights": base.weights, "dtype": _type(base)})
+
+
+def check_use(source: str, readers: Sequence[str], base: Adapter) -> None:
+    """Raises ConfigError where an adapter that says what it was trained for is used for other decodes, or over other
+    weights."""
+    file = Path(source) / LEARNED
     if not file.is_file():
         return  # of another maker
     try:
-        learned = sorted(map(str, json.loads(file.read_text(encoding="utf-8")).get("readers", [])))
+        noted = json.loads(file.read_text(encoding="utf-8"))
+        learned = sorted(map(str, noted.get("readers", [])))
     except (ValueError, AttributeError, TypeError) as problem:
         raise ConfigError(f"{file}: {problem}: train the adapter again, or remove this note") from None
     if sorted(set(readers)) != learned:
         asked = " ".join(f"--reader {json.dumps(stage)}" for stage in learned) or "no --reader"
         raise ConfigError(
-            f"{adapter}: this adapter was trained for {'some stages' if learned else 'all decodes'}: give {asked}"
+            f"{source}: this adapter was trained for {'some stages' if learned else 'all decodes'}: give {asked}"
+        )
+    if not _fits(noted, base):
+        raise ConfigError(
+            f"{source}: trained on other weights than {base.facts.name!r} has: use the model of its training"
         )
 
 

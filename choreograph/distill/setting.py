@@ -2,20 +2,20 @@
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from ..config import check_count
 from ..errors import ConfigError, DataError
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The paper's setting where it says one (section 3.3, footnote 7).
 
-    targets: the layers that get an adapter, by the end of their names. lessons: how many go into one update, one pass
+    targets: the linear layers that get an adapter, by the end of their names; those of the attention if none are named.
+    lessons: how many go into one update, one pass
     each. kl: weight of the divergence from the log-probabilities kept in the traces, beside the log-loss, in what is
     learned and what the best checkpoint is chosen by. patience: validations without a better one before it stops (0:
     never). checkpointing: computes layers again for the gradient, to save memory. bf16: computes in
@@ -25,7 +25,7 @@ class TrainConfig:
     rank: int = 64
     alpha: int = 32
     dropout: float = 0.05
-    targets: tuple[str, ...] = ATTENTION
+    targets: tuple[str, ...] | None = None
     rate: float = 2e-4
     epochs: int = 2
     lessons: int = 8
@@ -45,14 +45,19 @@ class TrainConfig:
             check_count(getattr(self, name), name, least)
         check_count(self.patience, "patience", 0)
         check_count(self.seed, "seed", 0)
+        named = self.targets
         for name, ok, mend in (
             ("dropout", 0 <= self.dropout < 1, "use 0 to below 1"),
             ("warm_up", 0 <= self.warm_up < 1, "use a share of all updates, 0 to below 1"),
-            ("rate", self.rate > 0, "use a positive number"),
-            ("clip", self.clip > 0, "use a positive number"),
-            ("decay", self.decay >= 0, "use 0 or more"),
-            ("kl", self.kl >= 0, "use 0 or more"),
-            ("targets", self.targets and "lm_head" not in self.targets, "name kinds of layers, not the output layer"),
+            ("rate", 0 < self.rate < inf, "use a positive number"),
+            ("clip", 0 < self.clip < inf, "use a positive number"),
+            ("decay", 0 <= self.decay < inf, "use 0 or more"),
+            ("kl", 0 <= self.kl < inf, "use 0 or more"),
+            (
+                "targets",
+                named is None or (named and "lm_head" not in named),
+                "name kinds of layers, not the output layer",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: {mend}")
@@ -79,8 +84,8 @@ class TrainReport:
 
     @property
     def closed(self) -> float | None:
-        """How much of the gap to the baseline is gone: 1 where the log-loss is the baseline's own."""
-        if self.baseline is None or self.before == self.baseline:
+        """How much of the gap to the baseline is gone: 1 where the log-loss is the baseline's own; None without one."""
+        if self.baseline is None or self.before <= self.baseline:
             return None
         return (self.before - self.after) / (self.before - self.baseline)
 

@@ -15,7 +15,15 @@ from ..choreographies.performance import Content
 from ..core import Engine
 from ..errors import DataError
 from ..evaluation.data import Example
-from ..evaluation.runs import Folder, Record, run_conditions, seed_of, settings_of
+from ..evaluation.runs import (
+    Folder,
+    Record,
+    read_lines,
+    read_settings,
+    run_conditions,
+    seed_of,
+    settings_of,
+)
 from ..message import Message
 from ..onepass.calls import VERSION, TracedCall, calls_of, from_json, to_json
 from ..onepass.rehearsal import Script
@@ -110,12 +118,13 @@ def collect(
 
 
 def read_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
-    """The settings of a folder of traces, and its traces. Runs that failed are left out."""
+    """The settings of a folder of traces, and its traces. Runs that failed are left out, and a last line that was cut
+    off."""
     file, settings = out / f"{NAME}.jsonl", out / "settings.json"
     if not file.is_file() or not settings.is_file():
         raise DataError(f"{out}: no traces; make them with `choreograph trace`")
     found: dict[str, Trace] = {}
-    for line in filter(str.strip, file.read_text(encoding="utf-8").split("\n")):
+    for line in filter(str.strip, read_lines(file)[0]):
         try:
             record = json.loads(line)
             if not record.get("error"):
@@ -123,4 +132,4 @@ def read_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
                 found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, record["answer"])
         except (json.JSONDecodeError, KeyError, TypeError) as problem:
             raise DataError(f"{file}: a damaged trace ({problem!r}); remove the line") from None
-    return json.loads(settings.read_text()), list(found.values())
+    return read_settings(settings), list(found.values())

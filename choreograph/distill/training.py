@@ -6,6 +6,7 @@ from a checkpoint depends on it and the seed alone: a run that was stopped goes 
 
 import hashlib
 import json
+import math
 import random
 import resource
 import time
@@ -19,15 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers.trainer_utils import set_seed
 
 from ..errors import ConfigError, DataError
+from ..evaluation.runs import alone, read_settings, write_settings
 from ..models.adapter import Adapter
 from ..onepass.calls import to_json
 from .lessons import Lesson
 from .loop import Metrics, OnePass, history, last_checkpoint
 from .losses import kept_of, mean_loss, mean_losses
 from .setting import TrainConfig, TrainReport
+
+ATTENTION = ("self_attn", "self_attention", "attention", "attn", "attn_module")  # what families call it
 
 
 def train(
@@ -53,20 +58,36 @@ def train(
         raise DataError(f"{len(lessons)} lessons, {len(validation)} for validation: give one or more of each")
     for lesson in [*lessons, *validation] if config.kl else ():
         kept_of(lesson)
-    if _is_finished(adapter, lessons, validation, out, config):
-        return TrainReport.read(out)
+    with alone(out):
+        if _is_finished(adapter, lessons, validation, out, config):
+            return TrainReport.read(out)
+        return _trained_in(adapter, lessons, validation, out, config, baseline, Metrics(out, on_update))
+
+
+def _trained_in(
+    adapter: Adapter,
+    lessons: Sequence[Lesson],
+    validation: Sequence[Lesson],
+    out: Path,
+    config: TrainConfig,
+    baseline: Sequence[Lesson],
+    metrics: Metrics,
+) -> TrainReport:
     floor = mean_loss(adapter, baseline) if baseline else None
     before, apart = mean_losses(adapter, validation, diverging=config.kl > 0)
-    metrics = Metrics(out, on_update)
     with _trained(adapter, config) as model:
         trained, every = model.get_nb_trainable_parameters()
         trainer = OnePass(adapter, model, lessons, validation, out, config, metrics)
         began = time.perf_counter()
         trainer.train(resume_from_checkpoint=last_checkpoint(out))
         seconds = time.perf_counter() - began - trainer.validating
+        log = history(out)
+        best = min((entry for entry in log if "eval_learned" in entry), key=lambda entry: entry["eval_learned"])
+        if not math.isfinite(best["eval_learned"]):
+            raise DataError(
+                f"{out}: the loss is {best['eval_learned']}: use another folder, and a rate below {config.rate}"
+            )
         model.save_pretrained(str(out), save_embedding_layers=False)
-    log = history(out)
-    best = min((entry for entry in log if "eval_learned" in entry), key=lambda entry: entry["eval_learned"])
     report = TrainReport(
         before=before,
         after=best["eval_loss"],
@@ -86,20 +107,20 @@ def train(
 def _trained(adapter: Adapter, config: TrainConfig) -> Iterator[Any]:
     """The model with adapters of its own to train; afterwards it, and everybody's random numbers, are as they were."""
     base, numbers, more = adapter.model, random.getstate(), np.random.get_state()
+    targets = targets_of(base, config.targets)
     asked, use_cache = [(p, p.requires_grad) for p in base.parameters()], base.config.use_cache
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*checkpointing.*deprecated", category=FutureWarning)  # peft's own
-        set_seed(config.seed)  # what the adapters begin with
         try:
-            model = get_peft_model(base, _lora(config))
-        except ValueError as problem:
-            raise ConfigError(f"targets={config.targets!r}: {problem}") from None
-        adapter.in_training = model
-        try:
-            yield model
+            set_seed(config.seed)  # what the adapters begin with
+            model = get_peft_model(base, _lora(config, targets))
+            adapter.in_training = model
+            try:
+                yield model
+            finally:
+                adapter.in_training = None
+                model.unload()
         finally:
-            adapter.in_training = None
-            model.unload()
             base.eval()
             if config.checkpointing:
                 base.gradient_checkpointing_disable()
@@ -111,12 +132,27 @@ def _trained(adapter: Adapter, config: TrainConfig) -> Iterator[Any]:
             np.random.set_state(more)
 
 
-def _lora(config: TrainConfig) -> LoraConfig:
+def targets_of(model: nn.Module, named: Sequence[str] | None) -> list[str]:
+    """The ends of the names of the linear layers to adapt; those inside the attention, whatever the family calls them,
+    if none are named. Raises ConfigError for a name that no linear layer has."""
+    linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if named is None:
+        found = sorted({path.rpartition(".")[2] for path in linear if set(path.split(".")[-2:-1]) & set(ATTENTION)})
+        if not found:
+            raise ConfigError("targets=None: this model has no linear layers in its attention; name some in targets")
+        return found
+    ends = {path.rpartition(".")[2] for path in linear}
+    if unknown := sorted(set(named) - ends):
+        raise ConfigError(f"targets: no linear layer is called {unknown}; there are {sorted(ends - {'lm_head'})}")
+    return list(named)
+
+
+def _lora(config: TrainConfig, targets: list[str]) -> LoraConfig:
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=list(config.targets),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
 
@@ -125,7 +161,6 @@ def _is_finished(
     adapter: Adapter, lessons: Sequence[Lesson], validation: Sequence[Lesson], out: Path, config: TrainConfig
 ) -> bool:
     """Whether a folder holds this training, ended. It belongs to one setting, model, and set of lessons."""
-    out.mkdir(parents=True, exist_ok=True)
     file = out / "train.json"
     wanted = {
         "config": asdict(config),
@@ -134,11 +169,14 @@ def _is_finished(
         "validation": _digest(validation),
     }
     wanted = json.loads(json.dumps(wanted))
-    if file.exists() and json.loads(file.read_text()) != wanted:
+    known = read_settings(file) if file.exists() else None
+    if known is None and (stray := sorted(path.name for path in out.glob("checkpoint-*"))):
+        raise ConfigError(f"{out} holds {stray[0]} of nobody knows what training: use another folder, or remove it")
+    if known is not None and known != wanted:
         raise ConfigError(
             f"{out} holds a training of another setting, model or traces: use another folder, or remove it"
         )
-    file.write_text(json.dumps(wanted, indent=1) + "\n")
+    write_settings(file, wanted)
     return (out / "report.json").exists()
 
 

@@ -6,10 +6,13 @@ that is started again does only what is missing; one with other settings is refu
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ..choreographies import Performance, Workflow
 from ..choreographies.performance import Condition
@@ -24,6 +27,45 @@ from .data import Example
 Record = dict[str, Any]
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Makes a folder and holds it against other processes. Raises ConfigError where one is at work in it."""
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ConfigError(f"{path}: another process is at work in this folder: use another one, or wait") from None
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """What a folder holds. Raises DataError for a file that is no JSON object."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:  # not UTF-8, or no JSON
+        raise DataError(f"{file}: damaged ({problem}): remove the folder and start again") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file}: {type(found).__name__} where an object belongs: remove the folder and start again")
+    return found
+
+
+def write_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    """All of it or nothing, whenever the process ends."""
+    draft = file.with_name(f"{file.name}.part")
+    draft.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    draft.replace(file)
+
+
+def read_lines(file: Path) -> tuple[list[str], bool]:
+    """The whole lines of a file that grows at its end, and whether what followed them was cut off, mid-character or
+    not. Other line ends than "\\n" are part of the texts."""
+    whole, _, cut = file.read_bytes().rpartition(b"\n")
+    try:
+        return (whole.decode().split("\n") if whole else []), bool(cut)
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{file}: damaged ({problem}): remove what is no UTF-8") from None
+
+
 class Folder:
     """The files of one run."""
 
@@ -32,13 +74,13 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True)
         wanted, file = json.loads(json.dumps(settings)), path / "settings.json"
         if file.exists():
-            had = json.loads(file.read_text())
+            had = read_settings(file)
             differ = sorted(k for k in had.keys() | wanted.keys() if had.get(k) != wanted.get(k))
             if differ:
                 was = {k: had.get(k) for k in differ}
                 raise ConfigError(f"{path} holds a run with other settings {was}: use another folder, or remove it")
         else:
-            file.write_text(json.dumps(wanted, indent=1) + "\n")
+            write_settings(file, wanted)
 
     def file(self, condition: str) -> Path:
         return self.path / f"{condition.replace(' ', '-')}.jsonl"
@@ -48,9 +90,9 @@ class Folder:
         file = self.file(condition)
         if not file.exists():
             return []
-        *lines, cut = file.read_text(encoding="utf-8").split("\n")  # not splitlines: texts hold other line ends
+        lines, cut = read_lines(file)
         if cut:
-            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            file.write_bytes("".join(f"{line}\n" for line in lines).encode())
         try:
             return [json.loads(line) for line in lines]
         except json.JSONDecodeError as problem:
@@ -79,6 +121,7 @@ def settings_of(
         "source": source_of(workflow),
         "model": engine.facts.name,
         "fingerprint": engine.facts.fingerprint,
+        "weights": engine.runner.adapter.weights,
         "engine": {
             "backend": engine.runner.backend.name,
             "compile": engine.runner.config.compile,
@@ -131,30 +174,31 @@ def run_conditions(
     full of what others hold is repeated alone at once. record: what to keep of a run, `record_of` by default.
     """
     found: dict[str, dict[str, Record]] = {}
-    for name, condition in conditions.items():
-        given = {**(options or {}), **condition.options}
-        check_options(workflow, given)
-        first = next(iter(found.values()), None)
-        found[name] = {r["id"]: r for r in folder.records(name) if not r.get("error")}
-        missing = [e for e in examples if e.id not in found[name]]
+    with alone(folder.path):
+        for name, condition in conditions.items():
+            given = {**(options or {}), **condition.options}
+            check_options(workflow, given)
+            first = next(iter(found.values()), None)
+            found[name] = {r["id"]: r for r in folder.records(name) if not r.get("error")}
+            missing = [e for e in examples if e.id not in found[name]]
 
-        def program(e: Example, condition=condition, given=given, first=first) -> Callable[[], Record]:
-            copied = first[e.id] if first is not None and condition.copies else None
-            return _program(engine, workflow, e, condition, given, sampling, seed, copied, record or record_of)
+            def program(e: Example, condition=condition, given=given, first=first) -> Callable[[], Record]:
+                copied = first[e.id] if first is not None and condition.copies else None
+                return _program(engine, workflow, e, condition, given, sampling, seed, copied, record or record_of)
 
-        crowded = []
-        engine.clear_cache()
-        for outcome in together(engine, map(program, missing), at_once=at_once, calls=calls):
-            example = missing[outcome.index]
-            if isinstance(outcome.error, (CacheFull, CallFailed)) and at_once > 1:
-                crowded.append(example)
-                continue
-            _keep(folder, name, example, outcome, found[name], on_done)
-        for outcome in together(engine, map(program, crowded), at_once=1):
-            _keep(folder, name, crowded[outcome.index], outcome, found[name], on_done)
-        sound = [r for r in found[name].values() if not r.get("error")]
-        if sound and condition.readers:
-            condition.check_readers(stage for r in sound for stage in r["tokens"])
+            crowded = []
+            engine.clear_cache()
+            for outcome in together(engine, map(program, missing), at_once=at_once, calls=calls):
+                example = missing[outcome.index]
+                if isinstance(outcome.error, (CacheFull, CallFailed)) and at_once > 1:
+                    crowded.append(example)
+                    continue
+                _keep(folder, name, example, outcome, found[name], on_done)
+            for outcome in together(engine, map(program, crowded), at_once=1):
+                _keep(folder, name, crowded[outcome.index], outcome, found[name], on_done)
+            sound = [r for r in found[name].values() if not r.get("error")]
+            if sound and condition.readers:
+                condition.check_readers(stage for r in sound for stage in r["tokens"])
     return {name: [records[e.id] for e in examples] for name, records in found.items()}
 
 

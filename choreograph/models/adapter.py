@@ -23,7 +23,7 @@ from ..types import BASE
 from .bridges import Bridge
 from .check import check_itself
 from .depth import Depth
-from .facts import ModelFacts, check_devices, free_memory, positions_of, read_facts
+from .facts import ModelFacts, check_devices, free_memory, positions_of, read_facts, weights_digest
 from .families import FAMILIES, Family
 from .frozen import FrozenRotary
 from .lora import Loras
@@ -94,6 +94,7 @@ class Adapter:
             check_heads(model, name, shape.query_heads, shape.kv_heads)
             note += f"-{self.ranks.name}"
         self.facts = read_facts(model, shape, name, most, note)
+        self.weights = weights_digest(model)  # whatever type they are in, or will be
         self.loras = Loras(model)
         self.compiled: Any = None  # a `models.compiled.CompiledForward` or `models.graphed.GraphedForward`, or nothing
         if self.family is not None:

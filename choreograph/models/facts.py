@@ -106,6 +106,17 @@ def _fingerprint(model: PreTrainedModel, kinds: Sequence[Kind]) -> str:
     return digest.hexdigest()[:16]
 
 
+def weights_digest(model: PreTrainedModel) -> str:
+    """Names the weights in whatever type they are: a sample of every parameter, as bfloat16 rounds it. float16 rounds
+    what it is given otherwise, and is told apart where it was not the type to begin with."""
+    digest = hashlib.sha256()
+    for name, tensor in model.named_parameters():
+        flat = local(tensor).detach().reshape(-1)
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -46,6 +46,7 @@ class Loras:
         self._known: dict[str, Lora] = {}
         self._hooked: set[str] = set()
         self._active: list[tuple[Lora, slice | Tensor]] = []  # of the pass that is being computed: which rows
+        self._rows = 0  # of that pass
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,6 +77,7 @@ class Loras:
     def applied(self, names: Sequence[str]) -> Iterator[bool]:
         """For one pass, gives every row the adapter that it names; tells whether there is any."""
         asked: dict[str, list[int]] = {}
+        self._rows = len(names)
         for row, name in enumerate(names):
             if name != BASE:
                 asked.setdefault(name, []).append(row)
@@ -92,8 +94,13 @@ class Loras:
         def hook(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
             for lora, rows in self._active:
                 if path in lora.weights:
+                    if out.shape[-2] != self._rows:  # experts get some rows, in an order of their own
+                        raise ModelError(
+                            f"adapter {lora.name!r}: {path} gets {out.shape[-2]} of {self._rows} rows of a step: "
+                            "merge it into the weights instead"
+                        )
                     down, up = lora.weights[path]
-                    out[:, rows] += (given[0][:, rows] @ down.T) @ up.T
+                    out[..., rows, :] += (given[0][..., rows, :] @ down.T) @ up.T  # (1, N, E), or (N, E)
             return out
 
         return hook

@@ -116,6 +116,33 @@ def test_a_reader_is_served_as_it_was_trained(tmp_path, checkpointing):
     assert sum(lost) / len(lost) == pytest.approx(report.after, abs=1e-4)
 
 
+def test_validation_of_readers_knows_no_dropout(tmp_path):
+    adapter = Engine.from_pretrained(tiny.build()).runner.adapter
+    learn, check = [lesson(i) for i in range(6)], [lesson(i) for i in range(6, 8)]
+    report = train(adapter, learn, check, tmp_path, TrainConfig(rank=4, rate=1e-2, lessons=2, dropout=0.5, epochs=1))
+    engine = Engine(adapter, adapters={"FT": tmp_path})
+    served = sum(losses(engine.runner.adapter, check, "FT")) / len(check)
+    assert served == pytest.approx(report.after, abs=1e-5)
+
+
+def test_a_reader_need_not_speak_in_every_run(talker, tmp_path):
+    """Of six runs two have it: whichever they are, one is learned from and one validates."""
+    file = tmp_path / "some.py"
+    file.write_text(
+        "def run(p, task):\n"
+        "    draft = p.decode('draft', p.assistant(), [p.prefill('task', p.user(task))])\n"
+        "    return p.decode('answer', p.assistant(), [draft]) if task[0] in '25' else draft\n"
+    )
+    tasks = [Example(f"t{i}", "text", f"{i} or so") for i in range(6)]
+    collect(talker, str(file), find(str(file)), tasks, tmp_path / "traces", sampling=SHORT)
+    config = TrainConfig(rank=2, lessons=1, epochs=1)
+    asked = {"readers": ["answer"], "workflow": str(file)}
+    report = train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / "FT", config, **asked)
+    assert report.updates == 1
+    with pytest.raises(ConfigError, match="anser"):
+        train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / "x", workflow=str(file), readers=["anser"])
+
+
 def test_in_bfloat16_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path):
     adapter = Engine.from_pretrained(tiny.build()).runner.adapter
     learn, check = [lesson(i) for i in range(6)], [lesson(i) for i in range(6, 8)]
@@ -231,8 +258,11 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
         (tmp_path / "broken").mkdir(exist_ok=True)
         (tmp_path / "broken" / "learned.json").write_text(note)
         with pytest.raises(ConfigError, match=r"broken.learned\.json.*train"):
-            check_use(str(tmp_path / "broken"), [])
-    check_use("somebody/adapter", ["merge"])
+            check_use(str(tmp_path / "broken"), [], talker.runner.adapter)
+    check_use("somebody/adapter", ["merge"], talker.runner.adapter)
+    others = Engine.from_pretrained(tiny.build(vocabulary=61)).runner.adapter
+    with pytest.raises(ConfigError, match="other weights"):
+        check_use(str(tmp_path / "FT"), ["merge"], others)
     engine = Engine.from_pretrained(talker_folder, dtype="float32", adapters={"FT": tmp_path / "FT"})
     workflow = find("branch_solve_merge")
     conditions = with_adapter(conditions_of(workflow), "FT", ["merge"])

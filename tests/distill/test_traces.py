@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import tiny
 from typer.testing import CliRunner
 
-from choreograph import SamplingParams
+from choreograph import Engine, SamplingParams
 from choreograph.choreographies import Step, conditions_of, find
 from choreograph.cli import app
 from choreograph.distill import answer_lessons, collect, lessons_of, read_traces, train_on
@@ -13,6 +14,7 @@ from choreograph.distill.lessons import baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example
+from choreograph.evaluation.runs import alone
 from choreograph.onepass.calls import calls_of
 
 PAIRS = [
@@ -144,7 +146,74 @@ def test_traces_of_a_workflow_that_has_changed_are_refused(talker, tmp_path):
     collect(talker, str(file), find(str(file)), tasks, tmp_path / "traces", sampling=SHORT)
     file.write_text(text + "# changed\n")
     with pytest.raises(ConfigError, match="has changed"):
+        train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / "adapter", workflow=str(file))
+    file.write_text("raise AssertionError('data made this run')\n")
+    with pytest.raises(ConfigError, match="--workflow"):
         train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / "adapter")
+
+
+def test_traces_of_other_weights_are_refused(talker, traces, tmp_path):
+    out, _ = traces
+    settings = json.loads((out / "settings.json").read_text())
+    (tmp_path / "traces.jsonl").write_text((out / "traces.jsonl").read_text())
+    for change in ({"weights": "others"}, {"weights": "others", "dtype": "bfloat16"}, {"model": "another"}):
+        (tmp_path / "settings.json").write_text(json.dumps(settings | change))
+        with pytest.raises(ConfigError, match="train the model that made them"):
+            train_on(talker.runner.adapter, tmp_path, tmp_path / "adapter", condition="parallel")
+
+
+def test_weights_are_known_in_another_type(talker, talker_folder):
+    for dtype in ("bfloat16", "float32"):
+        same = Engine.from_pretrained(talker_folder, dtype=dtype).runner.adapter
+        assert same.weights == talker.runner.adapter.weights
+    assert (
+        Engine.from_pretrained(tiny.build(seed=5)).runner.adapter.weights
+        != Engine.from_pretrained(tiny.build()).runner.adapter.weights
+    )
+
+
+def test_a_record_that_ends_within_a_character_is_cut_off(talker, traces, tmp_path):
+    out, _ = traces
+    (tmp_path / "settings.json").write_text((out / "settings.json").read_text())
+    whole = (out / "traces.jsonl").read_bytes()
+    (tmp_path / "traces.jsonl").write_bytes(whole + '{"id": "漢'.encode()[:-1])
+    assert read_traces(tmp_path)[1] == read_traces(out)[1]
+    collect(talker, "multi_qa", find("multi_qa"), PAIRS, tmp_path, sampling=SHORT, top=3, on_done=pytest.fail)
+    assert (tmp_path / "traces.jsonl").read_bytes() == whole
+    for settings in ('{"model', "[1]"):
+        (tmp_path / "settings.json").write_text(settings)
+        with pytest.raises(DataError, match="settings"):
+            read_traces(tmp_path)
+        with pytest.raises(DataError, match="settings"):
+            collect(talker, "multi_qa", find("multi_qa"), PAIRS, tmp_path, sampling=SHORT, top=3)
+
+
+def test_a_decode_with_a_sampling_of_its_own_is_heard_as_the_others_are(talker, tmp_path):
+    def run(p, task):
+        asked = p.prefill("task", p.user(task))
+        return p.decode("answer", p.assistant(), [asked], sampling=SamplingParams(temperature=0, max_tokens=4))
+
+    (trace,) = collect(talker, "own", run, [Example("t", "text", "Count.")], tmp_path, sampling=SHORT, top=3)
+    said = trace.calls[trace.answer]
+    assert len(said.generated) == len(said.logprobs) == len(said.top) == 4 or said.generated[-1] == 2
+    assert len(said.generated) == len(said.logprobs) and all(len(top) >= 3 for top in said.top)
+
+
+def test_one_process_at_a_time_works_in_a_folder(talker, traces, tmp_path):
+    out, _ = traces
+    with alone(tmp_path):
+        with pytest.raises(ConfigError, match="another process"):
+            train_on(talker.runner.adapter, out, tmp_path, condition="parallel")
+        with pytest.raises(ConfigError, match="another process"):
+            collect(talker, "multi_qa", find("multi_qa"), PAIRS, tmp_path, sampling=SHORT)
+
+
+def test_runs_that_all_fail_say_why(tmp_path, talker_folder):
+    (tmp_path / "own.py").write_text("def run(p, task):\n    raise ValueError('no such thing')\n")
+    (tmp_path / "data.jsonl").write_text('{"id": "a", "question": "What?", "answers": ["x"]}\n')
+    command = ["trace", str(tmp_path / "own.py"), "--data", str(tmp_path / "data.jsonl"), "--model", talker_folder]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1 and "no such thing" in result.output
 
 
 def test_only_what_the_base_model_does_is_traced(talker):

@@ -3,16 +3,20 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
+from families import CONFIGS
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
 from choreograph.distill import Lesson, TrainConfig, train
 from choreograph.distill.losses import losses, mean_loss, mean_losses, token_losses
+from choreograph.distill.training import targets_of
 from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.onepass.calls import Seen, TracedCall
 from choreograph.onepass.likelihood import log_likelihood
@@ -50,9 +54,11 @@ def assert_same(one, other):
 def test_it_learns_and_says_what_it_cost(adapter, tmp_path):
     before = losses(adapter, CHECK)
     names = [n for n, _ in adapter.model.named_parameters()]
-    report = train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=6), baseline=LEARN[:2])
+    likely = min(LEARN, key=lambda one: losses(adapter, [one])[0])
+    report = train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=6), baseline=[likely])
     assert report.after < report.before - 0.5
     assert report.closed == pytest.approx((report.before - report.after) / (report.before - report.baseline))
+    assert replace(report, baseline=report.before + 0.1).closed is None, "there was no gap"
     assert report.updates == 36 and report.seconds > 0 and report.peak_memory > 0
     assert 0 < report.trained_share < 1
     assert losses(adapter, CHECK) == before, "the model is as it was"
@@ -178,7 +184,7 @@ def test_an_update_is_one_of_the_sum_of_its_lessons(adapter, tmp_path):
 def _by_hand(adapter, learn, order, config):
     """Two updates, of two lessons and of one, in some order; the weights under the names of the file."""
     torch.manual_seed(config.seed)
-    model = get_peft_model(adapter.model, LoraConfig(r=4, lora_alpha=8, target_modules=list(config.targets)))
+    model = get_peft_model(adapter.model, LoraConfig(r=4, lora_alpha=8, target_modules=targets_of(adapter.model, None)))
     given = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(given, lr=config.rate, weight_decay=0.0)
     typical = sum(x.targets for x in learn) / len(learn)
@@ -287,12 +293,70 @@ def test_another_setting_needs_another_folder(adapter, tmp_path):
         train(adapter, [], CHECK, tmp_path / "x")
 
 
+def test_checkpoints_of_nobody_knows_what_are_left_alone(adapter, tmp_path):
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "checkpoint-500" / "model.safetensors").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match="checkpoint-500"):
+        train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=1))
+    assert (tmp_path / "checkpoint-500" / "model.safetensors").read_bytes() == b"mine"
+
+
+def test_a_folder_may_move_between_two_processes(adapter, tmp_path):
+    """The best checkpoint is the second of five; the training stops behind the fourth, and goes on elsewhere."""
+    config = TrainConfig(**FAST | {"rate": 0.5}, epochs=5)
+    whole = train(adapter, LEARN, CHECK, tmp_path / "whole", config)
+    found = [e["eval_loss"] for e in whole.log if "eval_loss" in e]
+    assert found.index(min(found)) < 3, "else this shows nothing"
+
+    def stop(done, most):
+        if done == most - 2:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(adapter, LEARN, CHECK, tmp_path / "here", config, on_update=stop)
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = train(adapter, LEARN, CHECK, tmp_path / "there", config)
+    assert moved.after == pytest.approx(whole.after)
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "there"))
+
+
+def test_what_is_not_finite_is_no_adapter(adapter, tmp_path):
+    adapter.model.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(DataError, match="nan"):
+        train(adapter, LEARN[:2], CHECK[:1], tmp_path, TrainConfig(**FAST, epochs=1))
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_targets_are_linear_layers_of_the_model(adapter, tmp_path):
+    for bad in (("q_proj", "o_prjo"), ("embed_tokens",)):
+        with pytest.raises(ConfigError, match=bad[-1]):
+            train(adapter, LEARN[:2], CHECK[:1], tmp_path / bad[-1], TrainConfig(**FAST, epochs=1, targets=bad))
+    assert targets_of(adapter.model, None) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("phi", ["dense", "k_proj", "q_proj", "v_proj"]),
+        ("phi3", ["o_proj", "qkv_proj"]),
+        ("opt", ["k_proj", "out_proj", "q_proj", "v_proj"]),
+        ("gpt_neox", ["dense", "query_key_value"]),
+        ("falcon", ["dense", "query_key_value"]),
+        ("bloom", ["dense", "query_key_value"]),
+        ("mpt", ["Wqkv", "out_proj"]),
+    ],
+)
+def test_the_attention_is_found_whatever_it_is_called(family, wanted):
+    assert targets_of(AutoModelForCausalLM.from_config(CONFIGS[family]), None) == wanted
+
+
 @pytest.mark.parametrize(
     "bad",
     [
         {"rank": 0},
         {"dropout": 1.0},
         {"rate": 0},
+        {"rate": float("inf")},
         {"warm_up": 1.5},
         {"kl": -1},
         {"targets": ()},

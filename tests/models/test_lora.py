@@ -5,10 +5,12 @@ import json
 import pytest
 import tiny
 import torch
+from families import CONFIGS
 from graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.errors import ConfigError, ModelError
@@ -356,3 +358,32 @@ def test_an_adapter_shares_in_part_as_a_model_of_its_own_would(folders, merged, 
             own = session.decode([7], [text], model=receiver, sampling=GREEDY)
             assert values(own) != pytest.approx(values(said), abs=1e-4)
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "phi", "phi3", "opt", "gpt_neox", "falcon", "bloom", "mpt"]
+)
+def test_all_linear_layers_of_a_family_merged_and_unmerged(family, tmp_path):
+    """Some hand their layers (N, E) instead of (1, N, E). The base's rows of the same step stay the base's."""
+
+    def built():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+
+    asked = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(built(), asked).save_pretrained(str(tmp_path))
+    merged = Engine.from_pretrained(PeftModel.from_pretrained(built(), str(tmp_path)).merge_and_unload())
+    engine, plain = Engine.from_pretrained(built(), adapters={"a": tmp_path}), Engine.from_pretrained(built())
+    once = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+
+    def heard(engine, models):
+        with engine.session() as session:
+            texts = [session.prefill([n + 3] * 40, model=model) for n, model in enumerate(models)]
+            said = [session.decode([5], [x], sampling=once, model=m) for x, m in zip(texts, models, strict=True)]
+            return [values(message) for message in said]
+
+    adapted, base = heard(engine, ["a", "base"])
+    wanted, _ = heard(merged, ["base", "base"])
+    _, own = heard(plain, ["base", "base"])
+    assert adapted == pytest.approx(wanted, abs=1e-4)
+    assert base == pytest.approx(own, abs=1e-4)
