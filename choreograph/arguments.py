@@ -39,7 +39,10 @@ def make_each(
     for call in calls:
         for name in call:
             if name not in known:
-                raise CallError(f"{name}={call[name]!r}: no such argument; known: {list(known)}")
+                mend = (
+                    "for a chat turn use session.user(text)" if name in ("role", "content") else f"known: {list(known)}"
+                )
+                raise CallError(f"{name}={call[name]!r}: no such argument; {mend}")
         if first not in call:
             raise CallError(f"{dict(call)!r}: a call needs {first!r}")
     return [make(**call) for call in calls]
@@ -59,20 +62,25 @@ def check_parents(parents: Iterable[Message | Part], runner: object, session: in
         raise CallError(f"parents={parents!r}: use a list of messages")
     parents = tuple(parents)
     seen: dict[int, list[range]] = {}
-    for given in parents:
-        parent = whole(given)
+    for index, given in enumerate(parents):
+        parent, at = whole(given), f"parents[{index}]"
         if not isinstance(parent, Message):
-            raise UnknownMessage(f"parent {parent!r} is not a message of this session")
+            raise UnknownMessage(f"{at}={parent!r} is not a message of this session")
         if parent._runner is not runner or parent._call.session != session:
-            raise ForeignMessage(f"parent {parent.id} belongs to another session or engine: make it here")
+            raise ForeignMessage(f"{at} (message {parent.id}) belongs to another session or engine: make it here")
         if parent._call.released:
-            raise ReleasedMessage(f"parent {parent.id} was released: keep it until its last use")
+            raise ReleasedMessage(f"{at} (message {parent.id}) was released: keep it until its last use")
         if parent._call.state is State.FAILED:
-            raise CallError(f"parent {parent.id} failed: {parent._call.error}")
+            raise CallError(f"{at} (message {parent.id}) failed: {parent._call.error}")
         tokens = range(given.first, given.last) if isinstance(given, Part) else range(1 << 40)
         others = seen.setdefault(parent.id, [])
         if any(tokens.start < other.stop and other.start < tokens.stop for other in others):
-            raise RepeatedParent(f"parent {parent.id} is given twice: prefill it again to show it twice")
+            what = (
+                "is given twice"
+                if not isinstance(given, Part)
+                else f"is given twice in part ({given.first}:{given.last})"
+            )
+            raise RepeatedParent(f"{at} (message {parent.id}) {what}: prefill it again to show it twice")
         others.append(tokens)
     return parents
 

@@ -52,6 +52,12 @@ class ChatFormat:
         return [*self.beginning, *ids] if opening else ids
 
     def _ids(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as problem:
+            raise BadTokens(
+                f"text {text[:60]!r}: {problem.reason} at {problem.start}: replace what is no character"
+            ) from None
         return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     @property

@@ -43,6 +43,7 @@ from .cli_options import (
 )
 from .cli_pml import app as pml
 from .cli_reuse import app as reuse
+from .report import console_of
 from .types import BASE
 
 app = typer.Typer(
@@ -91,7 +92,7 @@ def info(model: Model = EMBEDDED, dtype: Dtype = DtypeName.auto, as_json: Json =
     from .report import show_table
 
     lines = [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in described.items() if value]
-    show_table(Console(), "choreograph", ("fact", "value"), lines, texts=2)
+    show_table(console_of(), "choreograph", ("fact", "value"), lines, texts=2)
 
 
 def _kinds(kinds: Sequence[Any]) -> str:
@@ -115,7 +116,7 @@ def tune(model: Model = EMBEDDED, dtype: Dtype = DtypeName.auto, device: Device 
     from .report import show_table
 
     lines = [(name, *(f"{1e6 * seconds:,.0f}" for seconds in taken.values())) for name, taken in table.items()]
-    show_table(Console(), "microseconds of a layer", ("backend", *next(iter(table.values()))), lines)
+    show_table(console_of(), "microseconds of a layer", ("backend", *next(iter(table.values()))), lines)
     print(f"auto: {small} in steps of few rows, {large} in others")
 
 
@@ -131,7 +132,7 @@ def models(as_json: Json = False) -> None:
 
     lines = [(name, ", ".join(f.positions), f.what, f.proof) for name, f in FAMILIES.items()]
     show_table(
-        Console(), "proved architectures", ("architecture", "positions", "what is special", "proof"), lines, texts=4
+        console_of(), "proved architectures", ("architecture", "positions", "what is special", "proof"), lines, texts=4
     )
     print("Any other that goes through transformers' attention interface is checked by numbers when it is loaded.")
 
@@ -153,7 +154,7 @@ def demo(
     """Tree of Thoughts in prefix mode and choreographed, forced to the same tokens, with a table of both."""
     from .demo import run_demo
 
-    console = Console(quiet=as_json)
+    console = console_of(quiet=as_json)
     with console.status("loading the model") if console.is_terminal else _nothing():
         engine = open_engine(model, dtype, compile)
     numbers = run_demo(engine, console, branches=branches, voters=voters, pairs=pairs, picture=picture, seed=seed)
@@ -187,7 +188,7 @@ def run(
     text = sys.stdin.read().strip() if task == "-" else task
     if not text:
         raise typer.BadParameter("the task is empty: give one with --task or on standard input")
-    console = Console(quiet=as_json)
+    console = console_of(quiet=as_json)
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
     done = perform(
         open_engine(model, dtype, compile, adapter, device, reader),
@@ -240,7 +241,7 @@ def evaluate(
     from .types import SamplingParams
 
     adapted(adapter, reader)
-    found, console = find(workflow), Console(quiet=as_json)
+    found, console = find(workflow), console_of(quiet=as_json)
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
     conditions = shown.chosen(found, condition or [])
     report = shown.evaluate(
@@ -286,7 +287,7 @@ def bench(
     from .evaluation import shown
     from .types import SamplingParams
 
-    found, console = find(workflow), Console(quiet=as_json)
+    found, console = find(workflow), console_of(quiet=as_json)
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
     report = shown.bench(
         open_engine(model, dtype, compile, device=device),
@@ -333,7 +334,7 @@ def chat(
     from .errors import ChoreographError, ConfigError
     from .types import SamplingParams
 
-    console = Console(quiet=as_json)
+    console = console_of(quiet=as_json)
     engine = open_engine(model, dtype, compile, adapter)
     if engine.chat is None:
         raise ConfigError(
@@ -383,7 +384,7 @@ def main(command: Callable[[], None] = app) -> None:
     try:
         command()
     except ChoreographError as problem:
-        console = Console(stderr=True)
+        console = console_of(stderr=True)
         console.print("[red]error[/red]: ", end="")
         console.print(str(problem), markup=False, highlight=False)
         raise SystemExit(1) from None

@@ -30,6 +30,7 @@ from .cli_options import (
     open_engine,
     read_options,
 )
+from .report import console_of
 
 
 def trace(
@@ -55,7 +56,7 @@ def trace(
     from .evaluation import shown
     from .types import SamplingParams
 
-    found, console = find(workflow), Console()
+    found, console = find(workflow), console_of()
     examples = shown.examples_for(found, data, limit=limit, seed=shuffle, split=split)
     out = out or Path("out") / "traces" / Path(workflow).stem
     problems: list[str] = []
@@ -136,7 +137,7 @@ def train(
     from .distill.run import train_on
     from .evaluation import shown
 
-    console = Console(quiet=as_json)
+    console = console_of(quiet=as_json)
     config = TrainConfig(
         rank=rank,
         alpha=alpha,

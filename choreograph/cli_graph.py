@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from .cli_options import Json
+from .report import console_of
 
 app = typer.Typer(name="graph", help="KVFlow: step graphs of agents, and how soon each runs.", no_args_is_help=True)
 GraphFile = Annotated[Path, typer.Argument(help="A step graph in YAML or JSON.", show_default=False)]
@@ -39,4 +39,4 @@ def show(
     if as_json:
         print(json.dumps({agent: None if value == float("inf") else value for agent, value in steps.items()}))
         return
-    show_table(Console(), found.name, ("agent", "steps", "waits for"), lines(found, steps))
+    show_table(console_of(), found.name, ("agent", "steps", "waits for"), lines(found, steps))

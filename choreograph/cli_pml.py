@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from .cli_options import EMBEDDED, Dtype, DtypeName, Json, Model
+from .report import console_of
 
 if TYPE_CHECKING:
     from .types import Mode
@@ -33,7 +34,7 @@ def check(
     from .pml.serving import serve
 
     layout, tokens = _layout(schema, model)
-    console = Console()
+    console = console_of()
     facts = f"{len(layout.pieces) - 1} modules, {layout.length} positions, {layout.cached_tokens} tokens to encode once"
     console.print(f"{schema.name}: {layout.schema.name}, {facts}", markup=False, highlight=False)
     for path in prompts or []:
@@ -57,7 +58,7 @@ def show(
     from .viz.schema import lines, svg
 
     layout, _ = _layout(schema, model)
-    console = Console()
+    console = console_of()
     title = f"{layout.schema.name}: {layout.length} positions, {layout.cached_tokens} tokens cached"
     show_table(console, title, ("module", "layout", "positions", "own tokens", "notes"), lines(layout))
     if picture is not None:
@@ -77,7 +78,7 @@ def warm(
     with _cache(schema, model, dtype) as cache:
         began = time.perf_counter()
         computed = cache.warm()
-        console = Console()
+        console = console_of()
         seconds = time.perf_counter() - began
         console.print(f"{computed} tokens encoded in {seconds:.2f} s", highlight=False)
         if save is not None:
@@ -100,7 +101,7 @@ def run(
     """Answer one prompt from cached modules."""
     from .types import SamplingParams
 
-    console = Console(quiet=as_json)
+    console = console_of(quiet=as_json)
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
     with _cache(schema, model, dtype) as modules:
         found = modules.load(cache) if cache is not None else 0

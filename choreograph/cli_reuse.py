@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from .cli_options import EMBEDDED, Dtype, DtypeName, Json, Limit, Model, Shuffle
+from .report import console_of
 
 app = typer.Typer(name="reuse", help="DroidSpeak: one model on what another encoded.", no_args_is_help=True)
 ProfileFile = Annotated[Path, typer.Argument(help="A profile that `reuse profile` wrote.", show_default=False)]
@@ -45,7 +46,7 @@ def profile(
     from .reuse.profiling import Setting, measure, open_pair
     from .reuse.profiling import timed as with_times
 
-    console = Console()
+    console = console_of()
     asked = read_asked(data, limit=limit, seed=shuffle)
     engine, names = open_pair(model, receiver, sender, dtype)
     with progress(console, "inputs", len(asked)) as tick:
@@ -75,7 +76,7 @@ def show(
     """Show the frontier of a profile, or pick a pattern on it."""
     from .reuse.profile import Profile
 
-    found, console = Profile.load(profile), Console()
+    found, console = Profile.load(profile), console_of()
     picked = None if loss is None else found.cheapest(loss)
     if as_json:
         points = [{"pattern": str(p.pattern), "loss": p.loss, "cost": p.cost} for p in found.frontier()]

@@ -28,6 +28,10 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, str) and _SIZE.fullmatch(value) is not None
+
+
 def budget(size: int | str, bytes_per_token: int) -> int:
     """Tokens that a budget holds: a number of tokens, or a size in bytes."""
     if isinstance(size, int):
@@ -46,7 +50,7 @@ def check_count(value: object, name: str, least: int) -> None:
 class CacheConfig:
     """Where encodings live.
 
-    tokens: slots of the arena; None sizes it from the model's limit and the free memory.
+    tokens: slots of the arena, or a size ("4GiB"); None sizes it from the model's limit and the free memory.
     page_size: slots in a page, the unit of allocation.
     eviction: which encodings that no call uses leave the device first.
     host, disk: room below the device for what leaves it, in tokens or as a size ("4GiB"); None: no such tier.
@@ -54,7 +58,7 @@ class CacheConfig:
     poison: fill freed pages with NaN, so that a read of freed memory cannot go unseen (tests).
     """
 
-    tokens: int | None = None
+    tokens: int | str | None = None
     page_size: int = 16
     eviction: str = "lru"
     host: int | str | None = None
@@ -65,14 +69,14 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _check(_whole(self.page_size, 1), "page_size", self.page_size, "use 1 or more")
         _check(
-            self.tokens is None or _whole(self.tokens, self.page_size),
+            self.tokens is None or _whole(self.tokens, self.page_size) or _is_size(self.tokens),
             "tokens",
             self.tokens,
-            f"use None or at least one page of {self.page_size}",
+            f'use None, at least one page of {self.page_size}, or a size like "512MiB" or "4GiB"',
         )
         for name in ("host", "disk"):
             value = getattr(self, name)
-            ok = value is None or _whole(value, 1) or (isinstance(value, str) and _SIZE.fullmatch(value) is not None)
+            ok = value is None or _whole(value, 1) or _is_size(value)
             _check(ok, name, value, 'use None, a number of tokens, or a size like "512MiB" or "4GiB"')
         _check(self.eviction in EVICTIONS, "eviction", self.eviction, f"use one of {EVICTIONS}")
 

@@ -86,7 +86,7 @@ def perform(
     with engine.session(mode=mode, seed=seed, model=condition.writer) as session:
         performance = Performance(session, sampling=sampling, forced=forced, on_step=on_step, **condition.reader())
         began = time.perf_counter()
-        answer = workflow(performance, task, **(options or {}))
+        answer = answered(workflow, performance, task, options or {})
         for piece in answer.stream():
             if on_text is not None:
                 on_text(piece)
@@ -106,12 +106,26 @@ def perform(
         return Run(performance, answer, cost, picture)
 
 
+def answered(workflow: Workflow, performance: Performance, task: Any, options: Mapping[str, Any]) -> Message:
+    """The answer of a workflow, which has to be a message. Raises ConfigError for anything else."""
+    answer = workflow(performance, task, **options)
+    if not isinstance(answer, Message):
+        raise ConfigError(f"the workflow returned {answer!r:.60}: return the message of its answer, not its text")
+    return answer
+
+
 def check_options(workflow: Workflow, options: Mapping[str, Any]) -> None:
-    """An option that the workflow does not have is an error that lists those it has."""
-    known = [p.name for p in inspect.signature(workflow).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for name in options:
+    """An option that the workflow does not have is an error that lists those it has; so is one of another type than its
+    default, where that says one."""
+    every = inspect.signature(workflow).parameters.values()
+    known = {p.name: p.default for p in every if p.kind is p.KEYWORD_ONLY}
+    for name, value in options.items():
         if name not in known:
-            raise ConfigError(f"option {name!r}: the workflow has {known or 'none'}")
+            raise ConfigError(f"option {name!r}: the workflow has {list(known) or 'none'}")
+        wanted = (int, float) if type(known[name]) is float else type(known[name])
+        plain = type(known[name]) in (bool, int, float, str)
+        if plain and (not isinstance(value, wanted) or isinstance(value, bool) != isinstance(known[name], bool)):
+            raise ConfigError(f"option {name}={value!r}: use a value like its default, {known[name]!r}")
 
 
 def step_ttfts(steps: Iterable[Step]) -> list[float]:

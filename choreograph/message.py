@@ -195,13 +195,20 @@ class Message:
             yield generation.text[sent:]
 
     def encode(self) -> "Message":
-        """Runs the engine until every token is encoded, the last ones of a decode too; returns the message."""
+        """Runs the engine until every token is encoded, the last ones of a decode too; returns the message. What is
+        text alone in its mode is not encoded."""
         call = self._call
+        if self._is_text:
+            return self.result()
         self._wait(lambda: call.tokens_known and call.encoding is not None and call.encoding.settled)
         return self
 
     def copy_out(self) -> Copy:
         """Its keys and values in host memory; `Session.restore` takes them back. For choreographed messages."""
+        if self._is_text:
+            raise CallError(
+                f"message {self.id} is text alone in {self._call.mode} mode: it has no encoding to copy out"
+            )
         return copy_out(self._runner, self.encode()._call)
 
     @property
@@ -213,11 +220,13 @@ class Message:
     def pin(self, seconds: float | None = None, *, owner: str | None = None) -> "Message":
         """Brings the encoding to the device and keeps it there for some seconds, or until `unpin` or the session's end.
 
-        Owners do not undo each other's pins; the session is the owner where none is named.
+        Owners do not undo each other's pins; the session is the owner where none is named. What is text alone in its
+        mode has nothing to pin.
         """
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
             raise ConfigError(f"seconds={seconds!r}: use a positive number or None")
-        pin(self._runner, self.encode()._call, owner, None if seconds is None else float(seconds))
+        if not self.encode()._is_text:
+            pin(self._runner, self._call, owner, None if seconds is None else float(seconds))
         return self
 
     def unpin(self, *, owner: str | None = None) -> None:
@@ -246,6 +255,12 @@ class Message:
         return self
 
     # -- waiting ------------------------------------------------------------------------------------------
+
+    @property
+    def _is_text(self) -> bool:
+        """Whether its mode keeps no encoding of it: of nothing in naive mode, in prefix mode of what decodes saw."""
+        mode = self._call.mode
+        return mode == "naive" or (mode == "prefix" and not self._call.is_decode)
 
     def _known(self) -> bool:
         return self._call.tokens_known

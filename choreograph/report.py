@@ -6,6 +6,11 @@ from rich.console import Console
 from rich.table import Table
 
 
+def console_of(*, quiet: bool = False, stderr: bool = False) -> Console:
+    """A console that shows texts as they are: `:key:` is what somebody said, no picture of a key."""
+    return Console(quiet=quiet, stderr=stderr, emoji=False)
+
+
 def show_table(
     console: Console, title: str, head: Sequence[str], lines: Sequence[Sequence[str]], *, texts: int = 1
 ) -> None:

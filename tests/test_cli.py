@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from choreograph.cli import app, main
+from choreograph.report import console_of
 
 runner = CliRunner()
 
@@ -136,3 +137,8 @@ def test_bad_options_name_themselves():
         result = runner.invoke(app, arguments)
         assert result.exit_code == 2
         assert "branches" in re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+def test_texts_are_shown_as_they_are(capsys):
+    console_of().print("Use :key: and :x:", markup=False)
+    assert capsys.readouterr().out == "Use :key: and :x:\n"

@@ -3,12 +3,14 @@
 import os
 
 import pytest
+import tiny
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 import choreograph
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph import errors as e
+from choreograph.measure import check_options, perform
 from choreograph.models.load import embedded_path
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -89,32 +91,38 @@ def test_parents_that_are_no_list(session, parent):
 
 def test_a_released_parent(session, parent):
     parent.release()
-    refuses(session, e.ReleasedMessage, f"parent {parent.id}", lambda: session.decode([1], parents=[parent]))
+    refuses(
+        session, e.ReleasedMessage, f"parents[0] (message {parent.id})", lambda: session.decode([1], parents=[parent])
+    )
 
 
 def test_a_parent_released_while_other_children_wait(session, parent):
     waiting = session.decode([4], parents=[parent], sampling=GREEDY)
     parent.release()
-    refuses(session, e.ReleasedMessage, f"parent {parent.id}", lambda: session.decode([1], parents=[parent]))
+    refuses(
+        session, e.ReleasedMessage, f"parents[0] (message {parent.id})", lambda: session.decode([1], parents=[parent])
+    )
     assert len(waiting.tokens) == 5
 
 
 def test_a_cancelled_parent(session):
     parent = session.decode([1], sampling=GREEDY)
     parent.release()
-    refuses(session, e.ReleasedMessage, f"parent {parent.id}", lambda: session.prefill([1], parents=[parent]))
+    refuses(
+        session, e.ReleasedMessage, f"parents[0] (message {parent.id})", lambda: session.prefill([1], parents=[parent])
+    )
 
 
 def test_a_repeated_parent(session, parent):
     other = session.prefill([9])
-    text = f"parent {parent.id} is given twice"
+    text = f"(message {parent.id}) is given twice"
     refuses(session, e.RepeatedParent, text, lambda: session.decode([1], parents=[parent, other, parent]))
 
 
 def test_a_foreign_parent(tiny_engine, session, parent):
     for engine in (session.engine, tiny_engine()):
         with engine.session() as other:
-            text = f"parent {parent.id} belongs to another"
+            text = f"parents[0] (message {parent.id}) belongs to another"
             refuses(other, e.ForeignMessage, text, lambda other=other: other.decode([1], parents=[parent]))
 
 
@@ -126,7 +134,9 @@ def test_a_failed_parent(session):
     fails(session, e.BadPosition, "position 599", failed)
     fails(session, e.CallFailed, f"parent {failed.id} failed", waiting)
     fails(session, e.CallFailed, f"parent {waiting.id} failed", grandchild)
-    refuses(session, e.CallError, f"parent {failed.id} failed", lambda: session.prefill([1], parents=[failed]))
+    refuses(
+        session, e.CallError, f"parents[0] (message {failed.id}) failed", lambda: session.prefill([1], parents=[failed])
+    )
 
 
 # -- positions -----------------------------------------------------------------------------------------------
@@ -151,7 +161,12 @@ def test_messages_that_run_past_the_limit(session, parent):
     fails(session, e.BadPosition, f"past the model's last one, {LAST}", session.prefill([1, 2], new_offset=LAST))
     fails(session, e.BadPosition, "position 512", session.decode([1], new_offset=LAST, sampling=GREEDY))
     fails(session, e.BadPosition, "position 512", session.decode([1], new_offset=LAST - 1, forced_tokens=[1, 2]))
-    fails(session, e.BadPosition, "parent 0 from offset 510", session.prefill([1], [parent], [510], 0))
+    fails(
+        session,
+        e.BadPosition,
+        f"parents[0] (message {parent.id}) from offset 510",
+        session.prefill([1], [parent], [510], 0),
+    )
 
 
 def test_a_footer_past_the_limit(session):
@@ -549,3 +564,41 @@ def test_the_exception_tree():
         assert issubclass(kind, base)
         assert issubclass(kind, choreograph.ChoreographError)
         assert kind.__name__ in e.__doc__
+
+
+@pytest.mark.parametrize("mode", ["prefix", "naive"])
+def test_what_is_text_alone_has_nothing_to_pin_or_copy(tiny_engine, mode):
+    with tiny_engine().session(mode=mode) as session:
+        text = session.prefill([1, 2, 3])
+        assert text.pin() is text and text.encode() is text and text.where == "nowhere"
+        text.unpin()
+        with pytest.raises(e.CallError, match=f"text alone in {mode} mode"):
+            text.copy_out()
+        assert session.decode([4], [text], sampling=GREEDY).pin().length == 5
+
+
+def test_what_is_no_character_is_refused(talker):
+    with talker.session() as session:
+        refuses(session, e.BadTokens, "surrogates not allowed", lambda: session.prefill("a\ud800b"))
+        refuses(session, e.CallError, "session.user", lambda: session.prefill([{"role": "user", "content": "hi"}]))
+
+
+def test_a_device_may_be_given_as_a_size():
+    engine = tiny.engine(tokens=64)
+    size = 64 * engine.facts.kv_bytes_per_token
+    config = EngineConfig(cache=CacheConfig(tokens=f"{size / 1024}KiB"))
+    assert Engine.from_pretrained(tiny.build(), config=config).runner.store.arena.pages * 16 == 64
+    with pytest.raises(e.ConfigError, match="tokens"):
+        CacheConfig(tokens="much")
+
+
+def test_options_are_of_the_type_of_their_defaults(tiny_engine):
+    def workflow(p, task, *, branches: int = 2, share: float = 0.5, quick: bool = False, name: str | None = None):
+        return task
+
+    check_options(workflow, {"branches": 3, "share": 1, "quick": True, "name": 7})
+    for bad in ({"branches": "foo"}, {"branches": True}, {"branches": 0.5}, {"quick": 1}, {"share": "x"}):
+        with pytest.raises(e.ConfigError, match=f"option {next(iter(bad))}="):
+            check_options(workflow, bad)
+    with pytest.raises(e.ConfigError, match="return the message"):
+        perform(tiny_engine(), lambda p, task: "text", "task", mode="choreographed")

@@ -40,7 +40,9 @@ def check_positions(call: Call, lengths: list[int], most: int) -> None:
     """Every parent, the prompt, what must be generated, and the footer stand below the model's limit of positions."""
     placed, start = resolve_offsets(lengths, call.offsets, call.new_offset)
     for index, (offset, length) in enumerate(zip(placed, lengths, strict=True)):
-        _check_position(f"parent {index} from offset {offset}", offset + length, most)
+        _check_position(
+            f"parents[{index}] (message {call.parents[index].id}) from offset {offset}", offset + length, most
+        )
     least = len(call.prompt) + _least_generated(call) + len(call.footer)
     _check_position(f"the message from offset {start}", start + least, most)
 

@@ -368,7 +368,9 @@ class Runner:
             if call.error is not None:
                 raise call.error
             if call.state is State.CANCELLED:
-                raise ReleasedMessage(f"message {call.id} was released before it was known")
+                raise ReleasedMessage(
+                    f"message {call.id} was released before it was known: read it first, inside its session"
+                )
             advanced = self.step() if self.give_turn is None else self.give_turn()
             if not advanced and not done() and call.state not in (State.FAILED, State.CANCELLED):
                 raise CallFailed(f"message {call.id} cannot run: nothing can be computed any more")

@@ -18,7 +18,7 @@ from ..choreographies import Performance, Workflow
 from ..choreographies.performance import Condition
 from ..core import Engine
 from ..errors import CacheFull, CallFailed, ConfigError, DataError
-from ..measure import check_options
+from ..measure import answered, check_options
 from ..message import Message
 from ..together import Outcome, together
 from ..types import BASE, SamplingParams
@@ -240,7 +240,7 @@ def _program(
         seeded = seed_of(seed, example.id)
         with engine.session(mode=condition.mode, seed=seeded, model=condition.writer) as session:
             p = Performance(session, sampling=sampling, forced=forced, **condition.reader())
-            answer = workflow(p, example.task, **options)
+            answer = answered(workflow, p, example.task, options)
             return record(example, p, answer)
 
     return program

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ..config import budget
 from ..errors import ConfigError, ModelError
 from ..ops.attend import Step, sent
 from ..types import BASE
@@ -264,11 +265,11 @@ class Adapter:
             return ()
         return tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
 
-    def arena_tokens(self, asked: int | None) -> int:
+    def arena_tokens(self, asked: int | str | None) -> int:
         """Slots of the arena: what was asked for, else eight full contexts within a quarter of free memory; of a GPU's,
         which holds nothing else, within half: other models and what steps need come behind."""
         if asked is not None:
-            return asked
+            return budget(asked, self.facts.kv_bytes_per_token)
         room = self.room() // 4 if self.facts.device.type == "cpu" else self.room() // 2
         size = max(256, min(8 * self.facts.max_positions, room))
         return size if self.ranks is None else self.ranks.least("cache size", size)

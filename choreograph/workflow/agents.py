@@ -24,7 +24,8 @@ ENDS = ("known", "finished", "failed", "cancelled")  # a decode is over with its
 
 @dataclass(eq=False)
 class Activation:
-    """One turn of an agent: the messages made in its block. It runs from its first admitted call to its last ended."""
+    """One turn of an agent: the messages made in its block. It runs from its first admitted decode, since prefills of
+    what is fixed wait for nobody, to the end of its last call."""
 
     agent: str
     messages: dict[int, Message] = field(default_factory=dict)
@@ -141,7 +142,7 @@ class Workflow:
     # -- what runs ----------------------------------------------------------------------------------------
 
     def _hear(self, event: Event) -> None:
-        call = event.facts.get("call")
+        call: Any = event.facts.get("call")
         with self._runner.lock:
             turn = next((t for t in self._turns if call in t.unfinished), None)
             if turn is None or event.kind not in ("admitted", *ENDS):
@@ -149,7 +150,8 @@ class Workflow:
                     self._prefetch()
                 return
             if event.kind == "admitted":
-                self._start(turn)
+                if turn.messages[call].kind == "decode":
+                    self._start(turn)
             else:
                 turn.unfinished.discard(call)
                 self._end_if_over(turn)

@@ -47,6 +47,21 @@ def small(**options):
     return tiny.engine(tokens=100, eviction="workflow", **options)
 
 
+def test_agents_whose_calls_are_submitted_together_run_in_their_order():
+    """Fixed parts of all are computed at once; nobody's turn begins before what it reads was said."""
+    team_of_four = StepGraph.read(
+        {"agents": {"a": None, "b": "a", "c": "a", "d": {"all_of": ["b", "c"]}}, "repeats": True}
+    )
+    with tiny.engine().session(seed=1) as s, Workflow(s, team_of_four) as team:
+        for _ in range(2):
+            said = []
+            for index, name in enumerate(NAMES):
+                with team.agent(name) as agent:
+                    said.append(s.decode([50], [agent.fixed(fixed_of(index)), *said], sampling=BRIEF))
+            said[-1].result()
+            assert team.steps == {"a": 1, "b": 2, "c": 2, "d": 3}
+
+
 @given(
     eviction=st.sampled_from(["workflow", "lru", "lfu", "fifo"]),
     host=st.sampled_from([None, 40, 400]),
