@@ -51,7 +51,8 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         (
             "2048/32/32: over device only",
             None,
-        ): "ten agents, prompts of 2048 tokens, room for half: step graph and host memory over LRU and recomputing",
+        ): "ten agents whose prompts of 2048 tokens fill twice the cache: step graph with host memory over LRU that "
+        "recomputes",
     },
     "kvflow_peer": {
         ("8 desks: over device only", None): "eight desks of four agents, room for half: the same over the same",

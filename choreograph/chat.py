@@ -18,10 +18,12 @@ _MARK = "\u2063mark\u2063"
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a chat: who speaks, and the text."""
+    """One turn of a chat: who speaks, and the text. opening: whether it may open a conversation; False for one that is
+    read behind others, though it is encoded without parents."""
 
     role: str
     text: str
+    opening: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):

@@ -93,14 +93,17 @@ class Session:
 
     # -- chat turns ---------------------------------------------------------------------------------------
 
-    def system(self, text: str) -> Turn:
-        return Turn("system", text)
+    # A turn without parents opens a conversation: it carries what the template puts in front of one, the begin token
+    # and often a default system prompt. opening=False leaves that out.
 
-    def user(self, text: str) -> Turn:
-        return Turn("user", text)
+    def system(self, text: str, *, opening: bool = True) -> Turn:
+        return Turn("system", text, opening)
 
-    def assistant(self, text: str = "") -> Turn:
-        return Turn("assistant", text)
+    def user(self, text: str, *, opening: bool = True) -> Turn:
+        return Turn("user", text, opening)
+
+    def assistant(self, text: str = "", *, opening: bool = True) -> Turn:
+        return Turn("assistant", text, opening)
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -258,7 +261,7 @@ class Session:
     ) -> Message:
         parents, model = self._parents(parents), self._known(model)
         if isinstance(header, Turn):
-            ids, own_footer = self._chat().open(header, opening=not parents)
+            ids, own_footer = self._chat().open(header, opening=not parents and header.opening)
             refuse_empty(ids, "header")
         else:
             ids, own_footer = self._tokens(header, opening=not parents, what="header"), []
@@ -353,7 +356,7 @@ class Session:
 
     def _tokens(self, given: Text, *, opening: bool, what: str = "tokens", empty: bool = False) -> list[int]:
         if isinstance(given, Turn):
-            ids = self._chat().encode(given, opening=opening)
+            ids = self._chat().encode(given, opening=opening and given.opening)
         elif isinstance(given, str):
             ids = self._chat().plain(given, opening=opening and bool(given))
         elif isinstance(given, bytes) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from choreograph import Turn
+from choreograph import SamplingParams, Turn
 from choreograph.chat import ChatFormat
 from choreograph.errors import BadTokens, ConfigError
 
@@ -245,3 +245,14 @@ def test_the_conversation_of_a_session(embedded):
             embedded.tokenizer, turns
         )
         assert answer.start == first.length + question.length
+
+
+def test_a_turn_may_leave_out_what_opens_a_conversation(talker):
+    with talker.session() as session:
+        rules = session.prefill(session.system("Be brief."))
+        behind = session.prefill(session.user("Hello."), [rules])
+        alone = session.prefill(session.user("Hello.", opening=False))
+        assert alone.tokens == behind.tokens != session.prefill(session.user("Hello.")).tokens
+        header = session.decode(session.assistant("So", opening=False), sampling=SamplingParams(max_tokens=1))
+        wanted = session.decode(session.assistant("So"), [rules], sampling=SamplingParams(max_tokens=1))
+        assert header.tokens[:-1][:4] == wanted.tokens[:-1][:4]

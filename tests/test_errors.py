@@ -406,7 +406,7 @@ def test_folders_that_hold_no_model(tmp_path):
         Engine.from_pretrained(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("size", [0, 3, 1000, 3_000_000, 20_000_000])
+@pytest.mark.parametrize("size", [0, 3, 1000, 3_000_000, pytest.param(20_000_000, marks=pytest.mark.slow)])
 def test_a_truncated_gguf_file(tmp_path, own_cache, size):
     path = tmp_path / "short.gguf"
     with embedded_path().open("rb") as whole:
