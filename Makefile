@@ -25,7 +25,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m ''
+	CHOREOGRAPH_THOROUGH=1 $(BIN)/python -m pytest -m ''
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -25,7 +25,8 @@ from choreograph.distill.lessons import Lesson, baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.evaluation.data import Example, example, games, load, pairs, records
 from choreograph.evaluation.fidelity import drift_rows, drifts
-from choreograph.evaluation.runs import Folder, run_conditions, settings_of
+from choreograph.evaluation.folder import Folder
+from choreograph.evaluation.runs import run_conditions, settings_of
 from choreograph.evaluation.statistics import Estimate, difference, mean, ratio
 from choreograph.evaluation.summary import interval, summarize, table
 from choreograph.onepass.calls import TracedCall

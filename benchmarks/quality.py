@@ -17,7 +17,8 @@ from rich.console import Console
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.choreographies import Condition, conditions_of, find
 from choreograph.evaluation.data import Example, games, load, pairs
-from choreograph.evaluation.runs import Folder, Record, run_conditions, settings_of
+from choreograph.evaluation.folder import Folder, Record
+from choreograph.evaluation.runs import run_conditions, settings_of
 from choreograph.evaluation.summary import interval, summarize, table
 from choreograph.report import show_table
 from choreograph.types import SamplingParams

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from peft import PeftModel
 
 from choreograph import CacheConfig, Engine, EngineConfig, Message, Pattern, SamplingParams
-from choreograph.evaluation.runs import Folder
+from choreograph.evaluation.folder import Folder
 from choreograph.evaluation.statistics import difference, mean
 from choreograph.evaluation.summary import interval
 from choreograph.reuse import Choice, ContextStore, Profile

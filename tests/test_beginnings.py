@@ -4,6 +4,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import SamplingParams
 
@@ -35,7 +36,7 @@ headers = st.tuples(st.integers(0, 6), st.lists(st.integers(0, 5), min_size=1, m
     tokens=st.sampled_from([96, 2048]),
     host=st.sampled_from([None, 64]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=many(25), deadline=None)
 def test_decodes_that_begin_alike_equal_each_alone(parts, step, calls, tokens, host):
     """Shared beginnings of every length, over one parent of three at two places, in steps of any size."""
 

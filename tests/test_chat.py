@@ -5,6 +5,7 @@ import copy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from tokenizers.processors import TemplateProcessing
 
 from choreograph import SamplingParams, Turn
@@ -84,7 +85,7 @@ def conversation(texts, *, system: bool) -> list[Turn]:
     return [Turn(role, text) for role, text in zip((["system"] if system else []) + roles, texts, strict=False)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(words=st.lists(texts, min_size=1, max_size=5), system=st.booleans(), data=st.data())
 def test_turns_joined_are_the_conversation(formats, words, system, data):
     name = data.draw(st.sampled_from(sorted(formats)))

@@ -6,6 +6,7 @@ import torch
 from graphs import POSITIONS, VOCABULARY, Node, graphs, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from oracle import Oracle, OracleMessage
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,7 +112,7 @@ def assert_slots(engine: Engine, message, truth: OracleMessage) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(nodes=graphs(), step_tokens=st.sampled_from([3, 16, 1024]))
 def test_random_graphs_equal_the_oracle(shape, backend, nodes, step_tokens):
     engine = make_engine(shape, backend, step_tokens)

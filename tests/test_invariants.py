@@ -7,6 +7,7 @@ import tiny
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from many import many
 
 from choreograph import ChoreographError, SamplingParams
 from choreograph.errors import CallError
@@ -128,7 +129,7 @@ class LifeWithTiers(Life):
     below: ClassVar[dict[str, int]] = {"host": 96, "disk": 64}
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=many(60), stateful_step_count=40, deadline=None)
 TestLife, TestLifeWithTiers = Life.TestCase, LifeWithTiers.TestCase
 TestLife.settings = TestLifeWithTiers.settings = SETTINGS
 

@@ -4,6 +4,7 @@ import tiny
 from graphs import VOCABULARY, Node, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import SamplingParams
 
@@ -35,7 +36,7 @@ def last_distribution(engine, nodes: list[Node]):
         return answer.tokens, [sorted(got.top.items()) for got in answer.logprobs]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=many(40), deadline=None)
 @given(nodes=graphs(), data=st.data())
 def test_only_ancestors_matter(nodes, data):
     before = last_distribution(tiny.engine(), nodes)
@@ -46,7 +47,7 @@ def test_only_ancestors_matter(nodes, data):
     assert last_distribution(tiny.engine(), nodes)[0] == before[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=many(20), deadline=None)
 @given(some=st.lists(graphs(most=4), min_size=2, max_size=4))
 def test_freed_and_reused_pages_leak_nothing(some):
     """Freed pages hold NaN, the arena is small enough to be used again, and every answer stays the same."""

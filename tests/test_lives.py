@@ -10,6 +10,7 @@ import tiny
 from graphs import Node, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import ChoreographError, Message, SamplingParams, Session
 
@@ -91,7 +92,7 @@ def quiet_life(nodes: list[Node], mode: str) -> list[Message | None]:
     return messages
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=many(80), deadline=None)
 @given(nodes=graphs(most=9), mode=st.sampled_from(["choreographed", "prefix"]), seed=st.integers(0, 10**6))
 def test_crowded_lives_equal_quiet_ones(nodes, mode, seed):
     lived = crowded_life(nodes, mode, random.Random(seed))

@@ -7,6 +7,7 @@ import tiny
 from graphs import Node, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import SamplingParams
 
@@ -44,7 +45,7 @@ def run(nodes: list[Node], seed: int, *, one_by_one: bool, step: int = 1024, cal
         return [message.tokens for message in messages]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=many(40), deadline=None)
 @given(nodes=graphs(), seed=st.integers(0, 99), data=st.data())
 def test_parallel_equals_serial(nodes, seed, data):
     alone = run(nodes, seed, one_by_one=True)

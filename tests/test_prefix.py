@@ -5,6 +5,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import SamplingParams
 
@@ -26,7 +27,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.mark.parametrize("mode", ["prefix", "naive"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=many(40), deadline=None)
 @given(prompts=st.lists(st.lists(texts, min_size=1, max_size=3), min_size=1, max_size=6))
 def test_it_equals_a_plain_run_and_hits_are_longest_common_prefixes(mode, prompts):
     engine = tiny.engine()
@@ -45,7 +46,7 @@ def test_it_equals_a_plain_run_and_hits_are_longest_common_prefixes(mode, prompt
         assert engine.runner.store.counts["held_encodings"] == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=many(30), deadline=None)
 @given(prompts=st.lists(texts, min_size=2, max_size=8), step=st.sampled_from([2, 5, 1024]))
 def test_calls_in_flight_share_their_prefixes_and_stay_right(prompts, step):
     """Submitted at once: a later call waits for the prefix that an earlier one is encoding, and uses it."""

@@ -10,6 +10,7 @@ import tiny
 from graphs import Node, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import SamplingParams
 from choreograph.kv.transfers import ThreadMover, Transfer
@@ -73,7 +74,7 @@ def program(engine, nodes: list[Node], mode: str, pick: random.Random, seed: int
     share=st.sampled_from([0.0, 0.1, 0.5]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=many(40), deadline=None)
 def test_threads_pins_and_failing_copies_change_nothing(programs, mode, tokens, below, eviction, aware, share, seed):
     """Each thread has room for its worst moment: nothing may be refused."""
     engine = tiny.engine(tokens=tokens, page=2, eviction=eviction, aware=aware, **below)

@@ -13,6 +13,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import SamplingParams
 from choreograph.errors import CacheFull, CallError, CallFailed, ChoreographError
@@ -57,7 +58,7 @@ def close(one, other):
     aware=st.booleans(),
     mode=st.sampled_from(["choreographed", "choreographed", "prefix"]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=many(12), deadline=None)
 def test_results_are_the_same_under_every_policy_budget_and_tier(below, nodes, tokens, eviction, aware, mode):
     expected = run(tiny.engine(page=2), nodes, mode)
     engine = tiny.engine(tokens=4 * tokens, page=2, eviction=eviction, aware=aware, **below)

@@ -11,7 +11,8 @@ from typing import Any
 from ..choreographies import Workflow, conditions_of, find, names
 from ..choreographies.performance import Condition
 from ..errors import ConfigError, DataError
-from ..evaluation.runs import source_of, write_settings
+from ..evaluation.folder import write_settings
+from ..evaluation.runs import source_of
 from ..models.adapter import Adapter
 from ..types import SamplingParams
 from .lessons import answer_lessons, baseline_lessons, lessons_of
@@ -44,7 +45,7 @@ def train_on(
         raise ConfigError(f"{traces}: traces of model {settings['model']!r}, {other}: train the model that made them")
     seed = (config or TrainConfig()).seed
     if direct is not None:
-        if condition is not None or readers or (config and config.kl):
+        if condition is not None or readers or workflow or (config and config.kl):
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
         learn, check = split(found, validation, seed)
         one = find(direct)

@@ -15,15 +15,8 @@ from ..choreographies.performance import Content
 from ..core import Engine
 from ..errors import DataError
 from ..evaluation.data import Example
-from ..evaluation.runs import (
-    Folder,
-    Record,
-    read_lines,
-    read_settings,
-    run_conditions,
-    seed_of,
-    settings_of,
-)
+from ..evaluation.folder import Folder, Record, read_lines, read_settings
+from ..evaluation.runs import run_conditions, seed_of, settings_of
 from ..message import Message
 from ..onepass.calls import VERSION, TracedCall, calls_of, from_json, to_json
 from ..onepass.rehearsal import Script

@@ -24,7 +24,7 @@ from torch import nn
 from transformers.trainer_utils import set_seed
 
 from ..errors import ConfigError, DataError
-from ..evaluation.runs import alone, read_settings, write_settings
+from ..evaluation.folder import alone, read_settings, write_settings
 from ..models.adapter import Adapter
 from ..onepass.calls import to_json
 from .lessons import Lesson

@@ -21,7 +21,7 @@ from ..onepass.packed import Pack, pack, pack_reading, read_logits
 from ..onepass.rehearsal import Script, rehearse
 from ..types import SamplingParams
 from .data import Example
-from .runs import Record
+from .folder import Record
 from .statistics import Estimate, difference, mean
 
 Readings = dict[tuple[str, int], tuple[list[int], torch.Tensor]]  # of a stage's n-th message: its tokens, their logits

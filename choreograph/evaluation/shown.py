@@ -19,8 +19,9 @@ from ..types import SamplingParams
 from ..viz.charts import speedup_over_tokens
 from .data import Example, load, pairs
 from .fidelity import Drift, drift_rows, drifts, scripts_of
+from .folder import Folder, Record
 from .judge import verdicts
-from .runs import Folder, Record, run_conditions, settings_of
+from .runs import run_conditions, settings_of
 from .speed import speed_rows, timed
 from .statistics import mean
 from .summary import Summary, interval, summarize, table

@@ -14,7 +14,8 @@ from ..core import Engine
 from ..measure import perform
 from ..types import SamplingParams
 from .data import Example
-from .runs import Record, seed_of
+from .folder import Record
+from .runs import seed_of
 from .statistics import Estimate, ratio
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .data import Example
-from .runs import Record
+from .folder import Record
 from .scores import MAIN, score
 from .statistics import Estimate, difference, mean
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..config import CacheConfig, EngineConfig
 from ..core import Engine
 from ..errors import CallError, ConfigError
-from ..evaluation.runs import Folder, Record
+from ..evaluation.folder import Folder, Record
 from ..evaluation.scores import f1
 from ..message import Message
 from ..pattern import Pattern

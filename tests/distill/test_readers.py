@@ -10,6 +10,7 @@ from families import CONFIGS
 from graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from peft import LoraConfig, get_peft_model
 from rehearsed import HEARD, perform
 from safetensors.torch import load_file
@@ -27,7 +28,8 @@ from choreograph.distill.run import check_use
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example
 from choreograph.evaluation.fidelity import drifts
-from choreograph.evaluation.runs import Folder, run_conditions, settings_of
+from choreograph.evaluation.folder import Folder
+from choreograph.evaluation.runs import run_conditions, settings_of
 from choreograph.evaluation.shown import with_adapter
 from choreograph.onepass.calls import Seen, TracedCall, calls_of, for_readers
 from choreograph.onepass.likelihood import log_likelihood
@@ -54,7 +56,7 @@ def closed(nodes, wanted):
 
 
 @given(nodes=graphs(), draw=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 def test_one_pass_of_readers_is_the_engine_step_by_step(engine, nodes, draw):
     decodes = [n for n, node in enumerate(nodes) if node.generated]
     readers = closed(nodes, draw.draw(st.sets(st.sampled_from(decodes))) if decodes else set())

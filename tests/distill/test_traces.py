@@ -14,7 +14,7 @@ from choreograph.distill.lessons import baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example
-from choreograph.evaluation.runs import alone
+from choreograph.evaluation.folder import alone
 from choreograph.onepass.calls import calls_of
 
 PAIRS = [

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import SamplingParams
 from choreograph.engine.generation import Generation
@@ -77,7 +78,7 @@ def near_a_threshold(row: torch.Tensor, s: SamplingParams) -> bool:
 # -- the nucleus ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=many(250), deadline=None)
 @given(size=sizes, seed=st.integers(0, 10**6), options=shapes, spread=st.sampled_from([0.01, 1.0, 4.0, 20.0]))
 def test_nucleus_keeps_what_the_processors_keep(size, seed, options, spread):
     row, options = logits_of(size, seed, spread), SamplingParams(**options)
@@ -88,7 +89,7 @@ def test_nucleus_keeps_what_the_processors_keep(size, seed, options, spread):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 @given(size=sizes, seed=st.integers(0, 10**6), options=shapes)
 def test_ties_keep_equal_probabilities(size, seed, options):
     """Which of several equal tokens stays at the edge is open; how many stay, and their share, is not."""
@@ -188,7 +189,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(rows=rows, size=st.sampled_from([40, CANDIDATES + 300]), seed=st.integers(0, 1000), ties=st.booleans())
 def test_a_row_chooses_the_same_alone_and_in_a_batch(rows, size, seed, ties):
     def make(shape, extra, own):

@@ -13,8 +13,9 @@ from choreograph.cli import app
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example, games
 from choreograph.evaluation.fidelity import drift_rows, drifts, scripts_of
+from choreograph.evaluation.folder import Folder
 from choreograph.evaluation.judge import verdicts
-from choreograph.evaluation.runs import Folder, run_conditions, seed_of, settings_of
+from choreograph.evaluation.runs import run_conditions, seed_of, settings_of
 from choreograph.evaluation.speed import speed_rows, timed
 from choreograph.evaluation.summary import summarize, table
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from scipy import stats
 
 from choreograph.evaluation.statistics import correlation, difference, matched_pairs, mean, ratio
@@ -18,7 +19,7 @@ def test_shares_get_clopper_pearson():
     assert (found.low, found.high) == pytest.approx((exact.low, exact.high))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(gained=st.integers(0, 30), lost=st.integers(0, 30), same=st.integers(0, 60))
 def test_matched_pairs_agree_with_the_exact_test(gained, lost, same):
     n = gained + lost + same
@@ -33,7 +34,7 @@ def test_matched_pairs_agree_with_the_exact_test(gained, lost, same):
         assert (found.low > 0 or found.high < 0) == (exact < 0.05), "the interval holds zero exactly when p says so"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=many(20), deadline=None)
 @given(gained=st.integers(0, 20), lost=st.integers(0, 20))
 def test_matched_pairs_are_symmetric(gained, lost):
     one, other = matched_pairs(gained, lost, 50), matched_pairs(lost, gained, 50)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph.errors import CacheFull
 from choreograph.kv.arena import Arena
@@ -21,7 +22,7 @@ def make(pages: int = 12, poison: bool = True) -> Arena:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=many(80), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["take", "free", "share"]), st.integers(0, 7)), max_size=40))
 def test_any_sequence_of_operations_keeps_every_page(steps):
     arena, held = make(), []

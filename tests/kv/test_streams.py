@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph.kv.transfers import StreamMover, ThreadMover, Transfer, TransferFailed, mover_for
 
@@ -81,7 +82,7 @@ class Wait:
 
 
 @given(seed=st.integers(0, 1000), count=st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=many(30), deadline=None)
 def test_copies_start_behind_what_was_computed_and_steps_read_what_has_arrived(seed, count):
     world = Streams(seed)
     mover = StreamMover(torch.device("cuda"), 0.01, cuda=world)

@@ -10,6 +10,7 @@ from families import CONFIGS, LONG, SHAPE, VOCABULARY, WIDE
 from graphs import Node, graphs, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -95,7 +96,7 @@ def test_everything_moved_by_one_distance_is_the_same_conversation(name):
 
 
 @pytest.mark.parametrize("name", MOVABLE)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=many(12), deadline=None)
 @given(nodes=graphs(), step=st.sampled_from([3, 1024]), backend=st.sampled_from(["auto", "sdpa"]))
 def test_random_graphs_equal_brute_force(name, nodes, step, backend):
     engine = make_engine(name, backend, step)
@@ -113,7 +114,7 @@ def test_random_graphs_equal_brute_force(name, nodes, step, backend):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=many(6), deadline=None)
 @given(nodes=graphs(), step=st.sampled_from([3, 1024]))
 def test_prefix_mode_says_what_naive_mode_says(name, nodes, step):
     """Both compute whole prompts, one of them what it has not seen before only."""

@@ -7,6 +7,7 @@ import torch
 from graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from choreograph import SamplingParams
@@ -20,7 +21,7 @@ def values(message):
     return [one.logprob for one in message.logprobs]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=many(25), deadline=None)
 @given(graphs(most=6), st.data())
 def test_in_any_company_models_compute_what_they_compute_alone(nodes, data):
     """Every node by a model of its own, sharing in a way of its own: all at once, in small steps, or one by one."""

@@ -9,6 +9,7 @@ from families import CONFIGS
 from graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -97,7 +98,7 @@ def test_several_adapters_share_a_step(engine, merged):
 
 
 @given(nodes=graphs(5), seeds=st.lists(st.sampled_from(MODELS), min_size=5, max_size=5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=many(40), deadline=None)
 def test_every_call_sees_what_its_own_model_would_have_made(engine, merged, nodes, seeds):
     """Whatever model encoded the parents: a call on a model is what it is where that model does everything."""
     models = seeds[: len(nodes)]

@@ -7,6 +7,7 @@ from families import CONFIGS
 from graphs import graphs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from many import many
 from rehearsed import HEARD, perform
 from transformers import AutoModelForCausalLM
 
@@ -33,7 +34,7 @@ def engine():
 
 
 @given(nodes=graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 def test_one_pass_is_the_engine_step_by_step(engine, nodes):
     with engine.session() as session:
         steps = perform(session, nodes)
@@ -42,7 +43,7 @@ def test_one_pass_is_the_engine_step_by_step(engine, nodes):
 
 
 @given(nodes=graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 def test_the_decodes_behind_their_prompts_are_prefix_mode(engine, nodes):
     with engine.session(mode="prefix") as session:
         steps = perform(session, nodes)
@@ -53,7 +54,7 @@ def test_the_decodes_behind_their_prompts_are_prefix_mode(engine, nodes):
 
 
 @given(first=graphs(3), second=graphs(3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=many(20), deadline=None)
 def test_traces_in_one_sequence_do_not_see_each_other(engine, first, second):
     with engine.session() as session:
         a, b = (calls_of(perform(session, nodes)) for nodes in (first, second))
@@ -127,7 +128,7 @@ def test_gradients_of_a_chain_are_those_of_plain_training():
 
 @given(seed=st.integers(0, 1000))
 @example(seed=561)  # a steep third derivative: the step has to be small
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=many(8), deadline=None)
 def test_gradients_reach_what_was_seen_elsewhere(seed):
     """Finite differences of the engine's own log-probabilities, along a random direction of all weights."""
     model = tiny.build(seed=seed)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph.ops import native, reference
 from choreograph.ops.attend import Step, make_backend
@@ -76,7 +77,7 @@ SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (4, 2, 80), (2, 1, 256), (6, 2, 12
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "groups", "width"), SHAPES)
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=many(12), deadline=None)
 @given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2, None]), asked=specials)
 def test_backends_equal_the_reference(backend, heads, groups, width, dtype, calls, interleaved, part, asked):
     rotary = part and Rotary(tuple(1e4 ** -(np.arange(0, width // part, 2) / width)), interleaved)
@@ -107,7 +108,7 @@ def test_the_kernel_is_the_same_for_registers_of_both_sizes(register, dtype, tmp
 
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 @pytest.mark.parametrize("window", [1, 16, 100, 512])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=many(30), deadline=None)
 @given(at=st.lists(st.integers(0, 1300), min_size=2, max_size=9), lo=st.integers(0, 40), length=st.integers(1, 590))
 def test_decodes_at_any_places_share_a_run_through_a_window(backend, window, at, lo, length):
     """Rows of several calls that read one run alike are one reader, however far apart they stand."""
@@ -164,7 +165,7 @@ def test_padding_rows_give_zeros_and_write_the_bin(backend):
     assert step.padded(2) is step
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=many(50), deadline=None)
 @given(home=st.integers(0, 8000), shift=st.integers(-8000, 8000), interleaved=st.booleans())
 def test_a_shift_equals_fresh_rotation(home, shift, interleaved):
     """Rotating by home and then by the shift is rotating by home + shift, thousands of positions away."""

@@ -6,6 +6,7 @@ import tiny
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from many import many
 from test_attend import build, plans, special, specials, tensors
 
 from choreograph import SamplingParams
@@ -30,7 +31,7 @@ def backend(name: str, width: int, dtype: torch.dtype) -> Backend:
 
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), CASES)
-@settings(max_examples=5, deadline=None, phases=[Phase.generate])
+@settings(max_examples=many(5), deadline=None, phases=[Phase.generate])
 @given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2, None]), asked=specials)
 def test_they_equal_the_reference(name, dtype, shape, calls, interleaved, part, asked):
     (heads, groups, width), kept = shape, getattr(torch, dtype)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from random_schemas import prompts, schemas
 
 from choreograph.errors import PMLError, PMLSyntaxError, PromptError, SchemaError
@@ -121,7 +122,7 @@ def test_names_may_look_like_files():
     assert read_prompt('<prompt schema="code"><unit.py/><größe-2/></prompt>').children[0] == Import("unit.py")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 @given(data=st.data())
 def test_writing_and_reading_is_a_round_trip(data):
     s = data.draw(schemas(scaffolds=True))
@@ -131,7 +132,7 @@ def test_writing_and_reading_is_a_round_trip(data):
     assert read_prompt(write(prompt)) == prompt
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=many(200), deadline=None)
 @given(st.text(st.sampled_from("<>/&\"'=!?[]-ab \n;#x"), max_size=60))
 def test_any_text_is_read_or_refused(text):
     """Never another exception, and what is read is stable."""
@@ -143,7 +144,7 @@ def test_any_text_is_read_or_refused(text):
         assert read(write(value)) == value
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=many(100), deadline=None)
 @given(st.text(max_size=40))
 def test_any_text_survives_as_a_value(text):
     text = text.replace("\r", "").encode("utf-8", "ignore").decode()

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from pictures import blocks
 from random_schemas import prompts, schemas
 
@@ -19,7 +20,7 @@ def tokens(characters):
     return ChatTokens(ChatFormat(characters), characters)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 @given(data=st.data())
 def test_positions_are_those_of_the_picture(data, characters, tokens):
     s = data.draw(schemas(scaffolds=True))

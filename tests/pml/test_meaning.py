@@ -8,6 +8,7 @@ from brute import Graph, behind_rows
 from families import CONFIGS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from many import many
 from pictures import logprobs, rows
 from random_schemas import prompts, schemas
 from transformers import AutoModelForCausalLM
@@ -17,7 +18,7 @@ from choreograph.errors import CacheFull
 from choreograph.pml import Prompt, PromptCache, module, parameter, read_prompt, read_schema, scaffold, schema, user
 
 FORCED = [40, 41, 42]
-QUIET = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(max_examples=many(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def measured(cache: PromptCache, prompt: Prompt, *, mode: str = "choreographed", forced=FORCED) -> torch.Tensor:

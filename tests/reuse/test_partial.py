@@ -6,6 +6,7 @@ import torch
 from graphs import graphs, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 from oracle import Oracle, OracleMessage
 from relatives import LAYERS
 
@@ -36,7 +37,7 @@ def talk(session, nodes, model):
     return messages
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=many(25), deadline=None)
 @given(graphs(most=5), patterns, st.sampled_from([3, 1024]), st.data())
 def test_it_equals_the_oracle(nodes, pattern, step, data):
     parents = data.draw(st.lists(st.sampled_from(range(len(nodes))), unique=True, min_size=1))
@@ -71,7 +72,7 @@ def test_it_equals_the_oracle(nodes, pattern, step, data):
     assert found == pytest.approx([wanted[1 + i, t] for i, t in enumerate([1, 2, 3])], abs=1e-4)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=many(20), deadline=None)
 @given(graphs(most=4), patterns)
 def test_from_itself_every_pattern_gives_what_it_computes_itself(nodes, pattern):
     engine = relatives.engine()
@@ -226,7 +227,7 @@ def test_a_choice_is_made_for_every_message_and_told():
     engine.check()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=many(20), deadline=None)
 @given(st.integers(1, LAYERS - 1), st.integers(1, LAYERS))
 def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(first, end):
     """A stretch that ends earlier computes the same: what the profile relies on."""

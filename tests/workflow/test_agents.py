@@ -6,6 +6,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from many import many
 
 from choreograph import SamplingParams
 from choreograph.errors import ConfigError, GraphError
@@ -70,7 +71,7 @@ def test_agents_whose_calls_are_submitted_together_run_in_their_order():
     marked=st.booleans(),
     aware=st.booleans(),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=many(15), deadline=None)
 def test_hints_never_change_results(eviction, host, prefetch, graph, marked, aware):
     expected, _ = rounds(tiny.engine())
     engine = tiny.engine(tokens=100, eviction=eviction, host=host, aware=aware)

@@ -1,0 +1,93 @@
+"""The folder of a run, or of a training: what it holds, and that one process at a time works in it.
+
+`settings.json` says what was run, `<condition>.jsonl` holds one record an example, a line of JSON each. A folder with
+other settings is refused. Files are whole, or end in a line that was cut off, whenever the process ended.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ..errors import ConfigError, DataError
+
+Record = dict[str, Any]
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Makes a folder and holds it against other processes. Raises ConfigError where one is at work in it."""
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ConfigError(f"{path}: another process is at work in this folder: use another one, or wait") from None
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """What a folder holds. Raises DataError for a file that is no JSON object."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:  # not UTF-8, or no JSON
+        raise DataError(f"{file}: damaged ({problem}): remove the folder and start again") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file}: {type(found).__name__} where an object belongs: remove the folder and start again")
+    return found
+
+
+def write_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    """All of it or nothing, whenever the process ends."""
+    draft = file.with_name(f"{file.name}.part")
+    draft.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    draft.replace(file)
+
+
+def read_lines(file: Path) -> tuple[list[str], bool]:
+    """The whole lines of a file that grows at its end, and whether what followed them was cut off, mid-character or
+    not. Other line ends than "\\n" are part of the texts."""
+    whole, _, cut = file.read_bytes().rpartition(b"\n")
+    try:
+        return (whole.decode().split("\n") if whole else []), bool(cut)
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{file}: damaged ({problem}): remove what is no UTF-8") from None
+
+
+class Folder:
+    """The files of one run."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        wanted, file = json.loads(json.dumps(settings)), path / "settings.json"
+        if file.exists():
+            had = read_settings(file)
+            differ = sorted(k for k in had.keys() | wanted.keys() if had.get(k) != wanted.get(k))
+            if differ:
+                was = {k: had.get(k) for k in differ}
+                raise ConfigError(f"{path} holds a run with other settings {was}: use another folder, or remove it")
+        else:
+            write_settings(file, wanted)
+
+    def file(self, condition: str) -> Path:
+        return self.path / f"{condition.replace(' ', '-')}.jsonl"
+
+    def records(self, condition: str) -> list[Record]:
+        """What is done already. A last line that was cut off is removed; any other damage is an error."""
+        file = self.file(condition)
+        if not file.exists():
+            return []
+        lines, cut = read_lines(file)
+        if cut:
+            file.write_bytes("".join(f"{line}\n" for line in lines).encode())
+        try:
+            return [json.loads(line) for line in lines]
+        except json.JSONDecodeError as problem:
+            raise DataError(f"{file}: a damaged record ({problem}); remove the line") from None
+
+    def add(self, condition: str, record: Record) -> None:
+        with self.file(condition).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
