@@ -195,8 +195,8 @@ def test_a_decode_with_a_sampling_of_its_own_is_heard_as_the_others_are(talker, 
 
     (trace,) = collect(talker, "own", run, [Example("t", "text", "Count.")], tmp_path, sampling=SHORT, top=3)
     said = trace.calls[trace.answer]
-    assert len(said.generated) == len(said.logprobs) == len(said.top) == 4 or said.generated[-1] == 2
-    assert len(said.generated) == len(said.logprobs) and all(len(top) >= 3 for top in said.top)
+    assert 1 <= len(said.generated) == len(said.logprobs) == len(said.top) <= 4
+    assert all(len(top) >= 3 for top in said.top)
 
 
 def test_one_process_at_a_time_works_in_a_folder(talker, traces, tmp_path):
