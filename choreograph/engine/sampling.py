@@ -210,6 +210,6 @@ def _mass(
 
 def _logprob(row: Float[Tensor, " V"], token: int, count: int) -> TokenLogprob:
     scores = row.log_softmax(-1)
-    likeliest = scores.topk(min(count, len(scores)))
-    top = dict(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
-    return TokenLogprob(token, float(scores[token]), top)
+    values, ids = scores.topk(min(count, len(scores)))
+    own, *found = torch.cat([scores[token : token + 1], values, ids.double()]).tolist()  # one copy from a device
+    return TokenLogprob(token, own, dict(zip(map(int, found[len(ids) :]), found, strict=False)))

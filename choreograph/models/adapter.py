@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from ..config import budget
 from ..errors import ConfigError, ModelError
@@ -61,8 +61,7 @@ def _attention(
     return step.attend(module.layer_idx, query, key, value, scale, s_aux), None
 
 
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+AttentionInterface.register(ATTENTION, _attention)  # and no masks: looking for packed texts waits for a GPU
 
 
 class Adapter:

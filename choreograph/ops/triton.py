@@ -174,9 +174,9 @@ def _work(plan: Plan, kind: Kind, tile: int, groups: int, device: torch.device) 
     key = f"triton {id(kind)} {tile} {groups} {device}"
     if key not in plan.memo:
         made = arrays(plan, kind, tile, groups)
-        cos, sin = (torch.from_numpy(table).to(device) for table in plan.turns(kind.rotary))
-        items, pieces, reads, rows, order, starts = _sent(list(made), device)
-        slopes = slopes_of(kind, device)
+        items, pieces, reads, rows, order, starts = _sent(list(made), np.int32, device)
+        steep = np.array(kind.slopes or (0.0,))
+        cos, sin, slopes = _sent([*plan.turns(kind.rotary), steep], np.float32, device)
         plan.memo[key] = Work(items, pieces, reads, rows, order, starts, cos, sin, slopes, tile, made.direct)
     return cast(Work, plan.memo[key])
 
@@ -279,11 +279,11 @@ def _stripes(pieces: list[tuple[int, int, int, int]], longest: int) -> Iterator[
         yield stripe
 
 
-def _sent(parts: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Arrays of integers on the device, after one copy."""
+def _sent(parts: list[np.ndarray], dtype: type, device: torch.device) -> list[Tensor]:
+    """Arrays of numbers on the device, after one copy, which nobody waits for."""
     sizes = [-(-part.size // 4) * 4 for part in parts]  # multiples of 16 bytes: else Triton compiles for every step
     *places, end = np.cumsum([0, *sizes])
-    every = np.zeros(end, dtype=np.int32)
+    every = np.zeros(end, dtype=dtype)
     for at, part in zip(places, parts, strict=True):
         every[at : at + part.size] = part.ravel()
     flat = torch.from_numpy(every)
