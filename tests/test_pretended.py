@@ -9,9 +9,13 @@ from peft import LoraConfig, get_peft_model
 from played import run
 from pretended import Graph, OnGpu, pretended, recorded
 
+from benchmarks.gpu.__main__ import run as table_of
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.lines import PARTS as LINES
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.distill import TrainConfig, train
 from choreograph.models.graphed import GraphedForward
+from choreograph.models.load import EMBEDDED
 from choreograph.ops import triton
 
 SHORT = SamplingParams(max_tokens=5)
@@ -177,3 +181,23 @@ def test_training_is_what_it_is_on_the_cpu(gpu, tmp_path):
 
     there, here = learned("cuda"), learned("cpu")
     assert there == pytest.approx(here, abs=1e-3) and there[1] < there[0]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_gpu_path_runs_to_its_end(gpu, monkeypatch, capsys):
+    """Recorded steps and all; but for FlexAttention, which is compiled for the device."""
+
+    def recording(self, config, most_rows: int = 1 << 30):
+        made = new_engine(self, config, most_rows)
+        rows = tuple(n for n in self.shape.rows if n <= most_rows)
+        if rows:
+            made.runner.adapter.compiled = GraphedForward(made.runner.adapter, rows, through_compiler=False)
+        return made
+
+    new_engine = Bench.new_engine
+    monkeypatch.setattr(Bench, "new_engine", recording)
+    parts = [part for part in LINES if part != "flex"]
+    table_of(parts, 60.0, EMBEDDED, trial=True)
+    told = capsys.readouterr().out
+    assert all(line.measure in told for part in parts for line in LINES[part])
+    assert "failed" not in told and "left out" not in told
