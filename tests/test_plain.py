@@ -45,7 +45,7 @@ def test_one_message_and_a_chain_give_the_logits_of_hugging_face(plain):
     plain.check()
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", [PROMPTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in PROMPTS[1:])])
 def test_greedy_decode_gives_the_tokens_of_generate(plain, prompt):
     """64 tokens, the second one included: it is the first that a gap behind the header would change."""
     model, tokenizer = plain.runner.adapter.model, plain.tokenizer
