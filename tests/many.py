@@ -3,5 +3,5 @@
 import os
 
 
-def many(examples: int) -> int:
-    return examples if os.environ.get("CHOREOGRAPH_THOROUGH") else max(5, examples * 5 // 8)
+def many(examples: int, least: int = 5) -> int:
+    return examples if os.environ.get("CHOREOGRAPH_THOROUGH") else max(least, examples * 5 // 8)

@@ -33,7 +33,7 @@ def backend(name: str, width: int, dtype: torch.dtype) -> Backend:
 
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), CASES)
-@settings(max_examples=many(5), deadline=None, phases=[Phase.generate])
+@settings(max_examples=many(5, least=3), deadline=None, phases=[Phase.generate])
 @given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2, None]), asked=specials)
 def test_they_equal_the_reference(name, dtype, shape, calls, interleaved, part, asked):
     (heads, groups, width), kept = shape, getattr(torch, dtype)
