@@ -129,9 +129,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check(func, args, given)
     if func in (aten._to_copy.default, aten.copy_.default):
         _send(func, args, kwargs, on_gpu)
-    kwargs = {name: x for name, x in kwargs.items() if name != "pin_memory"} | (
-        {"device": HOST} if on_gpu and device else {}
-    )
+    kwargs = kwargs | ({"device": HOST} if on_gpu and device else {})
+    pinned = kwargs.pop("pin_memory", None)
     if there and func is aten._fused_sdp_choice.default:
         return 0  # the only kernel that both devices have
     if there and func is aten.histc.default:
@@ -145,7 +144,10 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         PINNED[made.untyped_storage()] = True
         return made
     if not on_gpu:
-        return work()
+        out = work()
+        if pinned:
+            PINNED[out.untyped_storage()] = True
+        return out
     if func._schema.is_mutable:
         if HERE.recording is not None:
             HERE.recording.append(work)

@@ -64,10 +64,10 @@ def test_it_keeps_the_two_devices_apart(gpu):
     assert twice.tolist() == [2, 4, 6, 8]
 
 
-def engine(device: str, *, model=None, backend: str = "triton", tokens: int = 512, **options) -> Engine:
+def engine(device: str, *, backend: str = "triton", tokens: int = 512, **options) -> Engine:
     cache = CacheConfig(tokens=tokens, page_size=4, poison=True, **options)
     config = EngineConfig(backend=backend if device == "cuda" else "auto", cache=cache)
-    return Engine.from_pretrained(model or tiny.build(), device=device, config=config)
+    return Engine.from_pretrained(tiny.build(), device=device, config=config)
 
 
 def branches(engine: Engine, mode: str = "choreographed") -> list[list[int]]:

@@ -55,7 +55,7 @@ class Board:
             at += size
         cos, sin = self._turns.there.view(2, SHIFTS * room, half)
         self._tables = self._turns.host.reshape(2, SHIFTS * room, half)
-        slopes = triton.slopes_of(kind, device)
+        slopes = torch.from_numpy(triton.slopes_of(kind)).to(device)
         items, pieces, reads, rows_, order, starts = views
         self.work = triton.Work(items, pieces, reads, rows_, order, starts, cos, sin, slopes, tile, direct=False)
 

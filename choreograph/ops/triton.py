@@ -175,14 +175,13 @@ def _work(plan: Plan, kind: Kind, tile: int, groups: int, device: torch.device) 
     if key not in plan.memo:
         made = arrays(plan, kind, tile, groups)
         items, pieces, reads, rows, order, starts = _sent(list(made), np.int32, device)
-        steep = np.array(kind.slopes or (0.0,))
-        cos, sin, slopes = _sent([*plan.turns(kind.rotary), steep], np.float32, device)
+        cos, sin, slopes = _sent([*plan.turns(kind.rotary), slopes_of(kind)], np.float32, device)
         plan.memo[key] = Work(items, pieces, reads, rows, order, starts, cos, sin, slopes, tile, made.direct)
     return cast(Work, plan.memo[key])
 
 
-def slopes_of(kind: Kind, device: torch.device) -> Tensor:
-    return torch.tensor(kind.slopes or (0.0,), dtype=torch.float32, device=device)
+def slopes_of(kind: Kind) -> np.ndarray:
+    return np.array(kind.slopes or (0.0,), dtype=np.float32)
 
 
 def arrays(plan: Plan, kind: Kind, tile: int, groups: int) -> Arrays:
