@@ -7,16 +7,16 @@ HEARD = SamplingParams(logprobs=0)
 
 
 def perform(session, nodes, readers=()):
-    """The calls of a graph in stages s0, s1, ...; the adapter FT decodes some of them, from encodings as they are."""
+    """The calls of a graph in stages s0, s1, ...; the adapter FT makes some of them, from encodings as they are."""
     messages = []
     for number, node in enumerate(nodes):
         parents = [messages[i] for i in node.parents]
         place = {"offsets": node.offsets, "new_offset": node.start}
+        if f"s{number}" in readers:
+            place |= {"model": "FT", "share": "reuse"}
         if node.generated is None:
             messages.append(session.prefill(node.tokens, parents, **place))
             continue
-        if f"s{number}" in readers:
-            place |= {"model": "FT", "share": "reuse"}
         forced = {"forced_tokens": node.generated, "footer": node.footer, "sampling": HEARD}
         messages.append(session.decode(node.tokens, parents, **place, **forced))
     return [Step(f"s{i}", m) for i, m in enumerate(messages)]

@@ -30,8 +30,8 @@ class Step(NamedTuple):
 class Condition:
     """One way to run a workflow. The content of the stages in `copies` is taken from the run of the first condition.
     model: what computes it, "base" or an adapter of the engine. readers: the stages whose decodes alone that adapter
-    computes, reading what the base encoded (nothing can be read in the other modes, which encode whole prompts); all
-    that there is if none is named."""
+    computes, with the prefills that see them, reading what the base encoded (nothing can be read in the other modes,
+    which encode whole prompts); all that there is if none is named."""
 
     mode: Mode
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,8 @@ DEFAULT_CONDITIONS = BASELINE | {"choreographed": Condition("choreographed")}
 
 class Performance:
     """forced: per stage, the generated tokens of an earlier run in order. on_step hears of every new call. model: what
-    decodes the stages in `readers`, from encodings as they are; the session's model does everything else."""
+    decodes the stages in `readers`, from encodings as they are, and prefills what sees them; the session's model does
+    everything else."""
 
     def __init__(
         self,
@@ -85,7 +86,9 @@ class Performance:
         self._forced: Content = {} if forced is None else forced
         self._count: defaultdict[str, int] = defaultdict(int)
         self._on_step = on_step
-        self._reading: dict[str, dict[str, Any]] = {stage: {"model": model, "share": "reuse"} for stage in readers}
+        self._readers = frozenset(readers)
+        self._reading: dict[str, Any] = {"model": model, "share": "reuse"}
+        self._read: set[int] = set()  # the messages that the readers' model made
 
     # -- turns, as a session makes them ---------------------------------------------------------------------
 
@@ -102,7 +105,10 @@ class Performance:
 
     def prefill(self, stage: str, tokens: Text, parents: Iterable[Message] = (), **place: Any) -> Message:
         """`Session.prefill` under the name of a stage."""
-        return self._note(stage, self.session.prefill(tokens, parents, **place))
+        parents = list(parents)
+        reads = any(parent.id in self._read for parent in parents)
+        message = self.session.prefill(tokens, parents, **(self._reading if reads else {}) | place)
+        return self._note(stage, message, reads)
 
     def decode(
         self,
@@ -129,9 +135,10 @@ class Performance:
             sampling = replace(sampling, stop=(*sampling.stop, *stop))
         forced = self._next(stage)
         self._count[stage] += 1
-        place = self._reading.get(stage, {}) | place
+        reads = stage in self._readers
+        place = (self._reading if reads else {}) | place
         message = self.session.decode(header, parents, sampling=sampling, forced_tokens=forced, **place)
-        return self._note(stage, message)
+        return self._note(stage, message, reads)
 
     def _next(self, stage: str) -> list[int] | None:
         """What the next message of a stage repeats, if it does."""
@@ -160,7 +167,9 @@ class Performance:
                 content[stage].append(message.generated)
         return dict(content)
 
-    def _note(self, stage: str, message: Message) -> Message:
+    def _note(self, stage: str, message: Message, reads: bool) -> Message:
+        if reads:
+            self._read.add(message.id)
         step = Step(stage, message)
         self.steps.append(step)
         if self._on_step is not None:

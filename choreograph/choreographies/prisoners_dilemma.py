@@ -34,14 +34,24 @@ CONDITIONS = BASELINE | {
 }
 
 
-def run(p: Performance, task: str = "Alice", *, strategy: str = "none", leak: str = "both", rounds: int = 2) -> Message:
-    """task: who speaks first. Bob's decision, not read yet; findings hold both decisions and Bob's prediction."""
+def run(
+    p: Performance,
+    task: str = "Alice",
+    *,
+    strategy: str = "none",
+    orders: str = "",
+    leak: str = "both",
+    rounds: int = 2,
+) -> Message:
+    """task: who speaks first. orders: what else stands in Alice's instructions. Bob's decision, not read yet; findings
+    hold both decisions and Bob's prediction."""
     first = task.strip().capitalize()
     for name, value, known in (("task", first, NAMES), ("strategy", strategy, STRATEGIES), ("leak", leak, LEAKS)):
         if value not in known:
             raise ConfigError(f"{name}={value!r}: use one of {list(known)}")
     order = NAMES if first == "Alice" else NAMES[::-1]
-    private = {me: prepare(p, me, other, strategy if me == "Alice" else "none") for me, other in _pairs()}
+    told = {"Alice": STRATEGIES[strategy] + (f"\n{orders}" if orders else ""), "Bob": ""}
+    private = {me: prepare(p, me, other, told[me]) for me, other in _pairs()}
     heard: dict[str, list[Message]] = {name: [] for name in NAMES}
     for _ in range(rounds):
         for me in order:
@@ -66,10 +76,10 @@ def _questions() -> tuple[tuple[str, str], ...]:
     return ("Alice", "decides"), ("Bob", "decides"), ("Bob", "predicts")
 
 
-def prepare(p: Performance, me: str, other: str, strategy: str) -> list[Message]:
-    """What one player alone sees: instructions, a plan, and the call to talk."""
+def prepare(p: Performance, me: str, other: str, told: str) -> list[Message]:
+    """What one player alone sees: instructions with what else it is told, a plan, and the call to talk."""
     names = {"me": me, "other": other}
-    system = p.prefill(f"{me} system", p.system(RULES.format(**names) + STRATEGIES[strategy]))
+    system = p.prefill(f"{me} system", p.system(RULES.format(**names) + told))
     think = p.prefill("plan prompt", p.user(PLAN.format(**names)), [system])
     plan = p.decode(f"{me} plans", p.assistant("My plan:"), [system, think], most=80)
     talk = p.prefill("talk prompt", p.user(TALK.format(**names)), [system, think, plan])

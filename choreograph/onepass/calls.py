@@ -131,11 +131,15 @@ def _runs(homes: Sequence[tuple[int, int]]) -> tuple[Seen, ...]:
 
 
 def for_readers(calls: Sequence[TracedCall], readers: Collection[str]) -> list[TracedCall]:
-    """What the base model encodes, as text that is given, and behind it the decodes of the readers' stages.
+    """What the base model encodes, as text that is given, and behind it the decodes of the readers' stages, with the
+    prefills that see what these said.
 
-    Raises DataError where the base would see what a reader said: it would have to encode that once more.
+    Raises DataError where the base would decode behind what a reader said: it would have to encode that once more.
     """
-    reads = [call.generated is not None and call.stage in readers for call in calls]
+    reads: list[bool] = []
+    for call in calls:
+        behind = any(reads[seen.call] for seen in call.parents)
+        reads.append(behind if call.generated is None else call.stage in readers)
     order = sorted(range(len(calls)), key=lambda number: reads[number])
     numbers = {number: place for place, number in enumerate(order)}
     found = []
@@ -144,8 +148,7 @@ def for_readers(calls: Sequence[TracedCall], readers: Collection[str]) -> list[T
         for seen in () if reads[number] else call.parents:
             if reads[seen.call]:
                 said = calls[seen.call].stage
-                mend = f"do not name {said!r}" if call.generated is None else f"name {call.stage!r} too"
-                raise DataError(f"readers: stage {call.stage!r} sees what {said!r} says: {mend}")
+                raise DataError(f"readers: stage {call.stage!r} sees what {said!r} says: name {call.stage!r} too")
         parents = tuple(seen._replace(call=numbers[seen.call]) for seen in call.parents)
         kept = replace(call, parents=parents)
         found.append(kept if reads[number] else TracedCall(call.stage, call.tokens, call.start, parents))

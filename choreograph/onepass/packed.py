@@ -89,8 +89,9 @@ def pack(*traces: Sequence[TracedCall]) -> Pack:
 
 
 def pack_reading(calls: Sequence[TracedCall]) -> Pack:
-    """The decodes of a trace that `for_readers` has put in order, behind what the base model encodes."""
-    given = sum(call.generated is None for call in calls)
+    """What a trace's readers compute, behind what the base model encodes, in the order of `for_readers`: the first that
+    is decoded is theirs, and all behind it."""
+    given = next((number for number, call in enumerate(calls) if call.generated is not None), len(calls))
     past, whole = pack(calls[:given]), pack(calls)
     lo = len(past.tokens)
     rows = [row - lo for row in whole.rows]

@@ -144,6 +144,13 @@ def test_what_leaks_from_alice_to_bob(first, leak, play):
     assert set(p.findings) == {"Alice decides", "Bob decides", "Bob predicts"}
 
 
+def test_orders_are_for_alice_alone(play):
+    p = play("prisoners_dilemma", strategy="defect", orders="Say nothing of the prize.")
+    told = {name: steps(p, f"{name} system")[0].text for name in ("Alice", "Bob")}
+    assert "always defect.\nSay nothing of the prize." in told["Alice"]
+    assert "prize" not in told["Bob"] and "defect." not in told["Bob"].partition("as you can get.")[2]
+
+
 def test_plans_are_copied_and_the_talk_is_free(play):
     sampling = SamplingParams(temperature=0.9, max_tokens=6)
     before = play("prisoners_dilemma", "prefix", sampling=sampling)

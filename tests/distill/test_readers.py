@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
 from choreograph.choreographies import conditions_of, find
-from choreograph.choreographies.performance import Condition
+from choreograph.choreographies.performance import Condition, Performance
 from choreograph.cli import app
 from choreograph.distill import Lesson, TrainConfig, collect, lessons_of, train, train_on
 from choreograph.distill.lessons import baseline_lessons
@@ -49,10 +49,18 @@ def engine(tmp_path_factory):
 
 
 def closed(nodes, wanted):
-    """Of these decodes, those that the base model does not see."""
-    while seen := {i for n, node in enumerate(nodes) if n not in wanted for i in node.parents} & wanted:
-        wanted = wanted - seen
-    return {f"s{n}" for n in wanted}
+    """Of these decodes, those that only such see, be it through a prefill; and the prefills that see them."""
+    while True:
+        read = set()
+        for n, node in enumerate(nodes):
+            if n in wanted or (node.generated is None and read & set(node.parents)):
+                read.add(n)
+        late = {i for n, node in enumerate(nodes) if n not in read for i in node.parents} & read
+        if not late:
+            return {f"s{n}" for n in read}
+        for n in sorted(range(len(nodes)), reverse=True):
+            late |= set(nodes[n].parents) if n in late else set()
+        wanted = wanted - late
 
 
 @given(nodes=graphs(), draw=st.data())
@@ -64,7 +72,8 @@ def test_one_pass_of_readers_is_the_engine_step_by_step(engine, nodes, draw):
         calls = calls_of(perform(session, nodes))
     with engine.session() as session:
         steps = perform(session, nodes, readers)
-        heard = [one.logprob for step in steps if step.stage in readers for one in step.message.logprobs]
+        said = [s.message for s in steps if s.stage in readers and s.message.kind == "decode"]
+        heard = [one.logprob for message in said for one in message.logprobs]
     packed = pack_reading(for_readers(calls, readers))
     packed.check()
     said = log_likelihood(read_logits(engine.runner.adapter, packed, "FT"), packed.targets).tolist()
@@ -168,8 +177,44 @@ def test_the_base_sees_no_reader():
     with pytest.raises(DataError, match="'late' sees what 'answer' says: name 'late' too"):
         for_readers([*text(0), late], ["answer"])
     assert [call.stage for call in for_readers([*text(0), late], ["answer", "late"])][-2:] == ["answer", "late"]
-    with pytest.raises(DataError, match="do not name 'answer'"):
-        for_readers([*text(0), replace(late, generated=None)], ["answer"])
+    prefilled = for_readers([*text(0), replace(late, generated=None)], ["answer"])
+    assert [call.stage for call in prefilled][-2:] == ["answer", "late"], "what sees a reader is read too"
+    assert pack_reading(prefilled).behind == sum(len(call.tokens) for call in prefilled[:-2])
+
+
+def test_what_sees_a_reader_is_prefilled_by_it(tmp_path):
+    """A question behind an answer, and an answer to it: served as one pass computes it, and as the base where nobody
+    reads."""
+    file = tmp_path / "asked.py"
+    file.write_text(
+        "def run(p, task):\n"
+        "    text = p.prefill('text', [1, 2, 3])\n"
+        "    said = p.decode('answer', [4], [text])\n"
+        "    more = p.prefill('more', [5, 6], [text, said])\n"
+        "    part = p.prefill('part', [7], (m.part(0, 1) for m in [more]))\n"
+        "    other = p.prefill('other', [8], [text])\n"
+        "    return p.decode('again', [9], [text, said, more, part, other])\n"
+    )
+    torch.manual_seed(2)
+    asked = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(tiny.build(), asked).save_pretrained(str(tmp_path / "FT"))
+    engine = Engine.from_pretrained(tiny.build(), adapters={"FT": tmp_path / "FT"})
+    run, readers, content = find(str(file)), ("answer", "again"), {"answer": [[10, 11]], "again": [[12, 13]]}
+    heard = {}
+    for name, reading in (("base", {}), ("FT", {"model": "FT", "readers": readers})):
+        with engine.session() as session:
+            p = Performance(session, sampling=HEARD, forced=content, **reading)
+            run(p, "").result()
+            calls = calls_of(p.steps) if name == "base" else []
+            made = {step.stage: step.message.model for step in p.steps}
+            heard[name] = [o.logprob for s in p.steps for o in (s.message.logprobs or ())], made, calls
+    assert set(heard["base"][1].values()) == {"base"}
+    assert {stage for stage, model in heard["FT"][1].items() if model == "base"} == {"text", "other"}
+    packed = pack_reading(for_readers(heard["base"][2], readers))
+    assert packed.behind == 3 + 1, "the text, and what sees nothing else"
+    said = log_likelihood(read_logits(engine.runner.adapter, packed, "FT"), packed.targets).tolist()
+    assert said == pytest.approx(heard["FT"][0], abs=1e-4)
+    assert said != pytest.approx(heard["base"][0], abs=1e-2)
 
 
 def test_readers_are_named_where_something_can_be_read():
