@@ -198,7 +198,7 @@ PLANS = {
         "leak both",
         ordered,
         96,
-        TrainConfig(**SOFTLY | {"rate": 5e-4, "bf16": False}, dropout=0.0, epochs=2, validations=2),
+        TrainConfig(**SOFTLY | {"rate": 5e-4, "bf16": False}, dropout=0.0, epochs=1, validations=4),
         {"strategy": "defect", "orders": ORDERS},
         exact=True,
         readers=("Alice says", "Bob says", "Alice decides", "Bob decides", "Bob predicts"),
