@@ -9,6 +9,8 @@ nucleus, which is checked with their exact share of the probability mass, and th
 decide otherwise. All rows of a step are worked out together, on the device that has the logits.
 """
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,25 +33,24 @@ def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[
     Computed where the logits are; from another device the chosen tokens come in one copy. Changes nothing that a second
     try would see; log-probabilities that were asked for wait in the generation.
     """
-    chosen: list[int | None] = [None] * len(generations)
     free = [i for i, g in enumerate(generations) if g.next_forced is None]
     plain = [i for i in free if _is_plain(generations[i])]
-    sound = _choose_plainly(logits, generations, plain, chosen)
-    settled = set(plain)
-    for i in (i for i in free if i not in settled and sound[i]):
-        g, row = generations[i], _processed(logits[i].float(), generations[i])
-        chosen[i] = int(row.argmax()) if g.sampling.greedy else _sample(row[None], [g])[0]
-    for i, g in enumerate(generations):
-        if not sound[i]:
-            continue
-        if g.next_forced is not None:
-            chosen[i] = g.next_forced
-        if g.sampling.logprobs is not None:
-            token = chosen[i]
-            assert token is not None
-            g.next_logprob = _logprob(logits[i].float(), token, g.sampling.logprobs)
-        if g.watch is not None:
-            g.next_row = logits[i].float().log_softmax(-1).cpu()
+    others = [i for i in free if not _is_plain(generations[i])]
+    parts = [_tokens(logits, generations, plain)]
+    rows = {i: logits[i] for i in plain} | {i: _processed(logits[i].float(), generations[i]) for i in others}
+    if others:
+        among = torch.stack([rows[i] for i in others])
+        parts.append(_tokens(among, [generations[i] for i in others], range(len(others))))
+    found: list[int] = torch.cat(parts).tolist()
+    picked = {i: found[i] for i in plain} | dict(zip(others, found[len(logits) :], strict=True))
+    chosen = [None if token == NO_NUMBER else g.next_forced for token, g in zip(found, generations, strict=False)]
+    for i, token in picked.items():
+        sure = _sample_slowly(rows[i].float(), generations[i]) if token == TOO_FEW else token
+        chosen[i] = None if sure == NO_NUMBER else sure
+    _note_logprobs(logits, generations, chosen)
+    for row, g, one in zip(logits, generations, chosen, strict=True):
+        if g.watch is not None and one is not None:
+            g.next_row = row.float().log_softmax(-1).cpu()
     return chosen
 
 
@@ -62,19 +63,23 @@ def _is_plain(g: Generation) -> bool:
 
 def _processed(row: Float[Tensor, " V"], g: Generation) -> Float[Tensor, " V"]:
     """The minimum length, bias and penalties, in vLLM's order."""
-    s, scores = g.sampling, row[None].clone()
+    s, scores, device = g.sampling, row[None].clone(), row.device
     if not g.stop_allowed and g.stop_tokens:
-        scores[:, sorted(g.stop_tokens)] = float("-inf")
-    if s.logit_bias:
-        ids, values = (torch.tensor(list(x), device=row.device) for x in zip(*s.logit_bias.items(), strict=True))
-        scores[:, ids] += values.to(scores.dtype)  # transformers' own processor refuses token 0 in some versions
+        scores.index_fill_(1, sent(sorted(g.stop_tokens), torch.long, device), float("-inf"))
+    if s.logit_bias:  # transformers' own processor refuses token 0 in some versions
+        scores.index_add_(1, *_by_token(s.logit_bias, device))
     if s.repetition_penalty != 1.0:
-        seen = torch.tensor([g.prompt + g.tokens], device=row.device)
+        seen = sent([g.prompt + g.tokens], torch.long, device)
         scores = hf.RepetitionPenaltyLogitsProcessor(float(s.repetition_penalty))(seen, scores)
     if g.tokens and (s.presence_penalty or s.frequency_penalty):
-        ids, counts = torch.tensor(g.tokens, device=row.device).unique(return_counts=True)
-        scores[:, ids] -= s.presence_penalty + s.frequency_penalty * counts
+        less = {token: -s.presence_penalty - s.frequency_penalty * n for token, n in Counter(g.tokens).items()}
+        scores.index_add_(1, *_by_token(less, device))
     return scores[0]
+
+
+def _by_token(more: Mapping[int, float | int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens, and what is added to the score of each."""
+    return sent(list(more), torch.long, device), sent([list(more.values())], torch.float32, device)
 
 
 def warpers(s: SamplingParams) -> hf.LogitsProcessorList:
@@ -89,30 +94,18 @@ def warpers(s: SamplingParams) -> hf.LogitsProcessorList:
     return steps
 
 
-def _choose_plainly(
-    logits: Float[Tensor, "B V"], generations: list[Generation], plain: list[int], chosen: list[int | None]
-) -> list[bool]:
-    """The tokens of the rows `plain`, which go into `chosen`; whether each row is of numbers."""
+def _tokens(logits: Float[Tensor, "B V"], generations: list[Generation], rows: Sequence[int]) -> Int[Tensor, " B"]:
+    """Of every row its likeliest token; the one that is drawn for those of `rows` that sample, which may be TOO_FEW;
+    NO_NUMBER where the model gave none. The host waits for nothing."""
     device = logits.device
-    sampled = [i for i in plain if not generations[i].sampling.greedy]
+    sampled = [i for i in rows if not generations[i].sampling.greedy]
     asked = _asked([generations[i] for i in sampled], device)  # first of all: it goes while logits are computed
-    rows = sent(sampled, torch.long, device) if len(sampled) < len(logits) else None
+    own = sent(sampled, torch.long, device) if len(sampled) < len(logits) else None
     largest, tokens = logits.max(-1)  # NaN where the row has one
     if sampled:
-        drawn = _drawn(logits if rows is None else logits[rows], [generations[i] for i in sampled], asked)
-        tokens = drawn if rows is None else tokens.index_copy(0, rows, drawn)
-    found = tokens.where(~largest.isnan(), NO_NUMBER).tolist()
-    for i in plain:
-        if found[i] == TOO_FEW:
-            found[i] = _sample_slowly(logits[i].float(), generations[i])
-        chosen[i] = None if found[i] == NO_NUMBER else found[i]
-    return [token != NO_NUMBER for token in found]
-
-
-def _sample(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int]:
-    found: list[int] = _drawn(logits, generations, _asked(generations, logits.device)).tolist()
-    rows = zip(found, logits, generations, strict=True)
-    return [_sample_slowly(row.float(), g) if token == TOO_FEW else token for token, row, g in rows]
+        drawn = _drawn(logits if own is None else logits[own], [generations[i] for i in sampled], asked)
+        tokens = drawn if own is None else tokens.index_copy(0, own, drawn)
+    return tokens.where(~largest.isnan(), NO_NUMBER)
 
 
 def _asked(generations: list[Generation], device: torch.device) -> Float[Tensor, "B 5"]:
@@ -208,8 +201,16 @@ def _mass(
     return found
 
 
-def _logprob(row: Float[Tensor, " V"], token: int, count: int) -> TokenLogprob:
-    scores = row.log_softmax(-1)
-    values, ids = scores.topk(min(count, len(scores)))
-    own, *found = torch.cat([scores[token : token + 1], values, ids.double()]).tolist()  # one copy from a device
-    return TokenLogprob(token, own, dict(zip(map(int, found[len(ids) :]), found, strict=False)))
+def _note_logprobs(logits: Float[Tensor, "B V"], generations: list[Generation], chosen: Sequence[int | None]) -> None:
+    """Log-probabilities of chosen tokens and of the likeliest, for those who asked; in one copy from a device."""
+    asked = []
+    for row, g, token in zip(logits, generations, chosen, strict=True):
+        if g.sampling.logprobs is not None and token is not None:
+            scores = row.float().log_softmax(-1)
+            values, ids = scores.topk(min(g.sampling.logprobs, len(scores)))
+            asked.append((g, token, torch.cat([scores[token : token + 1], values, ids.double()])))
+    numbers = torch.cat([part for *_, part in asked]).tolist() if asked else []
+    for g, token, part in asked:
+        (own, *rest), numbers = numbers[: len(part)], numbers[len(part) :]
+        half = len(rest) // 2
+        g.next_logprob = TokenLogprob(token, own, dict(zip(map(int, rest[half:]), rest[:half], strict=True)))
