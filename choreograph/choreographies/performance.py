@@ -92,14 +92,14 @@ class Performance:
 
     # -- turns, as a session makes them ---------------------------------------------------------------------
 
-    def system(self, text: str) -> Turn:
-        return Turn("system", text)
+    def system(self, text: str, *, opening: bool = True) -> Turn:
+        return Turn("system", text, opening)
 
-    def user(self, text: str) -> Turn:
-        return Turn("user", text)
+    def user(self, text: str, *, opening: bool = True) -> Turn:
+        return Turn("user", text, opening)
 
-    def assistant(self, text: str = "") -> Turn:
-        return Turn("assistant", text)
+    def assistant(self, text: str = "", *, opening: bool = True) -> Turn:
+        return Turn("assistant", text, opening)
 
     # -- calls --------------------------------------------------------------------------------------------
 

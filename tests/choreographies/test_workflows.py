@@ -144,6 +144,14 @@ def test_what_leaks_from_alice_to_bob(first, leak, play):
     assert set(p.findings) == {"Alice decides", "Bob decides", "Bob predicts"}
 
 
+def test_turns_are_those_of_a_session(talker):
+    with talker.session() as session:
+        p = Performance(session)
+        for mine, its in ((p.system, session.system), (p.user, session.user), (p.assistant, session.assistant)):
+            assert mine("Hello") == its("Hello")
+            assert mine("Hello", opening=False) == its("Hello", opening=False) != its("Hello")
+
+
 def test_orders_are_for_alice_alone(play):
     p = play("prisoners_dilemma", strategy="defect", orders="Say nothing of the prize.")
     told = {name: steps(p, f"{name} system")[0].text for name in ("Alice", "Bob")}
