@@ -8,7 +8,7 @@ Point = tuple[float, float]
 Bar = tuple[float, float, float]  # value, low, high
 
 
-def _figure(width: float = 5.0, height: float = 3.4, panels: int = 1) -> tuple[Any, Any]:
+def _figure(width: float = 5.0, height: float = 3.4, panels: int = 1, rows: int = 1) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -16,7 +16,8 @@ def _figure(width: float = 5.0, height: float = 3.4, panels: int = 1) -> tuple[A
     matplotlib.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=panels == 1)
+    one = rows == panels == 1
+    figure, axes = pyplot.subplots(rows, panels, figsize=(width, height), layout="constrained", squeeze=one)
     return figure, axes
 
 
@@ -99,14 +100,19 @@ def growth(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, n
 
 def learning_curves(series: Mapping[str, tuple[Sequence[Point], float]], path: Path) -> None:
     """Log-loss for validation over updates, a panel for each training; the dotted line is the baseline's own."""
-    figure, axes = _figure(3.0 * len(series), 2.8, len(series))
-    panels = [axes] if len(series) == 1 else list(axes[0])
-    for panel, (label, (points, floor)) in zip(panels, series.items(), strict=True):
+    wide = min(3, len(series))
+    rows = -(-len(series) // wide)
+    figure, axes = _figure(3.6 * wide, 2.6 * rows, wide, rows)
+    panels = [axes] if len(series) == 1 else list(axes.flat)
+    for empty in panels[len(series) :]:
+        empty.set_axis_off()
+    for panel, (label, (points, floor)) in zip(panels, series.items(), strict=False):
         panel.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, linewidth=1.2)
         panel.axhline(floor, color="grey", linewidth=0.8, linestyle=":")
         panel.set_title(label, fontsize=9)
         panel.set_xlabel("updates")
-    panels[0].set_ylabel("log-loss of a token")
+    for first in panels[::wide]:
+        first.set_ylabel("log-loss of a token")
     _save(figure, path)
 
 
