@@ -30,6 +30,20 @@ class Turn:
             raise BadTokens(f"text={self.text!r}: a turn holds a string")
 
 
+class Turns:
+    """How turns are written where a chat is held. A turn without parents opens a conversation: it carries what the
+    template puts in front of one, the begin token and often a default system prompt. opening=False leaves that out."""
+
+    def system(self, text: str, *, opening: bool = True) -> Turn:
+        return Turn("system", text, opening)
+
+    def user(self, text: str, *, opening: bool = True) -> Turn:
+        return Turn("user", text, opening)
+
+    def assistant(self, text: str = "", *, opening: bool = True) -> Turn:
+        return Turn("assistant", text, opening)
+
+
 class ChatFormat:
     """Turns into tokens, for one tokenizer."""
 

@@ -17,7 +17,7 @@ from .arguments import (
     make_each,
     refuse_empty,
 )
-from .chat import ChatFormat, Turn
+from .chat import ChatFormat, Turn, Turns
 from .engine.call import Call
 from .engine.copies import Copy, copy_in, share, unpin_all
 from .engine.generation import Generation
@@ -42,7 +42,7 @@ Text = str | Sequence[int] | Turn
 DEFAULTS = SamplingParams()
 
 
-class Session:
+class Session(Turns):
     """Messages of one workflow in one mode. Use as a context manager, or call `close`."""
 
     def __init__(
@@ -90,20 +90,6 @@ class Session:
         unpin_all(self._runner, self.id)
         for message in reversed(self.messages):
             message.release()
-
-    # -- chat turns ---------------------------------------------------------------------------------------
-
-    # A turn without parents opens a conversation: it carries what the template puts in front of one, the begin token
-    # and often a default system prompt. opening=False leaves that out.
-
-    def system(self, text: str, *, opening: bool = True) -> Turn:
-        return Turn("system", text, opening)
-
-    def user(self, text: str, *, opening: bool = True) -> Turn:
-        return Turn("user", text, opening)
-
-    def assistant(self, text: str = "", *, opening: bool = True) -> Turn:
-        return Turn("assistant", text, opening)
 
     # -- calls --------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..chat import Turn
+from ..chat import Turns
 from ..errors import ConfigError, DataError
 from ..message import Message
 from ..session import Session, Text
@@ -63,7 +63,7 @@ BASELINE = {"baseline": Condition("prefix")}
 DEFAULT_CONDITIONS = BASELINE | {"choreographed": Condition("choreographed")}
 
 
-class Performance:
+class Performance(Turns):
     """forced: per stage, the generated tokens of an earlier run in order. on_step hears of every new call. model: what
     decodes the stages in `readers`, from encodings as they are, and prefills what sees them; the session's model does
     everything else."""
@@ -89,17 +89,6 @@ class Performance:
         self._readers = frozenset(readers)
         self._reading: dict[str, Any] = {"model": model, "share": "reuse"}
         self._read: set[int] = set()  # the messages that the readers' model made
-
-    # -- turns, as a session makes them ---------------------------------------------------------------------
-
-    def system(self, text: str, *, opening: bool = True) -> Turn:
-        return Turn("system", text, opening)
-
-    def user(self, text: str, *, opening: bool = True) -> Turn:
-        return Turn("user", text, opening)
-
-    def assistant(self, text: str = "", *, opening: bool = True) -> Turn:
-        return Turn("assistant", text, opening)
 
     # -- calls --------------------------------------------------------------------------------------------
 
