@@ -7,14 +7,20 @@ others the decodes are computed behind corrected encodings. The map of a stage i
 message's own writer sees as it was, neither of which an adapter can do: it encodes a message once, for all its readers.
 
 What that alone costs is measured beside it: every token gets one encoding, the mean of what it is in the baseline's
-prompts of all decodes that see it, which takes knowing all of them. `--learn 0` measures this alone.
+prompts of all decodes that see it, which takes knowing all of them.
+
+Where readers have texts of their own (PRIVATE), the best that anybody can do who has not seen these is measured too:
+what others said is encoded as the mean over prompts of the same reader in which such texts are those of other traces.
+
+`--learn 0` measures these two alone.
 """
 
 import argparse
+import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,7 @@ from .common import estimate_row, last, merged, provenance, save
 from .distill import PLANS, Plan, closed, opened
 
 RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean square of each number that a layer reads
+PRIVATE = {"prisoners_dilemma": ("Alice plans", "Bob plans")}  # what one player alone sees, and another in every game
 SAME = 1e-3  # keys and values that differ by less, of their length, are those that the baseline sees
 
 
@@ -115,12 +122,13 @@ class Undoing:
                 print(f"... learned from {number} of {len(traces)}", flush=True)
 
     def measure(
-        self, plan: Plan, traces: Sequence[Trace], correction: Correction, ridges: Sequence[float]
+        self, plan: Plan, traces: Sequence[Trace], correction: Correction, ridges: Sequence[float], others: int = 0
     ) -> dict[str, list[float]]:
         """The divergence of each trace from the baseline, a token: under reuse, on the baseline, with one encoding for
-        all who see it, and for each ridge."""
+        all who see it, for each ridge, and as expected by whoever knows the private texts of `others` other traces."""
         found: dict[str, list[float]] = defaultdict(list)
-        for reused, baseline, sights in self._passes(plan, traces):
+        draw, private = random.Random(0), PRIVATE.get(plan.workflow, ())
+        for trace, (reused, baseline, sights) in zip(traces, self._passes(plan, traces), strict=True):
             tokens = sum(len(sight.call.generated or ()) for sight in sights)
             ways: dict[str, list[Tensor]] = defaultdict(list)
             one, seen_by = torch.zeros_like(reused.made), torch.zeros(reused.made.shape[1], 1)
@@ -140,6 +148,10 @@ class Undoing:
                         corrected[:, of] += correction.of(stage, ridge, read[:, of])
                     ways[str(ridge)].append(corrected)
             ways["one for all"] = [one[:, sight.rows] / seen_by[sight.rows] for sight in sights]
+            if others and private:
+                rest = [other for other in traces if other is not trace]
+                drawn = draw.sample(rest, min(others, len(rest)))
+                ways["expected"] = self._expected(trace, drawn, private, ways["baseline"])
             for way, seen in ways.items():
                 found[way].append(_divergence(baseline.logits, self._behind(sights, seen)) / tokens)
             print(f"... measured {len(found['reused'])} of {len(traces)}", flush=True)
@@ -157,6 +169,25 @@ class Undoing:
                 encoded(adapter, baseline),
                 list(sights_of(lesson.calls, reused, prompts, baseline)),
             )
+
+    def _expected(
+        self, trace: Trace, others: Sequence[Trace], private: Collection[str], wanted: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What the decodes see, with what was written by others at its mean over prompts with other private texts."""
+        heard = [heard_by(trace.calls, call, private) for _, call in decodes_of(trace.calls)]
+        sums = [torch.zeros_like(w[:, h]) for w, h in zip(wanted, heard, strict=True)]
+        for other in others:
+            calls = retold(trace.calls, other.calls, private)
+            prompts = as_prompts(calls)
+            packed = pack(prompts)
+            made, homes = encoded(self._adapter, packed).made, homes_of(prompts, packed)
+            for (name, call), total in zip(decodes_of(calls), sums, strict=True):
+                rows: list[int] = [homes[name][place] for place in heard_by(calls, call, private)]
+                total += made[:, rows]
+        found = [w.clone() for w in wanted]
+        for seen, of, total in zip(found, heard, sums, strict=True):
+            seen[:, of] = total / len(others)
+        return found
 
     def _behind(self, sights: Sequence[Sight], seen: Sequence[Tensor]) -> Tensor:
         """The logits of the decodes, each behind the encodings that are given for it."""
@@ -231,15 +262,51 @@ def sights_of(
     calls: Sequence[TracedCall], reused: Pack, prompts: Sequence[TracedCall], baseline: Pack
 ) -> Iterator[Sight]:
     """The decodes in the order of their logits, with where each token that they see stands in both passes."""
-    homes = {name: number for number, (name, _) in enumerate(decodes_of(prompts))}
+    homes = homes_of(prompts, baseline)
     for name, call in decodes_of(calls):
         rows = [reused.spans[s.call].lo + k for s in call.parents for k in range(s.first, s.last)]
         places = [s.offset + k - s.first for s in call.parents for k in range(s.first, s.last)]
         stages = [calls[s.call].stage for s in call.parents for _ in range(s.first, s.last)]
-        span = baseline.spans[homes[name]]
-        home = [*(r for run in span.sees for r in range(run.lo, run.hi)), *range(span.lo, span.hi)][: len(rows)]
+        home = homes[name][: len(rows)]
         assert [reused.tokens[r] for r in rows] == [baseline.tokens[r] for r in home], f"{name}: another prompt"
         yield Sight(call, torch.tensor(rows), torch.tensor(home), places, stages)
+
+
+def homes_of(prompts: Sequence[TracedCall], packed: Pack) -> dict[tuple[str, int], list[int]]:
+    """Where the tokens of each decode, its prompt and what it says, stand in the baseline's pass."""
+    return {
+        name: [*(r for run in span.sees for r in range(run.lo, run.hi)), *range(span.lo, span.hi)]
+        for (name, _), span in zip(decodes_of(prompts), packed.spans, strict=True)
+    }
+
+
+def retold(calls: Sequence[TracedCall], other: Sequence[TracedCall], private: Collection[str]) -> list[TracedCall]:
+    """The calls with another trace's texts at the private stages. Who sees such a text sees the whole of it."""
+    texts = {name: call.generated for name, call in decodes_of(other)}
+    names = (name for name, _ in decodes_of(calls))
+    found: list[TracedCall] = []
+    for call in calls:
+        name = None if call.generated is None else next(names)
+        seen = (
+            s._replace(last=len(found[s.call].tokens)) if calls[s.call].stage in private else s for s in call.parents
+        )
+        said = texts[name] if name is not None and call.stage in private else call.generated
+        found.append(replace(call, generated=said, parents=tuple(seen)))
+    return found
+
+
+def heard_by(calls: Sequence[TracedCall], call: TracedCall, private: Collection[str]) -> list[int]:
+    """The places in its prompt of what was decoded without sight of the private texts that the call sees."""
+    own = {s.call for s in call.parents if calls[s.call].stage in private}
+    found: list[int] = []
+    at = 0
+    for seen in call.parents:
+        one, length = calls[seen.call], seen.last - seen.first
+        mine = seen.call in own or one.generated is None or any(s.call in own for s in one.parents)
+        if own and not mine:
+            found += range(at, at + length)
+        at += length
+    return found
 
 
 def _differs(apart: Tensor, made: Tensor) -> Tensor:
@@ -256,8 +323,11 @@ def main() -> None:
     options.add_argument("--model", required=True)
     options.add_argument("--out", type=Path, default=Path("out/distill"), help="where distill left traces")
     options.add_argument("--only", nargs="*", default=["prisoners_dilemma", "branch_solve_merge, serial"])
-    options.add_argument("--learn", type=int, default=150, help="traces to learn from; 0: measure one encoding for all")
+    options.add_argument("--learn", type=int, default=150, help="traces to learn from; 0: measure the means alone")
     options.add_argument("--test", type=int, default=30, help="traces to measure on")
+    options.add_argument(
+        "--others", type=int, default=8, help="private texts that an expected encoding is the mean over"
+    )
     options.add_argument("--name", help="how to call the model in the results")
     given = options.parse_args()
     model = given.name or Path(given.model).stem
@@ -267,11 +337,11 @@ def main() -> None:
         traces = {split: read_traces(given.out / model / name / split)[1] for split in splits}
         test = traces["test"][: given.test]
         if given.learn:
-            found = run(undoing, PLANS[name], traces["learn"][: given.learn], traces["check"], test)
+            learn = traces["learn"][: given.learn]
+            found = run(undoing, PLANS[name], learn, traces["check"], test, given.others)
         else:
-            found = last("correction")["runs"][f"{name}, {model}"] | {
-                "one for all": one_for_all(undoing.measure(PLANS[name], test, Correction(), ()))
-            }
+            known = last("correction")["runs"][f"{name}, {model}"]
+            found = known | means(undoing.measure(PLANS[name], test, Correction(), (), given.others))
         runs: Mapping[str, Any] = merged("correction", "runs", {f"{name}, {model}": found | {"model": model}})
         rows = [
             estimate_row(f"{title}: divergence undone", one["closed"], "", made={k: one[k] for k in provenance()})
@@ -281,21 +351,21 @@ def main() -> None:
 
 
 def run(
-    undoing: "Undoing", plan: Plan, learn: Sequence[Trace], check: Sequence[Trace], test: Sequence[Trace]
+    undoing: "Undoing", plan: Plan, learn: Sequence[Trace], check: Sequence[Trace], test: Sequence[Trace], others: int
 ) -> dict[str, Any]:
     """The ridge is the one that does best on the traces for validation."""
     correction = Correction()
     undoing.learn(plan, learn, correction)
     tried = undoing.measure(plan, check, correction, RIDGES)
     ridge = min(RIDGES, key=lambda one: sum(tried[str(one)]))
-    found = undoing.measure(plan, test, correction, [ridge])
+    found = undoing.measure(plan, test, correction, [ridge], others)
     before, after, none = found["reused"], found[str(ridge)], [0.0] * len(test)
     return {
         "before": asdict(mean(before)),
         "after": asdict(mean(after)),
         "on the baseline": asdict(mean(found["baseline"])),
         "closed": asdict(closed(none, before, after)),
-        "one for all": one_for_all(found),
+        **means(found),
         "ridge": ridge,
         "tried": {ridge: sum(values) / len(values) for ridge, values in tried.items()},
         "traces": {"learn": len(learn), "check": len(check), "test": len(test)},
@@ -303,10 +373,14 @@ def run(
     }
 
 
-def one_for_all(found: Mapping[str, list[float]]) -> dict[str, Any]:
-    """What is undone where a token has the same encoding for all who see it."""
-    before, after = found["reused"], found["one for all"]
-    return {"closed": asdict(closed([0.0] * len(before), before, after)), "n": len(before), **provenance()}
+def means(found: Mapping[str, list[float]]) -> dict[str, Any]:
+    """What is undone where a token has the same encoding for all who see it, or the one that is to be expected."""
+    before = found["reused"]
+    return {
+        way: {"closed": asdict(closed([0.0] * len(before), before, found[way])), "n": len(before), **provenance()}
+        for way in ("one for all", "expected")
+        if way in found
+    }
 
 
 if __name__ == "__main__":

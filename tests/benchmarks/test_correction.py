@@ -15,8 +15,8 @@ SERIAL = replace(PLANS["multi_qa"], condition="serial")  # every question stands
 PAIR = Example("p", "pair", ["What is one plus one?", "What is one plus two?"], {"first": {}, "second": {}})
 
 
-def measured(engine, plan, examples, out, learned=False):
-    found = collect(
+def drawn(engine, plan, examples, out):
+    return collect(
         engine,
         plan.workflow,
         find(plan.workflow),
@@ -25,6 +25,10 @@ def measured(engine, plan, examples, out, learned=False):
         sampling=SamplingParams(max_tokens=8),
         options=plan.options,
     )
+
+
+def measured(engine, plan, examples, out, learned=False):
+    found = drawn(engine, plan, examples, out)
     undoing, correction = Undoing(engine), Correction()
     if learned:
         undoing.learn(plan, found, correction)
@@ -43,6 +47,18 @@ def test_one_encoding_does_not_suit_two_players(talker, tmp_path):
     found = measured(talker, PLANS["prisoners_dilemma"], games(1), tmp_path)
     assert found["baseline"][0] == pytest.approx(0, abs=1e-6)
     assert 1e-6 < found["one for all"][0] < found["reused"][0]
+
+
+def test_the_expected_encoding_is_the_baselines_where_all_planned_the_same(talker, tmp_path):
+    plan = PLANS["prisoners_dilemma"]
+    mine, *others = drawn(talker, plan, games(3), tmp_path)
+
+    def left(*rest):
+        return Undoing(talker).measure(plan, [mine, *rest], Correction(), (), others=len(rest))
+
+    assert left(replace(mine, id="again"))["expected"][0] == pytest.approx(0, abs=1e-6)
+    found = left(*others)
+    assert 1e-6 < found["expected"][0] < found["reused"][0]
 
 
 def test_a_map_learned_from_the_test_itself_undoes_most_of_it(talker, tmp_path):
