@@ -9,6 +9,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LONG = tl.constexpr(512)  # slots of a piece from which on whole tiles of it are worth a loop of their own
+AT_ONCE = tl.constexpr(16)  # partial results that are loaded together, since each load waits for the one before
 
 
 @triton.jit
@@ -23,9 +24,11 @@ def attend(
 ):  # fmt: skip
     """One tile of rows, for one key-value head, over its pieces. Padded sizes are powers of two; STEP and SECOND say
     where the partners of a rotated pair lie. DIRECT: what comes out is the rows' result, not a part of it."""
-    item, group = tl.program_id(0), tl.program_id(1)
+    item, group = tl.program_id(0) // (HEADS // SHARE), tl.program_id(0) % (HEADS // SHARE)
     first = tl.load(items + item * 4)
     count = tl.load(items + item * 4 + 1)
+    if count == 0:  # room in a graph that this step has no use for
+        return
     m = tl.arange(0, ROWS * SHARED)
     entry, inner = m // SHARED, m % SHARED
     here = (entry < count) & (inner < SHARE)
@@ -128,14 +131,18 @@ def merge(
     if SINKING:
         top, total = tl.load(sinks + head).to(tl.float32) * LOG2E, 1.0
     mixed = tl.zeros([WIDE], tl.float32)
-    for index in range(tl.load(starts + row), tl.load(starts + row + 1)):
-        place = tl.load(order + index) * HEADS + head
-        norm = tl.load(norms + place)
-        best = tl.maximum(top, norm)
+    last = tl.load(starts + row + 1)
+    for first in range(tl.load(starts + row), last, AT_ONCE):
+        index = first + tl.arange(0, AT_ONCE)
+        place = tl.load(order + index, mask=index < last, other=0) * HEADS + head
+        norm = tl.load(norms + place, mask=index < last, other=float("-inf"))
+        mask = (index < last)[:, None] & (d < WIDTH)[None, :]
+        part = tl.load(partial + place[:, None] * WIDTH + d[None, :], mask=mask, other=0.0)
+        best = tl.maximum(top, tl.max(norm, 0))
         level = tl.where(best == float("-inf"), 0.0, best)
         keep, weight = tl.exp2(top - level), tl.exp2(norm - level)
-        mixed = mixed * keep + weight * tl.load(partial + place * WIDTH + d, mask=d < WIDTH, other=0.0)
-        total = total * keep + weight
+        mixed = mixed * keep + tl.sum(weight[:, None] * part, 0)
+        total = total * keep + tl.sum(weight, 0)
         top = best
     mixed = mixed / tl.where(total > 0, total, 1.0)
     tl.store(out + (row * HEADS + head) * WIDTH + d, mixed.to(out.dtype.element_ty), mask=d < WIDTH)

@@ -19,8 +19,9 @@ from ..kernels import attention as kernels
 from .kind import Heads, Kind
 from .plan import Plan
 
-STRIPE = 256  # slots of the shortest stripe
-PROGRAMS = 264  # about two for each multiprocessor: below this, long contexts are cut
+STRIPE = 128  # slots of the shortest stripe
+SLOTS = 64  # that a program reads at a time, at most: stripes are whole multiples
+MULTIPROCESSORS = 132  # of an H100 or H200: what is longer than a fair share of one is cut
 
 
 class _Tile(NamedTuple):
@@ -144,7 +145,7 @@ def run(
     norms = torch.empty(parts, heads.query, dtype=torch.float32, device=device)
     query = query if query.stride(2) == 1 else query.contiguous()
     if len(work.items):
-        kernels.attend[len(work.items), heads.groups](
+        kernels.attend[(len(work.items) * heads.groups,)](
             *(query, keys, values, work.items, work.pieces, work.reads, work.rows, work.cos, work.sin, work.slopes),
             *(partial, norms, query.stride(0), query.stride(1), keys.stride(0)),
             *(scale, (kind.softcap or 1.0) * kernels.LOG2E.value, kind.window or 0),
@@ -195,14 +196,15 @@ def arrays(plan: Plan, kind: Kind, tile: int, groups: int) -> Arrays:
 def _make_arrays(plan: Plan, kind: Kind, tile: int, groups: int) -> Arrays:
     reads: list[np.ndarray] = []
     tiles = list(_tiles(plan, kind, tile, reads))
-    total = sum(end - begin for one in tiles for _, begin, end, _ in one.pieces)
-    longest = max(STRIPE, -(-total * groups // PROGRAMS))
+    lengths = [sum(end - begin for _, begin, end, _ in one.pieces) for one in tiles]
+    places = MULTIPROCESSORS * (3 if plan.rows <= 16 else 2 if plan.rows < 128 else 1)  # programs that run at a time
+    longest = max(STRIPE, -(-sum(lengths) * groups // places))
     items: list[tuple[int, int, int, int]] = []
     pieces: list[tuple[int, int, int, int]] = []
     rows: list[np.ndarray] = []
     known = 0
-    for one in tiles:
-        for some in _stripes(one.pieces, longest):
+    for one, length in zip(tiles, lengths, strict=True):
+        for some in _stripes(one.pieces, _even(length, longest)):
             items.append((known, len(one.rows), len(pieces), len(pieces) + len(some)))
             pieces += some
             rows.append(one.rows)
@@ -210,7 +212,7 @@ def _make_arrays(plan: Plan, kind: Kind, tile: int, groups: int) -> Arrays:
     every = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
     order = np.argsort(every, kind="stable")
     parts = [
-        np.asarray(items).reshape(-1, 4),
+        np.asarray(sorted(items, key=lambda item: -_slots(pieces, item))).reshape(-1, 4),  # the longest begin first
         np.asarray(pieces).reshape(-1, 4),
         np.concatenate(reads) if reads else np.zeros((0, 3)),
         np.stack([every, plan.positions[every]], axis=1),
@@ -261,8 +263,18 @@ def _reach(read: np.ndarray, positions: np.ndarray, window: int | None) -> tuple
     return (int(begin[some].min()), int(end[some].max())) if some.any() else (0, 0)
 
 
+def _even(length: int, longest: int) -> int:
+    """Slots of each of the stripes that a tile is cut into, all of about the same size."""
+    count = max(1, round(length / longest))
+    return -(-length // (count * SLOTS)) * SLOTS
+
+
+def _slots(pieces: list[tuple[int, int, int, int]], item: tuple[int, int, int, int]) -> int:
+    return sum(end - begin for _, begin, end, _ in pieces[item[2] : item[3]])
+
+
 def _stripes(pieces: list[tuple[int, int, int, int]], longest: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Pieces in order, cut into stripes of about `longest` slots."""
+    """Pieces in order, cut into stripes of `longest` slots."""
     stripe: list[tuple[int, int, int, int]] = []
     room = longest
     for lo, begin, end, known in pieces:
