@@ -67,7 +67,7 @@ def compiled(heads: Heads, kind: Kind, dtype: str, rows: int, arch: int, *, dire
     size = DTYPES[dtype]
     given = launch(heads, tile_of(heads, rows, size), size, kind, direct)
     options = {name: given.pop(name) for name in ("num_warps", "num_stages")}
-    types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | dict.fromkeys(given, "constexpr")
+    types = dict.fromkeys(("query", "keys", "values", "turned"), f"*{dtype}") | dict.fromkeys(given, "constexpr")
     types |= dict.fromkeys(("items", "pieces", "reads", "rows"), "*i32")
     types |= dict.fromkeys(("cos", "sin", "slopes", "norms"), "*fp32") | {"partial": f"*{dtype if direct else 'fp32'}"}
     types |= dict.fromkeys(("q_head", "q_row", "slot_stride", "window"), "i32") | {"scale": "fp32", "cap": "fp32"}

@@ -48,7 +48,6 @@ PARTS: dict[str, tuple[Line, ...]] = {
         Line("first token, moved over home", "x", None, 1.05, 1.0, "lower"),
     ),
     "triton": _attention("triton", 0.7, 1.0),
-    "flex": _attention("flex", None, None),
     "prompt_cache": (
         Line("Prompt Cache: first token", "ms", better="lower"),
         Line("Prompt Cache: no reuse over modules", "x", 8, 8, 20),
@@ -62,4 +61,5 @@ PARTS: dict[str, tuple[Line, ...]] = {
     ),
     "mad_iter": _flow(TITLES["mad_iter"], (2.0, 2.0, 4), (1.03, 1.03, 1.2)),
     "scaled": _flow(TITLES["scaled"], (None, None, None), (2.2, 2.2, 4)),
+    "flex": _attention("flex", None, None),
 }

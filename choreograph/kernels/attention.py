@@ -9,21 +9,23 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LONG = tl.constexpr(512)  # slots of a piece from which on whole tiles of it are worth a loop of their own
-AT_ONCE = tl.constexpr(16)  # partial results that are loaded together, since each load waits for the one before
+AT_ONCE = tl.constexpr(32)  # partial results that are loaded together, since each load waits for the one before
 
 
 @triton.jit
 def attend(
-    query, keys, values, items, pieces, reads, rows, cos, sin, slopes, partial, norms,
+    query, keys, values, items, pieces, reads, rows, cos, sin, slopes, partial, norms, turned,
     q_head, q_row, slot_stride, scale, cap, window,
     HEADS: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr,
     REST: tl.constexpr, RESTS: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPING: tl.constexpr, DIRECT: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, THROUGH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, for one key-value head, over its pieces. Padded sizes are powers of two; STEP and SECOND say
-    where the partners of a rotated pair lie. DIRECT: what comes out is the rows' result, not a part of it."""
+    where the partners of a rotated pair lie. DIRECT: what comes out is the rows' result, not a part of it. THROUGH: the
+    turned queries go through memory, `turned`, once a piece: what is computed in registers is multiplied from there,
+    and large tiles spill."""
     item, group = tl.program_id(0) // (HEADS // SHARE), tl.program_id(0) % (HEADS // SHARE)
     first = tl.load(items + item * 4)
     count = tl.load(items + item * 4 + 1)
@@ -41,6 +43,7 @@ def attend(
     r = tl.arange(0, RESTS)
     if HALF > 0:
         mask_h = here[:, None] & (h < HALF)[None, :]
+    if HALF > 0 and not THROUGH:
         a = tl.load(base[:, None] + h[None, :] * STEP, mask=mask_h, other=0.0)
         b = tl.load(base[:, None] + h[None, :] * STEP + SECOND, mask=mask_h, other=0.0)
     if REST > 0:
@@ -50,6 +53,11 @@ def attend(
         slope = tl.load(slopes + head, mask=here, other=0.0) * LOG2E
     by = scale * LOG2E
     after = 1.0 if CAPPED or SLOPING else by  # plain scores are scaled where the best is taken off, in one instruction
+    if THROUGH:
+        own = turned + (tl.program_id(0) * (ROWS * SHARED) + m).to(tl.int64) * WIDTH
+        mask_q = here[:, None] & (d < WIDTH)[None, :]
+        if REST > 0:
+            tl.store(own[:, None] + 2 * HALF + r[None, :], c, mask=mask_r)
     top = tl.full([ROWS * SHARED], float("-inf"), tl.float32)
     total = tl.zeros([ROWS * SHARED], tl.float32)
     out = tl.zeros([ROWS * SHARED, WIDE], tl.float32)
@@ -61,11 +69,20 @@ def attend(
         shift = tl.load(reads + where * 3, mask=here, other=0)
         limit = tl.minimum(tl.load(reads + where * 3 + 1, mask=here, other=0), end)  # what is no row sees nothing
         position = tl.load(reads + where * 3 + 2, mask=here, other=0)
+        if THROUGH:  # read again, so that the loops below need not hold them
+            a = tl.load(base[:, None] + h[None, :] * STEP, mask=mask_h, other=0.0)
+            b = tl.load(base[:, None] + h[None, :] * STEP + SECOND, mask=mask_h, other=0.0)
         if HALF > 0:
             x = tl.load(cos + shift[:, None] * HALF + h[None, :], mask=mask_h, other=0.0)
             y = tl.load(sin + shift[:, None] * HALF + h[None, :], mask=mask_h, other=0.0)
             turned_a = (a.to(tl.float32) * x + b.to(tl.float32) * y).to(keys.dtype.element_ty)  # by minus the shift
             turned_b = (b.to(tl.float32) * x - a.to(tl.float32) * y).to(keys.dtype.element_ty)
+        if THROUGH:
+            tl.debug_barrier()  # every thread has read those of the piece before
+            tl.store(own[:, None] + h[None, :] * STEP, turned_a, mask=mask_h)
+            tl.store(own[:, None] + h[None, :] * STEP + SECOND, turned_b, mask=mask_h)
+            tl.debug_barrier()
+            q = tl.load(own[:, None] + d[None, :], mask=mask_q, other=0.0)
         whole = begin  # up to here every row sees all
         if SPLIT and end - begin >= LONG:
             whole += (tl.maximum(tl.min(tl.where(here, limit, end)), begin) - begin) // SLOTS * SLOTS
@@ -75,13 +92,18 @@ def attend(
                 read = (j < end) | (masked == 0)
                 slot = (run + j) * slot_stride + group * WIDTH
                 score = tl.zeros([ROWS * SHARED, SLOTS], tl.float32)
-                if HALF > 0:
+                if THROUGH:
+                    key = tl.load(
+                        keys + slot[:, None] + d[None, :], mask=read[:, None] & (d < WIDTH)[None, :], other=0.0
+                    )
+                    score += tl.dot(q, tl.trans(key), input_precision=PRECISION)
+                if HALF > 0 and not THROUGH:
                     mask_k = read[:, None] & (h < HALF)[None, :]
                     key = keys + slot[:, None] + h[None, :] * STEP
                     score += tl.dot(turned_a, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
                     key += SECOND
                     score += tl.dot(turned_b, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
-                if REST > 0:
+                if REST > 0 and not THROUGH:
                     mask_k = read[:, None] & (r < REST)[None, :]
                     key = tl.load(keys + slot[:, None] + 2 * HALF + r[None, :], mask=mask_k, other=0.0)
                     score += tl.dot(c, tl.trans(key), input_precision=PRECISION)

@@ -21,6 +21,7 @@ from .plan import Plan
 
 STRIPE = 128  # slots of the shortest stripe
 SLOTS = 64  # that a program reads at a time, at most: stripes are whole multiples
+TURNED = 1 << 28  # bytes at most for queries that go through memory: else they are multiplied from registers
 MULTIPROCESSORS = 132  # of an H100 or H200: what is longer than a fair share of one is cut
 
 
@@ -99,6 +100,7 @@ def launch(heads: Heads, tile: int, size: int, kind: Kind, direct: bool) -> dict
     shared = triton.next_power_of_2(share)
     rows = max(tile, 16 // shared)
     burden = _burden(width, size)
+    through = size == 2 and half > 0 and rows * shared >= 128
     light = burden <= 256 or (burden <= 512 and rows * shared <= 16)
     slots = 64 if light else 32 if burden <= 1024 else 16  # read at a time
     apart = kind.rotary is None or not kind.rotary.interleaved
@@ -120,6 +122,7 @@ def launch(heads: Heads, tile: int, size: int, kind: Kind, direct: bool) -> dict
         "WINDOWED": kind.window is not None,
         "SLOPING": kind.slopes is not None,
         "DIRECT": direct,
+        "THROUGH": through,
         "SPLIT": int(rows * shared >= 64 and kind.window is None),
         "PRECISION": "tf32x3" if size == 4 else "ieee",  # without tensor cores float32 spills its registers
         "num_warps": 4 if light and rows * shared < 128 else 8,
@@ -144,12 +147,18 @@ def run(
     partial = out if direct else torch.empty(parts, *out.shape[1:], dtype=torch.float32, device=device)
     norms = torch.empty(parts, heads.query, dtype=torch.float32, device=device)
     query = query if query.stride(2) == 1 else query.contiguous()
-    if len(work.items):
-        kernels.attend[(len(work.items) * heads.groups,)](
+    given = launch(heads, work.tile, keys.element_size(), kind, direct)
+    programs = len(work.items) * heads.groups
+    room = programs * given["ROWS"] * given["SHARED"] * heads.width if given["THROUGH"] else 0
+    if room * keys.element_size() > TURNED:
+        room, given["THROUGH"] = 0, False
+    turned = torch.empty(room, dtype=keys.dtype, device=device)
+    if programs:
+        kernels.attend[(programs,)](
             *(query, keys, values, work.items, work.pieces, work.reads, work.rows, work.cos, work.sin, work.slopes),
-            *(partial, norms, query.stride(0), query.stride(1), keys.stride(0)),
+            *(partial, norms, turned, query.stride(0), query.stride(1), keys.stride(0)),
             *(scale, (kind.softcap or 1.0) * kernels.LOG2E.value, kind.window or 0),
-            **launch(heads, work.tile, keys.element_size(), kind, direct),
+            **given,
         )
     if not direct:
         kernels.merge[rows, heads.query](

@@ -12,7 +12,7 @@ from test_attend import build, plans, special, specials, tensors
 from choreograph import SamplingParams
 from choreograph.ops import gathered, reference, triton
 from choreograph.ops.attend import Backend, WriteThenRead, make_backend
-from choreograph.ops.kind import Kind
+from choreograph.ops.kind import Heads, Kind
 from choreograph.ops.plan import Read, make_plan
 from choreograph.ops.rope import Rotary
 
@@ -84,6 +84,23 @@ def test_whole_tiles_of_a_long_run_need_no_masks(shape, monkeypatch):
             arena[slots] = new.transpose(0, 1)
         wanted = reference.attend(plan, q, keys, values, 0.25, kind)
         torch.testing.assert_close(got.cpu(), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_of_large_tiles_go_through_memory(interleaved, monkeypatch):
+    """A hundred and forty rows over a run that every row sees turned otherwise, and over their own tokens."""
+    reads = [Read(0, row, row + 1, row % 5, 70, 0, row % 5) for row in range(140)] + [Read(70, 0, 140, 0, 1, 1, 75)]
+    plan = make_plan(list(range(70, 210)), reads, list(range(75, 215)))
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, 20, torch.float16)
+    kind = Kind(Rotary(tuple(1e4 ** -(np.arange(0, 8) / 8)), interleaved))  # the last four numbers are not turned
+    assert triton.launch(Heads(4, 2, 20), triton.tile_of(Heads(4, 2, 20), 140, 2), 2, kind, False)["THROUGH"]
+    keys[70:210], values[70:210] = k.transpose(0, 1), v.transpose(0, 1)
+    sent = [x.to(DEVICE) for x in (q, keys, values)]
+    wanted = reference.attend(plan, q.float(), keys.float(), values.float(), 0.25, kind)
+    for room in (1 << 20, 0):
+        monkeypatch.setattr(triton, "TURNED", room)
+        got = triton.attend(plan, *sent, 0.25, kind)
+        torch.testing.assert_close(got.float().cpu(), wanted, atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("name", ["triton", "flex"])
