@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-if shutil.which("nvidia-smi") is None:
+if shutil.which("nvidia-smi") is None and not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from jaxtyping import install_import_hook

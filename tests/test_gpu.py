@@ -7,9 +7,14 @@ import torch
 from families import CONFIGS, VOCABULARY
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu.kernels import cases, decodes
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.engine.generation import Generation
 from choreograph.engine.sampling import choose
+from choreograph.ops import reference, triton
+from choreograph.ops.kind import Heads, Kind
+from choreograph.ops.plan import Plan
+from choreograph.ops.rope import Rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +48,27 @@ def test_every_family_says_what_it_says_on_the_cpu(name, backend):
     torch.testing.assert_close(
         torch.tensor(heard(name, "cuda", backend)), torch.tensor(heard(name, "cpu")), atol=2e-3, rtol=1e-3
     )
+
+
+def attended(plan: Plan, heads: Heads, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over noise in bfloat16: by the kernels, and by the reference in float32."""
+    kind = Kind(Rotary(tuple(5e5 ** (-2 * i / heads.width) for i in range(heads.width // 2))))
+    slots = int(max(plan.slots.max(), plan.segments[:, 1].max())) + 1
+    noise = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=noise).to(device, torch.bfloat16)
+
+    query = draw(heads.query, plan.rows, heads.width)
+    keys, values = (draw(slots, heads.groups, heads.width) for _ in range(2))
+    wanted = reference.attend(plan, query.float(), keys.float(), values.float(), heads.width**-0.5, kind)
+    return triton.attend(plan, query, keys, values, heads.width**-0.5, kind).float(), wanted
+
+
+@pytest.mark.parametrize("case", ["decode of 1", "decode of 8", "decode of 8, shared", "prefill", "moved"])
+def test_the_kernels_in_the_shape_of_llama_8b(case):
+    plan = decodes(1, 2048, shift=3) if case == "moved" else cases(2048)[case].plan
+    torch.testing.assert_close(*attended(plan, Heads(32, 8, 128), "cuda"), atol=2e-2, rtol=2e-2)
 
 
 def test_a_host_tier_below_a_gpu_gives_the_same():

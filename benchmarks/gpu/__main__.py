@@ -31,7 +31,6 @@ MEASURES: dict[str, Measure] = {
     "rates": rates.measure,
     "steps": steps.measure,
     "triton": kernels.measure("triton"),
-    "flex": kernels.measure("flex"),
     "prompt_cache": prompt_cache.measure,
     "partial": partial.measure,
     "tree_of_thoughts": workflows.measure("tree_of_thoughts"),
@@ -39,6 +38,7 @@ MEASURES: dict[str, Measure] = {
     "kvflow": kvflow.measure,
     "mad_iter": workflows.measure("mad_iter"),
     "scaled": workflows.measure("scaled"),
+    "flex": kernels.measure("flex"),
 }
 SHARES = {"rates": 1, "steps": 2, "triton": 2, "flex": 4, "prompt_cache": 2, "partial": 2}  # of the time; others below
 SHARES |= {"tree_of_thoughts": 4, "mad_par": 6, "kvflow": 8, "mad_iter": 12, "scaled": 8}
