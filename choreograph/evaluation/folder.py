@@ -1,11 +1,12 @@
 """The folder of a run, or of a training: what it holds, and that one process at a time works in it.
 
 `settings.json` says what was run, `<condition>.jsonl` holds one record an example, a line of JSON each. A folder with
-other settings is refused. Files are whole, or end in a line that was cut off, whenever the process ended.
+other settings is refused, and so are conditions that would share a file. Files are whole, or end in a line that was cut
+off, whenever the process ended.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Folder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
+        self._check_apart(settings.get("conditions", ()))
         path.mkdir(parents=True, exist_ok=True)
         wanted, file = json.loads(json.dumps(settings)), path / "settings.json"
         if file.exists():
@@ -73,7 +75,17 @@ class Folder:
             write_settings(file, wanted)
 
     def file(self, condition: str) -> Path:
-        return self.path / f"{condition.replace(' ', '-')}.jsonl"
+        """A space is a hyphen there; what no name of a file may hold is written in hexadecimal."""
+        name = condition.replace(" ", "-").replace("/", "%2F").replace("\0", "%00")
+        return self.path / f"{name}.jsonl"
+
+    def _check_apart(self, conditions: Iterable[str]) -> None:
+        """Also where files are found by their letters in any case."""
+        taken: dict[str, str] = {}
+        for condition in conditions:
+            other = taken.setdefault(self.file(condition).name.casefold(), condition)
+            if other != condition:
+                raise ConfigError(f"conditions {other!r} and {condition!r} would share a file: rename one of them")
 
     def records(self, condition: str) -> list[Record]:
         """What is done already. A last line that was cut off is removed; any other damage is an error."""

@@ -68,6 +68,23 @@ def test_a_run_goes_on_where_it_stopped(talker, tmp_path):
         run(talker, tmp_path)
 
 
+@pytest.mark.parametrize("other", ["leak-none", "Leak none"])
+def test_conditions_with_one_file_are_refused(tmp_path, other):
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match=f"'leak none' and '{other}' would share a file"):
+        Folder(folder, {"conditions": {"leak none": {}, other: {}}})
+    assert not folder.exists()
+
+
+def test_any_name_of_a_condition_has_a_file_of_its_own(tmp_path):
+    names = ["leak none", "half 1/2", "half 1", "..", "a\0b"]
+    folder = Folder(tmp_path, {"conditions": dict.fromkeys(names)})
+    for name in names:
+        folder.add(name, {"id": name})
+    assert [folder.records(name) for name in names] == [[{"id": name}] for name in names]
+    assert folder.file("leak none").name == "leak-none.jsonl"
+
+
 def test_errors_are_records_and_scores(talker, tmp_path):
     examples = [MATH[0], Example("long", "math", "word " * 5000, {"answer": "1"})]
     found = run(talker, tmp_path, examples=examples)
