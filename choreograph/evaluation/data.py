@@ -1,12 +1,13 @@
 """Tasks with what is known of their answers, from JSONL files, the Hub, or made here. Knows no model.
 
 What a record is follows from its fields: a table, first match. A field that holds several documents is put in
-front of the question.
+front of the question. One text stands for a list of one; what is of another type than its scorer needs is refused.
 """
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,30 +28,106 @@ class Example:
     gold: Mapping[str, Any] = field(default_factory=dict)
 
 
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Names the record, or the file, of a DataError."""
+    try:
+        yield
+    except DataError as problem:
+        raise DataError(f"{where}: {problem}") from None
+
+
+def _wrong(name: str, value: object, mend: str) -> DataError:
+    return DataError(f"{name}={value!r:.60}: {mend}")
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "use a string")
+    return value
+
+
+def _answer(name: str, value: object) -> str:
+    """A string, or a number as one."""
+    if not isinstance(value, (str, int, float)):
+        raise _wrong(name, value, "use a string or a number")
+    return str(value)
+
+
+def _answers(name: str, value: object) -> list[str]:
+    """One answer or a list of them; None is none."""
+    given = value if isinstance(value, (list, tuple)) else [value]
+    return [_answer(name, one) for one in given if one is not None]
+
+
+def _concepts(value: object) -> list[str]:
+    """A list, or a string with commas."""
+    if isinstance(value, str):
+        return [concept.strip() for concept in value.split(",") if concept.strip()]
+    if not isinstance(value, (list, tuple)):
+        raise _wrong("concepts", value, "use a list of strings, or a string with commas")
+    return [_text("concepts", concept) for concept in value]
+
+
 def _math(r: Record) -> tuple[str, Any, dict[str, Any]]:
-    answer = r.get("answer", boxed(r.get("solution", "")))
-    return "math", r["problem"], {"answer": None if answer is None else str(answer)}
+    answer = r["answer"] if "answer" in r else boxed(_text("solution", r.get("solution", "")))
+    gold = None if answer is None else _answer("answer", answer)
+    return "math", _text("problem", r["problem"]), {"answer": gold}
 
 
 def _grade_school(r: Record) -> tuple[str, Any, dict[str, Any]]:
-    final = r.get("final_answer") or r["answer"].rpartition("####")[2].strip().replace(",", "")
-    return "math", r["question"], {"answer": final}
+    final = r.get("final_answer")
+    if final in (None, ""):
+        final = _text("answer", r.get("answer")).rpartition("####")[2].strip().replace(",", "")
+    return "math", _text("question", r["question"]), {"answer": _answer("final_answer", final)}
 
 
 def _question(r: Record) -> tuple[str, Any, dict[str, Any]]:
-    answers = r.get("answers") or r["answer"]
-    if isinstance(answers, Mapping):  # as some Hub datasets hold them
-        answers = answers.get("text") or [*answers.get("aliases", ()), answers.get("value")]
-    elif not isinstance(answers, (list, tuple)):
-        answers = [answers, *r.get("answer_aliases", ())]
-    asked = r.get("question") or r.get("input") or ""
-    return "qa", with_context(asked, r), {"answers": [str(a) for a in answers if a is not None]}
+    name = "answer" if r.get("answers") in (None, "", [], {}) else "answers"
+    given = r.get(name)
+    if isinstance(given, Mapping):  # as some Hub datasets hold them
+        answers = _answers("answers.text", given.get("text"))
+        answers = answers or _answers("aliases", given.get("aliases")) + _answers("value", given.get("value"))
+    else:
+        answers = _answers(name, given)
+        if not isinstance(given, (list, tuple)):
+            answers += _answers("answer_aliases", r.get("answer_aliases"))
+    asked = _text("question", r.get("question") or r.get("input") or "")
+    return "qa", with_context(asked, r), {"answers": answers}
+
+
+def _turns(r: Record) -> tuple[str, Any, dict[str, Any]]:
+    turns = [r["turns"]] if isinstance(r["turns"], str) else r["turns"]
+    if not isinstance(turns, (list, tuple)) or not turns:
+        raise _wrong("turns", turns, "use a list of strings, the first of which is asked")
+    return "text", _text("turns", turns[0]), {"reference": r.get("reference")}
+
+
+def _task(r: Record) -> tuple[str, Any, dict[str, Any]]:
+    """The gold of each kind as its scorer wants it."""
+    kind, given = _text("kind", r.get("kind", "text")), {} if r.get("gold") is None else r["gold"]
+    if not isinstance(given, Mapping):
+        raise _wrong("gold", given, "use an object")
+    return kind, r["task"], {name: _gold(kind, name, value) for name, value in given.items()}
+
+
+def _gold(kind: str, name: str, value: Any) -> Any:
+    if value is None or name not in GOLD.get(kind, ()):
+        return value
+    if kind == "math":
+        return _answer(name, value)
+    if kind == "concepts":
+        return _concepts(value)
+    answers = _answers(name, value.get("answers") if isinstance(value, Mapping) else value)
+    return {"answers": answers} if kind == "pair" and answers else answers
 
 
 def with_context(question: str, r: Record) -> str:
     """The question behind its documents or its context, if it has any."""
-    documents = r.get("documents")
-    texts = [f"{d.get('title', '')}\n{d['text']}".strip() for d in documents] if documents else []
+    documents = r.get("documents") or []
+    if not isinstance(documents, (str, list, tuple)):
+        raise _wrong("documents", documents, "use a list of texts")
+    texts = [_document(one) for one in ([documents] if isinstance(documents, str) else documents)]
     texts += [r["context"]] if isinstance(r.get("context"), str) else []
     if not texts:
         return question
@@ -58,13 +135,22 @@ def with_context(question: str, r: Record) -> str:
     return "\n\n".join([*texts, asked]).strip()
 
 
+def _document(given: object) -> str:
+    """A string, or an object with a text and perhaps a title."""
+    if isinstance(given, str):
+        return given.strip()
+    if not isinstance(given, Mapping) or not isinstance(given.get("text"), str):
+        raise _wrong("documents", given, "use strings, or objects with `text` (and `title`)")
+    return f"{given.get('title') or ''}\n{given['text']}".strip()
+
+
 KINDS: tuple[tuple[Callable[[Record], bool], Callable[[Record], tuple[str, Any, dict[str, Any]]]], ...] = (
     (lambda r: "problem" in r, _math),
     (lambda r: "question" in r and ("final_answer" in r or "####" in str(r.get("answer", ""))), _grade_school),
-    (lambda r: "concepts" in r, lambda r: ("concepts", list(r["concepts"]), {"concepts": list(r["concepts"])})),
-    (lambda r: "turns" in r, lambda r: ("text", r["turns"][0], {"reference": r.get("reference")})),
+    (lambda r: "concepts" in r, lambda r: ("concepts", (found := _concepts(r["concepts"])), {"concepts": found})),
+    (lambda r: "turns" in r, _turns),
     (lambda r: "answers" in r or "answer" in r, _question),
-    (lambda r: "task" in r, lambda r: (r.get("kind", "text"), r["task"], dict(r.get("gold", {})))),
+    (lambda r: "task" in r, _task),
     (lambda r: "question" in r, lambda r: ("text", r["question"], {})),
 )
 GOLD = {  # what a scorer of the kind compares with
@@ -79,14 +165,15 @@ GOLD = {  # what a scorer of the kind compares with
 
 def example(record: Record, number: int) -> Example:
     """A record of a dataset as an example; its id is its own, or its number."""
-    for fits, read in KINDS:
-        if fits(record):
-            kind, task, gold = read(record)
-            lacking = [name for name in GOLD.get(kind, ()) if gold.get(name) in (None, [], "")]
-            if kind not in GOLD or lacking:
-                raise DataError(f"record {number}: kind {kind!r} of {sorted(GOLD)} lacks {lacking or 'a scorer'}")
-            return Example(str(record.get("id", number)), kind, task, gold)
-    raise DataError(f"record {number}: fields {sorted(record)} are of no known kind; give `task` (and `gold`)")
+    with located(f"record {number}"):
+        for fits, read in KINDS:
+            if fits(record):
+                kind, task, gold = read(record)
+                lacking = [name for name in GOLD.get(kind, ()) if gold.get(name) in (None, [], "")]
+                if kind not in GOLD or lacking:
+                    raise DataError(f"kind {kind!r} of {sorted(GOLD)} lacks {lacking or 'a scorer'}")
+                return Example(str(record.get("id", number)), kind, task, gold)
+        raise DataError(f"fields {sorted(record)} are of no known kind; give `task` (and `gold`)")
 
 
 def load(source: str, *, limit: int | None = None, seed: int | None = None, split: str = "test") -> list[Example]:
@@ -102,7 +189,10 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
     else:
         path = Path(source)
         lines = records(path) if path.suffix in (".jsonl", ".json") or path.exists() else _hub(source, split)
-        found = [example(record, number) for number, record in enumerate(lines)]
+        found = []
+        for number, record in enumerate(lines):
+            with located(source):
+                found.append(example(record, number))
     if len({e.id for e in found}) != len(found):
         raise DataError(f"{source}: two records have the same id")
     if seed is not None:
@@ -114,13 +204,13 @@ def records(path: Path) -> Iterable[Record]:
     """The objects of a .jsonl file."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as problem:
-            raise DataError(f"{path}, line {number}: not JSON ({problem})") from None
+            record = json.loads(line.decode("utf-8"))
+        except ValueError as problem:  # no JSON, or not UTF-8
+            raise DataError(f"{path}, line {number}: not JSON in UTF-8 ({problem})") from None
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number}: {type(record).__name__}, not an object")
         yield record

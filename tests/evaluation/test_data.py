@@ -26,7 +26,24 @@ SHAPES = [
     ({"concepts": ["a", "b"]}, "concepts", ["a", "b"], {"concepts": ["a", "b"]}),
     ({"turns": ["first", "second"]}, "text", "first", {"reference": None}),
     ({"question": "only"}, "text", "only", {}),
-    ({"task": ["x"], "kind": "pair", "gold": {"first": 1, "second": 2}}, "pair", ["x"], {"first": 1, "second": 2}),
+    (
+        {"task": ["x"], "kind": "pair", "gold": {"first": {"answers": ["a"]}, "second": 2}},
+        "pair",
+        ["x"],
+        {"first": {"answers": ["a"]}, "second": {"answers": ["2"]}},
+    ),
+    ({"concepts": "dog, cat, tree"}, "concepts", ["dog", "cat", "tree"], {"concepts": ["dog", "cat", "tree"]}),
+    ({"turns": "hello there"}, "text", "hello there", {"reference": None}),
+    ({"question": "q", "answers": {"text": "Paris"}}, "qa", "q", {"answers": ["Paris"]}),
+    ({"question": "q", "answer": "a", "answer_aliases": "bc"}, "qa", "q", {"answers": ["a", "bc"]}),
+    ({"question": "q", "answer": 0, "answers": []}, "qa", "q", {"answers": ["0"]}),
+    ({"question": "q", "final_answer": 0}, "math", "q", {"answer": "0"}),
+    ({"question": "q", "answers": "a", "documents": ["x"]}, "qa", "x\n\nQuestion: q?", {"answers": ["a"]}),
+    ({"question": "q", "answers": "a", "documents": "xy"}, "qa", "xy\n\nQuestion: q?", {"answers": ["a"]}),
+    ({"task": "t", "kind": "qa", "gold": {"answers": "Iris"}}, "qa", "t", {"answers": ["Iris"]}),
+    ({"task": "t", "kind": "math", "gold": {"answer": 5}}, "math", "t", {"answer": "5"}),
+    ({"task": "t", "kind": "concepts", "gold": {"concepts": "a, b"}}, "concepts", "t", {"concepts": ["a", "b"]}),
+    ({"task": "t", "gold": None}, "text", "t", {}),
 ]
 
 
@@ -60,6 +77,42 @@ def test_bad_files_say_where(tmp_path, text, said):
     file = tmp_path / "bad.jsonl"
     file.write_text(text)
     with pytest.raises(DataError, match=said):
+        load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"problem": "p", "answer": ["5"]}, r"answer=\['5'\]"),
+        ({"problem": 3, "answer": 5}, "problem=3"),
+        ({"problem": "p", "solution": 7}, "solution=7"),
+        ({"question": "q", "answers": [["a"]]}, r"answers=\['a'\]"),
+        ({"question": "q", "answers": []}, "lacks"),
+        ({"question": ["q"], "answers": "a"}, "question="),
+        ({"question": "q", "answers": "a", "documents": [{"title": "T"}]}, "documents=.*`text`"),
+        ({"question": "q", "answers": "a", "documents": {"text": "T"}}, "documents="),
+        ({"concepts": 7}, "concepts=7"),
+        ({"concepts": ["a", 7]}, "concepts=7"),
+        ({"concepts": []}, "lacks"),
+        ({"turns": []}, "turns="),
+        ({"turns": [{"role": "user"}]}, "turns="),
+        ({"task": "t", "kind": "qa", "gold": "Iris"}, "gold='Iris'"),
+        ({"task": "t", "kind": ["qa"]}, "kind="),
+        ({"task": "t", "kind": "qa", "gold": None}, "lacks"),
+        ({"task": "t", "kind": "pair", "gold": {"first": "a", "second": {}}}, "lacks"),
+    ],
+)
+def test_what_no_scorer_could_compare_is_refused_with_its_place(tmp_path, record, said):
+    file = tmp_path / "odd.jsonl"
+    file.write_text(json.dumps({"problem": "p", "answer": 1}) + "\n" + json.dumps(record))
+    with pytest.raises(DataError, match=f"odd.jsonl: record 1: .*{said}"):
+        load(str(file))
+
+
+def test_a_file_of_another_encoding_says_where(tmp_path):
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes('{"question": "a"}\n{"question": "café"}'.encode("latin-1"))
+    with pytest.raises(DataError, match="line 2: not JSON in UTF-8"):
         load(str(file))
 
 
