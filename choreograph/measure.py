@@ -116,16 +116,28 @@ def answered(workflow: Workflow, performance: Performance, task: Any, options: M
 
 def check_options(workflow: Workflow, options: Mapping[str, Any]) -> None:
     """An option that the workflow does not have is an error that lists those it has; so is one of another type than its
-    default, where that says one."""
-    every = inspect.signature(workflow).parameters.values()
-    known = {p.name: p.default for p in every if p.kind is p.KEYWORD_ONLY}
+    default, where that says one. A workflow with `**options` takes any."""
+    known, taken, open_ended = _parameters(workflow)
     for name, value in options.items():
-        if name not in known:
+        if name in taken or not (name in known or open_ended):
             raise ConfigError(f"option {name!r}: the workflow has {list(known) or 'none'}")
-        wanted = (int, float) if type(known[name]) is float else type(known[name])
-        plain = type(known[name]) in (bool, int, float, str)
-        if plain and (not isinstance(value, wanted) or isinstance(value, bool) != isinstance(known[name], bool)):
-            raise ConfigError(f"option {name}={value!r}: use a value like its default, {known[name]!r}")
+        default = known.get(name)
+        wanted = (int, float) if type(default) is float else type(default)
+        plain = type(default) in (bool, int, float, str)
+        if plain and (not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool)):
+            raise ConfigError(f"option {name}={value!r}: use a value like its default, {default!r}")
+
+
+def _parameters(workflow: Workflow) -> tuple[dict[str, Any], set[str], bool]:
+    """The options of a workflow with their defaults, the names of what is given by place, the performance and the task,
+    and whether it takes other options too."""
+    every = inspect.signature(workflow).parameters.values()
+    placed = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in placed[2:] if p.kind is p.POSITIONAL_OR_KEYWORD] + [
+        p for p in every if p.kind is p.KEYWORD_ONLY
+    ]
+    taken = {p.name for p in placed[:2] if p.kind is p.POSITIONAL_OR_KEYWORD}
+    return {p.name: p.default for p in named}, taken, any(p.kind is p.VAR_KEYWORD for p in every)
 
 
 def step_ttfts(steps: Iterable[Step]) -> list[float]:

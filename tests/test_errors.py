@@ -602,3 +602,19 @@ def test_options_are_of_the_type_of_their_defaults(tiny_engine):
             check_options(workflow, bad)
     with pytest.raises(e.ConfigError, match="return the message"):
         perform(tiny_engine(), lambda p, task: "text", "task", mode="choreographed")
+
+
+def test_options_of_every_kind_of_signature():
+    def open_ended(p, task, **options): ...
+
+    def by_place(p, task, critics=2): ...
+
+    def hidden(p, task, private=0, /): ...
+
+    check_options(open_ended, {"critics": 3, "anything": None})
+    check_options(by_place, {"critics": 3})
+    for workflow, bad in ((open_ended, "task"), (by_place, "task"), (by_place, "p"), (hidden, "private")):
+        with pytest.raises(e.ConfigError, match=f"option '{bad}': the workflow has"):
+            check_options(workflow, {bad: 3})
+    with pytest.raises(e.ConfigError, match="option critics='many'"):
+        check_options(by_place, {"critics": "many"})
