@@ -8,10 +8,11 @@ second performance that is given the first one's `content()` forces every decode
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
+from ..arguments import is_calls
 from ..chat import Turns
-from ..errors import ConfigError, DataError
+from ..errors import CallError, ConfigError, DataError
 from ..message import Message
 from ..session import Session, Text
 from ..types import BASE, Mode, SamplingParams
@@ -92,13 +93,26 @@ class Performance(Turns):
 
     # -- calls --------------------------------------------------------------------------------------------
 
-    def prefill(self, stage: str, tokens: Text, parents: Iterable[Message] = (), **place: Any) -> Message:
-        """`Session.prefill` under the name of a stage."""
-        parents = list(parents)
-        reads = any(parent.id in self._read for parent in parents)
-        message = self.session.prefill(tokens, parents, **(self._reading if reads else {}) | place)
-        return self._note(stage, message, reads)
+    @overload
+    def prefill(self, stage: str, tokens: list[dict[str, Any]]) -> list[Message]: ...
+    @overload
+    def prefill(self, stage: str, tokens: Text, parents: Iterable[Message] = (), **place: Any) -> Message: ...
+    def prefill(self, stage, tokens, parents=(), **place):
+        """`Session.prefill` under the name of a stage. A list of calls is a list of messages of that stage."""
+        made = [self._to_prefill(**call) for call in _each("tokens", tokens, {"parents": parents, **place})]
+        messages = self.session.prefill([call for call, _ in made])
+        noted = [self._note(stage, message, reads) for message, (_, reads) in zip(messages, made, strict=True)]
+        return noted if is_calls(tokens) else noted[0]
 
+    def _to_prefill(self, parents: Iterable[Message] = (), **call: Any) -> tuple[dict[str, Any], bool]:
+        """The call of the session, and whether it sees what the readers' model made."""
+        parents = list(parents) if isinstance(parents, Iterable) else parents
+        reads = isinstance(parents, list) and any(getattr(parent, "id", None) in self._read for parent in parents)
+        return {**(self._reading if reads else {}), "parents": parents, **call}, reads
+
+    @overload
+    def decode(self, stage: str, header: list[dict[str, Any]]) -> list[Message]: ...
+    @overload
     def decode(
         self,
         stage: str,
@@ -109,11 +123,33 @@ class Performance(Turns):
         stop: tuple[str, ...] = (),
         sampling: SamplingParams | None = None,
         **place: Any,
-    ) -> Message:
+    ) -> Message: ...
+    def decode(self, stage, header, parents=(), **place):
         """`Session.decode` under the name of a stage; repeats the earlier run's content if there is one.
 
-        most: a limit of tokens for a short message, below the one of the performance. stop: strings that end it.
+        most: a limit of tokens for a short message, below the one of the performance. stop: strings that end it. A list
+        of calls, each with these arguments, is a list of messages of that stage.
         """
+        first, reads = self._count[stage], stage in self._readers
+        calls = _each("header", header, {"parents": parents, **place})
+        made = [self._to_decode(stage, number, **call) for number, call in enumerate(calls, first)]
+        messages = self.session.decode([{**(self._reading if reads else {}), **call} for call in made])
+        self._count[stage] += len(messages)
+        noted = [self._note(stage, message, reads) for message in messages]
+        return noted if is_calls(header) else noted[0]
+
+    def _to_decode(
+        self,
+        stage: str,
+        number: int,
+        /,
+        *,
+        most: int | None = None,
+        stop: tuple[str, ...] = (),
+        sampling: SamplingParams | None = None,
+        **call: Any,
+    ) -> dict[str, Any]:
+        """The call of the session that makes message `number` of a stage."""
         if sampling is None:
             sampling = self.sampling
         elif sampling.logprobs is None:  # what is to be kept of every decode is the performance's to say
@@ -122,18 +158,14 @@ class Performance(Turns):
             sampling = replace(sampling, max_tokens=min(most, sampling.max_tokens))
         if stop:
             sampling = replace(sampling, stop=(*sampling.stop, *stop))
-        forced = self._next(stage)
-        self._count[stage] += 1
-        reads = stage in self._readers
-        place = (self._reading if reads else {}) | place
-        message = self.session.decode(header, parents, sampling=sampling, forced_tokens=forced, **place)
-        return self._note(stage, message, reads)
+        forced = self._repeated(stage, number)
+        return {**call, "sampling": sampling} | ({} if forced is None else {"forced_tokens": forced})
 
-    def _next(self, stage: str) -> list[int] | None:
-        """What the next message of a stage repeats, if it does."""
+    def _repeated(self, stage: str, number: int) -> list[int] | None:
+        """What message `number` of a stage repeats, if it does."""
         if stage not in self._forced:
             return None
-        known, number = self._forced[stage], self._count[stage]
+        known = self._forced[stage]
         if number >= len(known):
             raise DataError(
                 f"stage {stage!r}: the content to repeat holds {len(known)} messages, the workflow takes more"
@@ -164,3 +196,13 @@ class Performance(Turns):
         if self._on_step is not None:
             self._on_step(step)
         return message
+
+
+def _each(first: str, given: Any, beside: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The calls of a list, or the one call. What stands beside a list would be lost, so it is refused."""
+    if not is_calls(given):
+        return [{first: given, **beside}]
+    for name, value in beside.items():
+        if value not in (None, ()):
+            raise CallError(f"{name}={value!r} beside a list of calls: put it into each call")
+    return list(given)

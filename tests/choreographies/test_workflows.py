@@ -4,7 +4,7 @@ import pytest
 
 from choreograph import SamplingParams
 from choreograph.choreographies import Condition, Performance, conditions_of, find, names, takes_pairs
-from choreograph.errors import ConfigError
+from choreograph.errors import CallError, ConfigError
 
 TASKS = {
     "direct": "What is 3 + 4?",
@@ -150,6 +150,38 @@ def test_turns_are_those_of_a_session(talker):
         for mine, its in ((p.system, session.system), (p.user, session.user), (p.assistant, session.assistant)):
             assert mine("Hello") == its("Hello")
             assert mine("Hello", opening=False) == its("Hello", opening=False) != its("Hello")
+
+
+def test_lists_of_calls_are_those_of_a_session(talker):
+    def play(forced=None, listed=True):
+        with talker.session(seed=3) as session:
+            p = Performance(session, sampling=SamplingParams(temperature=0.9, max_tokens=6), forced=forced)
+            texts = [{"tokens": p.user(text)} for text in ("One", "Two")]
+            asked = p.prefill("ask", texts) if listed else [p.prefill("ask", **call) for call in texts]
+            calls = [{"header": p.assistant(), "parents": asked, "most": most} for most in (2, 4)]
+            said = p.decode("say", calls) if listed else [p.decode("say", **call) for call in calls]
+            said.append(p.decode("say", p.assistant(), said))
+            return [stage for stage, _ in p.steps], [message.result().tokens for message in said], p.content()
+
+    stages, said, content = play()
+    assert stages == ["ask", "ask", "say", "say", "say"]
+    assert [len(tokens) for tokens in content["say"]] == [2, 4, 6]
+    assert play(listed=False) == (stages, said, content)
+    assert play(forced=content)[2] == content
+
+
+def test_what_stands_beside_a_list_of_calls_is_named(talker):
+    with talker.session() as session:
+        p = Performance(session)
+        asked = p.prefill("ask", p.user("One"))
+        for bad in ({"parents": [asked]}, {"most": 3}):
+            with pytest.raises(CallError, match=f"{next(iter(bad))}=.* beside a list"):
+                p.decode("say", [{"header": p.assistant()}], **bad)
+        with pytest.raises(CallError, match="needs 'tokens'"):
+            p.prefill("ask", [{"parents": [asked]}])
+        with pytest.raises(CallError, match="into a list"):
+            p.prefill("ask", p.user("Two"), asked)
+        assert [stage for stage, _ in p.steps] == ["ask"]
 
 
 def test_orders_are_for_alice_alone(play):
