@@ -4,6 +4,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -155,7 +156,7 @@ def demo(
     from .demo import run_demo
 
     console = console_of(quiet=as_json)
-    with console.status("loading the model") if console.is_terminal else _nothing():
+    with console.status("loading the model") if console.is_terminal else nullcontext():
         engine = open_engine(model, dtype, compile)
     numbers = run_demo(engine, console, branches=branches, voters=voters, pairs=pairs, picture=picture, seed=seed)
     if as_json:
@@ -371,22 +372,26 @@ def _ask(console: Console) -> str:
         return ""
 
 
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
+def _line(problem: Exception) -> str:
+    """What is wrong, in one line that names the file."""
+    file, said = getattr(problem, "filename", None), str(problem)
+    if file is not None:
+        said = f"{file}: {getattr(problem, 'strerror', said)}"
+    elif isinstance(problem, UnicodeDecodeError):
+        said = f"not UTF-8: {said}"
+    return " ".join(said.splitlines())
 
 
 def main(command: Callable[[], None] = app) -> None:
-    """The entry point: an error of the package is one line and exit code 1, never a traceback."""
+    """The entry point: an error of the package or of a file is one line and exit code 1, never a traceback."""
     from .errors import ChoreographError
 
     try:
         command()
-    except ChoreographError as problem:
+    except (ChoreographError, OSError, UnicodeDecodeError) as problem:
         console = console_of(stderr=True)
         console.print("[red]error[/red]: ", end="")
-        console.print(str(problem), markup=False, highlight=False)
+        console.print(_line(problem), markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

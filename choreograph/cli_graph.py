@@ -28,10 +28,12 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show who waits for whom, and how many steps away each agent is."""
+    from .places import make_room
     from .report import show_table
     from .viz.steps import lines, svg
     from .workflow import Progress, StepGraph
 
+    make_room(picture)
     found = StepGraph.read(graph)
     steps = found.steps(Progress.after(events.replace(",", " ").split(), found.agents))
     if picture is not None:

@@ -54,15 +54,16 @@ def show(
     picture: Annotated[Path | None, typer.Option(help="Write the layout as SVG.")] = None,
 ) -> None:
     """Show where every module of a schema stands."""
+    from .places import make_room
     from .report import show_table
     from .viz.schema import lines, svg
 
+    make_room(picture)
     layout, _ = _layout(schema, model)
     console = console_of()
     title = f"{layout.schema.name}: {layout.length} positions, {layout.cached_tokens} tokens cached"
     show_table(console, title, ("module", "layout", "positions", "own tokens", "notes"), lines(layout))
     if picture is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
         picture.write_text(svg(layout), encoding="utf-8")
         console.print(f"drawn to {picture}", markup=False, highlight=False)
 
@@ -75,6 +76,9 @@ def warm(
     dtype: Dtype = DtypeName.auto,
 ) -> None:
     """Encode every module of a schema, and keep the encodings in a file."""
+    from .places import make_room
+
+    make_room(save)
     with _cache(schema, model, dtype) as cache:
         began = time.perf_counter()
         computed = cache.warm()

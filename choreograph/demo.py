@@ -11,6 +11,7 @@ from .choreographies import find
 from .core import Engine
 from .events import Event
 from .measure import Run, RunCost, perform
+from .places import make_room
 from .report import milliseconds, ratio, show_table
 from .types import Mode, SamplingParams
 from .viz.graph import svg
@@ -36,6 +37,7 @@ def run_demo(
 ) -> dict[str, Any]:
     """Draws in prefix mode, says the same choreographed, then times both saying it, in turns; prints as it goes, and
     returns the numbers of the pair whose gain is the median, since a moment of another process spoils one."""
+    make_room(picture)
     workflow, options = find("tree_of_thoughts"), {"branches": branches, "voters": voters}
 
     def once(mode: Mode, **more: Any) -> Run:
@@ -69,8 +71,7 @@ def run_demo(
         gains = ", ".join(f"{_gain(pair):.2f}x" for pair in measured)
         console.print(f"The pair in the middle of {pairs}; end to end they are {gains}.", highlight=False)
     if picture is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_text(shown.picture)
+        picture.write_text(shown.picture, encoding="utf-8")
         console.print(f"\nWho saw whom, and where: {picture}", highlight=False)
     return _numbers(task, *middle) | {"e2e_ratios": [_gain(pair) for pair in measured]}
 

@@ -1,5 +1,8 @@
 """Every figure can be drawn, and the same numbers give the same file."""
 
+import pytest
+
+from choreograph.errors import ConfigError
 from choreograph.viz.charts import growth, shifts, speedup_over_branches, speedup_over_tokens
 
 BARS = {"leak both": (-3.0, -9.0, 3.0), "leak plan": (2.0, -4.0, 8.0)}
@@ -18,3 +21,10 @@ def test_every_figure_is_drawn_and_stays_the_same(tmp_path):
     one, other = draw(tmp_path / "one"), draw(tmp_path / "other")
     assert list(one) == ["a.svg", "b.svg", "c.svg", "d.svg", "e.svg"] and one == other
     assert all(text.startswith("<?xml") and "</svg>" in text for text in one.values())
+
+
+def test_a_figure_is_no_folder_and_below_no_file(tmp_path):
+    (tmp_path / "file").touch()
+    for path, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "a.svg", "no folder can be made")):
+        with pytest.raises(ConfigError, match=said):
+            growth({"whole": [(512, 90.0)]}, path, new=32)

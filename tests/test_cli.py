@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from choreograph.cli import app, main
+from choreograph.demo import run_demo
+from choreograph.errors import ConfigError, ModelError
 from choreograph.report import console_of
 
 runner = CliRunner()
@@ -130,6 +132,63 @@ def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
     said = capsys.readouterr().err
     assert all(word in said for word in words)
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("graph show g.yaml --picture folder", "folder: this is a folder"),
+        ("graph show g.yaml --picture file/x.svg", "file: no folder can be made there"),
+        ("pml show s.pml --picture folder", "folder: this is a folder"),
+        ("pml warm s.pml --save folder", "folder: this is a folder"),
+        ("reuse show latin", "latin: no profile"),
+        ("eval direct --data latin", "latin, line 1: not JSON in UTF-8"),
+        ("run broken.py --task x", "broken.py, line 2: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_or_written_is_one_line(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    (tmp_path / "g.yaml").write_text("agents:\n  a:\n  b: a\n")
+    (tmp_path / "broken.py").write_text("x = 1\ndef run(p, task\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(lambda: app(arguments.split(), standalone_mode=False))
+    assert stopped.value.code == 1
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_a_picture_is_drawn_into_a_folder_that_is_made(tmp_path):
+    (tmp_path / "g.yaml").write_text("agents:\n  a:\n  b: a\n")
+    picture = tmp_path / "new" / "x.svg"
+    result = runner.invoke(app, ["graph", "show", str(tmp_path / "g.yaml"), "--picture", str(picture)])
+    assert result.exit_code == 0 and picture.read_text().startswith("<svg")
+
+
+def test_the_demo_refuses_a_picture_before_it_measures(tmp_path):
+    with pytest.raises(ConfigError, match="is a folder"):
+        run_demo(None, console_of(quiet=True), picture=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (PermissionError(13, "Permission denied", "some/file"), "some/file: Permission denied"),
+        (OSError("the disk is\ngone"), "the disk is gone"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "not UTF-8: "),
+        (ModelError("no such model"), "no such model"),
+    ],
+)
+def test_errors_of_files_are_one_line(problem, said, capsys):
+    def command():
+        raise problem
+
+    with pytest.raises(SystemExit):
+        main(command)
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {said}") and told.count("\n") == 1
 
 
 def test_bad_options_name_themselves():

@@ -35,7 +35,10 @@ def find(name: str) -> Workflow:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except SyntaxError as problem:
+            raise ConfigError(f"{problem.filename}, line {problem.lineno}: {problem.msg}") from None
         if callable(getattr(module, "run", None)):
             return module.run
         raise ConfigError(f"workflow {name!r}: the file defines no run(performance, task)")

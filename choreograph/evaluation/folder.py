@@ -14,14 +14,16 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..errors import ConfigError, DataError
+from ..places import make_folder
 
 Record = dict[str, Any]
 
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Makes a folder and holds it against other processes. Raises ConfigError where one is at work in it."""
-    path.mkdir(parents=True, exist_ok=True)
+    """Makes a folder and holds it against other processes. Raises ConfigError where none can be, and
+    where one is at work in it."""
+    make_folder(path)
     try:
         with FileLock(path / ".lock", timeout=0):
             yield
@@ -63,7 +65,7 @@ class Folder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
         self._check_apart(settings.get("conditions", ()))
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         wanted, file = json.loads(json.dumps(settings)), path / "settings.json"
         if file.exists():
             had = read_settings(file)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..places import make_room
+
 Point = tuple[float, float]
 Bar = tuple[float, float, float]  # value, low, high
 
@@ -24,7 +26,7 @@ def _figure(width: float = 5.0, height: float = 3.4, panels: int = 1, rows: int 
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_room(path)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {}, dpi=150)
     pyplot.close(figure)
 

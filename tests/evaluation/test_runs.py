@@ -13,7 +13,7 @@ from choreograph.cli import app
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example, games
 from choreograph.evaluation.fidelity import drift_rows, drifts, scripts_of
-from choreograph.evaluation.folder import Folder
+from choreograph.evaluation.folder import Folder, alone
 from choreograph.evaluation.judge import verdicts
 from choreograph.evaluation.runs import run_conditions, seed_of, settings_of
 from choreograph.evaluation.speed import speed_rows, timed
@@ -74,6 +74,16 @@ def test_conditions_with_one_file_are_refused(tmp_path, other):
     with pytest.raises(ConfigError, match=f"'leak none' and '{other}' would share a file"):
         Folder(folder, {"conditions": {"leak none": {}, other: {}}})
     assert not folder.exists()
+
+
+def test_a_file_is_no_folder_of_a_run(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(ConfigError, match=f"{path}: no folder can be made there"):
+            Folder(path, {})
+        with pytest.raises(ConfigError, match="no folder"), alone(path):
+            pass
 
 
 def test_any_name_of_a_condition_has_a_file_of_its_own(tmp_path):
