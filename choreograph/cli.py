@@ -315,7 +315,8 @@ def _show_run(console: Console, title: str, done: Any) -> None:
     ]
     show_table(console, title, ("stage", "calls", "TTFT", "encoded", "reused", "generated"), lines)
     if done.performance.unparseable:
-        console.print(f"could not be parsed: {dict(done.performance.unparseable)}", highlight=False)
+        lost = f"could not be parsed: {dict(done.performance.unparseable)}"
+        console.print(lost, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -84,6 +84,7 @@ def trace(
     why = f" (the first: {problems[0]})" if problems else ""
     console.print(
         f"{len(traces)} traces, {said} generated tokens, {lost} runs failed{why}: {out}",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )

@@ -36,7 +36,7 @@ def check(
     layout, tokens = _layout(schema, model)
     console = console_of()
     facts = f"{len(layout.pieces) - 1} modules, {layout.length} positions, {layout.cached_tokens} tokens to encode once"
-    console.print(f"{schema.name}: {layout.schema.name}, {facts}", markup=False, highlight=False)
+    console.print(f"{schema.name}: {layout.schema.name}, {facts}", markup=False, highlight=False, soft_wrap=True)
     for path in prompts or []:
         serving = serve(read_prompt(path), layout, tokens)
         seen, new = sum(one.count for one in serving.seen), sum(len(one.tokens) for one in serving.new)
@@ -44,6 +44,7 @@ def check(
             f"{path.name}: {seen} tokens from the cache, {new} new, ends at {serving.end}",
             markup=False,
             highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -65,7 +66,7 @@ def show(
     show_table(console, title, ("module", "layout", "positions", "own tokens", "notes"), lines(layout))
     if picture is not None:
         picture.write_text(svg(layout), encoding="utf-8")
-        console.print(f"drawn to {picture}", markup=False, highlight=False)
+        console.print(f"drawn to {picture}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -86,7 +87,8 @@ def warm(
         seconds = time.perf_counter() - began
         console.print(f"{computed} tokens encoded in {seconds:.2f} s", highlight=False)
         if save is not None:
-            console.print(f"{cache.save(save):,} bytes written to {save}", markup=False, highlight=False)
+            size = cache.save(save)
+            console.print(f"{size:,} bytes written to {save}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

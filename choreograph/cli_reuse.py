@@ -63,7 +63,8 @@ def profile(
         found = with_times(engine, names[0], found, timed, sender=names[1])
     found.save(out / "profile.json")
     _show(console, found, f"{len(asked)} inputs, {found.metric}", out)
-    console.print(f"{out / 'profile.json'}, with pictures beside it", markup=False, highlight=False)
+    said = f"{out / 'profile.json'}, with pictures beside it"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

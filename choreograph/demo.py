@@ -72,7 +72,7 @@ def run_demo(
         console.print(f"The pair in the middle of {pairs}; end to end they are {gains}.", highlight=False)
     if picture is not None:
         picture.write_text(shown.picture, encoding="utf-8")
-        console.print(f"\nWho saw whom, and where: {picture}", highlight=False)
+        console.print(f"\nWho saw whom, and where: {picture}", markup=False, highlight=False, soft_wrap=True)
     return _numbers(task, *middle) | {"e2e_ratios": [_gain(pair) for pair in measured]}
 
 

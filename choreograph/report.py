@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def console_of(*, quiet: bool = False, stderr: bool = False) -> Console:
@@ -14,20 +16,34 @@ def console_of(*, quiet: bool = False, stderr: bool = False) -> Console:
 def show_table(
     console: Console, title: str, head: Sequence[str], lines: Sequence[Sequence[str]], *, texts: int = 1
 ) -> None:
-    """The first columns, `texts` of them, are text, the others are numbers."""
+    """The first columns, `texts` of them, are text, the others are numbers. On a narrow terminal texts fold, but for
+    the first one of a line, which names it."""
     if console.is_terminal:
-        table = Table(title=title, title_justify="left")
-        for index, name in enumerate(head):
-            table.add_column(name, justify="left" if index < texts else "right", no_wrap=True)
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        console.print(_table(console.width, title, head, lines, texts))
         return
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    console.print(title, markup=False, highlight=False)
+    console.print(title, markup=False, highlight=False, soft_wrap=True)
     for line in (head, *lines):
         cells = [c.ljust(w) if i < texts else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
         console.print("  ".join(cells).rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(width: int, title: str, head: Sequence[str], lines: Sequence[Sequence[str]], texts: int) -> Table:
+    table = Table(title=Text(title, style="italic"), title_justify="left")
+    names = max(cell_len(line[0]) for line in (head, *lines))
+    for index, name in enumerate(head):
+        first = index == 0 and names <= width // 2
+        whole = first or index >= texts
+        table.add_column(
+            Text(name),
+            justify="left" if index < texts else "right",
+            no_wrap=whole,
+            overflow="ellipsis" if whole else "fold",
+            min_width=names if first else None,
+        )
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -4,15 +4,17 @@ import json
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from choreograph.cli import app, main
 from choreograph.demo import run_demo
 from choreograph.errors import ConfigError, ModelError
-from choreograph.report import console_of
+from choreograph.report import console_of, show_table
 
 runner = CliRunner()
 
@@ -165,6 +167,32 @@ def test_a_picture_is_drawn_into_a_folder_that_is_made(tmp_path):
     picture = tmp_path / "new" / "x.svg"
     result = runner.invoke(app, ["graph", "show", str(tmp_path / "g.yaml"), "--picture", str(picture)])
     assert result.exit_code == 0 and picture.read_text().startswith("<svg")
+
+
+def test_a_path_is_not_broken_in_a_pipe(tmp_path, capsys, talker_folder):
+    (tmp_path / "g.yaml").write_text("agents:\n  a:\n")
+    for path in (tmp_path / ("long " * 30) / "g.yaml", tmp_path / "no" / ("x" * 90)):
+        with pytest.raises(SystemExit):
+            main(lambda path=path: app(["graph", "show", str(path)], standalone_mode=False))
+        assert str(path) in capsys.readouterr().err
+    (tmp_path / "s.pml").write_text('<schema name="s"><module name="a">hello</module></schema>')
+    picture = tmp_path / ("long " * 30) / "x.svg"
+    arguments = ["pml", "show", str(tmp_path / "s.pml"), "--model", talker_folder, "--picture", str(picture)]
+    result = runner.invoke(app, arguments)
+    assert f"drawn to {picture}\n" in result.output
+
+
+def test_a_table_on_a_narrow_terminal_names_its_lines():
+    console = Console(file=StringIO(), force_terminal=True, width=80, no_color=True)
+    lines = [
+        ("Gemma3ForCausalLM", "local, " * 12, "norms of queries " * 6, "tests/models/test_families.py", "1234567 ms")
+    ]
+    show_table(console, "t", ("architecture", "positions", "what", "proof", "time"), lines, texts=4)
+    show_table(console, "[b]", ("name", *"abcdefgh"), [("a long name [/b]", *8 * ["a number"])])
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
+    assert "Gemma3ForCausalLM" in shown and "1234567 ms" in shown and "a long name [/b]" in shown
+    assert shown.count("local") == 12 and shown.count("queries") == 6
+    assert max(len(line) for line in shown.splitlines() if "┃" not in line) <= 80
 
 
 def test_the_demo_refuses_a_picture_before_it_measures(tmp_path):

@@ -123,9 +123,10 @@ def _show_counts(console: Console, report: Summary) -> None:
         for what, counts in (("could not be parsed", one["unparseable"]), ("cut at the limit of tokens", one["cut"])):
             if counts:
                 told = ", ".join(f"{stage} {n} of {one['calls'].get(stage, '?')}" for stage, n in counts.items())
-                console.print(f"{name}: {what}: {told}", highlight=False)
+                console.print(f"{name}: {what}: {told}", markup=False, highlight=False, soft_wrap=True)
         if one["errors"]:
-            console.print(f"{name}: ended with an error: {one['errors']}", highlight=False)
+            failed = f"{name}: ended with an error: {one['errors']}"
+            console.print(failed, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_drift(console: Console, name: str, found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[dict[str, Any]]:
@@ -210,7 +211,8 @@ def bench(
     traces = {r["id"]: r["tokens"] for r in records if not r.get("error")}
     if len(traces) < len(examples):
         failed = next(r["error"] for r in records if r.get("error"))
-        console.print(f"{len(examples) - len(traces)} traces could not be drawn, the first: {failed}", highlight=False)
+        lost = f"{len(examples) - len(traces)} traces could not be drawn, the first: {failed}"
+        console.print(lost, markup=False, highlight=False, soft_wrap=True)
     if not traces:
         raise DataError(f"{name}: no example could be run")
     folder = Folder(out, settings)
