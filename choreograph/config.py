@@ -3,8 +3,10 @@
 import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .errors import ConfigError
+from .places import may_be_folder
 
 BACKENDS = ("auto", "native", "triton", "flex", "sdpa", "reference")
 EVICTIONS = ("workflow", "lru", "lfu", "fifo")
@@ -78,7 +80,26 @@ class CacheConfig:
             value = getattr(self, name)
             ok = value is None or _whole(value, 1) or _is_size(value)
             _check(ok, name, value, 'use None, a number of tokens, or a size like "512MiB" or "4GiB"')
+        folder = self.disk_folder
+        ok = folder is None or (isinstance(folder, (str, os.PathLike)) and may_be_folder(Path(folder)))
+        _check(ok, "disk_folder", folder, "use None, or the path of a folder that is there or can be made")
         _check(self.eviction in EVICTIONS, "eviction", self.eviction, f"use one of {EVICTIONS}")
+
+
+def check_sizes(cache: CacheConfig, token_bytes: int, device: int, host: int) -> None:
+    """Raises ConfigError for a size that holds not a page, or nothing, and for more than the memory of the device or of
+    the host. token_bytes: of one token; device, host: bytes of their memory."""
+    for name, least, most in (("tokens", cache.page_size, device), ("host", cache.page_size, host), ("disk", 1, None)):
+        size = getattr(cache, name)
+        if size is None:
+            continue
+        held = budget(size, token_bytes)
+        enough = not isinstance(size, str) or held >= least
+        _check(
+            enough, name, size, f"{least * token_bytes:,} bytes hold {least} token{'s' * (least > 1)}; use that or more"
+        )
+        fits = most is None or held * token_bytes <= most
+        _check(fits, name, size, f"that takes {held * token_bytes:,} bytes, the memory has {most or 0:,}; use less")
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from .chat import ChatFormat
-from .config import EngineConfig
+from .config import EngineConfig, check_sizes
 from .engine.runner import Runner
 from .engine.sharing import Choose
 from .errors import ConfigError, ModelError
 from .events import EventLog
 from .models.adapter import Adapter
-from .models.facts import ModelFacts
+from .models.facts import ModelFacts, total_memory
 from .models.load import EMBEDDED, check_dtype, load
 from .models.lora import Lora
 from .pattern import Pattern, read_pattern
@@ -38,7 +38,10 @@ class Engine:
         adapters: Adapters | None = None,
         models: Models | None = None,
     ) -> None:
-        self.runner = Runner(adapter, config or EngineConfig())
+        config, facts = config or EngineConfig(), adapter.facts
+        memory = [total_memory(device) for device in (facts.device, torch.device("cpu"))]
+        check_sizes(config.cache, facts.kv_bytes_per_token, *memory)
+        self.runner = Runner(adapter, config)
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)
         for name, model in (models or {}).items():

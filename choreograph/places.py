@@ -14,6 +14,12 @@ def make_folder(path: Path) -> None:
         raise ConfigError(f"{path}: no folder can be made there ({problem.strerror}): use another one") from None
 
 
+def may_be_folder(path: Path) -> bool:
+    """Whether it is a folder, or nothing but folders stands where it would be made."""
+    there = next((place for place in (path, *path.absolute().parents) if place.exists()), None)
+    return there is not None and there.is_dir()
+
+
 def make_room(file: Path | None) -> None:
     """Makes the folder of a file that is to be written, if one is. Raises ConfigError where it could not be."""
     if file is None:

@@ -465,6 +465,9 @@ def test_unknown_devices(tiny_model):
         (CacheConfig, "page_size", 1.5),
         (CacheConfig, "page_size", None),
         (CacheConfig, "eviction", "random"),
+        (CacheConfig, "disk_folder", 7),
+        (CacheConfig, "disk_folder", __file__),
+        (CacheConfig, "disk_folder", f"{__file__}/below/it"),
         (SchedulerConfig, "max_step_tokens", 0),
         (SchedulerConfig, "max_step_tokens", 7.5),
         (SchedulerConfig, "max_calls", -1),
@@ -618,3 +621,22 @@ def test_options_of_every_kind_of_signature():
             check_options(workflow, {bad: 3})
     with pytest.raises(e.ConfigError, match="option critics='many'"):
         check_options(by_place, {"critics": "many"})
+
+
+@pytest.mark.parametrize("name", ["tokens", "host", "disk"])
+def test_sizes_of_the_cache_that_hold_nothing(name):
+    with pytest.raises(e.ConfigError, match=f"{name}='0.1KB': [0-9,]+ bytes hold [0-9]+ tokens?; use that or more"):
+        Engine.from_pretrained(tiny.model(), config=EngineConfig(cache=CacheConfig(**{name: "0.1KB"})))
+
+
+@pytest.mark.parametrize(("name", "size"), [("tokens", "9000TiB"), ("host", "9000TiB"), ("host", 10**15)])
+def test_sizes_of_the_cache_beyond_the_memory(name, size):
+    with pytest.raises(e.ConfigError, match=f"{name}={size!r}: that takes [0-9,]+ bytes, the memory has [0-9,]+"):
+        Engine.from_pretrained(tiny.model(), config=EngineConfig(cache=CacheConfig(**{name: size})))
+
+
+def test_a_folder_for_the_disk_tier_may_be_made_later(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (None, tmp_path, tmp_path / "new" / "below", "new", "."):
+        CacheConfig(disk_folder=folder)
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """What the rest of the program needs to know of a model: measured, or read off its configuration and weights."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,16 @@ def weights_digest(model: PreTrainedModel) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes, free or not; no limit where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 62
 
 
 def free_memory(device: torch.device) -> int:
