@@ -199,7 +199,8 @@ class Session(Turns):
     ) -> Message:
         """`prefill` with keys and values that were copied out before (`Message.copy_out`); computes nothing.
 
-        Completes the parents first. Falls back to computing where there is no room just now.
+        Raises CallError for a copy of anything else than these tokens in sight of these parents. Completes the parents
+        first. Falls back to computing where there is no room just now.
         """
         message = self._prefill_call(tokens, parents, offsets, new_offset, model)
         if self.mode == "choreographed":

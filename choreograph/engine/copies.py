@@ -1,27 +1,29 @@
 """What is done with encodings beside computing them: shared, kept on the device, copied out and in again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import BadPosition, CacheFull, CallError, ReleasedMessage, RoomLater, SessionClosed
 from ..kv.arena import Layer
-from ..kv.encoding import Encoding, Sight
+from ..kv.encoding import Encoding, Sight, work_name
 from ..kv.tiers import Work
 from ..types import Usage
 from .call import Call, State
-from .modes import PLACE
+from .modes import PLACE, Placement
 from .runner import Runner
 
 
 class Copy(NamedTuple):
     """Keys and values of a message, layer by layer, in host memory. start: the home that the keys are rotated to,
     which need not be where the message stands: equal work is shared wherever it is placed. maker: what computed it.
+    name: of its tokens and what they saw, the same in every process and for every client.
     """
 
     start: int
     layers: list[Layer]
     maker: str
+    name: str
 
 
 def share(runner: Runner, call: Call, encoding: Encoding) -> None:
@@ -44,7 +46,8 @@ def copy_out(runner: Runner, call: Call) -> Copy:
         raise CallError(f"message {call.id} was computed in some layers only: copy what it was made from")
     with runner.lock, on_device(runner, call) as encoding:
         maker = runner.family.fingerprint(encoding.model)
-        return Copy(encoding.start, runner.store.arena.read(encoding.slots), maker)
+        name = _name(runner, encoding.tokens, encoding.start, encoding.context, encoding.model)
+        return Copy(encoding.start, runner.store.arena.read(encoding.slots), maker, name)
 
 
 @contextmanager
@@ -107,8 +110,7 @@ def unpin_all(runner: Runner, session: int) -> None:
 def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
     """Ends a prefill, never queued, whose encoding was computed before; False if there is no room for it now."""
     with runner.lock:
-        if copy.maker != runner.family.fingerprint(call.model):
-            raise CallError(f"the copy was computed by another model than {call.model!r}: name the one that made it")
+        _check_copy(runner, call, copy)
         encoding = reserve(runner, call)
         if encoding is None:
             return call.ended
@@ -126,6 +128,43 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
         runner.events.write("restored", call=call.id, tokens=len(encoding.tokens))
         _take_over(runner, call, encoding, copy.start)
     return True
+
+
+def _check_copy(runner: Runner, call: Call, copy: object) -> None:
+    """It is a copy of this very work: of its model, its tokens, and what they see."""
+    if not isinstance(copy, Copy):
+        raise CallError(f"copy is of type {type(copy).__name__}: use what Message.copy_out gave")
+    if copy.maker != runner.family.fingerprint(call.model):
+        raise CallError(f"the copy was computed by another model than {call.model!r}: name the one that made it")
+    work, arena = _place(runner, call), runner.store.arena
+    given = [tuple(tuple(tensor.shape) for tensor in layer) for layer in copy.layers]
+    wanted = [
+        ((len(work.tokens), *keys.shape[1:]), (len(work.tokens), *values.shape[1:]))
+        for keys, values in zip(arena.keys, arena.values, strict=True)
+    ]
+    if given != wanted:
+        raise CallError(
+            f"the copy has keys and values {given[:1]} in {len(given)} layers, these {len(work.tokens)} tokens have "
+            f"{wanted[:1]} in {len(wanted)}: give the tokens that it was made of"
+        )
+    name = _name(runner, work.tokens, work.start, work.sights, call.model)
+    if copy.name != name:
+        raise CallError(
+            f"the copy is of work {copy.name[:12]}, these tokens and parents are {name[:12]}: "
+            "give the tokens, parents and offsets that it was made of"
+        )
+
+
+def _name(runner: Runner, tokens: list[int], start: int, context: Iterable[Sight], model: str) -> str:
+    return work_name(tokens, start, context, model, runner.family.fingerprint)
+
+
+def _place(runner: Runner, call: Call) -> Placement:
+    """Where a prefill that was never queued stands, and what it sees."""
+    if any(parent.encoding is None for parent in call.parents):
+        raise CallError("a copy is taken back behind complete parents: read them first")
+    call.get_ready()
+    return PLACE[call.mode](call, runner.store, runner.adapter.facts)
 
 
 def receive(
@@ -150,10 +189,7 @@ def reserve(runner: Runner, call: Call, enough: Callable[[Encoding], bool] = lam
     """Room for a prefill, never queued, that others have computed: held by its message, found by nobody. None if there
     is no room now, or if the very work is known and `enough`, which ends the call."""
     with runner.lock:
-        if any(parent.encoding is None for parent in call.parents):
-            raise CallError("a copy is taken back behind complete parents: read them first")
-        call.get_ready()
-        work = PLACE[call.mode](call, runner.store, runner.adapter.facts)
+        work = _place(runner, call)
         assert work.key is not None, "only choreographed prefills are copied in"
         if work.ready is not None and not work.ready.lost and enough(work.ready):
             share(runner, call, work.ready)

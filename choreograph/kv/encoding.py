@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -171,3 +171,44 @@ def content_key(salt: str, tokens: Iterable[int], start: int, context: Iterable[
     numbers = list(tokens)
     digest.update(b"mine" + struct.pack(f"<{len(numbers)}q", *numbers))
     return digest.digest()
+
+
+def work_name(
+    tokens: Iterable[int], start: int, context: Iterable[Sight], model: str, maker: Callable[[str], str]
+) -> str:
+    """Names equal work wherever it was done: what computed it, its tokens, and what they saw at the same relative
+    places, as deep as it goes. maker: the name of a model's weights. Of what is seen, tokens that stand behind it are
+    no part of the name."""
+    context, names = tuple(context), dict[tuple[int, int], str]()
+    waiting = [(sight.encoding, sight.first + sight.count) for sight in context]
+    while waiting:
+        made, end = waiting[-1]
+        seen = [(sight.encoding, sight.first + sight.count) for sight in made.context]
+        missing = [(one, last) for one, last in seen if (one.id, last) not in names]
+        if missing:
+            waiting += missing
+            continue
+        waiting.pop()
+        names[made.id, end] = _named(maker(made.model), made.layers, made.tokens[:end], made.start, made.context, names)
+    return _named(maker(model), None, tokens, start, context, names)
+
+
+def _named(
+    maker: str,
+    layers: frozenset[int] | None,
+    tokens: Iterable[int],
+    start: int,
+    context: Iterable[Sight],
+    names: Mapping[tuple[int, int], str],
+) -> str:
+    numbers = list(tokens)
+    seen = [
+        (names[s.encoding.id, s.first + s.count], s.first, s.count, s.start - start, _listed(s.layers)) for s in context
+    ]
+    digest = hashlib.sha256(repr((maker, _listed(layers), seen)).encode())
+    digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
+    return digest.hexdigest()
+
+
+def _listed(layers: frozenset[int] | None) -> list[int] | None:
+    return None if layers is None else sorted(layers)

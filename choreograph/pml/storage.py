@@ -21,7 +21,7 @@ from ..engine.copies import Copy
 from ..errors import CacheFileError
 from ..kv.arena import Layer
 
-VERSION = 1
+VERSION = 2
 
 
 def save(file: Path, facts: Mapping[str, str], names: list[str], runs: list[Copy]) -> int:
@@ -32,6 +32,7 @@ def save(file: Path, facts: Mapping[str, str], names: list[str], runs: list[Copy
         tensors[f"{number}.keys"] = torch.stack([keys for keys, _ in copy.layers])
         tensors[f"{number}.values"] = torch.stack([values for _, values in copy.layers])
     manifest = {"version": VERSION, **facts, "runs": names, "starts": [copy.start for copy in runs]}
+    manifest["works"] = [copy.name for copy in runs]
     data = dump(tensors)
     manifest |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +61,9 @@ def load(
     starts = manifest.get("starts")
     if not isinstance(starts, list) or len(starts) != len(names) or not all(_is_position(at) for at in starts):
         raise CacheFileError(f"{_manifest(file).name}: starts={starts!r} are no positions: warm anew")
+    works = manifest.get("works")
+    if not isinstance(works, list) or len(works) != len(names) or not all(isinstance(work, str) for work in works):
+        raise CacheFileError(f"{_manifest(file).name}: works={works!r} does not name every run: warm anew")
     data = file.read_bytes()  # what is checked is what is used
     if len(data) != manifest.get("bytes"):
         raise CacheFileError(f"{file.name} has {len(data)} bytes, its manifest says {manifest.get('bytes')}: cut off?")
@@ -70,7 +74,7 @@ def load(
     except SafetensorError as problem:
         raise CacheFileError(f"{file.name} is no safetensors file: {problem}") from None
     runs = [_run(tensors, file, i, (layers, *shape), dtype) for i, shape in enumerate(shapes)]
-    return [Copy(start, run, facts["model"]) for start, run in zip(starts, runs, strict=True)]
+    return [Copy(start, run, facts["model"], work) for start, run, work in zip(starts, runs, works, strict=True)]
 
 
 def _is_position(value: object) -> bool:

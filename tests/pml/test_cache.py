@@ -123,9 +123,10 @@ class TestFiles:
                 (bytes(flipped), manifest, "digest differs"),
                 (whole, "{", "not JSON"),
                 (whole, "[]", "no manifest"),
-                (whole, manifest.replace('"version": 1', '"version": 7'), "version 7"),
+                (whole, manifest.replace('"version": 2', '"version": 7'), "version 7"),
                 (whole, manifest.replace("b#0", "c#0"), "other modules"),
                 (whole, json.dumps({**json.loads(manifest), "starts": [-1, 0, 0]}), "are no positions"),
+                (whole, json.dumps({**json.loads(manifest), "works": ["0"]}), "does not name every run"),
             ):
                 damage(data, text)
                 with pytest.raises(CacheFileError, match=says):

@@ -1,0 +1,93 @@
+"""Copies of encodings: they come back as what they were made of, and as nothing else."""
+
+import pytest
+import relatives
+import tiny
+import torch
+
+from choreograph import SamplingParams
+from choreograph.errors import CallError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+TOKENS = [4, 5, 6, 7]
+
+
+@pytest.fixture
+def engine():
+    return tiny.engine()
+
+
+def said(session, tokens):
+    return session.decode([9], [session.prefill(tokens)], sampling=GREEDY).generated
+
+
+def test_a_copy_is_of_its_tokens_alone(engine):
+    with tiny.engine().session() as session:
+        expected = said(session, [8, 8, 8, 8])
+    with engine.session() as session:
+        copy = session.prefill(TOKENS).copy_out()
+        for tokens, says in (([8, 8, 8, 8], "give the tokens"), ([4], "these 1 tokens"), ([*TOKENS, 7], "these 5")):
+            with pytest.raises(CallError, match=says):
+                session.restore(tokens, copy)
+        for odd in (None, tuple(copy)):
+            with pytest.raises(CallError, match=r"copy is of type .*copy_out"):
+                session.restore(TOKENS, odd)
+        cut = copy._replace(layers=copy.layers[:1])
+        with pytest.raises(CallError, match="in 1 layers"):
+            session.restore(TOKENS, cut)
+        wide = copy._replace(layers=[(keys[:, :1], values[:, :1]) for keys, values in copy.layers])
+        with pytest.raises(CallError, match="the copy has"):
+            session.restore(TOKENS, wide)
+        assert said(session, [8, 8, 8, 8]) == expected
+        engine.check()
+
+
+def test_a_copy_is_of_what_its_tokens_saw(engine):
+    with engine.session() as session:
+        seen, other = session.prefill([1, 2, 3]), session.prefill([3, 2, 1])
+        copy = session.prefill(TOKENS, [seen]).copy_out()
+        for parents, offsets in (((), None), ([other], None), ([seen], [1]), ([seen.part(0, 2)], [0])):
+            with pytest.raises(CallError, match="give the tokens, parents and offsets"):
+                session.restore(TOKENS, copy, parents, offsets, 3)
+        assert session.restore(TOKENS, copy, [seen]).usage.cached_tokens == 4
+        assert session.restore(TOKENS, copy, [seen], [10], 13).usage.cached_tokens == 4, "equal work elsewhere"
+
+
+def test_a_copy_crosses_clients_and_engines(engine):
+    with engine.session(client_id="one") as one:
+        first = one.decode([1], sampling=GREEDY)
+        second = one.prefill(TOKENS, [first, one.prefill([2, 2])])
+        tokens, copies = first.tokens, (first.copy_out(), second.copy_out())
+        expected = one.decode([9], [second], sampling=GREEDY).generated
+    for other in (engine, tiny.engine()):
+        rows = other.runner.rows
+        with other.session(client_id="other") as session:
+            first = session.restore(tokens, copies[0])
+            second = session.restore(TOKENS, copies[1], [first, session.prefill([2, 2])])
+            again = second.copy_out()
+            assert again.name == copies[1].name and other.runner.rows == rows + 2
+            assert all(torch.equal(a, b) for a, b in zip(again.layers[1], copies[1].layers[1], strict=True))
+            assert session.decode([9], [second], sampling=GREEDY).generated == expected
+        other.check()
+
+
+def test_a_copy_behind_another_models_encoding_is_of_that():
+    engine = relatives.engine()
+    with engine.session(model="math") as session:
+        seen = session.prefill([1, 2, 3], model="base")
+        reused = session.prefill(TOKENS, [seen], share="reuse").copy_out()
+        own = session.prefill(TOKENS, [seen]).copy_out()
+        assert reused.name != own.name
+        with pytest.raises(CallError, match="give the tokens, parents and offsets"):
+            session.restore(TOKENS, reused, [seen])
+        assert session.restore(TOKENS, own, [seen]).usage.cached_tokens == 4
+        engine.check()
+
+
+def test_the_name_of_a_copy_knows_deep_chains(engine):
+    with engine.session() as session:
+        message = session.prefill([1])
+        for _ in range(1100):
+            message = session.prefill([2], [message], offsets=[0], new_offset=1)
+        copy = message.copy_out()
+        assert session.restore([2], copy, message.parents, [0], 1).usage.cached_tokens == 1
