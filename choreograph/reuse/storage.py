@@ -68,10 +68,9 @@ class ContextStore:
         self._kept.clear()
 
     def store_kv(self, context: Message) -> str:
-        """Keeps what its model encoded of a context; returns the context's name. Waits until its tokens are known.
-        Raises CallError for one that was computed in some layers only."""
-        if context.layers is not None:
-            raise CallError(f"message {context.id} was computed in some layers only: store what it was made from")
+        """Keeps what its model encoded of a context; returns the context's name. Waits until it is encoded. Raises
+        CallError for one that was not computed whole, with all that it sees, by the model that it is filed under."""
+        self._check_own(context)
         name = content_name(context)
         if (name, context.model) not in self._kept:
             self._kept[name, context.model] = self._session.borrow(context)
@@ -80,13 +79,36 @@ class ContextStore:
     def store_e(self, context: Message) -> tuple[int, ...]:
         """Keeps it likewise, and tells for which layers there is what came into them: those that `Engine.share` named
         before the context was encoded. Raises CallError where there are none."""
-        layers = tuple(sorted(context.encode()._call.work.inputs))
+        self._check_own(context)
+        layers = tuple(sorted(context._call.work.inputs))
         if not layers:
             raise CallError(
                 f"message {context.id}: no inputs of layers were kept; call engine.share(...) before it is encoded"
             )
         self.store_kv(context)
         return layers
+
+    def _check_own(self, context: Message) -> None:
+        """Encoded, and by one model alone: under its name nothing else may be found."""
+        if context._call.mode != "choreographed":
+            raise CallError(
+                f"message {context.id} was computed in {context._call.mode} mode, where encodings belong to whole "
+                "prompts: store one of a choreographed session"
+            )
+        if context.layers is not None:
+            raise CallError(f"message {context.id} was computed in some layers only: store what it was made from")
+        family, own = self._engine.runner.family, context.encode()._call.work
+        waiting, seen = [own], {own.id}
+        while waiting:
+            made = waiting.pop()
+            if made.layers is not None or family.fingerprint(made.model) != family.fingerprint(context.model):
+                raise CallError(
+                    f"message {context.id} sees what {context.model!r} did not compute, or in some layers only: "
+                    "store one that was made with share='recompute'"
+                )
+            new = {sight.encoding.id: sight.encoding for sight in made.context if sight.encoding.id not in seen}
+            waiting += new.values()
+            seen |= new.keys()
 
     def models(self, name: str) -> tuple[str, ...]:
         """Who has encoded a context."""

@@ -84,6 +84,41 @@ def test_only_whole_encodings_are_stored(engine):
         assert content_name(version) == content_name(text)
 
 
+@pytest.mark.parametrize("mode", ["prefix", "naive"])
+def test_what_is_a_text_in_its_mode_is_not_stored(engine, mode):
+    """Its parents are no part of what a store would keep."""
+    with ContextStore(engine) as store, engine.session(mode=mode) as session:
+        text = session.prefill(CONTEXT)
+        for message in (text, session.prefill([7], [text]), session.decode([7], [text], sampling=GREEDY)):
+            for keep in (store.store_kv, store.store_e):
+                with pytest.raises(CallError, match=f"in {mode} mode"):
+                    keep(message)
+        assert not store.bytes()
+
+
+def test_a_models_place_is_for_what_it_encoded_alone(engine):
+    with ContextStore(engine) as store, engine.session(model="math") as session:
+        text = session.prefill(CONTEXT, model="base")
+        for share in ("reuse", "partial"):
+            message = session.prefill([7], [text], share=share)
+            for deep in (message, session.prefill([8], [message])):
+                for keep in (store.store_kv, store.store_e):
+                    with pytest.raises(CallError, match=r"sees what 'math' did not compute.*share='recompute'"):
+                        keep(deep)
+        own = session.prefill([7], [text])
+        name = store.store_kv(own)
+        assert own.where == "device" and name == content_name(message)
+        pairs = zip(store.fetch_kv(name, "math", 3), own.copy_out().layers[3], strict=True)
+        assert all(torch.equal(kept, made) for kept, made in pairs)
+
+
+def test_what_is_stored_is_encoded(engine):
+    with ContextStore(engine) as store, engine.session() as session:
+        said = session.decode([7], [session.prefill(CONTEXT)], sampling=GREEDY)
+        name = store.store_kv(said)
+        assert said._call.work.whole and store.context(name, "base")._call.work.whole
+
+
 def test_a_long_talk_has_a_name(engine):
     with engine.session() as session:
         turns = []
