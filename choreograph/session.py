@@ -204,8 +204,7 @@ class Session(Turns):
         """
         message = self._prefill_call(tokens, parents, offsets, new_offset, model)
         if self.mode == "choreographed":
-            self.versions.show(message)
-            for parent in message.parents:
+            for parent in self.versions.show(message):
                 whole(parent).encode()
             if copy_in(self._runner, message._call, copy):
                 return self._keep(message)

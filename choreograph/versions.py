@@ -41,19 +41,21 @@ class Versions:
         self._submit = submit
         self._keep = keep
 
-    def show(self, message: Message) -> None:
-        """Parents that another model encoded become what they are to the message's own model, unless it reuses."""
+    def show(self, message: Message) -> tuple[Parent, ...]:
+        """What a message sees of its parents: in place of those that another model encoded, what they are to its own
+        model, unless it reuses. Its parents stay what they are."""
         model, share = message.model, message.share
         if share == "reuse" or message._call.mode != "choreographed":
-            return
+            return message.parents
         if share == "partial":
             self._refuse_unknown_pairs(message, model)
 
         def again(parent: Message, parents: tuple[Parent, ...]) -> Message:
             return self._again(parent, parents, model, self._chosen(parent, model, share))
 
-        message.parents = tuple(p if p.model == model else _under(model, share, p, again) for p in message.parents)
-        message._call.parents = tuple(whole(parent)._call for parent in message.parents)
+        seen = tuple(p if p.model == model else _under(model, share, p, again) for p in message.parents)
+        message._call.parents = tuple(whole(parent)._call for parent in seen)
+        return seen
 
     def _refuse_unknown_pairs(self, message: Message, model: str) -> None:
         """Before anything is submitted, everything that the message sees is looked at, as deep as versions will go."""

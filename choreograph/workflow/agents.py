@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import check_count
+from ..engine.call import Call
 from ..errors import GraphError
 from ..events import Event
 from ..kv.advice import Advice
@@ -242,10 +243,14 @@ class Workflow:
 def _seen_in(turn: Activation) -> dict[bytes, None]:
     """What the decodes of a turn saw."""
     decodes = (m for m in turn.messages.values() if m.kind == "decode")
-    return _keys(p.message if isinstance(p, Part) else p for m in decodes for p in m.parents)
+    return _names(parent for m in decodes for parent in m._call.parents)
 
 
 def _keys(messages: Iterable[Message]) -> dict[bytes, None]:
+    return _names(message._call for message in messages)
+
+
+def _names(calls: Iterable[Call]) -> dict[bytes, None]:
     """Names of encodings, in order; what was not admitted has none."""
-    encodings = (message._call.encoding for message in messages)
+    encodings = (call.encoding for call in calls)
     return {e.key: None for e in encodings if e is not None and e.key is not None}
