@@ -109,6 +109,12 @@ def check_position(name: str, value: int | None, most: int) -> None:
         raise BadPosition(f"{name}={value}: positions are 0 to {most - 1} for this model")
 
 
+def check_shares(mode: str) -> None:
+    """A mode in which models take what others encoded."""
+    if mode != "choreographed":
+        raise CallError(f"there is no partial prefill in {mode} mode, where nothing is shared")
+
+
 def check_token(token: object, what: str, size: int) -> int:
     """A token id below `size`."""
     try:

@@ -12,6 +12,7 @@ from .arguments import (
     check_offsets,
     check_parents,
     check_position,
+    check_shares,
     check_token,
     is_calls,
     make_each,
@@ -25,7 +26,6 @@ from .engine.runner import Runner
 from .engine.text import make_detokenizer
 from .errors import (
     BadTokens,
-    CallError,
     ChoreographError,
     ConfigError,
     ForeignMessage,
@@ -220,8 +220,7 @@ class Session(Turns):
         elsewhere all layers are computed. In calls with share="partial" this happens by itself.
         """
         check_parents([message], self._runner, self.id)
-        if self.mode != "choreographed":
-            raise CallError(f"there is no partial prefill in {self.mode} mode, where nothing is shared")
+        check_shares(self.mode)
         return self.versions.partial(message, self._known(model), read_pattern(pattern))
 
     # -- validation: everything is checked before anything is changed ---------------------------------------

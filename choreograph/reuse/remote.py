@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..arguments import check_shares
 from ..core import Engine
 from ..engine.copies import give_up, on_device, receive, reserve
 from ..engine.modes import resolve_offsets
@@ -246,6 +247,7 @@ class Link:
         """`Session.prefill` by the engine's own model, which computes the pattern's layers alone where the sender has
         encoded the same context. Costs one question to the sender; the layers come while others compute. Completes the
         parents first."""
+        check_shares(session.mode)
         pattern = read_pattern(pattern).check(self._engine.facts.layers)
         arena, plain = self._engine.runner.store.arena, session._prefill_call(tokens, parents, offsets, new_offset)
         everything = frozenset(range(self._engine.facts.layers))

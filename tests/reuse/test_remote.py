@@ -14,7 +14,7 @@ import torch.distributed as dist
 from senders import BELOW, CONTEXT, join
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
-from choreograph.errors import ConfigError, ModelError
+from choreograph.errors import CallError, ConfigError, ModelError
 from choreograph.reuse.remote import Broken, Link, facts_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
@@ -176,6 +176,21 @@ def test_another_family_is_refused(tmp_path):
     ):
         Link(engine, 0, seconds=20)
     assert not engine.runner.family.elsewhere
+
+
+@pytest.mark.parametrize("mode", ["prefix", "naive"])
+def test_a_link_is_for_choreographed_sessions(tmp_path, mode):
+    engine = receiver()
+    with (
+        sender(tmp_path, "dies", json.dumps(facts_of(engine, "base"))),
+        Link(engine, 0, name="writer", seconds=20) as link,
+        engine.session(mode=mode) as session,
+    ):
+        engine.share("base", "writer", pattern=[1, 1, 1])
+        for pattern in ([1, 1, 1], [0, 4, 4]):
+            with pytest.raises(CallError, match=f"no partial prefill in {mode} mode"):
+                link.partial_prefill(session, CONTEXT, pattern)
+        engine.check()
 
 
 def test_there_has_to_be_a_group():
