@@ -1,7 +1,6 @@
 """Checks of what callers hand over, before anything is changed. Knows values, not sessions."""
 
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from .errors import (
     UnknownMessage,
 )
 from .message import Message, Part, whole
-from .types import SamplingParams
+from .types import SamplingParams, whole_number
 
 Offsets = Sequence[int | None] | None
 
@@ -34,7 +33,8 @@ def make_each(
     known = inspect.signature(make).parameters
     first = next(iter(known))
     for name, value in beside.items():
-        if value != known[name].default:
+        default = known[name].default
+        if value is not default and not (type(value) is type(default) and value == default):
             raise CallError(f"{name}={value!r} beside a list of calls: put it into each call")
     for call in calls:
         for name in call:
@@ -89,24 +89,24 @@ def check_offsets(offsets: Offsets, count: int, most: int) -> tuple[int | None, 
     """One offset or None for each of `count` parents, below `most`."""
     if offsets is None:
         return (None,) * count
-    if not isinstance(offsets, Iterable):
+    if not isinstance(offsets, Iterable) or getattr(offsets, "ndim", 1) == 0:
         raise BadPosition(f"offsets={offsets!r}: give a list, one for each parent")
     placed = tuple(offsets)
     if len(placed) != count:
         raise BadPosition(f"{len(placed)} offsets for {count} parents: give one each, None for the default")
-    for index, offset in enumerate(placed):
-        check_position(f"offsets[{index}]", offset, most)
-    return placed
+    return tuple(check_position(f"offsets[{index}]", offset, most) for index, offset in enumerate(placed))
 
 
-def check_position(name: str, value: int | None, most: int) -> None:
+def check_position(name: str, given: object, most: int) -> int | None:
     """A position below `most`, or None."""
+    if given is None:
+        return None
+    value = whole_number(given)
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadPosition(f"{name}={value!r}: use a whole number or None")
+        raise BadPosition(f"{name}={given!r}: use a whole number or None")
     if not 0 <= value < most:
         raise BadPosition(f"{name}={value}: positions are 0 to {most - 1} for this model")
+    return value
 
 
 def check_shares(mode: str) -> None:
@@ -117,10 +117,9 @@ def check_shares(mode: str) -> None:
 
 def check_token(token: object, what: str, size: int) -> int:
     """A token id below `size`."""
-    try:
-        value = operator.index(None if isinstance(token, bool) else token)  # type: ignore[arg-type]
-    except TypeError:
-        raise BadTokens(f"{what}: {token!r} is not a token id; give a string, token ids or a chat turn") from None
+    value = whole_number(token)
+    if value is None:
+        raise BadTokens(f"{what}: {token!r} is not a token id; give a string, token ids or a chat turn")
     if not 0 <= value < size:
         raise BadTokens(f"{what}: token id {value} is outside the vocabulary of {size}")
     return value

@@ -20,7 +20,7 @@ from .models.load import EMBEDDED, check_dtype, load
 from .models.lora import Lora
 from .pattern import Pattern, read_pattern
 from .session import Session
-from .types import BASE, MODES, Mode
+from .types import BASE, MODES, Mode, whole_number
 
 Source = str | os.PathLike[str]
 Adapters = Mapping[str, Source]
@@ -194,14 +194,15 @@ class Engine:
         """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        number = whole_number(seed)
+        if number is None and seed is not None:
             raise ConfigError(f"seed={seed!r}: use a whole number or None")
         if not isinstance(client_id, str):
             raise ConfigError(f"client_id={client_id!r}: use a string")
         ranks = self.runner.adapter.ranks
-        if ranks is not None and seed is None:
-            seed = ranks.say("seed", random.getrandbits(63))
-        session = Session(self.runner, self.chat, mode=mode, seed=seed, client_id=client_id, model=model)
+        if ranks is not None and number is None:
+            number = ranks.say("seed", random.getrandbits(63))
+        session = Session(self.runner, self.chat, mode=mode, seed=number, client_id=client_id, model=model)
         session.engine = self
         return session
 

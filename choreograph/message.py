@@ -14,7 +14,7 @@ from .engine.copies import Copy, copy_out, pin, unpin
 from .engine.modes import resolve_offsets
 from .engine.runner import Runner
 from .errors import BadPosition, CallError, ConfigError
-from .types import FinishReason, Share, Timing, TokenLogprob, Usage
+from .types import FinishReason, Share, Timing, TokenLogprob, Usage, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,12 +110,14 @@ class Message:
 
     def part(self, first: int, last: int) -> Part:
         """Tokens first <= k < last, to be a parent in place of the whole message."""
-        for name, value in (("first", first), ("last", last)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise BadPosition(f"{name}={value!r}: use a whole number")
-        if not 0 <= first < last:
-            raise BadPosition(f"part {first}:{last}: use 0 <= first < last")
-        return Part(self, first, last)
+        begin, end = whole_number(first), whole_number(last)
+        for name, given, value in (("first", first, begin), ("last", last, end)):
+            if value is None:
+                raise BadPosition(f"{name}={given!r}: use a whole number")
+        assert begin is not None and end is not None
+        if not 0 <= begin < end:
+            raise BadPosition(f"part {begin}:{end}: use 0 <= first < last")
+        return Part(self, begin, end)
 
     @property
     def start(self) -> int:

@@ -271,7 +271,7 @@ class Session(Turns):
         if share not in SHARES:
             raise ConfigError(f"share={share!r}: use one of {SHARES}")
         placed = check_offsets(offsets, len(parents), most)
-        check_position("new_offset", new_offset, most)
+        new_offset = check_position("new_offset", new_offset, most)
         call = Call(
             id=runner.new_id(),
             session=self.id,

@@ -1,9 +1,10 @@
 """Values that cross floors: sampling options, and what a message reports. Knows no tensors."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Integral
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from .errors import SamplingError
 
@@ -49,6 +50,10 @@ class SamplingParams:
                 object.__setattr__(self, name, kind(() if value is None else value))
             except (TypeError, ValueError):
                 raise SamplingError(f"{name}={value!r}: use a {kind.__name__} or None") from None
+        object.__setattr__(self, "stop_token_ids", tuple(map(_plain, self.stop_token_ids)))
+        object.__setattr__(self, "logit_bias", {_plain(t): _plain(b) for t, b in self.logit_bias.items()})
+        for option in fields(self):
+            object.__setattr__(self, option.name, _plain(getattr(self, option.name)))
         for name, ok, mend in self._rules():
             value = getattr(self, name)
             if not ok(value):
@@ -95,12 +100,27 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
 
+def whole_number(value: object) -> int | None:
+    """The number, whatever type says it (NumPy's, a tensor of one); None for what is none, True and False among it."""
+    try:
+        return operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of other libraries as Python's own."""
+    if isinstance(value, Real) and not isinstance(value, (int, float)):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
 def _whole(value: object, least: float = float("-inf")) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and value >= least  # type: ignore[operator]
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, float) or _whole(value)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -147,6 +148,37 @@ def test_impossible_positions(session, parent, bad):
     refuses(session, e.BadPosition, f"new_offset={bad!r}", lambda: session.prefill([1], new_offset=bad))
     refuses(session, e.BadPosition, f"new_offset={bad!r}", lambda: session.decode([1], [parent], new_offset=bad))
     refuses(session, e.BadPosition, f"offsets[0]={bad!r}", lambda: session.prefill([1], [parent], offsets=[bad]))
+
+
+def test_numbers_of_other_libraries_are_numbers(engine, session, parent):
+    assert session.prefill([1], [parent], offsets=np.array([3])).offsets == (3,)
+    assert session.prefill([1], [parent], [torch.tensor(3)], np.int64(9)).start == 9
+    assert parent.part(np.int32(0), np.uint8(2)).length == 2
+    with engine.session(seed=np.int64(3)) as one, engine.session(seed=3) as other:
+        said = [s.decode([1], sampling=SamplingParams(max_tokens=4)).tokens for s in (one, other)]
+        assert said[0] == said[1]
+    odd = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        seed=np.int64(1),
+        stop_token_ids=np.array([5]),
+        logit_bias={7: np.float32(2)},
+    )
+    assert odd == SamplingParams(temperature=0.5, top_k=3, seed=1, stop_token_ids=[5], logit_bias={7: 2.0})
+    assert {type(value) for value in (odd.temperature, odd.top_k, odd.seed, *odd.stop_token_ids)} == {float, int}
+    for bad in (np.float64("nan"), np.float32("inf"), np.bool_(True), True):
+        with pytest.raises(e.SamplingError, match="temperature="):
+            SamplingParams(temperature=bad)
+    with pytest.raises(e.ConfigError, match="seed="):
+        engine.session(seed=np.float64(3))
+    for bad in (np.float64(1), np.bool_(True), np.array([1, 2])):
+        refuses(session, e.BadPosition, "new_offset=", lambda bad=bad: session.prefill([1], new_offset=bad))
+        refuses(session, e.BadPosition, "last=", lambda bad=bad: parent.part(0, bad))
+    refuses(session, e.BadPosition, "offsets=", lambda: session.prefill([1], [parent], offsets=np.array(3)))
+    beside = {"offsets": np.array([1, 2]), "parents": np.array([1, 2])}
+    for name, value in beside.items():
+        refuses(session, e.CallError, f"{name}=array", lambda o={name: value}: session.prefill([{"tokens": [1]}], **o))
+    assert session.prefill([{"tokens": [1]}], parents=(), share="recompute")[0].length == 1
 
 
 def test_the_number_of_offsets(session, parent):
