@@ -6,6 +6,7 @@ that is new goes through the model in one pass, and nothing that is cached is co
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path as File
 
 from ..core import Engine
@@ -149,20 +150,18 @@ class PromptCache:
         most = self.engine.facts.max_positions
         if serving.end + len(header) >= most:
             raise PromptError(f"the prompt ends at position {serving.end} of {most}: no room for an answer")
-        if session.mode == "choreographed":
-            parents, header, start = self._parents(session, serving, header)
-        else:
-            linear = serving.linear(self.layout)
-            cut = len(linear) - (0 if header else 1)
-            parents = [(session.prefill(linear[:cut]), 0)] if cut else []
-            header, start = header or linear[cut:], None
-        messages, offsets = [p for p, _ in parents], [o for _, o in parents]
-        answer = session.decode(
-            header, messages, offsets, start, sampling=sampling, footer=footer, forced_tokens=forced_tokens
-        )
-        for parent in messages:  # the answer holds what it sees until it ends
-            (parent.message if isinstance(parent, Part) else parent).release()
-        return answer
+        with ExitStack() as passing:  # the answer holds what it sees until it ends, the session nothing but the answer
+            if session.mode == "choreographed":
+                parents, header, start = self._parents(session, serving, header, passing)
+            else:
+                linear = serving.linear(self.layout)
+                cut = len(linear) - (0 if header else 1)
+                parents = [(_passed(passing, session.prefill(linear[:cut])), 0)] if cut else []
+                header, start = header or linear[cut:], None
+            messages, offsets = [p for p, _ in parents], [o for _, o in parents]
+            return session.decode(
+                header, messages, offsets, start, sampling=sampling, footer=footer, forced_tokens=forced_tokens
+            )
 
     def _answer(self, serving: Serving) -> tuple[list[int], list[int]]:
         """Header and footer of the answer: the assistant's turn where the prompt is a conversation."""
@@ -171,7 +170,7 @@ class PromptCache:
         return self._tokens.turn("assistant", "", opening=False, whole=False)
 
     def _parents(
-        self, session: Session, serving: Serving, header: list[int]
+        self, session: Session, serving: Serving, header: list[int], passing: ExitStack
     ) -> tuple[list[tuple[Message | Part, int]], list[int], int]:
         """What the answer sees, each at its place; the answer's header and start.
 
@@ -183,7 +182,7 @@ class PromptCache:
             seen, new, header, start = self._last(seen, new, serving.end)
         keys = [(one.path, one.run, serving.together.get(one.path, ())) for one in seen]
         held = [self._message(key) for key in keys]  # all of them first, so that new ones are encoded together
-        mine = {key: session.borrow(message) for key, message in zip(keys, held, strict=True)}
+        mine = {key: _passed(passing, session.borrow(one)) for key, one in dict(zip(keys, held, strict=True)).items()}
         parents: list[tuple[Message | Part, int]] = []
         for key, one in zip(keys, seen, strict=True):
             whole, count = mine[key], len(self._piece(key).runs[one.run].tokens)
@@ -192,7 +191,7 @@ class PromptCache:
             self._to_host()
         for text in new:
             message = session.prefill(list(text.tokens), [p for p, _ in parents], [o for _, o in parents], text.start)
-            parents.append((message, text.start))
+            parents.append((_passed(passing, message), text.start))
         return parents, header, start
 
     def _last(self, seen: list[Seen], new: list[New], end: int) -> tuple[list[Seen], list[New], list[int], int]:
@@ -255,6 +254,12 @@ class PromptCache:
     @staticmethod
     def _name(key: Key) -> str:
         return f"{'/'.join(key[0])}#{key[1]}"
+
+
+def _passed(passing: ExitStack, message: Message) -> Message:
+    """A message that is let go of when the stack is left."""
+    passing.callback(message.release)
+    return message
 
 
 def _path(given: Path | str) -> Path:

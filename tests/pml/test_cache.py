@@ -10,7 +10,19 @@ from typer.testing import CliRunner
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli import app
 from choreograph.errors import CacheFileError, ConfigError, ForeignMessage, PromptError, ReleasedMessage, SchemaError
-from choreograph.pml import Param, PromptCache, module, program, read_prompt, schema, system, union, user, write
+from choreograph.pml import (
+    Param,
+    PromptCache,
+    module,
+    parameter,
+    program,
+    read_prompt,
+    schema,
+    system,
+    union,
+    user,
+    write,
+)
 from choreograph.pml.tokens import placeholder_of
 
 STORY = schema("story", system("Short."), module("a", "Once upon a time. "), module("b", "There was a fox. "))
@@ -69,6 +81,23 @@ def test_borrowing_shares_and_refuses(engine):
         assert other.decode("x", parents=[copy], sampling=GREEDY).tokens
         with pytest.raises(ReleasedMessage):
             other.borrow(message)
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_a_session_holds_its_answers_and_nothing_else(engine, keep):
+    """Also of modules in several slots, and where the answer is refused."""
+    trips = schema("t", module("m", "I have ", parameter("days", 3), " days for ", parameter("what", 3), ". "))
+    ask = '<prompt schema="t"><m days="3" what="fun"/>Go!</prompt>'
+    with PromptCache(engine, trips, keep=keep) as cache, engine.session() as session:
+        told = cache.serve(session, ask, sampling=GREEDY)
+        assert session.messages == [told]
+        with pytest.raises(ConfigError, match="stop_token_ids"):
+            cache.serve(session, ask, sampling=SamplingParams(stop_token_ids=[9999]))
+        assert session.messages == [told] and told.tokens
+        told.release()
+        cache.check()
+        if keep == "host":
+            assert not engine.runner.store.counts["held_encodings"], "the device is left to others"
 
 
 class TestFiles:
@@ -213,8 +242,6 @@ def trip(plan: bool, days: Param(3), place: str, peak: Param(6, default="any")):
 
 class TestPrograms:
     def test_the_function_is_the_schema(self):
-        from choreograph.pml import parameter
-
         alps = module("alps", "I want to climb ", parameter("peak", 6, default="any"), ".")
         plan = module(
             "plan", "I have ", parameter("days", 3), " days.", union(module("coast", "I want to swim."), alps)
