@@ -33,6 +33,7 @@ from .errors import (
     SessionClosed,
     UnknownMessage,
 )
+from .makers import maker_of
 from .message import Message, Part, whole
 from .pattern import Pattern, read_pattern
 from .types import BASE, SHARES, Mode, SamplingParams, Share
@@ -64,8 +65,6 @@ class Session(Turns):
         self.id = runner.new_id()
         self._messages: dict[int, Message] = {}  # not released yet, in order
         self.closed = False
-        self.group: object = None  # given to every call: who makes it
-        self.on_message: Callable[[Message], None] | None = None
         self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
         self.versions = Versions(runner, self._message, self._submit, self._keep)
@@ -285,7 +284,7 @@ class Session(Turns):
             generation=generation,
             footer=footer or [],
             model=model or self.model,
-            group=self.group,
+            group=maker.group if (maker := maker_of(self)) else None,
         )
         message = Message(call, runner, self._decode_text)
         message.parents, message.share = parents, share
@@ -324,8 +323,8 @@ class Session(Turns):
     def _keep(self, message: Message) -> Message:
         message.on_release = self._forget
         self._messages[message.id] = message
-        if self.on_message is not None:
-            self.on_message(message)
+        if maker := maker_of(self):
+            maker.on_message(message)
         return message
 
     def _forget(self, message: Message) -> None:

@@ -6,6 +6,7 @@ share a step never depends on threads or clocks.
 """
 
 from collections.abc import Callable, Generator, Iterable
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,7 @@ def together(
                 more = program is not None
                 if program is not None:
                     live[index] = greenlet(program)
+                    live[index].gr_context = copy_context()  # an agent's block around all of them is around each
                     if ended := turn(index):
                         yield ended
             moved = runner.step()

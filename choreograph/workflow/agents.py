@@ -4,7 +4,7 @@ KVFlow, sections 3.1 to 3.3. The cache hears numbers only: how many steps away e
 of encodings vary. What it is told never changes a result, only what is in memory when it is wanted.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from ..engine.call import Call
 from ..errors import GraphError
 from ..events import Event
 from ..kv.advice import Advice
+from ..makers import Maker, making
 from ..message import Message, Part
 from ..session import Session, Text
 from .graph import NEVER, Progress, StepGraph
@@ -110,35 +111,36 @@ class Workflow:
 
     @contextmanager
     def agent(self, name: str) -> Iterator[Agent]:
-        """Calls of the session inside the block are this agent's."""
+        """Calls of the session inside the block are this agent's: those of the same task or thread, and of the tasks
+        that it starts."""
         if self.graph is not None and name not in self.graph.waits:
             raise GraphError(f"agent {name!r} is not declared; declared: {list(self.graph.agents)}")
         turn = Activation(name)
         self._turns.append(turn)
-        before = self.session.group, self.session.on_message
-        self.session.group, self.session.on_message = (self.session.client_id, name), self._maker(turn)
         self._refresh()
         try:
-            yield Agent(self, name)
+            with making(self._maker(turn)):
+                yield Agent(self, name)
         finally:
-            self.session.group, self.session.on_message = before
             turn.open = False
             with self._runner.lock:
                 self._end_if_over(turn)
             self._refresh()
 
-    def _maker(self, turn: Activation) -> Callable[[Message], None]:
+    def _maker(self, turn: Activation) -> Maker:
         def made(message: Message) -> None:
-            turn.messages[message.id] = message
-            if not message._call.ended:
-                turn.unfinished.add(message.id)
+            with self._runner.lock:  # its call may end in another thread
+                turn.messages[message.id] = message
+                if not message._call.ended:
+                    turn.unfinished.add(message.id)
 
-        return made
+        return Maker(self.session, (self.session.client_id, turn.agent), made)
 
     def mark(self, agent: str, messages: Iterable[Message]) -> None:
         """Says that messages are the fixed part of an agent's prompt."""
-        for message in messages:
-            self._marked.setdefault(agent, {})[message.id] = message
+        with self._runner.lock:
+            for message in messages:
+                self._marked.setdefault(agent, {})[message.id] = message
 
     # -- what runs ----------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """Agents of a running workflow: who runs when, what the cache is told, and that it never changes a result."""
 
+import asyncio
 import math
+import threading
 
 import pytest
 import tiny
@@ -139,6 +141,90 @@ def test_clients_with_equal_names_do_not_meet():
     outcomes = list(together(engine, [lambda c=c: rounds(engine, client=c)[0] for c in ("x", "y", "z")]))
     assert [one.error for one in outcomes] == [None] * 3
     assert all(one.value == alone for one in outcomes)
+
+
+def made_by(message) -> str | None:
+    return message._call.group and message._call.group[1]
+
+
+def test_agents_in_tasks_keep_their_calls():
+    async def turn(s, team, name, turns):
+        with team.agent(name):
+            said = []
+            for _ in range(turns):
+                said.append(s.decode([5], sampling=BRIEF))
+                await said[-1]
+            said.append(await asyncio.create_task(aside(s)))
+        return [made_by(message) for message in said]
+
+    async def aside(s):
+        return s.prefill([3])
+
+    async def all_of(s, team):
+        return await asyncio.gather(turn(s, team, "a", 1), turn(s, team, "b", 3))
+
+    engine = tiny.engine()
+    with engine.session(seed=0) as s, Workflow(s, CYCLE) as team:
+        assert asyncio.run(all_of(s, team)) == [["a"] * 2, ["b"] * 4]
+        assert made_by(s.prefill([1])) is None
+        engine.drain()
+        assert team.progress.ended.keys() == {"a", "b"}
+    engine.check()
+
+
+def test_agents_in_threads_keep_their_calls():
+    engine, both, found = tiny.engine(), threading.Barrier(2, timeout=20), {}
+    with engine.session(seed=0) as s, Workflow(s, CYCLE) as team:
+
+        def turn(name):
+            with team.agent(name):
+                both.wait()
+                found[name] = made_by(s.decode([5], sampling=BRIEF).result())
+                both.wait()
+
+        threads = [threading.Thread(target=turn, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {"a": "a", "b": "b"} and made_by(s.prefill([1])) is None
+    engine.check()
+
+
+def test_agents_of_programs_that_take_turns_keep_their_calls():
+    engine = tiny.engine()
+    with engine.session(seed=0) as s, Workflow(s, CYCLE) as team:
+
+        def turn(name):
+            with team.agent(name):
+                return [made_by(s.decode([5], sampling=BRIEF).result()) for _ in range(2)]
+
+        outcomes = together(engine, [lambda name=name: turn(name) for name in "ab"])
+        assert [one.value for one in outcomes] == [["a", "a"], ["b", "b"]]
+        with team.agent("c"):
+            (outcome,) = together(engine, [lambda: made_by(s.decode([5], sampling=BRIEF).result())])
+        assert outcome.value == "c" and made_by(s.prefill([1])) is None
+
+
+def test_blocks_nest_and_sessions_do_not_meet():
+    engine = tiny.engine()
+    with engine.session() as s, engine.session() as other, Workflow(s) as team, Workflow(other) as others:
+        with team.agent("a"), others.agent("x"):
+            with team.agent("b"):
+                assert (made_by(s.prefill([1])), made_by(other.prefill([1]))) == ("b", "x")
+            assert (made_by(s.prefill([1])), made_by(other.prefill([1]))) == ("a", "x")
+
+        def block(name):
+            with team.agent(name):
+                yield
+                yield made_by(s.prefill([1]))
+
+        first, second = block("a"), block("b")
+        next(first), next(second)
+        first.close()
+        assert next(second) == "b"
+        second.close()
+        assert made_by(s.prefill([1])) is None
 
 
 def test_what_was_said_to_the_cache_goes_with_the_session():
