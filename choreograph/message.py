@@ -141,7 +141,8 @@ class Message:
     def watch(self, hear: Callable[["Tensor"], None]) -> None:
         """Gives `hear` the model's own log-probabilities, float32 of shape (V,), behind every generated token.
 
-        To be called before the message is computed. `hear` runs inside the step: it must not use the engine.
+        To be called before the message is computed. `hear` runs when a step is published, before the next one: it must
+        not use the engine. If it raises, this message fails (`CallFailed`, with the problem as its cause) and no other.
         """
         generation = self._call.generation
         if generation is None or generation.tokens:

@@ -95,6 +95,59 @@ def test_one_call_without_numbers_fails_alone():
         engine.check()
 
 
+@pytest.mark.parametrize("mode", ["choreographed", "prefix"])
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_hearer_that_raises_fails_its_message_alone(mode, at):
+    engine, expected = tiny.engine(), answer(tiny.engine(), [4, 5])
+    with engine.session(mode=mode) as session:
+        watched = session.decode([1, 2, 3], sampling=GREEDY)
+        other = session.decode([4, 5], sampling=GREEDY)
+        child = session.decode([6], [watched], sampling=GREEDY)
+        heard, rows = [], []
+
+        def hear(row):
+            heard.append(row)
+            if len(heard) == at:
+                raise ValueError("mine")
+
+        watched.watch(hear)
+        other.watch(rows.append)
+        assert other.generated == [int(row.argmax()) for row in rows] == expected
+        with pytest.raises(CallFailed, match="what watches it raised ValueError: mine") as failed:
+            watched.result()
+        assert isinstance(failed.value.__cause__, ValueError) and len(heard) == at
+        with pytest.raises(CallFailed, match=f"parent {watched.id} failed"):
+            child.result()
+        engine.check()
+    engine.drain()
+    engine.clear_cache()
+    counts = engine.runner.store.counts
+    assert counts["held_encodings"] == 0 and counts["free_pages"] == counts["pages"]
+
+
+def test_a_hearer_hears_of_steps_that_are_published():
+    engine = tiny.engine()
+    with engine.session() as session:
+        watched, other = (session.decode([1, 2, number], sampling=GREEDY) for number in (3, 4))
+        seen = []
+        watched.watch(lambda _: (seen.append(len(other._call.generation.tokens)), engine.check()))
+        watched.result()
+        assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_call_that_cannot_take_its_token_fails_alone(monkeypatch):
+    engine = tiny.engine()
+    with engine.session() as session:
+        sick, well = session.decode([1, 2, 3], sampling=GREEDY), session.decode([4, 5], sampling=GREEDY)
+        engine.step()
+        monkeypatch.setattr(sick._call.generation, "accept", lambda token: 1 // 0)
+        assert well.generated == answer(tiny.engine(), [4, 5])
+        with pytest.raises(CallFailed, match="ZeroDivisionError"):
+            sick.result()
+        engine.check()
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
 def test_listeners_act_between_steps():
     """Stop the others when one finishes: nothing that is released comes back."""
     engine = tiny.engine()

@@ -62,8 +62,6 @@ class Generation:
         self.tokens.append(token)
         if self.next_logprob is not None:
             self.logprobs.append(self.next_logprob)
-        if self.watch is not None and self.next_row is not None:
-            self.watch(self.next_row)
         self._point = self.next_logprob = self.next_row = None
         last = len(self.tokens) >= self.limit
         stop = token in self.stop_tokens and (last if self.forced is not None else allowed)

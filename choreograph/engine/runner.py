@@ -26,6 +26,7 @@ from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
 from .compute import Computer, pick
 from .generation import footer_after
+from .hearing import Hearing, failure
 from .memory import make_store
 from .modes import PLACE, salt_of
 from .residence import Residence
@@ -65,6 +66,7 @@ class Runner:
             mend=lambda calls: self.sharing.mend(calls),
         )
         self.sharing = Sharing(self.store, self.family, self.scheduler, self.events)
+        self.hearing = Hearing(self._fail)
         self.steps = 0
         self.rows = 0
         self.closed = False
@@ -210,6 +212,7 @@ class Runner:
                 self.scheduler.commit(batch)
                 copy_beginnings(self.store, [take.call for take in batch.takes])
                 self._publish(batch, calls, tokens)
+                self.hearing.tell()
         self.events.deliver()
         return batch is not None
 
@@ -236,13 +239,14 @@ class Runner:
         return logits
 
     def _publish(self, batch: Batch, calls: list[Call], tokens: list[int | None]) -> None:
-        """Gives every sampled call its next token and ends the calls that are complete."""
+        """Gives every sampled call its next token and ends the calls that are complete. One that cannot take its token
+        fails alone."""
         now = time.perf_counter()
         for call, token in zip(calls, tokens, strict=True):
-            if token is None:
-                self._fail(call, CallFailed(f"message {call.id}: the model gave NaN instead of logits"))
-            else:
+            try:
                 self._accept(call, token, now)
+            except Exception as problem:
+                self._fail(call, failure(call, "its next token could not be taken,", problem))
         for call in (take.call for take in batch.takes):
             if call.ended or call.encoding is None or not call.encoding.whole:
                 continue
@@ -251,10 +255,14 @@ class Runner:
             elif call.state is State.KNOWN or not call.is_decode:
                 self.end(call, State.DONE, call.finish_reason or "encoded")
 
-    def _accept(self, call: Call, token: int, now: float) -> None:
+    def _accept(self, call: Call, token: int | None, now: float) -> None:
+        if token is None:
+            self._fail(call, CallFailed(f"message {call.id}: the model gave NaN instead of logits"))
+            return
         generation, encoding = call.generation, call.encoding
         assert generation is not None and encoding is not None
         call.first_token_at = call.first_token_at or now
+        self.hearing.note(call)
         reason = generation.accept(token)
         encoding.tokens.append(token)
         self.events.write("token", call=call.id, token=token)
