@@ -5,8 +5,9 @@ import relatives
 import tiny
 import torch
 
-from choreograph import SamplingParams
+from choreograph import Engine, SamplingParams
 from choreograph.errors import CallError
+from choreograph.reuse.remote import facts_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 TOKENS = [4, 5, 6, 7]
@@ -82,6 +83,28 @@ def test_a_copy_behind_another_models_encoding_is_of_that():
             session.restore(TOKENS, reused, [seen])
         assert session.restore(TOKENS, own, [seen]).usage.cached_tokens == 4
         engine.check()
+
+
+@pytest.fixture
+def near():
+    """The tiny model with one embedding changed, between the values that a fingerprint samples."""
+    model = tiny.build()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[TOKENS[0], 1] += 1.0
+    return Engine.from_pretrained(model)
+
+
+def test_a_copy_is_of_all_weights_of_its_model(engine, near):
+    assert near.facts.fingerprint == engine.facts.fingerprint
+    assert engine.runner.family.identity("base") == tiny.engine().runner.family.identity("base")
+    with engine.session() as session, near.session() as other:
+        copy = session.prefill(TOKENS).copy_out()
+        with pytest.raises(CallError, match="another model"):
+            other.restore(TOKENS, copy)
+
+
+def test_what_leaves_an_engine_names_all_weights(engine, near):
+    assert facts_of(engine, "base")["fingerprint"] != facts_of(near, "base")["fingerprint"]
 
 
 def test_the_name_of_a_copy_knows_deep_chains(engine):

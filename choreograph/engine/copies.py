@@ -45,7 +45,7 @@ def copy_out(runner: Runner, call: Call) -> Copy:
     if call.layers is not None:
         raise CallError(f"message {call.id} was computed in some layers only: copy what it was made from")
     with runner.lock, on_device(runner, call) as encoding:
-        maker = runner.family.fingerprint(encoding.model)
+        maker = runner.family.identity(encoding.model)
         name = _name(runner, encoding.tokens, encoding.start, encoding.context, encoding.model)
         return Copy(encoding.start, runner.store.arena.read(encoding.slots), maker, name)
 
@@ -134,7 +134,7 @@ def _check_copy(runner: Runner, call: Call, copy: object) -> None:
     """It is a copy of this very work: of its model, its tokens, and what they see."""
     if not isinstance(copy, Copy):
         raise CallError(f"copy is of type {type(copy).__name__}: use what Message.copy_out gave")
-    if copy.maker != runner.family.fingerprint(call.model):
+    if copy.maker != runner.family.identity(call.model):
         raise CallError(f"the copy was computed by another model than {call.model!r}: name the one that made it")
     work, arena = _place(runner, call), runner.store.arena
     given = [tuple(tuple(tensor.shape) for tensor in layer) for layer in copy.layers]
@@ -156,7 +156,7 @@ def _check_copy(runner: Runner, call: Call, copy: object) -> None:
 
 
 def _name(runner: Runner, tokens: list[int], start: int, context: Iterable[Sight], model: str) -> str:
-    return work_name(tokens, start, context, model, runner.family.fingerprint)
+    return work_name(tokens, start, context, model, runner.family.identity)
 
 
 def _place(runner: Runner, call: Call) -> Placement:

@@ -24,7 +24,7 @@ from ..types import BASE
 from .bridges import Bridge
 from .check import check_itself
 from .depth import Depth
-from .facts import ModelFacts, check_devices, free_memory, positions_of, read_facts, weights_digest
+from .facts import ModelFacts, check_devices, free_memory, positions_of, read_facts, weights_checksum, weights_digest
 from .families import FAMILIES, Family
 from .frozen import FrozenRotary
 from .lora import Loras
@@ -249,6 +249,15 @@ class Adapter:
     def fingerprint(self, model: str) -> str:
         """Names what computes: nothing that one computed is ever found by another."""
         return self.facts.fingerprint + (self.loras.fingerprint(model) if self.loras else "")
+
+    def identity(self, model: str) -> str:
+        """The same for what leaves the engine, where models that differ between two samples may meet."""
+        return f"{self.fingerprint(model)}-{self._checksum}"
+
+    @cached_property
+    def _checksum(self) -> str:
+        self.refuse_in_training()
+        return weights_checksum(self.model)
 
     def adapted(self, models: Sequence[str]) -> AbstractContextManager[bool]:
         """For one pass, the model of every row; tells whether any is an adapter."""

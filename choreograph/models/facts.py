@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,25 @@ def total_memory(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 1 << 62
+
+
+def weights_checksum(model: PreTrainedModel) -> str:
+    """Names the weights to the last bit, in every process: types, sizes and bytes of every parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        for tensor in _plain_parts(local(parameter).detach()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:32]
+
+
+def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that one of a type of its own, as quantised weights are, consists of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))
 
 
 def free_memory(device: torch.device) -> int:

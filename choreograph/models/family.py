@@ -52,6 +52,13 @@ class Family:
         other = self._others.get(name)
         return self.base.fingerprint(name) if other is None else other.fingerprint(BASE)
 
+    def identity(self, name: str) -> str:
+        """Names what computes by all its weights: for encodings that leave the engine. The first time, reads them."""
+        if name in self.elsewhere:
+            return self.elsewhere[name]
+        other = self._others.get(name)
+        return self.base.identity(name) if other is None else other.identity(BASE)
+
     def add(self, name: str, other: Adapter) -> None:
         """Raises ModelError for a model of another family, with what differs."""
         self.check_new(name)

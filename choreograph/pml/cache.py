@@ -14,7 +14,7 @@ from ..engine.copies import Copy
 from ..errors import ConfigError, ForeignMessage, PromptError
 from ..message import Message, Part
 from ..session import Session
-from ..types import SamplingParams
+from ..types import BASE, SamplingParams
 from . import storage
 from .layout import Layout, Path, Piece, lay_out
 from .objects import Prompt, Schema
@@ -244,7 +244,7 @@ class PromptCache:
     def _facts(self) -> dict[str, str]:
         facts = self.engine.facts
         return {
-            "model": facts.fingerprint,
+            "model": self.engine.runner.family.identity(BASE),
             "tokenizer": fingerprint(self.engine.tokenizer),
             "schema": self.schema.fingerprint,
             "dtype": str(facts.dtype).removeprefix("torch."),

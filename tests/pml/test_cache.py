@@ -1,9 +1,11 @@
 """The cache on an engine: files, clients, limits, programs, and the command line."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import tiny
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -135,6 +137,16 @@ class TestFiles:
         file.with_suffix(".json").write_text(json.dumps({**manifest, "tokenizer": "0" * 16}))
         with pytest.raises(CacheFileError, match="made for tokenizer"):
             PromptCache(engine, STORY).load(file)
+
+    def test_a_model_that_changed_little_is_another_one(self, engine, characters, saved):
+        file, _ = saved
+        model = deepcopy(engine.runner.adapter.model)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.view(-1)[1] += 1.0  # between two samples of a fingerprint
+        other = Engine.from_pretrained(model, tokenizer=characters)
+        assert other.facts.fingerprint == engine.facts.fingerprint
+        with pytest.raises(CacheFileError, match="made for model"):
+            PromptCache(other, STORY).load(file)
 
     def test_damage(self, engine, saved):
         file, expected = saved
