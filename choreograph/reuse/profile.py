@@ -5,10 +5,15 @@ which layers are critical, the heat map of stretches, the frontier of quality ag
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..errors import DataError
 from ..evaluation.statistics import Estimate, difference
@@ -26,8 +31,7 @@ class Cell:
 
 
 class Point(NamedTuple):
-    """A pattern on the frontier. loss: of mean quality against the receiver's own. cost: its time, or its share of
-    layers where no time was measured, over that of computing everything."""
+    """A pattern on the frontier. loss: of mean quality against the receiver's own. cost: as `Profile.cost`."""
 
     pattern: Pattern
     loss: float
@@ -73,8 +77,20 @@ class Profile:
         return [layer for layer, one in enumerate(self.sensitivity()) if one.value > most]
 
     def cost(self, pattern: Pattern) -> float:
-        """Time of a pattern over that of computing everything; its share of layers where that was not measured."""
-        return self.costs.get(str(pattern), len(pattern.layers) / self.layers)
+        """Time of a pattern over that of computing everything. One that was not timed costs what its number of layers
+        does between those that were (none cost nothing), so that all stand on one scale: the share of layers in a
+        profile without times."""
+        known = self.costs.get(str(pattern))
+        return float(np.interp(len(pattern.layers), *self._scale)) if known is None else known
+
+    @cached_property
+    def _scale(self) -> tuple[list[int], list[float]]:
+        """Numbers of layers, rising, and what each costs."""
+        timed = defaultdict(list, {0: [0.0], self.layers: [1.0]})
+        for cell in (*self.stretches, *self.scattered):
+            if (cost := self.costs.get(str(cell.pattern))) is not None:
+                timed[len(cell.pattern.layers)].append(cost)
+        return sorted(timed), [mean(timed[count]) for count in sorted(timed)]
 
     def points(self) -> list[Point]:
         """Every pattern that was measured, with reusing and computing everything."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..config import CacheConfig, EngineConfig
 from ..core import Engine
-from ..errors import CallError, ConfigError
+from ..errors import CallError, ConfigError, DataError
 from ..evaluation.folder import Folder, Record
 from ..evaluation.scores import f1
 from ..message import Message
@@ -97,7 +97,7 @@ def measure(
     on_done: Callable[[Record], None] = lambda record: None,
 ) -> Profile:
     """Measures every input under every stretch of layers; one that is in `out` is not measured again. Inputs of one
-    context that follow each other share its prefills."""
+    context that follow each other share its prefills. Times in the pair's `profile.json` in `out` are kept."""
     setting = setting or Setting()
     if len({one.id for one in asked}) != len(asked):
         raise ConfigError("two inputs have the same id")
@@ -114,7 +114,8 @@ def measure(
         for one in group:
             if done[one.id]["digest"] != one.digest:
                 raise ConfigError(f"{out} holds another input of the id {one.id!r}: use another folder")
-    return _profile([done[one.id] for one in asked], engine.facts.layers, setting, names)
+    found = _profile([done[one.id] for one in asked], engine.facts.layers, setting, names)
+    return _with_known_times(found, out / "profile.json")
 
 
 def _profile(records: Sequence[Record], layers: int, setting: Setting, names: Mapping[str, str]) -> Profile:
@@ -132,6 +133,17 @@ def _profile(records: Sequence[Record], layers: int, setting: Setting, names: Ma
         stretches=tuple(cells),
         facts=asdict(setting),
     )
+
+
+def _with_known_times(found: Profile, file: Path) -> Profile:
+    """The profile with the times that an earlier one of the pair has in its file."""
+    try:
+        known = Profile.load(file)
+    except DataError:
+        return found
+    if not known.costs or (known.receiver, known.sender) != (found.receiver, found.sender):
+        return found
+    return replace(found, costs=known.costs, facts={**found.facts, "timed": known.facts.get("timed")})
 
 
 def measure_scattered(
@@ -320,7 +332,8 @@ def timed(
 ) -> Profile:
     """The profile with the time of the patterns on its frontier, over that of a full prefill of so many tokens."""
     whole = Pattern.of(0, 0, found.layers)
-    patterns = [whole, *(p.pattern for p in found.frontier() if 0 < len(p.pattern.layers) < found.layers)]
+    points = replace(found, costs={}).frontier()  # by layers: what was timed before says nothing of others
+    patterns = [whole, *(p.pattern for p in points if 0 < len(p.pattern.layers) < found.layers)]
     engine.share(receiver, sender, choose=lambda load: whole, patterns=patterns)
     seconds = measure_costs(engine, receiver, patterns, tokens, sender=sender, rounds=rounds)
     middle = {name: statistics.median(times) for name, times in seconds.items()}

@@ -1,6 +1,7 @@
 """Profiles: what is measured is what would be served, runs go on where they stopped, points are picked as asked."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -207,6 +208,18 @@ def test_critical_layers_frontier_and_picks():
     assert [(p.loss, loss) for p, loss in other] == [(p.loss, p.loss) for p in PROFILE.frontier()]
 
 
+def test_patterns_with_and_without_a_time_stand_on_one_scale():
+    """Half of a prefill's time is not the layers': two of ten cost more than a fifth of it, whether they were timed or
+    not."""
+    cells = [Cell(Pattern.of(0, a, b), (q, q)) for a, b, q in ((4, 6, 0.89), (6, 8, 0.85), (2, 8, 0.895), (3, 6, 0.5))]
+    plain = replace(PROFILE, layers=10, own=(0.9, 0.9), stretches=tuple(cells), costs={})
+    timed = replace(plain, costs={"0-10": 1.0, "4-6": 0.55, "2-8": 0.75})
+    assert timed.cost(Pattern.of(0, 6, 8)) == 0.55 and timed.cost(Pattern.of(0, 3, 6)) == pytest.approx(0.6)
+    assert plain.cost(Pattern.of(0, 6, 8)) == 0.2 and plain.cost(Pattern()) == timed.cost(Pattern()) == 0
+    assert [str(p.pattern) for p in timed.frontier()] == ["none", "4-6", "2-8", "0-10"]
+    assert str(timed.cheapest(0.06).pattern) == "4-6"
+
+
 def test_pictures_and_tables(tmp_path):
     files = draw(PROFILE, tmp_path, "pair")
     assert all(file.read_text().startswith("<?xml") for file in files)
@@ -254,5 +267,7 @@ def test_on_the_command_line(tmp_path):
     assert "frontier" in result.output and len(list(out.glob("*.svg"))) == 4
     found = Profile.load(out / "profile.json")
     assert found.layers == 3 and len(found.inputs) == 2 and found.costs
+    result = CliRunner().invoke(app, ["reuse", "profile", folders[1], *arguments[:-2]])
+    assert result.exit_code == 0 and Profile.load(out / "profile.json") == found, "times are kept"
     shown = CliRunner().invoke(app, ["reuse", "show", str(out / "profile.json"), "--loss", "99", "--json"])
     assert json.loads(shown.output)["picked"] == "none"
