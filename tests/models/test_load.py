@@ -1,10 +1,14 @@
 """Loading: the embedded model from its GGUF file, the converted copy, folders, and what the facts say."""
 
+import json
+
 import pytest
+import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
 from choreograph import Engine
+from choreograph.errors import ModelError
 from choreograph.models import load
 
 
@@ -47,6 +51,23 @@ def test_the_usual_type_is_what_the_processor_is_quick_in(monkeypatch, machine, 
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert load.usual_dtype(torch.device(device)) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        (3, r"its weights lack model\.layers\.2\.input_layernorm\.weight, .* and 6 more"),
+        (1, r"knows nothing of the weights model\.layers\.1\.input_layernorm\.weight, "),
+    ],
+)
+def test_weights_of_another_number_of_layers_are_refused(tmp_path, layers, says):
+    """Random layers would be served, others each time, or a model without its last ones."""
+    tiny.build(layers=2).save_pretrained(tmp_path)
+    assert load.load(tmp_path).facts.layers == 2
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=says):
+        load.load(tmp_path)
 
 
 def test_a_folder_and_a_gguf_path_load(tmp_path):
