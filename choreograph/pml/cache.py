@@ -216,8 +216,10 @@ class PromptCache:
     # -- files --------------------------------------------------------------------------------------------
 
     def save(self, file: str | File) -> int:
-        """Writes every module's encoding to a safetensors file with a JSON manifest beside it; returns the bytes."""
+        """Writes every module's encoding to a safetensors file with a JSON manifest beside it; returns the bytes.
+        Raises CacheFileError where that cannot be."""
         self.engine.runner.adapter.refuse_ranks("a saved cache")
+        storage.check_place(File(file))  # before anything is computed
         keys = self._single_keys()
         runs = []
         for key in keys:

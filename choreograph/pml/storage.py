@@ -26,8 +26,8 @@ VERSION = 2
 
 def save(file: Path, facts: Mapping[str, str], names: list[str], runs: list[Copy]) -> int:
     """Writes both files; returns the bytes of the larger one."""
+    check_place(file)
     tensors = {}
-    _manifest(file)  # refuses a name that cannot be
     for number, copy in enumerate(runs):
         tensors[f"{number}.keys"] = torch.stack([keys for keys, _ in copy.layers])
         tensors[f"{number}.values"] = torch.stack([values for _, values in copy.layers])
@@ -35,10 +35,23 @@ def save(file: Path, facts: Mapping[str, str], names: list[str], runs: list[Copy
     manifest["works"] = [copy.name for copy in runs]
     data = dump(tensors)
     manifest |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    _write_whole(file, data)
-    _write_whole(_manifest(file), json.dumps(manifest, indent=1).encode())
+    try:
+        _write_whole(file, data)
+        _write_whole(_manifest(file), json.dumps(manifest, indent=1).encode())
+    except OSError as problem:
+        raise CacheFileError(f"{file}: cannot be written ({problem})") from None
     return len(data)
+
+
+def check_place(file: Path) -> None:
+    """Makes the folder of a file; raises CacheFileError where a cache cannot be saved under this name."""
+    if _manifest(file).is_dir():
+        raise CacheFileError(f"{_manifest(file)}, where the manifest goes, is a folder: use another name")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as problem:
+        raise CacheFileError(f"{file}: nothing can be written there ({problem}); use another folder") from None
 
 
 def load(
@@ -109,9 +122,11 @@ def _read_manifest(file: Path) -> dict[str, Any]:
 
 
 def _manifest(file: Path) -> Path:
+    if file.is_dir():
+        raise CacheFileError(f"{file} is a folder: name a file, as in {file / 'cache.safetensors'}")
     if file.suffix == ".json":
         raise CacheFileError(f"{file.name}: this name is the manifest's: use .safetensors")
-    return file.with_suffix(".json")
+    return file.with_suffix(".json") if file.suffix == ".safetensors" else file.with_name(f"{file.name}.json")
 
 
 def _write_whole(path: Path, data: bytes) -> None:

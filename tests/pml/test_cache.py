@@ -121,6 +121,28 @@ class TestFiles:
             assert cache.warm() == 0 and engine.runner.rows == rows
             assert answer(cache) == expected
 
+    def test_names_with_dots_do_not_meet(self, engine, tmp_path):
+        changed = schema("story", *STORY.children[:-1], module("b", "There was a cat. "))
+        with PromptCache(engine, STORY) as first, PromptCache(engine, changed) as second:
+            for cache, name in ((first, "story.v1"), (second, "story.v2")):
+                cache.save(tmp_path / name)
+            assert first.load(tmp_path / "story.v1") and second.load(tmp_path / "story.v2")
+
+    def test_a_place_that_cannot_be_is_refused_before_anything_is_computed(self, engine, tmp_path):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "taken.json").mkdir()
+        with PromptCache(engine, STORY) as cache:
+            for place, says in (
+                (tmp_path, "is a folder: name a file"),
+                (".", "is a folder: name a file"),
+                (tmp_path / "taken.safetensors", "where the manifest goes, is a folder"),
+                (tmp_path / "file" / "deep.safetensors", "nothing can be written there"),
+                (tmp_path / "story.json", "the manifest's"),
+            ):
+                with pytest.raises(CacheFileError, match=says):
+                    cache.save(place)
+        assert not engine.runner.rows and sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken.json"]
+
     def test_another_schema_model_or_tokenizer(self, engine, model, characters, saved):
         file, _ = saved
         other = Engine.from_pretrained(
