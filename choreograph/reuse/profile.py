@@ -9,13 +9,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite, isnan
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..evaluation.statistics import Estimate, difference
 from ..pattern import Pattern
 
@@ -28,6 +29,10 @@ class Cell:
 
     pattern: Pattern
     values: tuple[float, ...]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 class Point(NamedTuple):
@@ -106,7 +111,9 @@ class Profile:
         return best
 
     def cheapest(self, loss: float) -> Point:
-        """The cheapest pattern that loses at most this much."""
+        """The cheapest pattern that loses at most this much. Raises ConfigError for what is no number."""
+        if isnan(loss):
+            raise ConfigError(f"loss={loss}: use a number, the most that may be lost")
         return min((p for p in self.points() if p.loss <= max(loss, 0.0)), key=lambda p: (p.cost, p.loss))
 
     def transferred(self, other: "Profile") -> list[tuple[Point, float]]:
@@ -141,9 +148,34 @@ class Profile:
             for name in ("inputs", "own", "reused", "sent"):
                 given[name] = tuple(given[name])
             given["single"] = tuple(tuple(values) for values in given["single"])
-            return cls(**given)
-        except (KeyError, TypeError, ValueError) as problem:
+            profile = cls(**given)
+            profile._refuse_damage()
+        except DataError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
             raise DataError(f"a damaged profile: {problem!r}") from problem
+        return profile
+
+    def _refuse_damage(self) -> None:
+        """Every column has a number for every input, of which there is one at least."""
+        if not self.inputs or type(self.layers) is not int or self.layers < 1:
+            raise DataError(
+                f"a damaged profile: {len(self.inputs)} inputs, layers={self.layers!r}: profile the pair anew"
+            )
+        columns = {name: getattr(self, name) for name in ("own", "reused", "sent")}
+        columns |= {f"single, layer {layer}": values for layer, values in enumerate(self.single)}
+        columns |= {f"layers {cell.pattern}": cell.values for cell in (*self.stretches, *self.scattered)}
+        for name, values in columns.items():
+            if len(values) != len(self.inputs) or not all(map(_is_number, values)):
+                raise DataError(
+                    f"a damaged profile: {name} is {str(values)[:80]}, not {len(self.inputs)} numbers, one an input: "
+                    "profile the pair anew"
+                )
+        for name, cost in self.costs.items():
+            if not _is_number(cost) or cost < 0:
+                raise DataError(
+                    f"a damaged profile: the cost of {name} is {cost!r}, not a number from 0 on: time it anew"
+                )
 
     @classmethod
     def load(cls, path: Path) -> "Profile":

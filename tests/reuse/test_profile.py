@@ -198,12 +198,34 @@ def test_a_profile_survives_its_file(tmp_path):
             Profile.load(file)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"inputs": [], "own": [], "reused": [], "sent": []}, "0 inputs"),
+        ({"layers": 0}, "layers=0"),
+        ({"layers": "4"}, "layers='4'"),
+        ({"own": ["good", "bad"]}, r"own is \('good', 'bad'\), not 2 numbers"),
+        ({"own": [0.9, float("nan")]}, "own is .* not 2 numbers"),
+        ({"reused": [0.5]}, r"reused is \(0.5,\), not 2 numbers"),
+        ({"single": [[0.9, 0.7], [0.5]]}, "single, layer 1 is"),
+        ({"stretches": [{"layers": [[1, 2]], "values": [0.8]}]}, "layers 1-2 is"),
+        ({"costs": {"1-3": "fast"}}, "the cost of 1-3 is 'fast'"),
+        ({"costs": []}, "a damaged profile"),
+    ],
+)
+def test_damaged_columns_are_refused(change, says):
+    with pytest.raises(DataError, match=says):
+        Profile.from_json(json.loads(json.dumps(PROFILE.to_json() | change)))
+
+
 def test_critical_layers_frontier_and_picks():
     assert PROFILE.critical() == [1]
     assert [str(p.pattern) for p in PROFILE.frontier()] == ["none", "1-2", "1-3"]
     assert PROFILE.frontier()[-1] == Point(Pattern.of(0, 1, 3), 0.0, 0.45)
     assert str(PROFILE.cheapest(0.15).pattern) == "1-2" and str(PROFILE.cheapest(0).pattern) == "1-3"
     assert str(PROFILE.cheapest(1).pattern) == "none"
+    with pytest.raises(ConfigError, match="loss=nan: use a number"):
+        PROFILE.cheapest(float("nan"))
     other = PROFILE.transferred(PROFILE)
     assert [(p.loss, loss) for p, loss in other] == [(p.loss, p.loss) for p in PROFILE.frontier()]
 
