@@ -74,6 +74,29 @@ def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch
         assert session.decode([4], sampling=SamplingParams(max_tokens=5, seed=9)).generated == tokens
 
 
+@pytest.mark.parametrize(
+    ("mode", "where"), [("prefix", "prefix.PrefixTree.insert"), ("choreographed", "store.Store.publish")]
+)
+def test_a_call_whose_admission_breaks_holds_nothing(mode, where, monkeypatch):
+    engine = tiny.engine()
+    with engine.session(mode=mode) as session:
+        parent = session.decode([1, 2, 3], sampling=GREEDY).encode()
+        held = engine.runner.store.counts["held_pages"]
+        late = [session.prefill([4, 5], [parent])]
+        late.append(session.decode([6], [parent, late[0]], sampling=GREEDY))
+        with monkeypatch.context() as patch:
+            patch.setattr(f"choreograph.kv.{where}", lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        engine.check()
+        assert engine.runner.store.counts["held_pages"] == held
+        assert late[1].generated
+        engine.check()
+    engine.clear_cache()
+    counts = engine.runner.store.counts
+    assert counts["held_encodings"] == 0 and counts["free_pages"] == counts["pages"]
+
+
 def test_one_call_without_numbers_fails_alone():
     engine = tiny.engine()
     healthy = engine.runner.adapter.forward

@@ -131,6 +131,14 @@ def prefix(call: Call, store: Store, facts: ModelFacts) -> Placement:
     return Placement(tokens[known:], known, sights)
 
 
+def hang(call: Call, store: Store) -> None:
+    """Makes a prefix-mode encoding known to later prompts."""
+    encoding = call.work
+    before = [t for s in encoding.context for t in s.encoding.tokens[s.first : s.first + s.count]]
+    if store.tree(call.salt).insert(encoding, before):
+        encoding.reusable = True
+
+
 def naive(call: Call, store: Store, facts: ModelFacts) -> Placement:
     return Placement(_concatenated(call, facts.max_positions), 0, ())
 

@@ -28,7 +28,7 @@ from .compute import Computer, pick
 from .generation import footer_after
 from .hearing import Hearing, failure
 from .memory import make_store
-from .modes import PLACE, salt_of
+from .modes import PLACE, Placement, hang, salt_of
 from .residence import Residence
 from .scheduler import Batch, Scheduler
 from .sharing import Sharing
@@ -147,13 +147,12 @@ class Runner:
             model=call.model,
             layers=call.layers,
         )
-        call.encoding.inputs = self.family.keeps(call.model, self.store.arena.inputs if call.layers is None else ())
-        for sight in work.sights:
-            self.store.hold(sight.encoding, call.call_holder)
-        self.residence.done(call.id)
-        if work.key is not None:
-            self.events.write("miss", call=call.id, tokens=len(work.tokens))
-        self._start(call, work.key, seen)
+        try:
+            self._equip(call, work, seen)
+        except BaseException:  # it waits as before
+            self.scheduler.take_back(call)
+            raise
+        self._start(call)
         if call.mode == "choreographed" and call.is_decode:
             begin_as_another(self.store, call)
 
@@ -166,30 +165,30 @@ class Runner:
         self.scheduler.running.append(call)
         self.events.write("rebuilding", call=call.id, encoding=encoding.id, tokens=len(encoding.tokens))
 
-    def _start(self, call: Call, key: bytes | None, seen: int) -> None:
-        encoding = call.encoding
-        assert encoding is not None
+    def _equip(self, call: Call, work: Placement, seen: int) -> None:
+        """The call and its message hold what they need, and others can find it."""
+        encoding = call.work
+        encoding.inputs = self.family.keeps(call.model, self.store.arena.inputs if call.layers is None else ())
+        for sight in work.sights:
+            self.store.hold(sight.encoding, call.call_holder)
+        self.residence.done(call.id)
         call.sights, encoding.group = encoding.context, call.group
         call.usage = Usage(cached_tokens=seen, encoded_tokens=len(encoding.tokens))
         if call.mode == "choreographed":
             self.store.hold(encoding, call.message_holder)
-        if key is not None:
-            self.store.publish(encoding, key)
+        if work.key is not None:
+            self.events.write("miss", call=call.id, tokens=len(work.tokens))
+            self.store.publish(encoding, work.key)
         if call.mode == "prefix":
-            self._hang(call)
+            hang(call, self.store)
+
+    def _start(self, call: Call) -> None:
         call.state = State.RUNNING
         self.scheduler.waiting.remove(call)
         self.scheduler.running.append(call)
         self._parents_served(call)
-        self.events.write("admitted", call=call.id, encoding=encoding.id, cached=seen, encode=len(encoding.tokens))
-
-    def _hang(self, call: Call) -> None:
-        """Makes a prefix-mode encoding known to later prompts."""
-        encoding = call.encoding
-        assert encoding is not None
-        before = [t for s in encoding.context for t in s.encoding.tokens[s.first : s.first + s.count]]
-        if self.store.tree(call.salt).insert(encoding, before):
-            encoding.reusable = True
+        size = len(call.work.tokens)
+        self.events.write("admitted", call=call.id, encoding=call.work.id, cached=call.usage.cached_tokens, encode=size)
 
     # -- the step -----------------------------------------------------------------------------------------
 
@@ -291,7 +290,7 @@ class Runner:
             return
         encoding.tokens.pop()  # nobody has computed the last token; a later prompt will if it needs it
         if call.mode == "prefix":
-            self._hang(call)
+            hang(call, self.store)
         self.end(call, State.DONE, reason)
 
     # -- endings ------------------------------------------------------------------------------------------

@@ -224,19 +224,24 @@ class Scheduler:
             more = bool(readers)
 
     def _withdraw(self, call: Call) -> None:
-        encoding, sights = call.work, call.sights
+        encoding = call.work
         some = encoding.layers is not None  # its first tokens needed nothing of what was to come later
         assert some or call.beginning is not None or not encoding.encoded, "a call has computed without what it sees"
         self.running.remove(call)
-        encoding.holders -= {call.call_holder, call.message_holder}
-        self._store.drop(encoding)
-        for sight in sights:
-            self._store.let_go(sight.encoding, call.call_holder)
-        call.sights, call.beginning = (), None
+        self.take_back(call)
         if call.rebuilds:
             call.state = State.CANCELLED
             return
         self.wait_again(call)
+
+    def take_back(self, call: Call) -> None:
+        """Lets go of all that a call was given. Nothing of its encoding was computed, or nothing that counts."""
+        encoding = call.work
+        encoding.holders -= {call.call_holder, call.message_holder}
+        self._store.drop(encoding)
+        for sight in (*call.sights, *encoding.context):
+            self._store.let_go(sight.encoding, call.call_holder)
+        call.encoding, call.sights, call.beginning = None, (), None
 
     def wait_again(self, call: Call) -> None:
         """A call that was admitted, and has no encoding any more, takes its place among those that wait."""

@@ -4,6 +4,7 @@ The baseline of Prompt Choreography (section 3.1): text is concatenated and the 
 again. An encoding hangs on another one at the token where the two part ways, so no encoding is ever split.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .encoding import Encoding, Sight, common
@@ -14,6 +15,23 @@ class _Place(NamedTuple):
 
     parent: Encoding | None
     offset: int
+
+
+class _Way(NamedTuple):
+    """A walk to a place, where `known` tokens are known; its last sight, and the walk up to there."""
+
+    place: _Place
+    known: int
+    last: Sight | None
+    before: "_Way | None"
+
+    @property
+    def sights(self) -> list[Sight]:
+        found, way = [], self
+        while way.last is not None and way.before is not None:
+            found.append(way.last)
+            way = way.before
+        return found[::-1]
 
 
 class PrefixTree:
@@ -34,19 +52,32 @@ class PrefixTree:
         return self._walk(_Place(None, 0), 0, tokens, len(tokens) if limit is None else limit)[0]
 
     def _walk(self, place: _Place, at: int, tokens: list[int], limit: int) -> tuple[list[Sight], _Place, int]:
-        """The longest way on from a place: (sights, where it ends, how many tokens are known there)."""
-        encoding, first = (
-            self._children.get(self._name(place), {}).get(tokens[at], (None, 0)) if at < limit else (None, 0)
-        )
+        """The longest way on from a place: (sights, where it ends, how many tokens are known there).
+
+        Ways are followed with an explicit stack: encodings hang on each other as deep as a conversation is long.
+        """
+        best = _Way(place, at, None, None)
+        ways = [best]
+        while ways:
+            way = ways.pop()
+            if way.known > best.known:
+                best = way
+            ways += reversed(self._onward(way, tokens, limit))  # of equally long ways the first one counts
+        return best.sights, best.place, best.known
+
+    def _onward(self, way: "_Way", tokens: list[int], limit: int) -> list["_Way"]:
+        """The ways that lead through one encoding more."""
+        at = way.known
+        if at >= limit:
+            return []
+        encoding, first = self._children.get(self._name(way.place), {}).get(tokens[at], (None, 0))
         if encoding is None:
-            return [], place, at
+            return []
         count = common(encoding.tokens, first, max(encoding.promised, encoding.encoded), tokens, at, limit)
-        best: tuple[list[Sight], _Place, int] = ([], place, at)
-        for offset in self._turnings(encoding, first, count):
-            onward, end, known = self._walk(_Place(encoding, offset), at + offset - first, tokens, limit)
-            if known > best[2]:
-                best = ([Sight(encoding, first, offset - first, at), *onward], end, known)
-        return best
+        return [
+            _Way(_Place(encoding, offset), at + offset - first, Sight(encoding, first, offset - first, at), way)
+            for offset in self._turnings(encoding, first, count)
+        ]
 
     def _turnings(self, encoding: Encoding, first: int, count: int) -> list[int]:
         """Offsets at which a walk may leave an encoding: where its match ends, and, since it may have grown past
@@ -79,6 +110,14 @@ class PrefixTree:
         """What hangs directly on an encoding."""
         places = [(encoding.id, offset) for offset in self._offsets.get(encoding.id, {})]
         return [child for place in places for child, _ in self._children[place].values()]
+
+    def below(self, encoding: Encoding) -> Iterator[Encoding]:
+        """Everything that hangs on an encoding, each after what it hangs on."""
+        found = [encoding]
+        for one in found:  # which grows meanwhile
+            hanging = self.hanging(one)
+            found += hanging
+            yield from hanging
 
     def forget(self, encoding: Encoding) -> None:
         """Takes off an encoding that nothing hangs on."""

@@ -138,8 +138,8 @@ class Store:
         tree = encoding.tree
         if tree is None:
             return
-        for child in tree.hanging(encoding):
-            self._unhang(child)
+        for child in reversed(list(tree.below(encoding))):
+            tree.forget(child)
             child.reusable = False
             if not child.holders and child.moving is None:
                 self._forget(child)
@@ -149,8 +149,7 @@ class Store:
 
     def _hangs_free(self, encoding: Encoding) -> bool:
         """Whether nobody holds anything that hangs on an encoding."""
-        hanging = encoding.tree.hanging(encoding) if encoding.tree else []
-        return all(not child.holders and self._hangs_free(child) for child in hanging)
+        return not encoding.tree or not any(child.holders for child in encoding.tree.below(encoding))
 
     def _free_pages(self, encoding: Encoding) -> None:
         self.arena.release(encoding.keep_pages(0))

@@ -1,5 +1,8 @@
 """Encodings: who holds them, how equal work is found, what is evicted first."""
 
+import inspect
+import sys
+
 import pytest
 import torch
 
@@ -145,3 +148,26 @@ def test_prefix_tree_hangs_encodings_where_texts_part():
         tree.forget(encoding)
     assert tree.match([1, 2, 3]) == []
     tree.check()
+
+
+def test_prefixes_hang_deeper_than_calls_may_nest():
+    depth = 60
+    store = make(pages=2 * depth)
+    store.tree("one")
+    tokens = list(range(depth))
+    chain = [whole(store, [token], str(token), start=token) for token in tokens]
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + depth)
+    try:
+        for token, encoding in enumerate(chain):
+            assert store.tree("one").insert(encoding, tokens[:token])
+        assert [sight.encoding for sight in store.tree("one").match([*tokens, 99])] == chain
+        assert not store._hangs_free(chain[0])
+        for encoding in chain[1:]:
+            store.let_go(encoding, HOLDER)
+        assert store._hangs_free(chain[0])
+        store._forget(chain[0])
+    finally:
+        sys.setrecursionlimit(before)
+    assert store.counts["free_pages"] == 2 * depth
+    store.check()
