@@ -40,14 +40,23 @@ class EventLog:
             self._undelivered.append(event)
 
     def deliver(self) -> None:
-        """Calls the listeners. The engine does so between steps, when a listener may call anything."""
+        """Calls the listeners. The engine does so between steps, when a listener may call anything.
+
+        All of them hear of every event, even if one raises; then the first problem is raised where the engine was used.
+        """
+        problems: list[Exception] = []
         while self._undelivered:
             try:
                 event = self._undelivered.popleft()
             except IndexError:  # another thread has taken it
-                return
+                break
             for listener in list(self._listeners):
-                listener(event)
+                try:
+                    listener(event)
+                except Exception as problem:
+                    problems.append(problem)
+        if problems:
+            raise problems[0]
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Adds a listener; returns a function that takes it off again."""

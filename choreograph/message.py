@@ -238,9 +238,14 @@ class Message:
 
     def release(self) -> None:
         """Gives the encoding up. Unfinished work that nobody else needs is cancelled; known values stay readable."""
+        self._let_go()
+        self._runner.events.deliver()
+
+    def _let_go(self) -> None:
+        """`release`, of which listeners hear later."""
         for version in self.versions.values():
             if version is not self:  # another model may take it as it is
-                version.release()
+                version._let_go()
         self._runner.release(self._call)
         if self.on_release is not None:
             self.on_release(self)

@@ -88,7 +88,8 @@ class Session(Turns):
             close()
         unpin_all(self._runner, self.id)
         for message in reversed(self.messages):
-            message.release()
+            message._let_go()
+        self._runner.events.deliver()
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -318,14 +319,23 @@ class Session(Turns):
         except ChoreographError:
             self._seeds.setstate(before)
             raise
-        return [self._keep(message) for message in messages]
+        for message in messages:
+            self._enter(message)
+        self._runner.events.deliver()
+        return messages
 
     def _keep(self, message: Message) -> Message:
+        """Of a message that needs no computing."""
+        self._enter(message)
+        self._runner.events.deliver()
+        return message
+
+    def _enter(self, message: Message) -> None:
+        """The session releases it with itself, whatever becomes of it: listeners hear of it afterwards."""
         message.on_release = self._forget
         self._messages[message.id] = message
         if maker := maker_of(self):
             maker.on_message(message)
-        return message
 
     def _forget(self, message: Message) -> None:
         self._messages.pop(message.id, None)

