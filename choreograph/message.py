@@ -226,7 +226,9 @@ class Message:
         Owners do not undo each other's pins; the session is the owner where none is named. What is text alone in its
         mode has nothing to pin.
         """
-        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0
+        ):
             raise ConfigError(f"seconds={seconds!r}: use a positive number or None")
         if not self.encode()._is_text:
             pin(self._runner, self._call, owner, None if seconds is None else float(seconds))

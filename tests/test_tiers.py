@@ -1,5 +1,6 @@
 """Memory under pressure, end to end: whatever leaves the device, by whichever policy, results are the same."""
 
+import math
 import shutil
 import subprocess
 import sys
@@ -159,8 +160,21 @@ def test_a_pinned_message_stays_and_the_session_gives_it_back():
         assert (kept.where, also.where) == ("device", "host")
         with pytest.raises(ChoreographError, match="seconds=0"):
             kept.pin(0)
+        with pytest.raises(ChoreographError, match="seconds=nan"):
+            kept.pin(math.nan)
     engine.check()
     assert engine.runner.store.counts["held_pages"] == 0 and not engine.runner.store.pins
+
+
+@pytest.mark.parametrize("seconds", [None, math.inf])
+def test_nobody_waits_for_a_pin_without_an_end(seconds):
+    engine = tiny.engine(tokens=32)
+    with engine.session() as session:
+        kept = session.prefill([1] * 24).pin(seconds)
+        assert engine.runner.store.pins.next_end is None
+        with pytest.raises(CacheFull):
+            session.prefill([2] * 24).result()
+        assert kept.where == "device"
 
 
 def test_a_call_waits_for_a_pin_that_expires():

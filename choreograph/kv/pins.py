@@ -1,5 +1,6 @@
 """Who keeps which encoding on the device, and until when. Knows neither pages nor calls."""
 
+import math
 from collections.abc import Callable
 
 from .encoding import Encoding
@@ -16,8 +17,8 @@ class Pins:
         self._until: dict[tuple[Encoding, object], float | None] = {}
 
     def pin(self, encoding: Encoding, owner: object, seconds: float | None = None) -> None:
-        """Keeps an encoding on the device for an owner, for some seconds or until it is unpinned."""
-        self._until[encoding, owner] = None if seconds is None else self.clock() + seconds
+        """Keeps an encoding on the device for an owner, for some seconds or, as for an endless time, until unpinned."""
+        self._until[encoding, owner] = None if seconds is None or seconds == math.inf else self.clock() + seconds
         self._hold(encoding, ("pin", owner))
 
     def unpin(self, encoding: Encoding, owner: object) -> None:
