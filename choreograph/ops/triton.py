@@ -1,9 +1,9 @@
 """Placed attention on a GPU: Triton kernels over runs of slots. Owns how a plan becomes work for programs.
 
 Rows that read the same runs of slots stand in one tile, prefill chunks and decode tokens alike: a run that many calls
-share (branches of a tree, voters, agents) is loaded once for all of them. Queries are turned per run, in registers, so
-that a moved message costs no more than one at home. Long contexts of few rows are cut into stripes, whose softmaxes are
-merged by a second kernel. The same code runs on a CPU through Triton's interpreter, for tests.
+share (branches of a tree, voters, agents) is loaded once for all of them. Queries are turned per run, in the kernel, so
+that a moved message costs no more than one at home. What is longer than a fair share is cut into stripes, whose softmaxes
+are merged by a second kernel. The same code runs on a CPU through Triton's interpreter, for tests.
 """
 
 from collections.abc import Iterator
