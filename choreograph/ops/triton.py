@@ -2,8 +2,8 @@
 
 Rows that read the same runs of slots stand in one tile, prefill chunks and decode tokens alike: a run that many calls
 share (branches of a tree, voters, agents) is loaded once for all of them. Queries are turned per run, in the kernel, so
-that a moved message costs no more than one at home. What is longer than a fair share is cut into stripes, whose softmaxes
-are merged by a second kernel. The same code runs on a CPU through Triton's interpreter, for tests.
+that a moved message costs no more than one at home. What is longer than a fair share is cut into stripes; a second
+kernel merges their softmaxes. The same code runs on a CPU through Triton's interpreter, for tests.
 """
 
 from collections.abc import Iterator
