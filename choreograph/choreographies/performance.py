@@ -203,6 +203,6 @@ def _each(first: str, given: Any, beside: Mapping[str, Any]) -> list[Mapping[str
     if not is_calls(given):
         return [{first: given, **beside}]
     for name, value in beside.items():
-        if value not in (None, ()):
+        if value is not None and not (isinstance(value, tuple) and not value):
             raise CallError(f"{name}={value!r} beside a list of calls: put it into each call")
     return list(given)

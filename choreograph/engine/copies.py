@@ -43,6 +43,7 @@ def copy_out(runner: Runner, call: Call) -> Copy:
         raise CallError(f"message {call.id} was computed in {call.mode} mode, where encodings belong to whole prompts")
     if call.layers is not None:
         raise CallError(f"message {call.id} was computed in some layers only: copy what it was made from")
+    runner.family.identity(call.model)  # the first time, it reads all weights: nobody else waits for that
     with runner.lock, on_device(runner, call) as encoding:
         maker = runner.family.identity(encoding.model)
         name = _name(runner, encoding.tokens, encoding.start, encoding.context, encoding.model)
@@ -108,6 +109,7 @@ def unpin_all(runner: Runner, session: int) -> None:
 
 def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
     """Ends a prefill, never queued, whose encoding was computed before; False if there is no room for it now."""
+    runner.family.identity(call.model)
     with runner.lock:
         _check_copy(runner, call, copy)
         encoding = reserve(runner, call)

@@ -129,10 +129,13 @@ def total_memory(device: torch.device) -> int:
 
 
 def weights_checksum(model: PreTrainedModel) -> str:
-    """Names the weights to the last bit, in every process: types, sizes and bytes of every parameter."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        for tensor in _plain_parts(local(parameter).detach()):
+    """Names the weights to the last bit, in every process: types, sizes and bytes of all that a checkpoint holds; what
+    is tied counts once."""
+    digest, seen = hashlib.sha256(), set[tuple[int, torch.Size]]()
+    weights = ((name, one) for name, one in model.state_dict().items() if isinstance(one, torch.Tensor))
+    for name, tensor in ((name, part) for name, one in weights for part in _plain_parts(local(one).detach())):
+        if (place := (tensor.data_ptr(), tensor.shape)) not in seen:
+            seen.add(place)
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]

@@ -165,7 +165,9 @@ def facts_of(engine: Engine, model: str) -> dict[str, Any]:
     vocabulary = None if tokenizer is None else sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return {
         "version": VERSION,
-        "fingerprint": engine.runner.family.identity(model),
+        "fingerprint": engine.runner.family.fingerprint(
+            model
+        ),  # a checksum of all weights takes longer than an answer may
         "architecture": config.model_type,
         "layers": facts.layers,
         "key-value heads": facts.kv_heads,
