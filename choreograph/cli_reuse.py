@@ -75,13 +75,9 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the frontier of a profile, or pick a pattern on it."""
-    from .errors import DataError
     from .reuse.profile import Profile
 
-    try:
-        found, console = Profile.load(profile), console_of()
-    except UnicodeDecodeError as problem:
-        raise DataError(f"{profile}: no profile ({problem})") from None
+    found, console = Profile.load(profile), console_of()
     picked = None if loss is None else found.cheapest(loss)
     if as_json:
         points = [{"pattern": str(p.pattern), "loss": p.loss, "cost": p.cost} for p in found.frontier()]

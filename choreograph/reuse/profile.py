@@ -180,6 +180,6 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> "Profile":
         try:
-            return cls.from_json(json.loads(path.read_text()))
-        except (OSError, json.JSONDecodeError) as problem:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
             raise DataError(f"{path}: no profile ({problem})") from None
