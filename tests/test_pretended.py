@@ -144,13 +144,13 @@ def test_the_host_waits_for_tokens_alone(gpu):
         sampling = SamplingParams(max_tokens=6, ignore_eos=True)
         said = [session.decode([3 + i], [root], sampling=sampling) for i in range(3)]
         assert [len(message.tokens) for message in said] == [7, 7, 7]
-        assert gpu.asked == {"tolist": 6}
+        assert gpu.asked == {"copy to the host": 6}
         gpu.asked.clear()
         options = ({"temperature": 0}, {"presence_penalty": 1}, {"repetition_penalty": 1.3, "logit_bias": {4: 2.0}})
         ways = [SamplingParams(max_tokens=6, min_tokens=3, logprobs=2, seed=1, **more) for more in options]
         for message in [session.decode([3 + i], [root], sampling=way) for i, way in enumerate(ways)]:
             message.result()
-        assert gpu.asked == {"tolist": 2 * 6}, "the second time for all log-probabilities of a step"
+        assert gpu.asked == {"copy to the host": 6}, "tokens and all log-probabilities of a step in one"
 
 
 def test_steps_can_be_recorded_and_say_the_same(gpu):

@@ -80,6 +80,11 @@ class Call:
         return self.generation is not None
 
     @property
+    def ends_next(self) -> bool:
+        """Whether the token that is chosen next is its last one in any case."""
+        return self.generation is not None and len(self.generation.tokens) + 1 >= self.generation.limit
+
+    @property
     def views(self) -> "tuple[Call, ...]":
         """The calls whose encodings its readers see: of one that is computed in some layers, `source` in the others."""
         return (self,) if self.layers is None or self.source is None else (self, self.source)

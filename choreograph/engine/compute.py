@@ -1,12 +1,10 @@
 """Computes a batch: plans it, ahead where it can, hands it to the model, picks tokens. Decides nothing else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..kv.arena import Arena
-from ..kv.encoding import Sight
 from ..kv.view import layers_alike
 from ..models.family import Family
 from ..models.parallel import Ranks
@@ -14,43 +12,63 @@ from ..ops.attend import Backend, Step
 from ..ops.plan import Plan, make_plan
 from ..pattern import Pattern
 from ..types import TokenLogprob
+from .ahead import Ahead
 from .call import Call
 from .sampling import choose
-from .scheduler import Batch, Take
+from .scheduler import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Computer:
-    """ahead: while a device computes a step, the next one is planned, as it will be if every decode goes on."""
+    """ahead: while a device computes a step, the next one is worked on."""
 
     def __init__(self, family: Family, arena: Arena, backend: Backend) -> None:
         self.ahead = arena.keys[0].device.type == "cuda"
         self._family, self._arena = family, arena
         self.backend = backend
-        self._foreseen: _Foreseen | None = None
+        self._next = Ahead(family, self._make_step)
+
+    @property
+    def wanted(self) -> list[Call]:
+        """Calls whose next row is being computed already; a batch of these alone costs no more."""
+        return self._next.wanted()
 
     def __call__(self, batch: Batch, rows: list[int]) -> "Tensor | None":
         """The logits of some rows; None for rows that are computed in some layers only."""
+        logits = self._next.logits_of(batch)
+        if logits is not None:
+            self._next.foresee(batch)
+            return logits
         adapter = self._family.of(batch.models[0])
-        step = self._step(batch)
+        step = self._next.step_of(batch) or self._make_step(batch)
         if batch.layers is None:
             with _alike(batch, rows, adapter.ranks):
                 logits = adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
             if self.ahead:
-                self._foresee(batch)
+                self._next.foresee(batch)
             return logits
         for first, end in Pattern.of_layers(batch.layers).stretches:
             step.given = {first: _inputs(batch, self._arena, first)} if first else {}
             adapter.run_layers(first, end, batch.tokens, batch.positions, step, batch.models)
         return None
 
-    def _step(self, batch: Batch) -> Step:
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is not None and foreseen.is_of(batch):
-            return replace(foreseen.step, arrivals=batch.arrivals)
-        return self._make_step(batch)
+    def pick(self, logits: "Tensor", calls: list[Call], running: Sequence[Call]) -> list[int | None]:
+        """The next token of each call; of several processes, the first one's choice and its probabilities. running:
+        all calls that may want the next step."""
+        generations = [call.generation for call in calls if call.generation is not None]
+        choice = choose(logits, generations)
+        self._next.begin(choice, running)
+        chosen, ranks = choice.read(), self._family.of(calls[0].model).ranks
+        if ranks is None:
+            return chosen
+        behind = [g.next_logprob and [g.next_logprob.logprob, list(g.next_logprob.top.items())] for g in generations]
+        said = ranks.say("tokens", [chosen, behind])
+        for generation, token, given in zip(generations, *said, strict=True):
+            generation.next_logprob = given and TokenLogprob(token, given[0], dict(map(tuple, given[1])))
+        tokens: list[int | None] = said[0]
+        return tokens
 
     def _make_step(self, batch: Batch) -> Step:
         arena, facts = self._arena, self._family.of(batch.models[0]).facts
@@ -59,51 +77,6 @@ class Computer:
         if batch.layers is None and arena.inputs:
             kept = {layer: arena.inputs[layer] for layer in self._family.keeps(batch.models[0], arena.inputs)}
         return Step(plan, arena.keys, arena.values, facts.kinds, self.backend, batch.arrivals, others, kept)
-
-    def _foresee(self, batch: Batch) -> None:
-        """The next step where all calls of this one take a token more and nothing else computes."""
-        calls = [take.call for take in batch.takes]
-        if len(batch.samples) < len(calls) or any(call.beginning is not None for call in calls):
-            return
-        coming = Batch(tokens=[0] * len(calls), models=[call.model for call in calls])
-        for row, (call, _, _, token) in enumerate(batch.takes):
-            if token >= len(call.work.pages) * call.work.page_size:
-                return
-            coming.positions.append(call.work.start + token)
-            coming.slots.append(call.work.slot(token))
-            coming.takes.append(Take(call, row, token, token + 1))
-        step = self._make_step(coming)
-        self._family.of(calls[0].model).prepare(step)
-        self._foreseen = _Foreseen(coming, [call.sights for call in calls], step)
-
-
-class _Foreseen(NamedTuple):
-    """A step whose plan was made ahead. sights: what each of its calls saw then."""
-
-    batch: Batch
-    sights: list[tuple[Sight, ...]]
-    step: Step
-
-    def is_of(self, batch: Batch) -> bool:
-        """Whether it is the step of a batch: the same rows of the same calls, which see the same."""
-        mine = self.batch
-        return (mine.takes, mine.slots, mine.positions) == (batch.takes, batch.slots, batch.positions) and all(
-            old is take.call.sights for old, take in zip(self.sights, batch.takes, strict=True)
-        )
-
-
-def pick(logits: "Tensor", calls: list[Call], ranks: Ranks | None) -> list[int | None]:
-    """The next token of each call, as `choose`; of several processes, the first one's choice and its probabilities."""
-    generations = [call.generation for call in calls if call.generation is not None]
-    chosen = choose(logits, generations)
-    if ranks is None:
-        return chosen
-    behind = [g.next_logprob and [g.next_logprob.logprob, list(g.next_logprob.top.items())] for g in generations]
-    said = ranks.say("tokens", [chosen, behind])
-    for generation, token, given in zip(generations, *said, strict=True):
-        generation.next_logprob = given and TokenLogprob(token, given[0], dict(map(tuple, given[1])))
-    tokens: list[int | None] = said[0]
-    return tokens
 
 
 @contextmanager

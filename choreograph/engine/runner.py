@@ -24,7 +24,7 @@ from ..ops.native import BackendUnavailable
 from ..types import FinishReason, Usage
 from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
-from .compute import Computer, pick
+from .compute import Computer
 from .generation import footer_after
 from .hearing import Hearing, failure
 from .memory import make_store
@@ -202,7 +202,9 @@ class Runner:
                 samples = batch.samples if batch else []
                 logits = self._compute(batch, [row for _, row in samples]) if batch else None
                 calls = [call for call, _ in samples]
-                tokens = pick(logits, calls, self.adapter.ranks) if logits is not None and calls else []
+                tokens = (
+                    self.computer.pick(logits, calls, self.scheduler.running) if logits is not None and calls else []
+                )
             except TransferFailed:  # what it wanted is rebuilt; the step is as if it had not been
                 self.scheduler.reset()
                 return True
@@ -221,7 +223,7 @@ class Runner:
         """The next step's rows; by choice, waits for transfers and pins where only they can give room."""
         while True:
             self.settle()
-            batch = self.scheduler.next()
+            batch = self.scheduler.next(self.computer.wanted)
             if batch is not None or not (wait and self.scheduler.unfinished and self.store.wait()):
                 return batch
 

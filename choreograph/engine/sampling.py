@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from ..ops.attend import sent
+from ..ops.crossing import Fetched, sent
 from ..types import SamplingParams, TokenLogprob
 from .generation import Generation
 
@@ -27,31 +27,65 @@ NO_NUMBER, TOO_FEW = -2, -1  # in place of tokens
 _NO_IDS: Any = torch.empty(1, 0, dtype=torch.long)  # these processors look at scores only
 
 
-def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> list[int | None]:
-    """The next token of each row, None where the model gave no numbers (NaN).
-
-    Computed where the logits are; from another device the chosen tokens come in one copy. Changes nothing that a second
-    try would see; log-probabilities that were asked for wait in the generation.
-    """
+def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> "Choice":
+    """Begins to choose the next token of each row, where the logits are. A second try would see nothing of it."""
     free = [i for i, g in enumerate(generations) if g.next_forced is None]
-    plain = [i for i in free if _is_plain(generations[i])]
-    others = [i for i in free if not _is_plain(generations[i])]
-    parts = [_tokens(logits, generations, plain)]
-    rows = {i: logits[i] for i in plain} | {i: _processed(logits[i].float(), generations[i]) for i in others}
-    if others:
-        among = torch.stack([rows[i] for i in others])
-        parts.append(_tokens(among, [generations[i] for i in others], range(len(others))))
-    found: list[int] = torch.cat(parts).tolist()
-    picked = {i: found[i] for i in plain} | dict(zip(others, found[len(logits) :], strict=True))
-    chosen = [None if token == NO_NUMBER else g.next_forced for token, g in zip(found, generations, strict=False)]
-    for i, token in picked.items():
-        sure = _sample_slowly(rows[i].float(), generations[i]) if token == TOO_FEW else token
-        chosen[i] = None if sure == NO_NUMBER else sure
-    _note_logprobs(logits, generations, chosen)
-    for row, g, one in zip(logits, generations, chosen, strict=True):
-        if g.watch is not None and one is not None:
-            g.next_row = row.float().log_softmax(-1).cpu()
-    return chosen
+    apart = {i: _processed(logits[i].float(), generations[i]) for i in free if not _is_plain(generations[i])}
+    tokens = _tokens(logits, generations, [i for i in free if i not in apart])
+    if apart:
+        found = _tokens(torch.stack([*apart.values()]), [generations[i] for i in apart], range(len(apart)))
+        tokens = tokens.index_copy(0, sent(list(apart), torch.long, logits.device), found)
+    forced = {i: token for i, g in enumerate(generations) for token in (g.next_forced,) if token is not None}
+    if forced:
+        rows, told = (sent(list(part), torch.long, logits.device) for part in (forced.keys(), forced.values()))
+        tokens = tokens.index_copy(0, rows, told).where(tokens != NO_NUMBER, NO_NUMBER)
+    return Choice(logits, generations, apart, tokens)
+
+
+class Choice:
+    """Tokens that are being chosen on a device. tokens: (B,) there, NO_NUMBER where the model gave none (NaN), TOO_FEW
+    where only the host can say; `read` waits until the host knows them, in one copy. told: the same, once it does.
+    apart: the scores of rows that were worked out apart."""
+
+    def __init__(
+        self,
+        logits: Float[Tensor, "B V"],
+        generations: list[Generation],
+        apart: Mapping[int, Tensor],
+        tokens: Int[Tensor, " B"],
+    ) -> None:
+        self.tokens, self.told = tokens, list[int]()
+        self._logits, self._generations, self._apart = logits, generations, apart
+        self._parts = {
+            i: _logprobs(logits[i], tokens[i : i + 1], g.sampling.logprobs)
+            for i, g in enumerate(generations)
+            if g.sampling.logprobs is not None
+        }
+        self._found = Fetched(torch.cat([tokens.double(), *self._parts.values()]) if self._parts else tokens)
+        self._rows = {i: Fetched(_logs(logits[i])) for i, g in enumerate(generations) if g.watch is not None}
+
+    def read(self) -> list[int | None]:
+        """The next token of each row, None where the model gave no numbers. Log-probabilities that were asked for, and
+        rows that somebody watches, wait in the generation."""
+        told = self._found.read().tolist()
+        count = len(self._generations)
+        self.told = [int(token) for token in told[:count]]
+        chosen = [self._sure(i, token) for i, token in enumerate(self.told)]
+        for i, part in self._parts.items():
+            token, (own, *rest), count = chosen[i], told[count : count + len(part)], count + len(part)
+            if token is not None:
+                own = float(_logs(self._logits[i])[token]) if told[i] == TOO_FEW else own
+                values, ids = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
+                self._generations[i].next_logprob = TokenLogprob(token, own, dict(zip(ids, values, strict=True)))
+        for i, row in self._rows.items():
+            if chosen[i] is not None:
+                self._generations[i].next_row = row.read()
+        return chosen
+
+    def _sure(self, i: int, token: int) -> int | None:
+        if token == TOO_FEW:
+            return _sample_slowly(self._apart.get(i, self._logits[i]).float(), self._generations[i])
+        return None if token == NO_NUMBER else token
 
 
 def _is_plain(g: Generation) -> bool:
@@ -201,16 +235,12 @@ def _mass(
     return found
 
 
-def _note_logprobs(logits: Float[Tensor, "B V"], generations: list[Generation], chosen: Sequence[int | None]) -> None:
-    """Log-probabilities of chosen tokens and of the likeliest, for those who asked; in one copy from a device."""
-    asked = []
-    for row, g, token in zip(logits, generations, chosen, strict=True):
-        if g.sampling.logprobs is not None and token is not None:
-            scores = row.float().log_softmax(-1)
-            values, ids = scores.topk(min(g.sampling.logprobs, len(scores)))
-            asked.append((g, token, torch.cat([scores[token : token + 1], values, ids.double()])))
-    numbers = torch.cat([part for *_, part in asked]).tolist() if asked else []
-    for g, token, part in asked:
-        (own, *rest), numbers = numbers[: len(part)], numbers[len(part) :]
-        half = len(rest) // 2
-        g.next_logprob = TokenLogprob(token, own, dict(zip(map(int, rest[half:]), rest[:half], strict=True)))
+def _logs(row: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+    return row.float().log_softmax(-1)
+
+
+def _logprobs(row: Float[Tensor, " V"], token: Int[Tensor, " 1"], most: int) -> Float[Tensor, " K"]:
+    """The log-probabilities of a token and of the likeliest, and which these are."""
+    scores = _logs(row)
+    values, ids = scores.topk(min(most, len(scores)))
+    return torch.cat([scores.gather(0, token.clamp(min=0)), values, ids.double()])

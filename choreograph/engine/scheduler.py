@@ -107,14 +107,17 @@ class Scheduler:
         """Whether the next call in order waits for room."""
         return self._blocked in self.waiting
 
-    def next(self) -> Batch | None:
-        """The next step's rows, marked as scheduled; None when nothing can run.
+    def next(self, begun: Sequence[Call] = ()) -> Batch | None:
+        """The next step's rows, marked as scheduled; None when nothing can run. begun: calls of one pass whose next row
+        is being computed already; where there are any, the step is theirs alone.
 
         Status-aware (KVFlow, section 3.2): calls whose context is being loaded are passed over for those that are
         ready. If none is, or by choice, they run at once, each layer waiting for its load.
         """
         self._admit_waiting()
         self._step += 1
+        if begun:
+            return self._first([list(begun)], hasten=True)
         passes = self._passes(self._order())
         batch = self._first(passes, hasten=not self._status_aware)
         if batch is None and self._status_aware and self._store.traffic.loads:

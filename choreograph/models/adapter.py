@@ -13,13 +13,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..config import budget
 from ..errors import ConfigError, ModelError
-from ..ops.attend import Step, sent
+from ..ops.attend import Step
+from ..ops.crossing import sent
 from ..types import BASE
 from .bridges import Bridge
 from .check import check_itself
@@ -156,8 +157,23 @@ class Adapter:
 
     def prepare(self, step: Step) -> None:
         """Works out ahead what a step of the base model will need."""
-        if getattr(self.compiled, "prepare", None) is not None and not step.kept:
+        if self._goes_ahead(step):
             self.compiled.prepare(step)
+
+    @torch.no_grad()
+    def begin(
+        self, tokens: Int[Tensor, " N"], positions: list[int], step: Step, models: Sequence[str]
+    ) -> Float[Tensor, "N V"] | None:
+        """As `forward`, of tokens that the device has; None where there is no graph for such a step."""
+        self.refuse_in_training()
+        if not self._goes_ahead(step):
+            return None
+        with self.hooked(), torch.autocast(self.facts.device.type, enabled=False), self.adapted(models) as changed:
+            found: Tensor | None = None if changed else self.compiled.begin(tokens, positions, step)
+            return found
+
+    def _goes_ahead(self, step: Step) -> bool:
+        return hasattr(self.compiled, "begin") and not step.kept
 
     @torch.no_grad()
     def run_layers(

@@ -15,7 +15,8 @@ import torch._dynamo
 from torch import Tensor
 
 from ..ops import triton
-from ..ops.attend import Step, sent
+from ..ops.attend import Step
+from ..ops.crossing import sent
 from ..ops.fixed import Board, Fixed, layers_by_board, size_of
 from ..ops.kind import Kind
 from ..ops.plan import Plan
@@ -105,7 +106,7 @@ class GraphedForward:
         laid = self.prepare(step)
         if laid is None or laid.size is None or step.arrivals:
             return None
-        graph = self._graph_of(laid, tokens, positions)
+        graph = self._known(laid) or self._graph_of(laid, tokens, positions)
         if graph is None:
             return None
         graph.fill(laid, tokens, positions)
@@ -113,6 +114,16 @@ class GraphedForward:
         if rows == list(range(len(rows))):
             return logits[: len(rows)].to(torch.float32, copy=True)  # the next graph writes here
         return logits[sent(rows, torch.long, logits.device)].float()
+
+    def begin(self, tokens: Tensor, positions: list[int], step: Step) -> Tensor | None:
+        """All rows of a step whose graph is there, with tokens of the device."""
+        laid = self.prepare(step)
+        graph = None if laid is None else self._known(laid)
+        if laid is None or graph is None:
+            return None
+        graph.fill(laid, [], positions)
+        graph.fixed.ids[0, : len(positions)] = tokens
+        return graph.play()[0, : len(positions)].to(torch.float32, copy=True)
 
     def prepare(self, step: Step) -> _Laid | None:
         """Works a step out, once; None for one of too many rows."""
@@ -126,14 +137,17 @@ class GraphedForward:
         made = [triton.arrays(plan, kind, tile, facts.kv_heads) for plan, kind in pairs]
         return _Laid(step, pairs, which, made, size_of(made, [plan for plan, _ in pairs]))
 
+    def _known(self, laid: _Laid) -> _Graph | None:
+        """The graph for a step, where there is one over the arena as it lies now."""
+        known = self._graphs.get(_key(laid))
+        return known if known is not None and known.fixed.same_arena(laid.step) else None
+
     def _graph_of(self, laid: _Laid, tokens: list[int], positions: list[int]) -> _Graph | None:
-        """The graph for a step, recorded where there is none yet; None where that cannot be done."""
-        key = (laid.step.plan.rows, laid.size, laid.which)
-        known = self._graphs.get(key)
-        if known is not None and known.fixed.same_arena(laid.step):
-            return known
-        if known is not None:
-            self._graphs.clear()  # the arena has moved; `known` keeps the pool in use until another graph does
+        """A graph for a step, recorded; None where that cannot be done."""
+        key = _key(laid)
+        old = self._graphs.get(key)
+        if old is not None:
+            self._graphs.clear()  # the arena has moved; `old` keeps the pool in use until another graph does
         if len(self._graphs) == MOST or key in self._failed or len(self._failed) == TRIES:
             return None
         try:
@@ -170,6 +184,10 @@ class GraphedForward:
             input_ids=fixed.ids, position_ids=fixed.positions, use_cache=False, step=fixed
         ).logits
         return found
+
+
+def _key(laid: _Laid) -> tuple[object, ...]:
+    return laid.step.plan.rows, laid.size, laid.which
 
 
 def _traced(adapter: Adapter) -> Callable[..., Tensor]:

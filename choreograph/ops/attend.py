@@ -96,12 +96,6 @@ class Native:
         return self._kernel.attend(plan, query, key, value, keys, values, scale, kind, sinks)
 
 
-def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device, without waiting for what it computes."""
-    made = torch.tensor(numbers, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
-
-
 FEW = 16  # rows of a step that is small
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import triton
 from .attend import Step
+from .crossing import Sent
 from .kind import Kind
 from .plan import Plan
 
@@ -71,27 +72,6 @@ class Board:
         for table, given in zip(self._tables, turns, strict=True):
             table[: len(given)] = given
         self._turns.send()
-
-
-class Sent:
-    """Numbers of the host that are copied into one tensor of a device again and again."""
-
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._source = torch.zeros(count, dtype=dtype, pin_memory=on_gpu)
-        self.host = self._source.numpy()
-        self.there = torch.zeros(count, dtype=dtype, device=device)
-        self._copied: Any = torch.cuda.Event() if on_gpu else None
-
-    def wait(self) -> None:
-        """Until the numbers that were sent last have left the host."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def send(self) -> None:
-        self.there.copy_(self._source, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
 
 
 class Fixed:

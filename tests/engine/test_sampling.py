@@ -44,7 +44,7 @@ def generation(seed=0, prompt=(1, 2), forced=None, stops=(), tokens=(), **option
 
 def take(logits: torch.Tensor, generations: list[Generation]) -> list[int]:
     """Chooses and accepts, as a step does."""
-    tokens = choose(logits, generations)
+    tokens = choose(logits, generations).read()
     for one, token in zip(generations, tokens, strict=True):
         one.accept(token)
     return tokens
@@ -137,7 +137,7 @@ def test_banned_tokens_are_never_kept():
     row[10:] = float("-inf")
     for options in ({}, {"top_p": 0.999}, {"top_k": 30}, {"min_p": 0.001}):
         assert not fast(row, SamplingParams(**options))[10:].any()
-        assert all(choose(row[None], [generation(seed, **options)])[0] < 10 for seed in range(20))
+        assert all(choose(row[None], [generation(seed, **options)]).read()[0] < 10 for seed in range(20))
 
 
 @pytest.mark.parametrize("size", [11, CANDIDATES + 500])
@@ -153,13 +153,13 @@ def test_frequencies_follow_the_distribution(size):
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-40, 1e-9])
 def test_a_vanishing_temperature_is_greedy(temperature):
     row = logits_of(700, 1)
-    assert choose(row[None], [generation(temperature=temperature)]) == [int(row.argmax())]
+    assert choose(row[None], [generation(temperature=temperature)]).read() == [int(row.argmax())]
 
 
 def test_a_vanishing_nucleus_is_the_likeliest_token():
     for size in (10, 700):
         row = logits_of(size, 2)
-        assert choose(row[None], [generation(top_p=1e-46)]) == [int(row.argmax())]
+        assert choose(row[None], [generation(top_p=1e-46)]).read() == [int(row.argmax())]
 
 
 def test_a_huge_temperature_is_uniform():
@@ -207,7 +207,9 @@ def test_a_row_chooses_the_same_alone_and_in_a_batch(rows, size, seed, ties):
 def test_choosing_leaves_the_logits_alone():
     logits = logits_of(40, 0)[None]
     before = logits.clone()
-    choose(logits, [generation(tokens=(1,), presence_penalty=2, repetition_penalty=2, logit_bias={0: 9}, top_k=3)])
+    choose(
+        logits, [generation(tokens=(1,), presence_penalty=2, repetition_penalty=2, logit_bias={0: 9}, top_k=3)]
+    ).read()
     assert torch.equal(logits, before)
 
 
@@ -215,14 +217,14 @@ def test_a_second_try_of_a_step_chooses_the_same():
     """A step that broke after choosing is chosen again: nothing was used up."""
     one = generation(seed=3, logprobs=2)
     row = logits_of(50, 4)[None]
-    assert choose(row, [one]) == choose(row, [one])
+    assert choose(row, [one]).read() == choose(row, [one]).read()
     assert one.logprobs == []
 
 
 def test_rows_without_numbers_choose_nothing_and_harm_nobody():
     rows = torch.stack([logits_of(30, 1), torch.full((30,), float("nan")), logits_of(30, 2)])
     ways = [{"temperature": 0}, {"top_p": 0.5}, {"temperature": 0}]
-    got = choose(rows, [generation(**way) for way in ways])
+    got = choose(rows, [generation(**way) for way in ways]).read()
     assert got == [int(rows[0].argmax()), None, int(rows[2].argmax())]
 
 
@@ -233,7 +235,7 @@ def test_forced_tokens_come_in_order_and_draw_nothing():
     one = generation(forced=[7, 0, 7])
     before = one.random.get_state()
     for want in (7, 0, 7):
-        assert choose(logits_of(9, 0)[None], [one]) == [want]
+        assert choose(logits_of(9, 0)[None], [one]).read() == [want]
         one.accept(want)
     assert torch.equal(one.random.get_state(), before)
 
@@ -292,8 +294,10 @@ def test_bias_is_added_before_penalties():
 
 def test_bias_can_force_and_forbid():
     row = logits_of(30, 1)
-    assert choose(row[None], [generation(logit_bias={29: 100.0})]) == [29]
-    assert choose(row[None], [generation(temperature=0, logit_bias={int(row.argmax()): -100.0})]) != [int(row.argmax())]
+    assert choose(row[None], [generation(logit_bias={29: 100.0})]).read() == [29]
+    assert choose(row[None], [generation(temperature=0, logit_bias={int(row.argmax()): -100.0})]).read() != [
+        int(row.argmax())
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -302,13 +306,13 @@ def test_stop_tokens_are_impossible_before_min_tokens(temperature):
     row[[2, 4]] = 50.0
     early = generation(stops=(2, 4), tokens=(0, 0), min_tokens=3, max_tokens=9, temperature=temperature)
     late = generation(stops=(2, 4), tokens=(0, 0, 0), min_tokens=3, max_tokens=9, temperature=temperature)
-    assert choose(row[None], [early])[0] not in (2, 4)
-    assert choose(row[None], [late])[0] in (2, 4)
+    assert choose(row[None], [early]).read()[0] not in (2, 4)
+    assert choose(row[None], [late]).read()[0] in (2, 4)
 
 
 def test_no_bias_can_bring_a_stop_token_before_min_tokens():
     early = generation(stops=(2,), min_tokens=3, max_tokens=9, temperature=0, logit_bias={2: 100.0})
-    assert choose(torch.zeros(1, 6), [early]) != [2]
+    assert choose(torch.zeros(1, 6), [early]).read() != [2]
 
 
 # -- generations end -----------------------------------------------------------------------------------------

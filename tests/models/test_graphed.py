@@ -3,41 +3,18 @@ the same, only CUDA's part is missing."""
 
 import copy
 
-import played
 import pytest
 import tiny
 import torch
 from families import CONFIGS
+from recorded import again, boards, engine_with  # noqa: F401
 from transformers import AutoModelForCausalLM
 
-from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.engine.compute import Computer
+from choreograph import Engine, SamplingParams
 from choreograph.models import graphed
-from choreograph.ops import fixed, triton
+from choreograph.ops import fixed
 
-
-@pytest.fixture(autouse=True)
-def small_boards(monkeypatch):
-    """Small, so that tests come to several sizes of boards. Kernels have tests of their own (test_gpu_backends.py)."""
-    for name, count in {"ITEMS": 2, "PIECES": 8, "READS": 16, "PARTIALS": 3, "SHIFTS": 4}.items():
-        monkeypatch.setattr(fixed, name, count)
-    monkeypatch.setattr(triton, "run", played.run)
-
-
-def again(work):
-    """In place of a recording."""
-    work()
-    return work
-
-
-def engine_with(model, *, recorded: bool, ahead: bool = False, buckets=(2, 4, 8), compiler=False) -> Engine:
-    config = EngineConfig(backend="triton", cache=CacheConfig(tokens=1024, page_size=4, poison=True))
-    engine = Engine.from_pretrained(model, config=config)
-    if recorded:
-        adapter = engine.runner.adapter
-        adapter.compiled = graphed.GraphedForward(adapter, buckets, record=again, through_compiler=compiler)
-    engine.runner.computer.ahead = ahead
-    return engine
+pytestmark = pytest.mark.usefixtures("boards")
 
 
 def talk(engine: Engine, seed: int = 3) -> list[list[int]]:
@@ -86,26 +63,6 @@ def test_engines_over_one_model_share_its_trace_and_those_over_a_copy_do_not():
         assert talk(engine) == talk(engine_with(one, recorded=False))
     first, second, other = (engine.runner.adapter.compiled._compiled for engine in engines)
     assert first is second is not other
-
-
-def test_plans_that_are_made_ahead_are_the_ones_of_the_step(monkeypatch):
-    engine, used = engine_with(tiny.model(), recorded=True, ahead=True), []
-    make = Computer._step
-
-    def watched(self, batch):
-        foreseen = self._foreseen
-        step = make(self, batch)
-        if foreseen is not None and step.plan is foreseen.step.plan:
-            fresh = self._make_step(batch).plan
-            for name in ("slots", "positions", "segments", "readers"):
-                assert (getattr(fresh, name) == getattr(step.plan, name)).all()
-            assert fresh.shifts == step.plan.shifts
-            used.append(len(batch.tokens))
-        return step
-
-    monkeypatch.setattr(Computer, "_step", watched)
-    assert talk(engine) == talk(engine_with(tiny.model(), recorded=False))
-    assert len(used) > 6
 
 
 def test_graphs_are_recorded_again_when_the_arena_has_moved():

@@ -1,0 +1,246 @@
+"""Steps that are begun before the host knows their tokens: what is said is what is said without, whoever comes and goes
+in between."""
+
+from collections import Counter
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from many import many
+from recorded import boards, engine_with  # noqa: F401
+
+from choreograph import Engine, SamplingParams
+from choreograph.engine.ahead import Ahead
+from choreograph.engine.sampling import Choice
+
+pytestmark = pytest.mark.usefixtures("boards")
+LONG = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
+WAYS = [
+    {},
+    {"temperature": 0, "logprobs": 2},
+    {"top_p": 0.6},
+    {"presence_penalty": 1.5, "logit_bias": {4: 3.0}},
+    {"repetition_penalty": 1.4, "min_tokens": 3},
+    {"stop_token_ids": [7, 8, 9, 10, 11, 12, 13, 14]},
+]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """How many steps were begun and how many calls had what they wanted in one."""
+    count, begin, logits_of = Counter(), Ahead.begin, Ahead.logits_of
+
+    def beginning(self, choice, running):
+        begin(self, choice, running)
+        count["begun"] += self._begun is not None
+
+    def giving(self, batch):
+        found = logits_of(self, batch)
+        count["steps"] += 1
+        if found is not None:
+            count["taken"] += 1
+            count["rows"] += len(found)
+        return found
+
+    monkeypatch.setattr(Ahead, "begin", beginning)
+    monkeypatch.setattr(Ahead, "logits_of", giving)
+    return count
+
+
+def both() -> list[Engine]:
+    model = tiny.build(stop=3)
+    return [engine_with(model, recorded=one, ahead=one, tokens=400) for one in (False, True)]
+
+
+def plans(plan) -> list[list]:
+    return [getattr(plan, name).tolist() for name in ("slots", "positions", "segments", "readers")] + [plan.shifts]
+
+
+def test_all_but_the_first_step_of_a_decode_are_begun_before_the_host_knows_a_token(seen, monkeypatch):
+    order, read = [], Choice.read
+
+    def reading(self):
+        order.append("read")
+        return read(self)
+
+    engine = engine_with(tiny.model(), recorded=True, ahead=True)
+    graphs, begin = engine.runner.adapter.compiled, engine.runner.adapter.compiled.begin
+
+    def beginning(*given):
+        found = begin(*given)
+        if found is not None:
+            order.append("begin")
+        return found
+
+    monkeypatch.setattr(Choice, "read", reading)
+    graphs.begin = beginning
+    with engine.session() as session:
+        root = session.prefill(list(range(20)))
+        said = [session.decode([30 + i], [root], sampling=LONG) for i in range(3)]
+        assert [len(message.tokens) for message in said] == [13] * 3
+        order.clear()  # the graphs are there now
+        for message in [session.decode([40 + i], [root], sampling=LONG) for i in range(3)]:
+            assert len(message.tokens) == 13
+    assert order == ["begin", "read"] * 11 + ["read"], "the last token needs no step behind it"
+
+
+def test_what_is_begun_is_planned_as_if_it_were_planned_now(monkeypatch):
+    engine, compared = engine_with(tiny.model(), recorded=True, ahead=True), []
+    logits_of = Ahead.logits_of
+
+    def giving(self, batch):
+        begun = self._begun
+        found = logits_of(self, batch)
+        if found is not None and len(batch.takes) == len(begun.foreseen.batch.takes):
+            compared.append(plans(begun.foreseen.step.plan) == plans(self._make_step(batch).plan))
+        return found
+
+    monkeypatch.setattr(Ahead, "logits_of", giving)
+    with engine.session() as session:
+        root = session.prefill(list(range(20)))
+        parts = [session.decode([30 + i], [root], sampling=LONG) for i in range(3)]
+        session.decode([9], [parts[2], root, parts[0]], offsets=[40, 0, 70], new_offset=90, sampling=LONG).result()
+    assert len(compared) > 15 and all(compared)
+
+
+def test_a_call_that_stops_takes_nothing_from_those_that_go_on(seen):
+    """One of three stops by a token, which nobody could foresee: the other two keep their rows."""
+    said = []
+    for engine in both():
+        with engine.session(seed=0) as session:
+            root = session.prefill(list(range(4, 24)))
+            stops = SamplingParams(max_tokens=12, min_tokens=4, stop_token_ids=list(range(61)), temperature=0)
+            parts = [session.decode([30 + i], [root], sampling=way) for i, way in enumerate((LONG, stops, LONG))]
+            said.append([part.tokens for part in parts])
+            engine.check()
+    assert said[0] == said[1] and len(said[0][1]) == 6
+    assert seen["rows"] < 3 * seen["taken"], "some step was taken in part"
+
+
+def test_who_comes_in_between_waits_one_step(seen):
+    engine = engine_with(tiny.model(), recorded=True, ahead=True)
+    with engine.session() as session:
+        root = session.prefill(list(range(20)))
+        slow = session.decode([5], [root], sampling=LONG)
+        for _ in range(4):
+            engine.step()
+        had = len(slow._call.generation.tokens)
+        quick = session.decode([6], [root], sampling=LONG)
+        engine.step()
+        assert len(slow._call.generation.tokens) == had + 1 and not quick._call.generation.tokens
+        engine.step()
+        assert len(slow._call.generation.tokens) == had + 2 and len(quick._call.generation.tokens) == 1
+
+
+def test_a_step_that_breaks_while_the_next_one_is_begun_changes_nothing(monkeypatch):
+    engine = engine_with(tiny.model(), recorded=True, ahead=True)
+    plain, read, broken = engine_with(tiny.model(), recorded=False), Choice.read, Counter()
+
+    def breaking(self):
+        broken["tries"] += 1
+        if broken["tries"] % 3 == 0:
+            raise KeyboardInterrupt
+        return read(self)
+
+    def talk(engine: Engine) -> list[int]:
+        with engine.session(seed=4) as session:
+            message = session.decode([5], [session.prefill(list(range(20)))], sampling=SamplingParams(max_tokens=12))
+            while not message.done:
+                try:
+                    engine.step()
+                except KeyboardInterrupt:
+                    broken["seen"] += 1
+            return message.tokens
+
+    want = talk(plain)
+    monkeypatch.setattr(Choice, "read", breaking)
+    assert talk(engine) == want and broken["seen"] > 3
+
+
+def test_tokens_that_only_the_host_can_choose_are_computed_again(seen, monkeypatch):
+    """A nucleus that the candidates do not hold: the device goes on with another token, which nobody takes."""
+    monkeypatch.setattr("choreograph.engine.sampling.CANDIDATES", 4)
+    way = SamplingParams(max_tokens=10, ignore_eos=True, top_p=0.999, temperature=2.0)
+    said = []
+    for engine in both():
+        with engine.session(seed=2) as session:
+            root = session.prefill(list(range(4, 24)))
+            said.append([session.decode([30 + i], [root], sampling=way).tokens for i in range(2)])
+    assert said[0] == said[1]
+    assert seen["begun"] > 0 and seen["taken"] < seen["begun"]
+
+
+def test_rows_without_numbers_end_their_call_alone(seen):
+    engine = engine_with(tiny.build(), recorded=True, ahead=True)
+    with engine.session() as session:
+        root = session.prefill(list(range(20)))
+        good = session.decode([5], [root], sampling=LONG)
+        for _ in range(3):
+            engine.step()
+        begun = engine.runner.computer._next._begun
+        assert begun is not None
+        begun.logits.fill_(float("nan"))
+        with pytest.raises(Exception, match="NaN"):
+            good.result()
+        assert len(session.decode([6], [root], sampling=LONG).tokens) == 13
+    engine.check()
+
+
+class Program:
+    """The same calls on an engine, stepped by hand; what was released is not asked."""
+
+    def __init__(self, engine: Engine, actions: list[tuple]) -> None:
+        self.engine = engine
+        self.heard: dict[int, list[torch.Tensor]] = {}
+        self.session = engine.session(seed=5)
+        self.made = [self.session.prefill(list(range(4, 12)))]
+        self.gone: set[int] = set()
+        for action in actions:
+            self.do(*action)
+        engine.drain()
+        engine.check()
+
+    def do(self, what: str, number: int, way: int) -> None:
+        there = [i for i in range(len(self.made)) if i not in self.gone]
+        if what == "step":
+            for _ in range(number):
+                self.engine.step()
+        elif what == "decode" and there:
+            parents = [self.made[there[(number * k) % len(there)]] for k in range(1, 1 + way % 3)]
+            parents = list(dict.fromkeys(parents)) or [self.made[there[0]]]
+            sampling = SamplingParams(max_tokens=3 + number, **WAYS[way])
+            message = self.session.decode([20 + number], parents, sampling=sampling)
+            if way == 2:
+                message.watch(self.heard.setdefault(message.id, []).append)
+            self.made.append(message)
+        elif what == "prefill":
+            self.made.append(self.session.prefill(list(range(way, way + 3 + number))))
+        elif what == "release" and len(there) > 2:
+            self.made[there[number % len(there)]].release()
+            self.gone.add(there[number % len(there)])
+
+    @property
+    def said(self) -> list[tuple]:
+        kept = [m for i, m in enumerate(self.made) if i not in self.gone]
+        return [(m.tokens, [sorted(p.top) for p in m.logprobs or ()]) for m in kept]
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "step", "decode", "decode", "prefill", "release"]),
+        st.integers(0, 7),
+        st.integers(0, 5),
+    ),
+    min_size=3,
+    max_size=14,
+)
+
+
+@given(actions)
+@settings(max_examples=many(20), deadline=None)
+def test_it_says_the_same_whoever_comes_and_goes(actions):
+    plain, begun = (Program(engine, actions) for engine in both())
+    assert begun.said == plain.said
+    torch.testing.assert_close(begun.heard, plain.heard, atol=1e-4, rtol=1e-4)
