@@ -30,13 +30,15 @@ class Ahead:
         self._family, self._make_step = family, make_step
         self._foreseen: _Foreseen | None = None
         self._begun: _Begun | None = None
+        self._computed: _Foreseen | None = None  # the step that is being computed, if it was foreseen
 
     def foresee(self, batch: Batch) -> None:
         """Plans the step behind a batch as it is if every call that has a token chosen goes on, and nobody else."""
+        computed, self._computed = self._computed, None
         calls = [call for call, _ in batch.samples]
         if not calls or any(take.call.beginning is not None for take in batch.takes):
             return
-        coming = Batch(tokens=[0] * len(calls), models=[call.model for call in calls], arrivals=batch.arrivals)
+        coming = Batch(tokens=[0] * len(calls), models=[call.model for call in calls])
         for row, call in enumerate(calls):
             token = len(call.work.tokens)
             if token >= len(call.work.pages) * call.work.page_size:
@@ -44,15 +46,19 @@ class Ahead:
             coming.positions.append(call.work.start + token)
             coming.slots.append(call.work.slot(token))
             coming.takes.append(Take(call, row, token, token + 1))
-        step = self._make_step(coming)
+        sights = [call.sights for call in calls]
+        goes_on = computed is not None and computed.goes_on(coming, sights)
+        step = computed.step.advanced() if computed is not None and goes_on else self._make_step(coming)
+        step.arrivals = batch.arrivals
         self._family.of(coming.models[0]).prepare(step)
-        self._foreseen = _Foreseen(coming, [call.sights for call in calls], step)
+        self._foreseen = _Foreseen(coming, sights, step)
 
     def step_of(self, batch: Batch) -> Step | None:
         """The plan of a batch, where it is what was foreseen."""
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or not foreseen.is_of(batch):
             return None
+        self._computed = foreseen
         return replace(foreseen.step, arrivals=batch.arrivals)
 
     def begin(self, choice: Choice, running: Sequence[Call]) -> None:
@@ -85,6 +91,7 @@ class Ahead:
             return None
         self._foreseen = None
         if rows == list(range(len(begun.logits))):
+            self._computed = begun.foreseen
             return begun.logits
         return begun.logits[sent(rows, torch.long, begun.logits.device)]
 
@@ -101,6 +108,16 @@ class _Foreseen(NamedTuple):
         mine = self.batch
         return (mine.takes, mine.slots, mine.positions) == (batch.takes, batch.slots, batch.positions) and all(
             old is take.call.sights for old, take in zip(self.sights, batch.takes, strict=True)
+        )
+
+    def goes_on(self, batch: Batch, sights: list[tuple[Sight, ...]]) -> bool:
+        """Whether a batch is the same calls one token later, each in the slot behind."""
+        mine = self.batch
+        return (
+            len(batch.takes) == len(mine.takes)
+            and all(new.call is old.call for new, old in zip(batch.takes, mine.takes, strict=True))
+            and all(new is old for new, old in zip(sights, self.sights, strict=True))
+            and batch.slots == [slot + 1 for slot in mine.slots]
         )
 
 

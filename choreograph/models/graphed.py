@@ -20,6 +20,7 @@ from ..ops.crossing import sent
 from ..ops.fixed import Board, Fixed, layers_by_board, size_of
 from ..ops.kind import Kind
 from ..ops.plan import Plan
+from ..ops.tiles import Arrays, arrays
 from .adapter import Adapter
 from .compiled import OpaqueStep, compiled_model
 
@@ -69,7 +70,7 @@ class _Laid(NamedTuple):
     step: Step
     pairs: list[tuple[Plan, Kind]]
     which: tuple[int, ...]
-    made: list[triton.Arrays]
+    made: list[Arrays]
     size: int | None
 
 
@@ -134,7 +135,7 @@ class GraphedForward:
         step = step.padded(count)
         pairs, which = layers_by_board(step)
         tile = triton.tile_of(facts.heads, count, facts.dtype.itemsize)
-        made = [triton.arrays(plan, kind, tile, facts.kv_heads) for plan, kind in pairs]
+        made = [arrays(plan, kind, tile, facts.kv_heads) for plan, kind in pairs]
         return _Laid(step, pairs, which, made, size_of(made, [plan for plan, _ in pairs]))
 
     def _known(self, laid: _Laid) -> _Graph | None:

@@ -187,6 +187,12 @@ class Step:
             self.kept[layer][_slots(self.plan, hidden.device)] = hidden[0]
         return hidden
 
+    def advanced(self) -> "Step":
+        """The step behind this one, where its plans may be advanced."""
+        ahead = {id(plan): plan.advanced() for plan in {id(one): one for one in self.others.values()}.values()}
+        others = {layer: ahead[id(plan)] for layer, plan in self.others.items()}
+        return replace(self, plan=self.plan.advanced(), others=others)
+
     def padded(self, rows: int) -> "Step":
         """The same step with rows added that write into slot 0 (the bin page) and read nothing."""
         if rows == self.plan.rows:
@@ -200,5 +206,5 @@ def _padded(plan: Plan, rows: int) -> Plan:
     if f"padded {rows}" not in plan.memo:
         nothing = np.zeros(rows - plan.rows, dtype=np.int64)
         slots, positions = (np.concatenate([one, nothing]) for one in (plan.slots, plan.positions))
-        plan.memo[f"padded {rows}"] = replace(plan, slots=slots, positions=positions, memo={})
+        plan.memo[f"padded {rows}"] = replace(plan, slots=slots, positions=positions, memo={}, padding=len(nothing))
     return cast(Plan, plan.memo[f"padded {rows}"])

@@ -18,12 +18,13 @@ from .attend import Step
 from .crossing import Sent
 from .kind import Kind
 from .plan import Plan
+from .tiles import Arrays
 
 SIZES = 4  # of works that graphs are made for; each has room for four times as much as the one before
 ITEMS, PIECES, READS, PARTIALS, SHIFTS = 64, 256, 1024, 256, 64  # of the smallest
 
 
-def size_of(made: Sequence[triton.Arrays], plans: Sequence[Plan]) -> int | None:
+def size_of(made: Sequence[Arrays], plans: Sequence[Plan]) -> int | None:
     """The smallest size with room for all of these; None where no graph is made for so much."""
     most = max(len(plan.shifts) / SHIFTS for plan in plans)
     for one in made:
@@ -60,7 +61,7 @@ class Board:
         items, pieces, reads, rows_, order, starts = views
         self.work = triton.Work(items, pieces, reads, rows_, order, starts, cos, sin, slopes, tile, direct=False)
 
-    def fill(self, made: triton.Arrays, plan: Plan) -> None:
+    def fill(self, made: Arrays, plan: Plan) -> None:
         self._numbers.wait()
         self._parts["items"][:] = 0  # an item of no rows does nothing
         for name, part in self._parts.items():

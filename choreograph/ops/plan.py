@@ -38,7 +38,9 @@ class Read(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Plan:
     """slots: (N,) where each row's own key and value go. positions: (N,) where each row stands. segments: (S, 3) lo,
-    hi, first reader. readers: (E, 6) row0, row1, index into `shifts`, limit, step, position. shifts[0] is always 0."""
+    hi, first reader. readers: (E, 6) row0, row1, index into `shifts`, limit, step, position. shifts[0] is always 0.
+    padding: rows at the end that read nothing. memo: what was worked out for it, by name; what knows how goes on with
+    it when it is `advanced`."""
 
     slots: np.ndarray
     positions: np.ndarray
@@ -46,10 +48,23 @@ class Plan:
     readers: np.ndarray
     shifts: list[int]
     memo: dict[str, object] = field(default_factory=dict)
+    padding: int = 0
 
     @property
     def rows(self) -> int:
         return len(self.slots)
+
+    def advanced(self) -> "Plan":
+        """The plan of the step behind this one, where every row is a token of a call of its own and the next token goes
+        into the slot behind: the same reads, one more of each row's own run."""
+        readers, segments, more = self.readers.copy(), self.segments.copy(), np.ones(self.rows, dtype=np.int64)
+        more[self.rows - self.padding :] = 0
+        own = np.flatnonzero(readers[:, 4] == 1)
+        readers[own, 3] += 1
+        segments[np.searchsorted(segments[:, 2], own, side="right") - 1, 1] += 1
+        memo = {name: goes_on() for name, known in self.memo.items() if (goes_on := getattr(known, "advanced", None))}
+        memo = {name: known for name, known in memo.items() if known is not None}
+        return Plan(self.slots + more, self.positions + more, segments, readers, self.shifts, memo, self.padding)
 
     def segment_readers(self, index: int) -> np.ndarray:
         first = self.segments[index, 2]
@@ -61,8 +76,9 @@ class Plan:
         key = f"turns {id(rotary)}"
         if key not in self.memo:
             nothing = np.zeros((len(self.shifts), 0), dtype=np.float32)
-            self.memo[key] = (*((nothing, nothing) if rotary is None else rotary.table(self.shifts)), rotary)
-        return cast(tuple[np.ndarray, np.ndarray, object], self.memo[key])[:2]
+            cos, sin = (nothing, nothing) if rotary is None else rotary.table(self.shifts)
+            self.memo[key] = _Turns(cos, sin, rotary)
+        return cast(_Turns, self.memo[key])[:2]
 
     def check(self) -> None:
         """The invariants every backend relies on."""
@@ -76,6 +92,17 @@ class Plan:
                 rows = set(range(row0, row1))
                 assert not rows & seen, "a row reads a run of slots at one placement only"
                 seen |= rows
+
+
+class _Turns(NamedTuple):
+    """rotary: kept, so that no other one gets its name."""
+
+    cos: np.ndarray
+    sin: np.ndarray
+    rotary: Rotary | None
+
+    def advanced(self) -> "_Turns":
+        return self
 
 
 def make_plan(slots: list[int], reads: Iterable[Read], positions: list[int]) -> Plan:

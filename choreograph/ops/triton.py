@@ -1,12 +1,10 @@
-"""Placed attention on a GPU: Triton kernels over runs of slots. Owns how a plan becomes work for programs.
+"""Placed attention on a GPU: Triton kernels over the tiles of a plan (`ops/tiles.py`). Owns what they are started with.
 
-Rows that read the same runs of slots stand in one tile, prefill chunks and decode tokens alike: a run that many calls
-share (branches of a tree, voters, agents) is loaded once for all of them. Queries are turned per run, in the kernel, so
-that a moved message costs no more than one at home. What is longer than a fair share is cut into stripes; a second
-kernel merges their softmaxes. The same code runs on a CPU through Triton's interpreter, for tests.
+A run that many calls share (branches of a tree, voters, agents) is loaded once for all of them. Queries are turned per
+run, in the kernel, so that a moved message costs no more than one at home. A second kernel merges the softmaxes of
+stripes. The same code runs on a CPU through Triton's interpreter, for tests.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,40 +16,13 @@ from torch import Tensor
 from ..kernels import attention as kernels
 from .kind import Heads, Kind
 from .plan import Plan
+from .tiles import arrays
 
-STRIPE = 128  # slots of the shortest stripe
-SLOTS = 64  # that a program reads at a time, at most: stripes are whole multiples
 TURNED = 1 << 28  # bytes at most for queries that go through memory: else they are multiplied from registers
-MULTIPROCESSORS = 132  # of an H100 or H200: what is longer than a fair share of one is cut
-
-
-class _Tile(NamedTuple):
-    """Rows that read the same runs. pieces: (first slot of the run, first and last slot read, place in `reads`)."""
-
-    rows: np.ndarray
-    pieces: list[tuple[int, int, int, int]]
-
-
-class Arrays(NamedTuple):
-    """A plan as programs take it. items: (W, 4) first row, rows, first piece, last piece; the partial result of an
-    item's row i is number `first row + i`. pieces: (P, 4). reads: (X, 3) shift, limit, position of every row of every
-    piece. rows: (R, 2) of every partial result, with its position. order, starts: the partial results of every row."""
-
-    items: np.ndarray
-    pieces: np.ndarray
-    reads: np.ndarray
-    rows: np.ndarray
-    order: np.ndarray
-    starts: np.ndarray
-
-    @property
-    def direct(self) -> bool:
-        """Whether every row has one partial result, which is its result then."""
-        return len(self.order) == len(self.starts) - 1 and bool((np.diff(self.starts) == 1).all())
 
 
 class Work(NamedTuple):
-    """The same on a device, with the turns of all shifts. tile: rows of an item at most."""
+    """`tiles.Arrays` on a device, with the turns of all shifts. tile: rows of an item at most."""
 
     items: Tensor
     pieces: Tensor
@@ -176,15 +147,12 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-# -- a plan as work ------------------------------------------------------------------------------------------
-
-
 def _work(plan: Plan, kind: Kind, tile: int, groups: int, device: torch.device) -> Work:
     """Worked out once for all layers of a kind, and sent to the device in one piece."""
     key = f"triton {id(kind)} {tile} {groups} {device}"
     if key not in plan.memo:
         made = arrays(plan, kind, tile, groups)
-        items, pieces, reads, rows, order, starts = _sent(list(made), np.int32, device)
+        items, pieces, reads, rows, order, starts = _sent(list(made.parts), np.int32, device)
         cos, sin, slopes = _sent([*plan.turns(kind.rotary), slopes_of(kind)], np.float32, device)
         plan.memo[key] = Work(items, pieces, reads, rows, order, starts, cos, sin, slopes, tile, made.direct)
     return cast(Work, plan.memo[key])
@@ -192,111 +160,6 @@ def _work(plan: Plan, kind: Kind, tile: int, groups: int, device: torch.device) 
 
 def slopes_of(kind: Kind) -> np.ndarray:
     return np.array(kind.slopes or (0.0,), dtype=np.float32)
-
-
-def arrays(plan: Plan, kind: Kind, tile: int, groups: int) -> Arrays:
-    """A plan's work for layers of a kind, worked out once."""
-    key = f"triton arrays {id(kind)} {tile} {groups}"
-    if key not in plan.memo:
-        plan.memo[key] = _make_arrays(plan, kind, tile, groups)
-    return cast(Arrays, plan.memo[key])
-
-
-def _make_arrays(plan: Plan, kind: Kind, tile: int, groups: int) -> Arrays:
-    reads: list[np.ndarray] = []
-    tiles = list(_tiles(plan, kind, tile, reads))
-    lengths = [sum(end - begin for _, begin, end, _ in one.pieces) for one in tiles]
-    places = MULTIPROCESSORS * (3 if plan.rows <= 16 else 2 if plan.rows < 128 else 1)  # programs that run at a time
-    longest = max(STRIPE, -(-sum(lengths) * groups // places))
-    items: list[tuple[int, int, int, int]] = []
-    pieces: list[tuple[int, int, int, int]] = []
-    rows: list[np.ndarray] = []
-    known = 0
-    for one, length in zip(tiles, lengths, strict=True):
-        for some in _stripes(one.pieces, _even(length, longest)):
-            items.append((known, len(one.rows), len(pieces), len(pieces) + len(some)))
-            pieces += some
-            rows.append(one.rows)
-            known += len(one.rows)
-    every = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
-    order = np.argsort(every, kind="stable")
-    parts = [
-        np.asarray(sorted(items, key=lambda item: -_slots(pieces, item))).reshape(-1, 4),  # the longest begin first
-        np.asarray(pieces).reshape(-1, 4),
-        np.concatenate(reads) if reads else np.zeros((0, 3)),
-        np.stack([every, plan.positions[every]], axis=1),
-        order,
-        np.searchsorted(every[order], np.arange(plan.rows + 1)),
-    ]
-    return Arrays(*(part.astype(np.int32) for part in parts))
-
-
-def _tiles(plan: Plan, kind: Kind, tile: int, reads: list[np.ndarray]) -> Iterator[_Tile]:
-    """Rows by the runs that they read. What each reads of a piece goes to the end of `reads`."""
-    alike: dict[bytes, list[tuple[int, np.ndarray, np.ndarray]]] = {}
-    for index in range(len(plan.segments)):
-        readers = plan.segment_readers(index)
-        rows = np.concatenate([np.arange(r[0], r[1]) for r in readers])
-        read = np.concatenate(
-            [
-                np.stack([np.full(n, r[2]), r[3] + r[4] * np.arange(n), np.full(n, r[5])], axis=1)
-                for r in readers
-                for n in (r[1] - r[0],)
-            ]
-        )
-        alike.setdefault(rows.tobytes(), []).append((int(plan.segments[index, 0]), rows, read))
-    known = 0
-    for runs in alike.values():
-        rows = runs[0][1]
-        for first in range(0, len(rows), tile):
-            some = rows[first : first + tile]
-            pieces: list[tuple[int, int, int, int]] = []
-            for lo, _, read in runs:
-                mine = read[first : first + tile]
-                begin, end = _reach(mine, plan.positions[some], kind.window)
-                if begin < end:
-                    pieces.append((lo, begin, end, known))
-                    reads.append(mine)
-                    known += len(mine)
-            if pieces:
-                yield _Tile(some, pieces)
-
-
-def _reach(read: np.ndarray, positions: np.ndarray, window: int | None) -> tuple[int, int]:
-    """The slots of a run that any of some rows sees."""
-    begin, end = np.zeros(len(read), dtype=np.int64), read[:, 1]
-    if window is not None:
-        here = positions - read[:, 2]
-        begin, end = np.maximum(0, here - window + 1), np.minimum(end, here + window)
-    some = begin < end
-    return (int(begin[some].min()), int(end[some].max())) if some.any() else (0, 0)
-
-
-def _even(length: int, longest: int) -> int:
-    """Slots of each of the stripes that a tile is cut into, all of about the same size."""
-    count = max(1, round(length / longest))
-    return -(-length // (count * SLOTS)) * SLOTS
-
-
-def _slots(pieces: list[tuple[int, int, int, int]], item: tuple[int, int, int, int]) -> int:
-    return sum(end - begin for _, begin, end, _ in pieces[item[2] : item[3]])
-
-
-def _stripes(pieces: list[tuple[int, int, int, int]], longest: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Pieces in order, cut into stripes of `longest` slots."""
-    stripe: list[tuple[int, int, int, int]] = []
-    room = longest
-    for lo, begin, end, known in pieces:
-        while begin < end:
-            cut = min(end, begin + room)
-            stripe.append((lo, begin, cut, known))
-            room -= cut - begin
-            begin = cut
-            if room <= 0:
-                yield stripe
-                stripe, room = [], longest
-    if stripe:
-        yield stripe
 
 
 def _sent(parts: list[np.ndarray], dtype: type, device: torch.device) -> list[Tensor]:

@@ -10,7 +10,7 @@ from many import many
 from test_attend import build, plans, special, specials, tensors
 
 from choreograph import SamplingParams
-from choreograph.ops import gathered, reference, triton
+from choreograph.ops import gathered, reference, tiles, triton
 from choreograph.ops.attend import Backend, WriteThenRead, make_backend
 from choreograph.ops.kind import Heads, Kind
 from choreograph.ops.plan import Read, make_plan
@@ -71,7 +71,7 @@ def test_whole_tiles_of_a_long_run_need_no_masks(shape, monkeypatch):
     """Eighty rows over a run of 550 slots, of which some see 530 or 1; and over their own tokens."""
     reads = [Read(0, row, row + 1, row % 3, 530 if row % 7 else 550, 0, row % 3) for row in range(79)]
     reads += [Read(0, 79, 80, 0, 1, 0, 0), Read(550, 0, 80, 0, 1, 1, 550)]
-    monkeypatch.setattr(triton, "STRIPE", 1024)  # else a run is cut before it is long
+    monkeypatch.setattr(tiles, "STRIPE", 1024)  # else a run is cut before it is long
     heads, groups, width = shape
     for some in (reads, reads[:78] + reads[80:]):  # where one sees a single slot, no tile is whole
         plan = make_plan(list(range(550, 630)), some, list(range(550, 630)))
