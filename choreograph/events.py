@@ -3,11 +3,10 @@
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """kind: submitted admitted hit miss step token known finished failed cancelled released rebuilding restored, and of
     encodings: evicted offloaded loaded lowered prefetch failed_transfer, and of models that share: shared recomputed.
 
@@ -20,7 +19,7 @@ class Event:
 
     kind: str
     at: float
-    facts: dict[str, object] = field(default_factory=dict)
+    facts: dict[str, object]
 
 
 class EventLog:

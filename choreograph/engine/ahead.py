@@ -30,6 +30,7 @@ class Ahead:
         self._family, self._make_step = family, make_step
         self._foreseen: _Foreseen | None = None
         self._begun: _Begun | None = None
+        self._good: list[Take] = []  # the rows of what was begun that are wanted
         self._computed: _Foreseen | None = None  # the step that is being computed, if it was foreseen
 
     def foresee(self, batch: Batch) -> None:
@@ -78,14 +79,15 @@ class Ahead:
 
     def wanted(self) -> list[Call]:
         """The calls whose rows of the step that was begun are what they compute next."""
-        return [take.call for take in self._begun.good] if self._begun is not None else []
+        self._good = self._begun.good if self._begun is not None else []
+        return [take.call for take in self._good]
 
     def logits_of(self, batch: Batch) -> "Tensor | None":
         """What was begun, where a batch is of nothing else; it is given once."""
         begun, self._begun = self._begun, None
         if begun is None or not batch.takes:
             return None
-        known = {take.call.id: take.row0 for take in begun.good}
+        known = {take.call.id: take.row0 for take in self._good}
         rows = [known.get(take.call.id) for take in batch.takes]
         if None in rows:
             return None

@@ -8,6 +8,8 @@ import torch
 
 from ..types import FinishReason, SamplingParams, TokenLogprob
 
+DRAWN = 16  # random numbers at once
+
 
 class Detokenizer(Protocol):
     """Turns tokens into text one by one; a piece may be empty until a character is whole."""
@@ -36,7 +38,7 @@ class Generation:
     next_logprob: TokenLogprob | None = None
     watch: Callable[[torch.Tensor], None] | None = None  # hears the float32 log-probabilities behind every token
     next_row: torch.Tensor | None = None
-    _point: float | None = None
+    _points: list[float] = field(default_factory=list)  # drawn and not used yet, the next one last
 
     def __post_init__(self) -> None:
         self.limit = len(self.forced) if self.forced is not None else self.sampling.max_tokens
@@ -51,10 +53,10 @@ class Generation:
         return len(self.tokens) >= self.sampling.min_tokens
 
     def point(self) -> float:
-        """The uniform number that chooses the next token: drawn once, however often the step is tried."""
-        if self._point is None:
-            self._point = float(torch.rand((), generator=self.random, dtype=torch.float64))
-        return self._point
+        """The uniform number that chooses the next token: the same, however often the step is tried."""
+        if not self._points:  # a few at once: they are those that would come one by one
+            self._points = torch.rand(DRAWN, generator=self.random, dtype=torch.float64).tolist()[::-1]
+        return self._points[-1]
 
     def accept(self, token: int) -> FinishReason | None:
         """Takes the next token; says why the message ends with it, or None."""
@@ -62,7 +64,8 @@ class Generation:
         self.tokens.append(token)
         if self.next_logprob is not None:
             self.logprobs.append(self.next_logprob)
-        self._point = self.next_logprob = self.next_row = None
+        self.next_logprob = self.next_row = None
+        del self._points[-1:]
         last = len(self.tokens) >= self.limit
         stop = token in self.stop_tokens and (last if self.forced is not None else allowed)
         settled = len(self.text)

@@ -44,12 +44,12 @@ class Batch:
     def samples(self) -> list[tuple[Call, int]]:
         """(call, row) of every row whose logits choose a token."""
         return [
-            (t.call, t.row0 + t.token1 - t.token0 - 1)
-            for t in self.takes
-            if t.call.state is State.RUNNING
-            and t.call.is_decode
-            and not t.call.abandoned
-            and t.token1 == len(t.call.work.tokens)
+            (call, row0 + token1 - token0 - 1)
+            for call, row0, token0, token1 in self.takes
+            if call.state is State.RUNNING
+            and call.generation is not None
+            and not call.abandoned
+            and token1 == len(call.work.tokens)
         ]
 
     @property
@@ -143,11 +143,11 @@ class Scheduler:
 
     def _pack(self, order: list[Call], *, hasten: bool) -> Batch:
         batch, left, before = Batch(), self._max_step_tokens, -1
-        while before < len(batch.takes):  # once more, as long as what was taken makes others ready
+        while before < len(batch.takes) < len(order):  # once more, as long as what was taken makes others ready
             before = len(batch.takes)
             for call in order:
-                pending = _pending(call)
-                if not pending or left <= 0 or not _is_ready(call, hasten) or call.work.scheduled > call.work.encoded:
+                work, pending = call.work, _pending(call)
+                if not pending or left <= 0 or work.scheduled > work.encoded or not _is_ready(call, hasten):
                     continue
                 count = min(pending, left)
                 _take(batch, call, count)
@@ -273,17 +273,20 @@ class Scheduler:
 
 
 def _pending(call: Call) -> int:
-    return len(call.work.tokens) - call.work.scheduled
+    work = call.work
+    return len(work.tokens) - work.scheduled
 
 
 def _is_ready(call: Call, hasten: bool) -> bool:
     """Whether all that it sees is encoded, or will be by this very step; `hasten`: or is being loaded. What it begins
     from, in the middle of the layers, has to be there."""
     lender = call.work.lender
-    there = lender is None or lender.whole or (hasten and lender.state == "loading")
-    return there and all(
-        s.encoding.scheduled >= s.first + s.count or (hasten and s.encoding.state == "loading") for s in call.sights
-    )
+    if lender is not None and not (lender.whole or (hasten and lender.state == "loading")):
+        return False
+    for encoding, first, count, *_ in call.sights:
+        if encoding.scheduled < first + count and not (hasten and encoding.state == "loading"):
+            return False
+    return True
 
 
 def _take(batch: Batch, call: Call, count: int) -> None:
@@ -292,7 +295,7 @@ def _take(batch: Batch, call: Call, count: int) -> None:
     token1 = token0 + count
     batch.tokens += encoding.tokens[token0:token1]
     batch.positions += range(encoding.start + token0, encoding.start + token1)
-    batch.slots += (encoding.slot(token) for token in range(token0, token1))
+    batch.slots += [encoding.slot(token) for token in range(token0, token1)]
     batch.models += [encoding.model] * count
     batch.takes.append(Take(call, row0, token0, token1))
     encoding.scheduled = token1
