@@ -62,6 +62,7 @@ def main() -> None:
     options.add_argument(
         "--check", action="store_true", help="hold the counting against this CPU and the embedded model"
     )
+    options.add_argument("--host", action="store_true", help="time the host's part of a step, over empty graphs")
     options.add_argument(
         "--binaries", action="store_true", help="compile the attention kernels for GPUs, and look at them"
     )
@@ -69,6 +70,9 @@ def main() -> None:
     parts = [part for part in PARTS if part in given.only]
     if given.check:
         check.check()
+        page.fill()
+    elif given.host:
+        check.check_host()
         page.fill()
     elif given.binaries:
         binaries.check()

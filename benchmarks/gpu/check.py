@@ -2,22 +2,27 @@
 are timed by their rows and by the tokens drawn; from that and the counted steps follow ratios, which are then measured.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 
-from choreograph import CacheConfig, Engine, EngineConfig
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.models.graphed import GraphedForward
+from choreograph.onepass.rehearsal import SilentModel
+from choreograph.ops.attend import Step
 
-from ..common import Row, greedy, median_row, seconds, some_tokens, write
+from ..common import Row, greedy, last, median_row, seconds, some_tokens, write
 from .bench import Bench
 from .budget import Budget
 from .counts import Counted, Counting, Work, count_flow
 from .lines import TITLES
 from .predictions import mean_wait
-from .shape import FULL, flows
+from .shape import FULL, Shape, flows
 from .workflows import ratios
 
 ROWS = (1, 2, 4, 8, 16, 24, 40, 80, 160, 320, 640, 1024)
@@ -66,6 +71,16 @@ class Curve:
             return median(seconds(e.step) for _ in range(10))
 
 
+def check_host() -> None:
+    """The host's part alone, saved beside what else was checked last."""
+    bench = Here(FULL, torch.device("cpu"), trial=True)
+    new = host(bench)
+    had = [
+        Row(**row) for row in last("gpu_check").get("rows", []) if row["measure"] not in {one.measure for one in new}
+    ]
+    write("gpu_check", [*new, *had], seconds=last("gpu_check").get("seconds", {}))
+
+
 def check(rounds: int = 2) -> None:
     """Predicts, measures, saves and prints."""
     shape = replace(FULL, flows=flows(LONG, SHORT, 8, 16, LONG), most=rounds)
@@ -83,19 +98,45 @@ def check(rounds: int = 2) -> None:
     write("gpu_check", lines, seconds={"rows": curve.rows, "drawn": curve.drawn})
 
 
+class Hollow(SilentModel):
+    """As a GPU's steps are seen from the host: laid out, sent and begun, over graphs that compute nothing. Of one layer
+    in the heads of another shape, and a small vocabulary: drawing is the device's work."""
+
+    def __init__(self, tokenizer: Any, shape: Shape) -> None:
+        c = shape.config
+        facts = Counting(tokenizer, c.max_position_embeddings, 128, 0).facts
+        super().__init__(tokenizer, facts, ())
+        self.facts = replace(self.facts, query_heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, head_dim=16)
+        self.model = torch.nn.Module()
+        nothing = torch.zeros(1, max(shape.rows), 128)
+        self.compiled = GraphedForward(self, shape.rows, record=lambda work: lambda: nothing, through_compiler=False)
+
+    def forward(
+        self, tokens: list[int], positions: list[int], step: Step, rows: list[int], models: Sequence[str] = ()
+    ) -> torch.Tensor:
+        found: torch.Tensor | None = self.compiled(tokens, positions, step, rows)
+        return torch.zeros(len(rows), 128) if found is None else found
+
+    def begin(
+        self, tokens: torch.Tensor, positions: list[int], step: Step, models: Sequence[str]
+    ) -> torch.Tensor | None:
+        found: torch.Tensor | None = self.compiled.begin(tokens, positions, step)
+        return found
+
+
 def host(bench: Bench) -> list[Row]:
-    """What the scheduler, the store and the plan of a step take, over a model that computes nothing."""
+    """What all that is Python takes of a decode step on a GPU, tokens drawn, over graphs that compute nothing."""
     found = []
     for count in (1, 8, 64, 256):
-        model = Counting(bench.tokenizer, FULL.config.max_position_embeddings, FULL.config.vocab_size)
-        e = Engine(model, EngineConfig(CacheConfig(tokens=FULL.room), backend="reference"))
-        with e.session() as session:
-            context = session.prefill(some_tokens(1024))
+        e = Engine(Hollow(bench.tokenizer, FULL), EngineConfig(CacheConfig(tokens=FULL.room), backend="reference"))
+        e.runner.computer.ahead = True
+        with e.session(seed=0) as session:
+            context = session.prefill([i % 100 for i in range(1024)])
             for i in range(count):
-                session.decode([5 + i], [context], forced_tokens=[5] * 40)
+                session.decode([5 + i % 100], [context], sampling=SamplingParams(max_tokens=100, ignore_eos=True))
             for _ in range(10):
                 e.step()
-            taken = [1e3 * seconds(e.step) for _ in range(25)]
+            taken = [1e3 * seconds(e.step) for _ in range(60)]
         found.append(median_row(f"the engine's own part of a step, {count} calls", taken, "ms", better="lower"))
         print(f"{found[-1].measure}: {found[-1].value:.2f} ms", flush=True)
     return found

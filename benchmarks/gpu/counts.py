@@ -27,12 +27,14 @@ from .shape import Flow, Shape
 
 class Work(NamedTuple):
     """One step: rows that are computed, pairs of a row and a token that it sees, tokens whose keys and values are read
-    (a run that many rows see counts once), rows that a token is drawn from."""
+    (a run that many rows see counts once), rows that a token is drawn from. begun: behind the step before, while the
+    host still worked on that."""
 
     rows: int
     pairs: int
     seen: int
     drawn: int
+    begun: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,13 @@ def work_of(plan: Plan, drawn: int) -> Work:
 class Counting(SilentModel):
     """Notes what every step computes."""
 
-    def __init__(self, tokenizer: Any, positions: int, vocabulary: int) -> None:
+    def __init__(self, tokenizer: Any, positions: int, vocabulary: int, most: int) -> None:
         kinds, cpu = (Kind(Rotary((1.0,))),), torch.device("cpu")
         facts = ModelFacts(
             "counted", 1, 1, 1, 2, positions, vocabulary, kinds, True, torch.float32, cpu, "counted", parameters=0
         )
         super().__init__(tokenizer, facts, ())
+        self.most = most
         self.steps: list[Work] = []
 
     def forward(
@@ -68,15 +71,26 @@ class Counting(SilentModel):
         self.steps.append(work_of(step.plan, len(rows)))
         return super().forward(tokens, positions, step, rows, models)
 
+    def begin(
+        self, tokens: torch.Tensor, positions: list[int], step: Step, models: Sequence[str]
+    ) -> torch.Tensor | None:
+        """As on a GPU, where steps of up to so many rows are graphs."""
+        if len(positions) > self.most:
+            return None
+        self.steps.append(work_of(step.plan, len(positions))._replace(begun=True))
+        return torch.zeros(len(positions), 1)
+
 
 def count(tokenizer: Any, shape: Shape, mode: Mode, program: Callable[[Session], Sequence[Any]]) -> Counted:
     """The steps of a program on a session up to its last token. It returns the steps of its performance."""
-    model = Counting(tokenizer, shape.config.max_position_embeddings, shape.config.vocab_size)
+    c, most = shape.config, max(shape.rows, default=0)
+    model = Counting(tokenizer, c.max_position_embeddings, c.vocab_size, most)
     engine = Engine(model, EngineConfig(CacheConfig(tokens=shape.room), backend="reference"))
+    engine.runner.computer.ahead = True
     at: dict[tuple[str, object], int] = {}  # the steps that were done when something happened to a call first
 
     def hear(event: Event) -> None:
-        at.setdefault((event.kind, event.facts.get("call")), len(model.steps))
+        at.setdefault((event.kind, event.facts.get("call")), engine.runner.steps)
 
     def ready(message: Any) -> int:
         """When it was submitted and every decode before it was known, as `Timing.ttft` counts."""
@@ -86,8 +100,9 @@ def count(tokenizer: Any, shape: Shape, mode: Mode, program: Callable[[Session],
     engine.events.listen(hear)
     with engine.session(mode=mode, seed=0) as session:
         steps = program(session)
-        ended = len(model.steps)
+        ended = engine.runner.steps
         waits = [tuple((ready(m), at["token", m.id]) for _, m in group) for group in side_by_side(steps)]
+    assert len(model.steps) == engine.runner.steps, "a step was begun in vain"
     return Counted(tuple(model.steps[:ended]), tuple(waits))
 
 

@@ -1,5 +1,5 @@
 """Decode steps against the bytes that must move, and moved against home placement: whole steps of the engine, host and
-all, from handing one over until the device has done it."""
+all, from the tokens of one until those of the next."""
 
 from statistics import median
 
@@ -7,7 +7,7 @@ from choreograph import Message, Session
 
 from ..common import greedy, in_turns, some_tokens
 from . import predictions
-from .bench import Bench, Found, seconds
+from .bench import Bench, Found, now, waited
 from .budget import Allowance
 
 PARTS, LATER = 4, 8  # messages that are moved; steps behind a first token
@@ -33,7 +33,7 @@ def decode_steps(bench: Bench, batch: int, *, shared: bool) -> list[float]:
             session.decode([5 + i], [contexts[i % len(contexts)]], sampling=greedy(rounds + 8))
         for _ in range(2 if bench.trial else 5):
             engine.step()
-        taken = [seconds(engine.step) for _ in range(rounds)]
+        taken = [waited(engine.step) for _ in range(rounds)]
     engine.clear_cache()
     return taken
 
@@ -73,8 +73,9 @@ def call(bench: Bench, session: Session, parents: list[Message], offsets: list[i
         messages.append(session.decode([1, 520, 198], parents, offsets, new_offset=new_offset, sampling=sampling))
         engine.step()
 
-    first = seconds(begin)
-    taken = [seconds(engine.step) for _ in range(later)]
+    now()
+    first = waited(begin)
+    taken = [waited(engine.step) for _ in range(later)]
     engine.drain()
     messages[0].release()
     return first, median(taken)
