@@ -31,5 +31,5 @@ def engine_with(
     if recorded:
         adapter = engine.runner.adapter
         adapter.compiled = graphed.GraphedForward(adapter, buckets, record=again, through_compiler=compiler)
-    engine.runner.computer.ahead = ahead
+    engine.runner.computer.goes_ahead = ahead
     return engine

@@ -88,13 +88,6 @@ def seconds(work: Callable[[], object]) -> float:
     return now() - began
 
 
-def waited(work: Callable[[], object]) -> float:
-    """Seconds until work that reads a value has it, whatever the device does behind it: the next step is begun."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def on_device(work: Callable[[], object]) -> float:
     """Seconds on the device alone, without launching."""
     if not torch.cuda.is_available():

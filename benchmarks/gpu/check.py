@@ -19,7 +19,7 @@ from choreograph.ops.attend import Step
 from ..common import Row, greedy, last, median_row, seconds, some_tokens, write
 from .bench import Bench
 from .budget import Budget
-from .counts import Counted, Counting, Work, count_flow
+from .counts import Counted, Work, count_flow, facts_of
 from .lines import TITLES
 from .predictions import mean_wait
 from .shape import FULL, Shape, flows
@@ -104,8 +104,7 @@ class Hollow(SilentModel):
 
     def __init__(self, tokenizer: Any, shape: Shape) -> None:
         c = shape.config
-        facts = Counting(tokenizer, c.max_position_embeddings, 128, 0).facts
-        super().__init__(tokenizer, facts, ())
+        super().__init__(tokenizer, facts_of(c.max_position_embeddings, 128), ())
         self.facts = replace(self.facts, query_heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, head_dim=16)
         self.model = torch.nn.Module()
         nothing = torch.zeros(1, max(shape.rows), 128)
@@ -125,11 +124,12 @@ class Hollow(SilentModel):
 
 
 def host(bench: Bench) -> list[Row]:
-    """What all that is Python takes of a decode step on a GPU, tokens drawn, over graphs that compute nothing."""
+    """What Python takes of a decode step on a GPU, over graphs that compute nothing: a lower bound, since drawing and
+    copies are the CPU's here, without a driver, pinned memory or events."""
     found = []
     for count in (1, 8, 64, 256):
         e = Engine(Hollow(bench.tokenizer, FULL), EngineConfig(CacheConfig(tokens=FULL.room), backend="reference"))
-        e.runner.computer.ahead = True
+        e.runner.computer.goes_ahead = True
         with e.session(seed=0) as session:
             context = session.prefill([i % 100 for i in range(1024)])
             for i in range(count):

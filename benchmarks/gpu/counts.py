@@ -53,15 +53,19 @@ def work_of(plan: Plan, drawn: int) -> Work:
     return Work(plan.rows, int(pairs.sum()), int((plan.segments[:, 1] - plan.segments[:, 0]).sum()), drawn)
 
 
+def facts_of(positions: int, vocabulary: int) -> ModelFacts:
+    """Of a model that computes nothing."""
+    kinds, cpu = (Kind(Rotary((1.0,))),), torch.device("cpu")
+    return ModelFacts(
+        "counted", 1, 1, 1, 2, positions, vocabulary, kinds, True, torch.float32, cpu, "counted", parameters=0
+    )
+
+
 class Counting(SilentModel):
     """Notes what every step computes."""
 
     def __init__(self, tokenizer: Any, positions: int, vocabulary: int, most: int) -> None:
-        kinds, cpu = (Kind(Rotary((1.0,))),), torch.device("cpu")
-        facts = ModelFacts(
-            "counted", 1, 1, 1, 2, positions, vocabulary, kinds, True, torch.float32, cpu, "counted", parameters=0
-        )
-        super().__init__(tokenizer, facts, ())
+        super().__init__(tokenizer, facts_of(positions, vocabulary), ())
         self.most = most
         self.steps: list[Work] = []
 
@@ -86,7 +90,7 @@ def count(tokenizer: Any, shape: Shape, mode: Mode, program: Callable[[Session],
     c, most = shape.config, max(shape.rows, default=0)
     model = Counting(tokenizer, c.max_position_embeddings, c.vocab_size, most)
     engine = Engine(model, EngineConfig(CacheConfig(tokens=shape.room), backend="reference"))
-    engine.runner.computer.ahead = True
+    engine.runner.computer.goes_ahead = True
     at: dict[tuple[str, object], int] = {}  # the steps that were done when something happened to a call first
 
     def hear(event: Event) -> None:

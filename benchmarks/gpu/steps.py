@@ -5,9 +5,9 @@ from statistics import median
 
 from choreograph import Message, Session
 
-from ..common import greedy, in_turns, some_tokens
+from ..common import greedy, in_turns, seconds, some_tokens
 from . import predictions
-from .bench import Bench, Found, now, waited
+from .bench import Bench, Found, now
 from .budget import Allowance
 
 PARTS, LATER = 4, 8  # messages that are moved; steps behind a first token
@@ -33,7 +33,7 @@ def decode_steps(bench: Bench, batch: int, *, shared: bool) -> list[float]:
             session.decode([5 + i], [contexts[i % len(contexts)]], sampling=greedy(rounds + 8))
         for _ in range(2 if bench.trial else 5):
             engine.step()
-        taken = [waited(engine.step) for _ in range(rounds)]
+        taken = [seconds(engine.step) for _ in range(rounds)]
     engine.clear_cache()
     return taken
 
@@ -64,7 +64,8 @@ def moved(bench: Bench, allowance: Allowance) -> Found:
 
 
 def call(bench: Bench, session: Session, parents: list[Message], offsets: list[int] | None) -> tuple[float, float]:
-    """Seconds to the first token, and of a later step."""
+    """Seconds to the first token, and of a later step: until the host has a token, not until the device has done the
+    step that is begun behind it."""
     engine, later = bench.engine, 1 if bench.trial else LATER
     messages: list[Message] = []
 
@@ -74,8 +75,8 @@ def call(bench: Bench, session: Session, parents: list[Message], offsets: list[i
         engine.step()
 
     now()
-    first = waited(begin)
-    taken = [waited(engine.step) for _ in range(later)]
+    first = seconds(begin)
+    taken = [seconds(engine.step) for _ in range(later)]
     engine.drain()
     messages[0].release()
     return first, median(taken)

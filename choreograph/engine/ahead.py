@@ -2,12 +2,14 @@
 
 Once a step is on its way, the next one is planned. Where small steps are graphs it is begun as well, behind the first
 and on the tokens that this chooses, before the host has seen them: the device need not wait for Python. What was begun
-is taken for the calls that did go on. Those that ended lose nothing by it: the slots that were written are their own.
+is taken for the calls that did go on. The rows of those that ended write into slots that were theirs when it was begun;
+whoever is given these slots since writes behind it, on the same stream.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,9 +30,12 @@ class Ahead:
 
     def __init__(self, family: Family, make_step: Callable[[Batch], Step]) -> None:
         self._family, self._make_step = family, make_step
+        self._full = False  # memory did not hold the results of two steps
+        self.forget()
+
+    def forget(self) -> None:
         self._foreseen: _Foreseen | None = None
         self._begun: _Begun | None = None
-        self._good: list[Take] = []  # the rows of what was begun that are wanted
         self._computed: _Foreseen | None = None  # the step that is being computed, if it was foreseen
 
     def foresee(self, batch: Batch) -> None:
@@ -62,32 +67,42 @@ class Ahead:
         self._computed = foreseen
         return replace(foreseen.step, arrivals=batch.arrivals)
 
-    def begin(self, choice: Choice, running: Sequence[Call]) -> None:
-        """Lets the device go on with what was foreseen, unless somebody else has something to compute then, or a call
-        is sure to end."""
-        if self._foreseen is None:
+    def begin(self, choice: Choice) -> None:
+        """Lets the device go on with what was foreseen, unless a call is sure to end, or likely to take another token
+        than the device's."""
+        if self._foreseen is None or self._full:
             return
         batch, _, step = self._foreseen
-        mine = {take.call.id for take in batch.takes}
-        others = any(call.work.scheduled < len(call.work.tokens) for call in running if call.id not in mine)
-        if others or step.arrivals or any(take.call.ends_next for take in batch.takes):
+        calls = [take.call for take in batch.takes]
+        if step.arrivals or any(c.ends_next or (c.generation and c.generation.host_chooses) for c in calls):
             return
-        adapter = self._family.of(batch.models[0])
-        logits = adapter.begin(choice.tokens.clamp(min=0), batch.positions, step, batch.models)
+        try:
+            tokens = choice.tokens.clamp(min=0)
+            logits = self._family.of(batch.models[0]).begin(tokens, batch.positions, step, batch.models)
+        except torch.OutOfMemoryError:
+            self._full = True
+            warnings.warn("no memory for the results of two steps: none is begun ahead any more", stacklevel=2)
+            return
         if logits is not None:
-            self._begun = _Begun(self._foreseen, choice, logits)
+            self._begun = _Begun(self._foreseen, choice, logits, _event(logits.device))
 
     def wanted(self) -> list[Call]:
         """The calls whose rows of the step that was begun are what they compute next."""
-        self._good = self._begun.good if self._begun is not None else []
-        return [take.call for take in self._good]
+        if self._begun is None:
+            return []
+        if self._begun.event is not None:  # where another stream is used now
+            torch.cuda.current_stream(self._begun.logits.device).wait_event(self._begun.event)
+        calls = [take.call for take in self._begun.good]
+        if not calls:
+            self._begun = None
+        return calls
 
     def logits_of(self, batch: Batch) -> "Tensor | None":
         """What was begun, where a batch is of nothing else; it is given once."""
-        begun, self._begun = self._begun, None
+        begun, self._begun, self._computed = self._begun, None, None
         if begun is None or not batch.takes:
             return None
-        known = {take.call.id: take.row0 for take in self._good}
+        known = {take.call.id: take.row0 for take in begun.good}
         rows = [known.get(take.call.id) for take in batch.takes]
         if None in rows:
             return None
@@ -124,24 +139,28 @@ class _Foreseen(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A step that a device computes. choice: gave its tokens."""
+    """A step that a device computes. choice: gave its tokens. event: the device has done it."""
 
     foreseen: _Foreseen
     choice: Choice
     logits: "Tensor"
+    event: Any
 
     @property
     def good(self) -> list[Take]:
         """Its rows that are what their calls need: the next token of a decode that went on as foreseen."""
+        if not self.choice.told:  # whoever read it was interrupted
+            return []
+        return [take for i, take in enumerate(self.foreseen.batch.takes) if self._is_next(i, take.call)]
+
+    def _is_next(self, i: int, call: Call) -> bool:
         batch, sights, _ = self.foreseen
-        rows = zip(batch.takes, sights, batch.slots, batch.positions, self.choice.told, strict=False)
-        return [row[0] for row in rows if _is_next(*row)]
+        if call.state is not State.RUNNING or call.abandoned or call.sights is not sights[i]:
+            return False
+        work, at = call.work, batch.takes[i].token0
+        there = work.encoded == at and work.slot(at) == batch.slots[i] and work.start + at == batch.positions[i]
+        return there and work.tokens[at:] == [self.choice.told[i]]
 
 
-def _is_next(take: Take, sights: tuple[Sight, ...], slot: int, position: int, token: int) -> bool:
-    call, _, at, _ = take
-    if call.state is not State.RUNNING or call.abandoned or call.sights is not sights:
-        return False
-    work = call.work
-    place = work.encoded == at and work.slot(at) == slot and work.start + at == position
-    return place and work.tokens[at:] == [token]
+def _event(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -1,6 +1,6 @@
 """Computes a batch: plans it, ahead where it can, hands it to the model, picks tokens. Decides nothing else."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,44 +22,48 @@ if TYPE_CHECKING:
 
 
 class Computer:
-    """ahead: while a device computes a step, the next one is worked on."""
+    """goes_ahead: while a device computes a step, the next one is worked on."""
 
     def __init__(self, family: Family, arena: Arena, backend: Backend) -> None:
-        self.ahead = arena.keys[0].device.type == "cuda"
+        self.goes_ahead = arena.keys[0].device.type == "cuda"
         self._family, self._arena = family, arena
         self.backend = backend
-        self._next = Ahead(family, self._make_step)
+        self._ahead = Ahead(family, self._make_step)
 
-    @property
     def wanted(self) -> list[Call]:
         """Calls whose next row is being computed already; a batch of these alone costs no more."""
-        return self._next.wanted()
+        return self._ahead.wanted()
+
+    def forget(self) -> None:
+        """Nothing runs: lets go of what was begun."""
+        self._ahead.forget()
 
     def __call__(self, batch: Batch, rows: list[int]) -> "Tensor | None":
         """The logits of some rows; None for rows that are computed in some layers only."""
-        logits = self._next.logits_of(batch)
+        logits = self._ahead.logits_of(batch)
         if logits is not None:
-            self._next.foresee(batch)
+            self._ahead.foresee(batch)
             return logits
         adapter = self._family.of(batch.models[0])
-        step = self._next.step_of(batch) or self._make_step(batch)
+        step = self._ahead.step_of(batch) or self._make_step(batch)
         if batch.layers is None:
             with _alike(batch, rows, adapter.ranks):
                 logits = adapter.forward(batch.tokens, batch.positions, step, rows, batch.models)
-            if self.ahead:
-                self._next.foresee(batch)
+            if self.goes_ahead:
+                self._ahead.foresee(batch)
             return logits
         for first, end in Pattern.of_layers(batch.layers).stretches:
             step.given = {first: _inputs(batch, self._arena, first)} if first else {}
             adapter.run_layers(first, end, batch.tokens, batch.positions, step, batch.models)
         return None
 
-    def pick(self, logits: "Tensor", calls: list[Call], running: Sequence[Call]) -> list[int | None]:
-        """The next token of each call; of several processes, the first one's choice and its probabilities. running:
-        all calls that may want the next step."""
+    def pick(self, logits: "Tensor", calls: list[Call], *, go_on: bool) -> list[int | None]:
+        """The next token of each call; of several processes, the first one's choice and its probabilities. go_on:
+        whether nobody else could compute now."""
         generations = [call.generation for call in calls if call.generation is not None]
         choice = choose(logits, generations)
-        self._next.begin(choice, running)
+        if go_on:
+            self._ahead.begin(choice)
         chosen, ranks = choice.read(), self._family.of(calls[0].model).ranks
         if ranks is None:
             return chosen

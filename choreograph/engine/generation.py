@@ -38,6 +38,7 @@ class Generation:
     next_logprob: TokenLogprob | None = None
     watch: Callable[[torch.Tensor], None] | None = None  # hears the float32 log-probabilities behind every token
     next_row: torch.Tensor | None = None
+    host_chooses: bool = False  # the last token was one that a device could not choose
     _points: list[float] = field(default_factory=list)  # drawn and not used yet, the next one last
 
     def __post_init__(self) -> None:

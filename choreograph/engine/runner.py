@@ -203,7 +203,9 @@ class Runner:
                 logits = self._compute(batch, [row for _, row in samples]) if batch else None
                 calls = [call for call, _ in samples]
                 tokens = (
-                    self.computer.pick(logits, calls, self.scheduler.running) if logits is not None and calls else []
+                    self.computer.pick(logits, calls, go_on=not self.scheduler.ready)
+                    if logits is not None and calls
+                    else []
                 )
             except TransferFailed:  # what it wanted is rebuilt; the step is as if it had not been
                 self.scheduler.reset()
@@ -223,7 +225,7 @@ class Runner:
         """The next step's rows; by choice, waits for transfers and pins where only they can give room."""
         while True:
             self.settle()
-            batch = self.scheduler.next(self.computer.wanted)
+            batch = self.scheduler.next(self.computer.wanted())
             if batch is not None or not (wait and self.scheduler.unfinished and self.store.wait()):
                 return batch
 
@@ -308,6 +310,8 @@ class Runner:
         for queue in (self.scheduler.waiting, self.scheduler.running):
             if call in queue:
                 queue.remove(call)
+        if not self.scheduler.running:
+            self.computer.forget()
         if was is State.WAITING:
             self._parents_served(call)
         self._let_go_of(call, call.sights)

@@ -28,7 +28,7 @@ _NO_IDS: Any = torch.empty(1, 0, dtype=torch.long)  # these processors look at s
 
 
 def choose(logits: Float[Tensor, "B V"], generations: list[Generation]) -> "Choice":
-    """Begins to choose the next token of each row, where the logits are. A second try would see nothing of it."""
+    """Begins to choose the next token of each row, where the logits are. It may be tried again: nothing is used up."""
     free = [i for i, g in enumerate(generations) if g.next_forced is None]
     apart = {i: _processed(logits[i].float(), generations[i]) for i in free if not _is_plain(generations[i])}
     tokens = _tokens(logits, generations, [i for i in free if i not in apart])
@@ -68,21 +68,23 @@ class Choice:
         """The next token of each row, None where the model gave no numbers. Log-probabilities that were asked for, and
         rows that somebody watches, wait in the generation."""
         told = self._found.read().tolist()
-        count = len(self._generations)
-        self.told = [int(token) for token in told[:count]]
+        at = len(self._generations)
+        self.told = [int(token) for token in told[:at]]
         chosen = [self._sure(i, token) for i, token in enumerate(self.told)]
         for i, part in self._parts.items():
-            token, (own, *rest), count = chosen[i], told[count : count + len(part)], count + len(part)
+            own, *rest = told[at : at + len(part)]
+            token, at = chosen[i], at + len(part)
             if token is not None:
                 own = float(_logs(self._logits[i])[token]) if told[i] == TOO_FEW else own
                 values, ids = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
                 self._generations[i].next_logprob = TokenLogprob(token, own, dict(zip(ids, values, strict=True)))
         for i, row in self._rows.items():
             if chosen[i] is not None:
-                self._generations[i].next_row = row.read()
+                self._generations[i].next_row = row.read().clone()  # whoever keeps it shall not keep pinned memory
         return chosen
 
     def _sure(self, i: int, token: int) -> int | None:
+        self._generations[i].host_chooses = token == TOO_FEW
         if token == TOO_FEW:
             return _sample_slowly(self._apart.get(i, self._logits[i]).float(), self._generations[i])
         return None if token == NO_NUMBER else token

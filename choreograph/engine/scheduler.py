@@ -103,6 +103,12 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     @property
+    def ready(self) -> bool:
+        """Whether any running call could compute in a step now."""
+        hasten = not self._status_aware
+        return any(_pending(call) and _is_ready(call, hasten) for call in self.running)
+
+    @property
     def short(self) -> bool:
         """Whether the next call in order waits for room."""
         return self._blocked in self.waiting
@@ -116,7 +122,7 @@ class Scheduler:
         """
         self._admit_waiting()
         self._step += 1
-        if begun:
+        if begun:  # nothing that they see is loading any more
             return self._first([list(begun)], hasten=True)
         passes = self._passes(self._order())
         batch = self._first(passes, hasten=not self._status_aware)

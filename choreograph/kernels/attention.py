@@ -1,6 +1,6 @@
 """Triton programs of placed attention: a tile of rows over pieces of runs, and the merging of partial softmaxes.
 
-What the numbers of items, pieces and reads mean is said where they are made (`ops/triton.py`).
+What the numbers of items, pieces and reads mean is said where they are made (`ops/tiles.py`).
 """
 
 # mypy: ignore-errors

@@ -119,10 +119,10 @@ class GraphedForward:
     def begin(self, tokens: Tensor, positions: list[int], step: Step) -> Tensor | None:
         """All rows of a step whose graph is there, with tokens of the device."""
         laid = self.prepare(step)
-        graph = None if laid is None else self._known(laid)
+        graph = None if laid is None or step.arrivals else self._known(laid)
         if laid is None or graph is None:
             return None
-        graph.fill(laid, [], positions)
+        graph.fill(laid, [0] * len(positions), positions)
         graph.fixed.ids[0, : len(positions)] = tokens
         return graph.play()[0, : len(positions)].to(torch.float32, copy=True)
 

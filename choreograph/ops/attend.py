@@ -189,8 +189,9 @@ class Step:
 
     def advanced(self) -> "Step":
         """The step behind this one, where its plans may be advanced."""
-        ahead = {id(plan): plan.advanced() for plan in {id(one): one for one in self.others.values()}.values()}
-        others = {layer: ahead[id(plan)] for layer, plan in self.others.items()}
+        known = {id(plan): plan for plan in self.others.values()}
+        new = {name: plan.advanced() for name, plan in known.items()}
+        others = {layer: new[id(plan)] for layer, plan in self.others.items()}
         return replace(self, plan=self.plan.advanced(), others=others)
 
     def padded(self, rows: int) -> "Step":

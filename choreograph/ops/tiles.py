@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
     item's row i is number `first row + i`. pieces: (P, 4) first slot of the run, first and last slot read, place in
     `reads`. reads: (X, 3) shift, limit, position of every row of every piece. rows: (R, 2) of every partial result,
     with its position. order, starts: the partial results of every row. own: the reads of rows' own tokens, which are
-    one more for the next token. age: steps since it was worked out."""
+    one more for the next token. age: steps since it was worked out. Pieces stand in the order of their reads."""
 
     items: np.ndarray
     pieces: np.ndarray
@@ -52,9 +52,10 @@ class Arrays(NamedTuple):
         if self.windowed or self.age >= AGE:
             return None
         reads, pieces, rows = self.reads.copy(), self.pieces.copy(), self.rows + np.array([0, 1], dtype=np.int32)
-        last = self.own[pieces[:, 3]] & (pieces[:, 2] == reads[pieces[:, 3], 1])
-        reads[self.own, 1] += 1
-        pieces[last, 2] += 1
+        own = np.flatnonzero(self.own)
+        reads[own, 1] += 1
+        last = np.searchsorted(pieces[:, 3], own, side="right") - 1  # of the piece with this read, its last part
+        np.maximum.at(pieces[:, 2], last, reads[own, 1])
         return self._replace(pieces=pieces, reads=reads, rows=rows, age=self.age + 1)
 
 

@@ -51,11 +51,14 @@ def test_a_step_without_readers_is_no_work():
     assert [len(part) for part in made.parts] == [0, 0, 0, 0, 0, 3]
 
 
-def decodes(tokens: list[int], contexts: list[list[int]], length: int = 300) -> Plan:
-    """Calls of one row each, behind so many tokens of their own, over contexts that some of them share."""
+def decodes(tokens: list[int], contexts: list[list[int]], length: int = 300, reader: int | None = None) -> Plan:
+    """Calls of one row each, behind so many tokens of their own, over contexts that some of them share. reader: of all
+    that the last call has said to begin with."""
     reads = []
     for row, (token, seen) in enumerate(zip(tokens, contexts, strict=True)):
         reads += [Read(10_000 * (1 + c), row, row + 1, 5 * c, length, 0, 0) for c in sorted(set(seen))]
+        if reader and row == 0 and len(tokens) > 1:
+            reads.append(Read(100_000 + 1000 * (len(tokens) - 1), row, row + 1, 0, reader, 0, 900))
         reads.append(Read(100_000 + 1000 * row, row, row + 1, 0, token + 1, 1, 900))
     return make_plan([100_000 + 1000 * r + t for r, t in enumerate(tokens)], reads, [900 + t for t in tokens])
 
@@ -77,16 +80,18 @@ def seen_by(made: tiles.Arrays) -> dict[int, list[tuple[int, ...]]]:
     st.lists(st.integers(0, 400), min_size=1, max_size=6),
     st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=6, max_size=6),
     st.integers(1, 90),
+    st.booleans(),
 )
 @settings(max_examples=many(30), deadline=None)
-def test_what_goes_on_is_what_a_fresh_plan_says(tokens, contexts, steps):
+def test_what_goes_on_is_what_a_fresh_plan_says(tokens, contexts, steps, read):
     """As many steps as the stripes are kept for, and more."""
     contexts, kind = contexts[: len(tokens)], Kind(None)
-    plan = decodes(tokens, contexts)
+    reader = max(1, tokens[-1]) if read else None
+    plan = decodes(tokens, contexts, reader=reader)
     for _ in range(steps):
         tiles.arrays(plan, kind, 8, 4)
         plan = plan.advanced()
-    fresh = decodes([token + steps for token in tokens], contexts)
+    fresh = decodes([token + steps for token in tokens], contexts, reader=reader)
     for name in ("slots", "positions", "segments", "readers"):
         np.testing.assert_array_equal(getattr(plan, name), getattr(fresh, name), err_msg=name)
     assert plan.shifts == fresh.shifts
