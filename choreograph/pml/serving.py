@@ -8,6 +8,7 @@ and it is legal.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import PromptError
@@ -50,7 +51,7 @@ class Serving:
     end: int
     talks: bool
 
-    @property
+    @cached_property
     def new(self) -> list[New]:
         return merged(one for _, one in self.parts)
 

@@ -250,6 +250,29 @@ def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(first, e
         assert values(said[0]) == pytest.approx(values(said[1]), abs=1e-5)
 
 
+@pytest.mark.parametrize("pattern", [Pattern.of(0, 0, LAYERS), Pattern.of(1, 2, 4)])
+def test_what_is_taken_as_it_is_stays_so_behind_what_is_computed(pattern):
+    """A pair that computes nothing, below one that does."""
+    engine = relatives.engine()
+    engine.share("math", "twin", pattern=[0, 0, 0])
+    engine.share("math", "base", pattern=pattern)
+    with engine.session() as session:
+        deep = session.prefill(CONTEXT, model="twin")
+        text = session.prefill([1, 2], [deep], share="reuse")
+        said = session.decode(
+            [7], [text], model="math", share="partial", forced_tokens=[1, 2, 3], sampling=HEARD
+        ).result()
+        assert len(session.messages) == 4, "one version"
+        found = values(said)
+    sender, receiver = Oracle(relatives.base()), Oracle(relatives.other())
+    below = [(sender.compute(OracleMessage(CONTEXT, 0, [])), 0)]
+    sent = sender.compute(OracleMessage([1, 2], len(CONTEXT), below))
+    made = receiver.compute_some(OracleMessage([1, 2], len(CONTEXT), below), sent, pattern.layers)
+    wanted = receiver.compute(OracleMessage([7, 1, 2, 3], 2, [(made, 0)])).logprobs
+    assert found == pytest.approx([wanted[i, t] for i, t in enumerate([1, 2, 3])], abs=1e-4)
+    engine.check()
+
+
 def test_inputs_count_only_where_their_model_keeps_them():
     """A step of a model that is nobody's sender yet leaves nothing to begin from."""
     engine = relatives.engine()
