@@ -11,7 +11,7 @@ from oracle import Oracle, OracleMessage
 from relatives import LAYERS
 
 from choreograph import SamplingParams
-from choreograph.errors import ConfigError
+from choreograph.errors import CallError, ConfigError
 from choreograph.pattern import Pattern
 
 HEARD = SamplingParams(logprobs=0)
@@ -139,6 +139,25 @@ def test_a_pair_has_to_be_known():
             engine.share("math", **wrong)
     with pytest.raises(ConfigError, match="nobody"):
         engine.share("nobody", pattern=[0, 1, 2])
+    with pytest.raises(ConfigError, match="choose=3: use a function"):
+        engine.share("math", choose=3, patterns=[[0, 1, 2]])
+
+
+def test_room_that_memory_does_not_have_is_refused_and_changes_nothing():
+    engine = relatives.engine()
+    with pytest.raises(ConfigError, match="no memory for that"):
+        engine.share("math", pattern=[1, 3, 4], tokens=1 << 40)
+    arena = engine.runner.store.arena
+    assert not (arena.size(band=True) or arena.band_layers or arena.inputs)
+    engine.share("math", pattern=[1, 3, 4], tokens=64)
+    assert arena.size(band=True) == 16
+    with engine.session() as session:
+        text = session.prefill(CONTEXT)
+        with pytest.raises(CallError, match="a part is no message"):
+            session.partial_prefill(text.part(0, 3), [1, 3, 4], model="math")
+        said = session.decode([7], [text.part(0, 3)], model="math", share="partial", sampling=GREEDY)
+        assert said.tokens and text.versions["math", "partial"].layers == (0, 3)
+    engine.check()
 
 
 def test_its_own_inputs_give_its_own_keys():
