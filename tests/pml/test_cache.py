@@ -278,6 +278,10 @@ class TestCommands:
         assert "fox" in told.output and "owl" in told.output
         assert (files / "story.svg").read_text().count("<rect") >= 6
 
+    def test_a_slip_in_a_prompt_is_told_before_anything_is_computed(self, files):
+        told = self.call("run", files / "story.pml", files / "bad.pml")
+        assert "no module 'wolf'" in str(told.exception) and "encoded" not in told.output
+
     def test_warm_and_run(self, files):
         told = self.call("warm", files / "story.pml", "--save", files / "story.safetensors")
         assert told.exit_code == 0, told.output
