@@ -58,6 +58,7 @@ class Sharing:
             raise ConfigError(f"tokens={tokens!r}: use a positive number or None")
         entered = frozenset[int]().union(*(pattern.transitions for pattern in patterns))
         width = family.base.model.config.get_text_config().hidden_size
+        depths = [family.of(name).depth for name in {receiver, sender} - family.elsewhere.keys()]
         computed = frozenset[int]().union(*(p.layers for p in patterns if len(p.layers) < len(arena.keys)))
         try:
             if computed:
@@ -65,8 +66,8 @@ class Sharing:
             self._store.traffic.keep_inputs(entered, width)
         except RuntimeError as problem:  # the library raises nothing narrower
             raise ConfigError(f"tokens={tokens!r}: there is no memory for that ({problem}); use less") from None
-        for name in {receiver, sender} - family.elsewhere.keys():
-            family.of(name).depth.watch(entered)
+        for depth in depths:
+            depth.watch(entered)
         self._pairs[receiver, sender] = choose
 
     def forget(self, name: str) -> None:

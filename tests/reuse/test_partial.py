@@ -3,15 +3,17 @@
 import pytest
 import relatives
 import torch
+from families import CONFIGS
 from graphs import graphs, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from many import many
 from oracle import Oracle, OracleMessage
 from relatives import LAYERS
+from transformers import AutoModelForCausalLM
 
-from choreograph import SamplingParams
-from choreograph.errors import CallError, ConfigError
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.errors import CallError, ConfigError, ModelError
 from choreograph.pattern import Pattern
 
 HEARD = SamplingParams(logprobs=0)
@@ -158,6 +160,17 @@ def test_room_that_memory_does_not_have_is_refused_and_changes_nothing():
         said = session.decode([7], [text.part(0, 3)], model="math", share="partial", sampling=GREEDY)
         assert said.tokens and text.versions["math", "partial"].layers == (0, 3)
     engine.check()
+
+
+def test_a_family_that_cannot_share_is_refused_and_nothing_changes():
+    torch.manual_seed(0)
+    falcon = [AutoModelForCausalLM.from_config(CONFIGS["falcon"]).eval() for _ in range(2)]
+    config = EngineConfig(cache=CacheConfig(tokens=64, page_size=4))
+    engine = Engine.from_pretrained(falcon[0], config=config, models={"other": falcon[1]})
+    with pytest.raises(ModelError, match="cannot share encodings"):
+        engine.share("other", pattern=[0, 1, 2])
+    arena = engine.runner.store.arena
+    assert not (arena.size(band=True) or arena.band_layers or arena.inputs or engine.runner.sharing.pairs)
 
 
 def test_its_own_inputs_give_its_own_keys():
