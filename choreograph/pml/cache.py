@@ -65,7 +65,8 @@ class PromptCache:
     # -- modules ------------------------------------------------------------------------------------------
 
     def warm(self, paths: Iterable[Path | str] | None = None) -> int:
-        """Encodes modules ahead, all or some ("plan/alps"); returns how many tokens had to be computed."""
+        """Encodes modules ahead, all or some ("plan/alps", or several); returns how many tokens had to be computed."""
+        paths = [paths] if isinstance(paths, str) else paths
         wanted = set(self.layout.pieces if paths is None else map(_path, paths))
         for path in wanted:
             if path not in self.layout.pieces:

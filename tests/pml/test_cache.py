@@ -174,6 +174,13 @@ def test_options_are_checked(engine):
         with pytest.raises(PromptError, match="no module 'zzz'"):
             cache.warm(["zzz"])
         assert cache.warm(["a"]) and not cache.warm([("a",)])
+        with pytest.raises(PromptError, match="no module 'ab'"):  # not those of its letters
+            cache.warm("ab")
+        assert cache.warm("b")
+        with pytest.raises(PromptError, match="prompt=3: give PML as text"):
+            cache.plan(3)
+    with pytest.raises(SchemaError, match="schema=None: give PML as text"):
+        PromptCache(engine, None)
     empty = PromptCache(engine, schema("none"))
     with engine.session() as session, pytest.raises(PromptError, match="the prompt is empty"):
         empty.serve(session, '<prompt schema="none"/>')
