@@ -110,6 +110,7 @@ def run(
     console = console_of(quiet=as_json)
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
     with _cache(schema, model, dtype) as modules:
+        modules.plan(prompt)  # a slip in it is told before anything is computed
         found = modules.load(cache) if cache is not None else 0
         computed = modules.warm()
         console.print(f"{found} tokens loaded, {computed} encoded", highlight=False)

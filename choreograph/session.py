@@ -26,6 +26,7 @@ from .engine.runner import Runner
 from .engine.text import make_detokenizer
 from .errors import (
     BadTokens,
+    CallError,
     ChoreographError,
     ConfigError,
     ForeignMessage,
@@ -219,6 +220,8 @@ class Session(Turns):
         Begins in the middle from what came into a layer then, which is kept where `Engine.share` named the layer;
         elsewhere all layers are computed. In calls with share="partial" this happens by itself.
         """
+        if isinstance(message, Part):
+            raise CallError("a part is no message of its own: give the whole, and see a part of its version")
         check_parents([message], self._runner, self.id)
         check_shares(self.mode)
         return self.versions.partial(message, self._known(model), read_pattern(pattern))

@@ -103,7 +103,7 @@ class Versions:
     def among(self, context: Message, plain: Message, pattern: Pattern) -> Message:
         """The version of `context`, with sight of what a prefill that is not submitted sees."""
         self._keep(context)
-        version = self._again(context, plain.parents, plain.model, pattern)
+        version = self._again(context, self.show(plain), plain.model, pattern)
         if version is not context:
             version.versions[context.model, "sent"] = context  # goes with it
         return version
@@ -120,6 +120,7 @@ class Versions:
             return message
         version = self._make([], parents, None, None, model=model)
         version._call.source = (message.origin or message)._call
+        version.share = "reuse"  # its parents are chosen: another model's too, where nothing of them is computed
         if pattern is not None and len(pattern.layers) < self._runner.adapter.facts.layers:
             version._call.layers = pattern.layers
         return self._submit([version])[0]

@@ -393,7 +393,7 @@ def test_a_parent_that_its_own_child_has_no_room_beside(tiny_engine):
         parent = session.prefill([1] * 32)
         child = session.prefill([2], parents=[parent])
         grandchild = session.prefill([3], parents=[child])
-        with pytest.raises(e.CacheFull, match="32 tokens that it sees and 1 of its own; the whole cache holds 32"):
+        with pytest.raises(e.CacheFull, match="in whole pages 48; the whole cache holds 32"):
             child.result()
         with pytest.raises(e.CallFailed, match=f"parent {child.id} failed"):
             grandchild.result()

@@ -138,7 +138,7 @@ def test_what_can_never_fit_is_refused_with_numbers_and_what_cannot_fit_now_wait
     engine = tiny.engine(tokens=32)
     with engine.session(seed=0) as session:
         big = [session.prefill([i] * 12) for i in range(4)]
-        with pytest.raises(CacheFull, match="24 tokens that it sees and 16 of its own; the whole cache holds 32"):
+        with pytest.raises(CacheFull, match="24 tokens that it sees and 16 of its own, in whole pages 40; the whole"):
             session.decode([1] * 10, big[:2], sampling=SamplingParams(max_tokens=6)).result()
         ways = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
         readers = [session.decode([1, 2], [message], sampling=ways) for message in big]

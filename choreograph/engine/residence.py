@@ -61,9 +61,11 @@ class Residence:
         for band in (False, True):
             seen = {s.encoding.id: len(s.encoding.tokens) for s in sights if (s.encoding.layers is not None) == band}
             own = capacity if band == of_band else 0
-            if sum(map(arena.pages_for, (*seen.values(), own))) > arena.size(band):
+            pages = sum(map(arena.pages_for, (*seen.values(), own)))
+            if pages > arena.size(band):
                 raise NeverFits(
-                    f"needs room for {sum(seen.values())} tokens that it sees and {own} of its own; the whole "
+                    f"needs room for {sum(seen.values())} tokens that it sees and {own} of its own, in whole pages "
+                    f"{pages * arena.page_size}; the whole "
                     f"{'room for shared layers' if band else 'cache'} holds {arena.size(band) * arena.page_size}: "
                     + ("share(tokens=...) sets it" if band else _MEND)
                 )

@@ -52,16 +52,22 @@ class Sharing:
         if self._known("receiver", receiver) == self._known("sender", sender):
             raise ConfigError(f"receiver={receiver!r} is the sender too: a model sees its own encodings anyway")
         patterns = [pattern.check(len(arena.keys)) for pattern in patterns]
+        if not callable(choose):
+            raise ConfigError(f"choose={choose!r}: use a function of the load that answers a pattern")
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
             raise ConfigError(f"tokens={tokens!r}: use a positive number or None")
         entered = frozenset[int]().union(*(pattern.transitions for pattern in patterns))
         width = family.base.model.config.get_text_config().hidden_size
-        for name in {receiver, sender} - family.elsewhere.keys():
-            family.of(name).depth.watch(entered)
-        self._store.traffic.keep_inputs(entered, width)
+        depths = [family.of(name).depth for name in {receiver, sender} - family.elsewhere.keys()]
         computed = frozenset[int]().union(*(p.layers for p in patterns if len(p.layers) < len(arena.keys)))
-        if computed:
-            arena.widen(computed, arena.pages if tokens is None else arena.pages_for(tokens))
+        try:
+            if computed:
+                arena.widen(computed, arena.pages if tokens is None else arena.pages_for(tokens))
+            self._store.traffic.keep_inputs(entered, width)
+        except RuntimeError as problem:  # the library raises nothing narrower
+            raise ConfigError(f"tokens={tokens!r}: there is no memory for that ({problem}); use less") from None
+        for depth in depths:
+            depth.watch(entered)
         self._pairs[receiver, sender] = choose
 
     def forget(self, name: str) -> None:

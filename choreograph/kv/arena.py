@@ -90,13 +90,14 @@ class Arena:
 
     def widen(self, layers: Iterable[int], pages: int) -> None:
         """Gives these layers a band of at least `pages` pages. Those that have one keep what is in it."""
-        self.band_layers |= set(layers)
-        self._band.add(max(0, pages - self._band.count))
-        slots = self._band.end * self.page_size
-        for layer in self.band_layers:
+        banded, more = self.band_layers | set(layers), max(0, pages - self._band.count)
+        slots = (self._band.end + more) * self.page_size
+        for layer in banded:
             for tensors in (self.keys, self.values):
                 if len(tensors[layer]) < slots:
                     tensors[layer] = self._grown(tensors[layer], slots)
+        self.band_layers = banded  # the pages are there when their memory is
+        self._band.add(more)
 
     def _grown(self, old: Float[Tensor, "S G D"], slots: int) -> Float[Tensor, "R G D"]:
         """With more slots behind. Only pages that somebody owns are copied: the others may never have been touched, and

@@ -5,8 +5,9 @@ sessions of a client share it. A prompt borrows the runs that it imports, prefil
 that is new goes through the model in one pass, and nothing that is cached is copied.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path as File
 
 from ..core import Engine
@@ -46,6 +47,7 @@ class PromptCache:
         self._session = engine.session(client_id=client_id)
         self._held: dict[Key, Message] = {}
         self._host: dict[Key, Copy] = {}
+        self._turn = threading.RLock()  # of whoever encodes modules or lets go of them
 
     def __enter__(self) -> "PromptCache":
         return self
@@ -55,29 +57,31 @@ class PromptCache:
 
     def close(self) -> None:
         """Lets go of every module; other caches and sessions keep what they hold."""
-        self._session.close()
-        self._held.clear()
-        self._host.clear()
+        with self._turn:
+            self._session.close()
+            self._held.clear()
+            self._host.clear()
 
     # -- modules ------------------------------------------------------------------------------------------
 
     def warm(self, paths: Iterable[Path | str] | None = None) -> int:
-        """Encodes modules ahead, all or some ("plan/alps"); returns how many tokens had to be computed."""
+        """Encodes modules ahead, all or some ("plan/alps", or several); returns how many tokens had to be computed."""
+        paths = [paths] if isinstance(paths, str) else paths
         wanted = set(self.layout.pieces if paths is None else map(_path, paths))
         for path in wanted:
             if path not in self.layout.pieces:
                 raise PromptError(f"the schema has no module {'/'.join(path)!r}")
-        there = {key for key, message in self._held.items() if message.error is None} | set(self._host)
-        keys = [key for key in self._single_keys() if key[0] in wanted and key not in there]
-        if self.keep == "host":  # one at a time: the device never has to hold them all
-            return sum(self._warm_on_host(key) for key in keys)
-        messages = [self._message(key) for key in keys]
+        with self._turn:
+            there = {key for key, message in self._held.items() if message.error is None} | set(self._host)
+            keys = [key for key in self._single_keys() if key[0] in wanted and key not in there]
+            if self.keep == "host":  # one at a time: the device never has to hold them all
+                return sum(self._warm_on_host(key) for key in keys)
+            messages = [self._message(key) for key in keys]
         return sum(message.encode().usage.encoded_tokens for message in messages)
 
     def _warm_on_host(self, key: Key) -> int:
-        computed = self._message(key).result().usage.encoded_tokens
-        self._to_host()
-        return computed
+        with self._at_work():
+            return self._message(key).result().usage.encoded_tokens
 
     def _single_keys(self) -> list[Key]:
         """Every run of every cached piece, encoded apart."""
@@ -90,8 +94,10 @@ class PromptCache:
     def _message(self, key: Key) -> Message:
         """The message of one run: held, copied in from host memory, found by content, or encoded now."""
         held = self._held.get(key)
-        if held is not None and held.error is None:
-            return held
+        if held is not None:
+            if held.error is None:
+                return held
+            held.release()
         run = self._piece(key).runs[key[1]]
         before = self._before(key)
         parents = [self._message(one) for one in before]
@@ -111,16 +117,19 @@ class PromptCache:
         runs.sort(key=lambda one: self.layout.pieces[one[0]].runs[one[1]].start)
         return [(*one, together) for one in runs[: runs.index((path, index))]]
 
-    def _to_host(self) -> None:
-        """Copies what was encoded to host memory and lets go of it."""
-        try:
-            for key, message in self._held.items():
-                if key not in self._host:
-                    self._host[key] = message.copy_out()
-        finally:
-            for message in self._held.values():
-                message.release()
-            self._held.clear()
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """One thread at a time. Behind it a cache in host memory has copies of what was encoded, and holds nothing."""
+        with self._turn:
+            try:
+                yield
+                if self.keep == "host":
+                    self._host |= {key: one.copy_out() for key, one in self._held.items() if key not in self._host}
+            finally:
+                if self.keep == "host":
+                    for message in self._held.values():
+                        message.release()
+                    self._held.clear()
 
     # -- prompts ------------------------------------------------------------------------------------------
 
@@ -181,18 +190,21 @@ class PromptCache:
         if not header:
             seen, new, header, start = self._last(seen, new, serving.end)
         keys = [(one.path, one.run, serving.together.get(one.path, ())) for one in seen]
-        held = [self._message(key) for key in keys]  # all of them first, so that new ones are encoded together
-        mine = {key: _passed(passing, session.borrow(one)) for key, one in dict(zip(keys, held, strict=True)).items()}
+        mine = self._borrowed(session, keys, passing)
         parents: list[tuple[Message | Part, int]] = []
         for key, one in zip(keys, seen, strict=True):
             whole, count = mine[key], len(self._piece(key).runs[one.run].tokens)
             parents.append((whole if one.count == count else whole.part(one.first, one.first + one.count), one.start))
-        if self.keep == "host":
-            self._to_host()
         for text in new:
             message = session.prefill(list(text.tokens), [p for p, _ in parents], [o for _, o in parents], text.start)
             parents.append((_passed(passing, message), text.start))
         return parents, header, start
+
+    def _borrowed(self, session: Session, keys: list[Key], passing: ExitStack) -> dict[Key, Message]:
+        """Runs as messages of the session, until the stack is left."""
+        with self._at_work():
+            held = {key: self._message(key) for key in keys}  # all of them first, so that new ones are encoded together
+            return {key: _passed(passing, session.borrow(one)) for key, one in held.items()}
 
     def _last(self, seen: list[Seen], new: list[New], end: int) -> tuple[list[Seen], list[New], list[int], int]:
         final = max(new, key=lambda one: one.end, default=None)
@@ -221,12 +233,13 @@ class PromptCache:
         self.engine.runner.adapter.refuse_ranks("a saved cache")
         storage.check_place(File(file))  # before anything is computed
         keys = self._single_keys()
-        runs = []
-        for key in keys:
-            runs.append(self._host.get(key) or self._message(key).copy_out())
-            if self.keep == "host":
-                self._to_host()
+        with self._turn:
+            runs = [self._copied(key) for key in keys]
         return storage.save(File(file), self._facts(), [self._name(key) for key in keys], runs)
+
+    def _copied(self, key: Key) -> Copy:
+        with self._at_work():
+            return self._host.get(key) or self._message(key).copy_out()
 
     def load(self, file: str | File) -> int:
         """Takes encodings from a file that `save` wrote, for this model, tokenizer and schema; returns how many
@@ -236,11 +249,14 @@ class PromptCache:
         shapes = [(len(self._piece(k).runs[k[1]].tokens), facts.kv_heads, facts.head_dim) for k in keys]
         names = [self._name(key) for key in keys]
         runs = storage.load(File(file), self._facts(), names, shapes, facts.layers, facts.dtype)
-        self._host |= dict(zip(keys, runs, strict=True))
-        if self.keep == "device":
-            for key in keys:
-                self._message(key)
-                del self._host[key]
+        with self._turn:
+            self._host |= dict(zip(keys, runs, strict=True))
+            if self.keep == "device":
+                try:
+                    for key in keys:
+                        self._message(key)
+                finally:
+                    self._host.clear()
         return sum(shape[0] for shape in shapes)
 
     def _facts(self) -> dict[str, str]:

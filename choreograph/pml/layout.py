@@ -98,7 +98,7 @@ class Layout:
 
 def lay_out(schema: Schema, tokens: Tokens, most: int) -> Layout:
     """Gives every piece its positions; a schema that is longer than the model's `most` positions is refused."""
-    found = _Writer(tokens, schema).layout()
+    found = _Writer(tokens, schema, most).layout()
     if found.length > most:
         raise SchemaError(f"schema {schema.name!r} takes {found.length} positions; the model has {most}: shorten it")
     return found
@@ -107,9 +107,10 @@ def lay_out(schema: Schema, tokens: Tokens, most: int) -> Layout:
 class _Writer:
     """Walks a schema with a cursor."""
 
-    def __init__(self, tokens: Tokens, schema: Schema) -> None:
+    def __init__(self, tokens: Tokens, schema: Schema, most: int) -> None:
         self._tokens = tokens
         self._schema = schema
+        self._most = most
         self._pieces: dict[Path, Piece] = {}
         self._parents: dict[Path, Module | Schema] = {(): schema}
         self._groups: list[frozenset[Path]] = []
@@ -154,6 +155,11 @@ class _Writer:
         return piece.end
 
     def _parameter(self, parameter: Parameter, piece: Piece, at: int) -> int:
+        if parameter.length > self._most:  # before so many placeholders are written
+            raise SchemaError(
+                f"parameter {parameter.name!r}: length={parameter.length}; the model has {self._most} positions: "
+                "shorten it"
+            )
         default = None if parameter.default is None else tuple(self._tokens.text(parameter.default))
         if default and len(default) > parameter.length:
             raise SchemaError(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import PMLSyntaxError, SchemaError
+from ..errors import PMLSyntaxError, PromptError, SchemaError
 from .markup import Markup, Tag, Text
 from .objects import ROLES, Child, Import, Module, Parameter, Prompt, Role, Scaffold, Schema, Union
 
@@ -36,8 +36,11 @@ def read_prompt(source: str | Path) -> Prompt:
 
 
 def _text_of(source: str | Path, what: str) -> tuple[str, str, Path | None]:
-    if not isinstance(source, Path):
+    if isinstance(source, str):
         return source, f"<{what}>", None
+    if not isinstance(source, Path):
+        error = SchemaError if what == "schema" else PromptError
+        raise error(f"{what}={source!r}: give PML as text, a file as a pathlib.Path, or the value itself")
     try:
         return source.read_text(encoding="utf-8"), source.name, source.parent
     except (OSError, UnicodeDecodeError) as problem:

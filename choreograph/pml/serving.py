@@ -1,12 +1,14 @@
 """What a prompt shows the model (Prompt Cache, section 3.4): cached runs, new text, where each stands. Pure.
 
-New text between two imports starts where the first of them ends, in the gap that the paper assumes; text in front of
-the first import starts where the always present text before that ends; text behind all imports starts after
-everything that is used. It may reach into positions that are taken: the paper leaves that open, and it is legal.
+New text between two imports starts where the first of them ends, with what is said in it, in the gap that the paper
+assumes; text in front of the first import starts where the always present text before that ends; text behind all
+imports starts after everything that is used. It may reach into positions that are taken: the paper leaves that open,
+and it is legal.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import PromptError
@@ -37,19 +39,26 @@ class New(NamedTuple):
 
 @dataclass(frozen=True)
 class Serving:
-    """What a prompt consists of. together: imported modules that a scaffold encodes in sight of one another, in
-    document order. end: the first position behind all that is used. talks: an answer is a chat turn.
+    """What a prompt consists of. parts: its new text, first what it says and then what it fills in, each with the
+    position in front of which it stands as plain text; new: the same, with what touches as one. together: imported
+    modules that a scaffold encodes in sight of one another, in document order. end: the first position behind all that
+    is used. talks: an answer is a chat turn.
     """
 
     seen: list[Seen]
-    new: list[New]
+    parts: list[tuple[int, New]]
     together: dict[Path, tuple[Path, ...]]
     end: int
     talks: bool
 
+    @cached_property
+    def new(self) -> list[New]:
+        return merged(one for _, one in self.parts)
+
     def linear(self, layout: Layout) -> list[int]:
-        """The same prompt as plain text: all tokens in the order of their positions."""
-        parts = [(one.start, 0, list(one.tokens)) for one in self.new]
+        """The same prompt as plain text: all tokens in the order of their positions, and what is said in front of an
+        import before it, however far it reaches."""
+        parts = [(at, 0, list(one.tokens)) for at, one in self.parts]
         for one in self.seen:
             run = layout.pieces[one.path].runs[one.run]
             parts.append((one.start, 1, run.tokens[one.first : one.first + one.count]))
@@ -64,13 +73,13 @@ def serve(prompt: Prompt, layout: Layout, tokens: Tokens) -> Serving:
     filled = {path: _filled(layout.pieces[path], given, tokens) for path, given in chosen.items()}
     used = [layout.pieces[path] for path in layout.pieces if path in chosen]
     seen = [one for piece in used if piece.cache for one in _seen(piece, filled[piece.path])]
-    new = [one for piece in used for one in _own_new(piece, filled[piece.path])]
-    if layout.beginning and not any(run.start == 0 for piece in used for run in piece.runs):
-        new.append(New(0, tuple(layout.beginning)))
+    opened = any(run.start == 0 for piece in used for run in piece.runs)
+    beginning = New(0, () if opened else tuple(layout.beginning))
+    parts = [(0, beginning), *_Placer(layout, used, beginning.end, tokens).place(prompt)]
+    parts += [(one.start, one) for piece in used for one in _own_new(piece, filled[piece.path])]
     talks = layout.talks or has_roles(prompt.children)
-    new = _Placer(layout, used, new, tokens).place(prompt)
-    end = max((*(one.start + one.count for one in seen), *(one.end for one in new)), default=0)
-    return Serving(seen, merged(new), _together(layout, chosen), end, talks)
+    end = max(*(one.start + one.count for one in seen), *(one.end for _, one in parts), 0)
+    return Serving(seen, parts, _together(layout, chosen), end, talks)
 
 
 # -- which modules ------------------------------------------------------------------------------------------
@@ -190,22 +199,26 @@ def _together(layout: Layout, chosen: Mapping[Path, object]) -> dict[Path, tuple
 
 
 class _Placer:
-    """Gives the prompt's own text its positions, in the order of the prompt."""
+    """Gives the prompt's own text its positions, in the order of the prompt: from `first` on, behind a
+    beginning-of-sequence token that the prompt encodes itself."""
 
-    def __init__(self, layout: Layout, used: list[Piece], new: list[New], tokens: Tokens) -> None:
+    def __init__(self, layout: Layout, used: list[Piece], first: int, tokens: Tokens) -> None:
         self._layout = layout
         self._used = used
-        self._new = new
+        self._first = first
+        self._said: list[tuple[Path, int, New]] = []  # with the import that it stands in, and what `place` gives
         self._tokens = tokens
-        self._opening = not new and not any(piece.runs for piece in used)
+        self._opening = not first and not any(piece.runs for piece in used)
 
-    def place(self, prompt: Prompt) -> list[New]:
+    def place(self, prompt: Prompt) -> list[tuple[int, New]]:
+        """Each text with the end of what it is said behind: of texts in a row, of the first."""
         self._walk(prompt, ())
-        return self._new
+        return [(behind, text) for _, behind, text in self._said]
 
     def _walk(self, level: Prompt | Import, path: Path) -> None:
         last = max((i for i, child in enumerate(level.children) if isinstance(child, Import)), default=-1)
         before: Path | None = None  # the import in front
+        behind = 0
         at: int | None = None  # where the text in front ends, if nothing was imported since
         for index, child in enumerate(level.children):
             if isinstance(child, Import):
@@ -213,9 +226,11 @@ class _Placer:
                 self._walk(child, before)
                 continue
             if at is None:
-                at = self._behind_all(path) if index > last else self._behind(before, path)
+                after = path if index > last else before
+                behind = max(self._first, self._front(path) if after is None else self._end(after))
+                at = max(behind, *self._said_ends(after), 0)
             text = New(at, tuple(self._text(child)))
-            self._new.append(text)
+            self._said.append((path, behind, text))
             self._opening, at = False, text.end
 
     def _text(self, child: str | Role) -> list[int]:
@@ -225,21 +240,19 @@ class _Placer:
         header, footer = self._tokens.turn(child.name, text, opening=self._opening, whole=True)
         return header + footer
 
-    def _behind_all(self, path: Path) -> int:
-        """Behind the last import of a level: the end of all that is used inside it; of a prompt, of everything."""
-        ends = [run.end for piece in self._inside(path) for run in piece.runs]
-        if not path:
-            ends += [one.end for one in self._new]
-        return max(ends, default=self._layout.pieces[path].start)
+    def _end(self, path: Path) -> int:
+        """Where a used piece and all that is nested in it ends."""
+        return max((run.end for p in self._inside(path) for run in p.runs), default=self._layout.pieces[path].start)
 
-    def _behind(self, before: Path | None, path: Path) -> int:
-        """In front of an import: where the import before it ends, or the level's own text up to the first import."""
-        if before is not None:
-            ends = [run.end for piece in self._inside(before) for run in piece.runs]
-            return max(ends, default=self._layout.pieces[before].start)
+    def _front(self, path: Path) -> int:
+        """Where a level's own text up to its first import ends."""
         level = self._layout.pieces[path]
         first = min(piece.start for piece in self._inside(path) if piece is not level)
         return max((run.end for run in level.runs if run.start < first), default=level.start)
+
+    def _said_ends(self, path: Path | None) -> list[int]:
+        """Where texts end that are said in an import, however deep."""
+        return [text.end for inside, _, text in self._said if path is not None and inside[: len(path)] == path]
 
     def _inside(self, path: Path) -> list[Piece]:
         """A used piece and those nested in it."""

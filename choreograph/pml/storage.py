@@ -1,7 +1,7 @@
 """Encodings in a file: safetensors, and a JSON manifest that says what they are. Trusts neither.
 
-`name.safetensors` holds the keys and values of each run, `name.json` the fingerprints that they belong to and the
-digest of the other file. Everything is checked before anything is used; each file appears whole or not at all.
+`name.safetensors` holds the keys and values of each run, `name.json` the fingerprints that they belong to and a
+digest of both. Everything is checked before anything is used; each file appears whole or not at all.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from ..engine.copies import Copy
 from ..errors import CacheFileError
 from ..kv.arena import Layer
 
-VERSION = 2
+VERSION = 3
 
 
 def save(file: Path, facts: Mapping[str, str], names: list[str], runs: list[Copy]) -> int:
@@ -34,7 +34,8 @@ def save(file: Path, facts: Mapping[str, str], names: list[str], runs: list[Copy
     manifest = {"version": VERSION, **facts, "runs": names, "starts": [copy.start for copy in runs]}
     manifest["works"] = [copy.name for copy in runs]
     data = dump(tensors)
-    manifest |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest["bytes"] = len(data)
+    manifest["sha256"] = _digest(data, manifest)
     try:
         _write_whole(file, data)
         _write_whole(_manifest(file), json.dumps(manifest, indent=1).encode())
@@ -80,7 +81,7 @@ def load(
     data = file.read_bytes()  # what is checked is what is used
     if len(data) != manifest.get("bytes"):
         raise CacheFileError(f"{file.name} has {len(data)} bytes, its manifest says {manifest.get('bytes')}: cut off?")
-    if hashlib.sha256(data).hexdigest() != manifest.get("sha256"):
+    if _digest(data, manifest) != manifest.get("sha256"):
         raise CacheFileError(f"{file.name} is not what was saved (digest differs): warm anew")
     try:
         tensors = parse(data)
@@ -88,6 +89,12 @@ def load(
         raise CacheFileError(f"{file.name} is no safetensors file: {problem}") from None
     runs = [_run(tensors, file, i, (layers, *shape), dtype) for i, shape in enumerate(shapes)]
     return [Copy(start, run, facts["model"], work) for start, run, work in zip(starts, runs, works, strict=True)]
+
+
+def _digest(data: bytes, manifest: Mapping[str, Any]) -> str:
+    """Of what is in both files."""
+    said = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode() + b"\0" + data).hexdigest()
 
 
 def _is_position(value: object) -> bool:

@@ -30,8 +30,8 @@ class Choice:
         if not self.points:
             raise ConfigError(f"loss={loss}: no pattern loses so little; the least is computing everything")
         for name, value in (("seconds", seconds), ("objective", objective)):
-            if not value > 0:
-                raise ConfigError(f"{name}={value}: use a positive number")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name}={value!r}: use a positive number")
         self._seconds = seconds
         self._objective = objective
 

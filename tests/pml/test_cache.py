@@ -1,17 +1,21 @@
-"""The cache on an engine: files, clients, limits, programs, and the command line."""
+"""The cache on an engine: clients, limits, threads, programs, and the command line."""
 
 import json
-from copy import deepcopy
+import threading
 
 import pytest
-import tiny
-import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli import app
-from choreograph.errors import CacheFileError, ConfigError, ForeignMessage, PromptError, ReleasedMessage, SchemaError
+from choreograph.errors import (
+    CacheFull,
+    ConfigError,
+    ForeignMessage,
+    PromptError,
+    ReleasedMessage,
+    SchemaError,
+)
 from choreograph.pml import (
     Param,
     PromptCache,
@@ -102,118 +106,45 @@ def test_a_session_holds_its_answers_and_nothing_else(engine, keep):
             assert not engine.runner.store.counts["held_encodings"], "the device is left to others"
 
 
-class TestFiles:
-    @pytest.fixture
-    def saved(self, engine, tmp_path):
-        with PromptCache(engine, STORY) as cache:
-            cache.warm()
-            expected = answer(cache)
-            cache.save(tmp_path / "story.safetensors")
-        engine.clear_cache()
-        return tmp_path / "story.safetensors", expected
+def test_what_failed_holds_nothing_on_the_device(model, characters):
+    config = EngineConfig(cache=CacheConfig(tokens=128, page_size=4, poison=True))
+    engine = Engine.from_pretrained(model, tokenizer=characters, config=config)
+    with PromptCache(engine, schema("s", "x" * 20, module("a", "y" * 60)), keep="host") as cache:
+        with engine.session() as session:
+            big = session.prefill("z" * 100).pin()
+            for refused in (cache.warm, lambda: cache.serve(session, '<prompt schema="s"><a/>So</prompt>')):
+                with pytest.raises(CacheFull):
+                    refused()
+                cache.check()
+                assert not cache._session.messages
+            big.unpin()
+        assert cache.warm() and not cache.warm()
+    engine.check()
 
-    @pytest.mark.parametrize("keep", ["device", "host"])
-    def test_a_file_is_as_good_as_computing(self, engine, saved, keep):
-        file, expected = saved
-        with PromptCache(engine, STORY, keep=keep) as cache:
-            rows = engine.runner.rows
-            assert cache.load(file) == cache.layout.cached_tokens
-            assert cache.warm() == 0 and engine.runner.rows == rows
-            assert answer(cache) == expected
 
-    def test_names_with_dots_do_not_meet(self, engine, tmp_path):
-        changed = schema("story", *STORY.children[:-1], module("b", "There was a cat. "))
-        with PromptCache(engine, STORY) as first, PromptCache(engine, changed) as second:
-            for cache, name in ((first, "story.v1"), (second, "story.v2")):
-                cache.save(tmp_path / name)
-            assert first.load(tmp_path / "story.v1") and second.load(tmp_path / "story.v2")
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_threads_share_a_cache(engine, keep):
+    s = schema("s", "Intro ", *(module(f"m{i}", f"text of module {i}. ") for i in range(4)))
+    prompts = [f'<prompt schema="s"><m{i}/><m{(i + 1) % 4}/><user>So?</user></prompt>' for i in range(4)]
+    with PromptCache(engine, s, client_id="alone") as cache, engine.session(client_id="alone") as session:
+        alone = [cache.serve(session, prompt, sampling=GREEDY).tokens for prompt in prompts]
+    problems: list[object] = []
+    with PromptCache(engine, s, keep=keep) as cache:
 
-    def test_a_place_that_cannot_be_is_refused_before_anything_is_computed(self, engine, tmp_path):
-        (tmp_path / "file").write_text("")
-        (tmp_path / "taken.json").mkdir()
-        with PromptCache(engine, STORY) as cache:
-            for place, says in (
-                (tmp_path, "is a folder: name a file"),
-                (".", "is a folder: name a file"),
-                (tmp_path / "taken.safetensors", "where the manifest goes, is a folder"),
-                (tmp_path / "file" / "deep.safetensors", "nothing can be written there"),
-                (tmp_path / "story.json", "the manifest's"),
-            ):
-                with pytest.raises(CacheFileError, match=says):
-                    cache.save(place)
-        assert not engine.runner.rows and sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken.json"]
+        def ask(first: int) -> None:
+            try:
+                for i in range(first, first + 8):
+                    problems.extend([] if answer(cache, prompts[i % 4]) == alone[i % 4] else [i])
+            except Exception as problem:
+                problems.append(problem)
 
-    def test_another_schema_model_or_tokenizer(self, engine, model, characters, saved):
-        file, _ = saved
-        other = Engine.from_pretrained(
-            tiny.build(seed=9, vocabulary=len(characters), positions=400), tokenizer=characters
-        )
-        changed = schema("story", *STORY.children[:-1], module("b", "There was a cat. "))
-        for cache, says in (
-            (PromptCache(engine, changed), "made for schema"),
-            (PromptCache(other, STORY), "made for model"),
-        ):
-            with pytest.raises(CacheFileError, match=says):
-                cache.load(file)
-        manifest = json.loads(file.with_suffix(".json").read_text())
-        file.with_suffix(".json").write_text(json.dumps({**manifest, "tokenizer": "0" * 16}))
-        with pytest.raises(CacheFileError, match="made for tokenizer"):
-            PromptCache(engine, STORY).load(file)
-
-    def test_a_model_that_changed_little_is_another_one(self, engine, characters, saved):
-        file, _ = saved
-        model = deepcopy(engine.runner.adapter.model)
-        with torch.no_grad():
-            model.get_input_embeddings().weight.view(-1)[1] += 1.0  # between two samples of a fingerprint
-        other = Engine.from_pretrained(model, tokenizer=characters)
-        assert other.facts.fingerprint == engine.facts.fingerprint
-        with pytest.raises(CacheFileError, match="made for model"):
-            PromptCache(other, STORY).load(file)
-
-    def test_damage(self, engine, saved):
-        file, expected = saved
-        whole, manifest = file.read_bytes(), file.with_suffix(".json").read_text()
-        flipped = bytearray(whole)
-        flipped[-7] ^= 1
-
-        def damage(data: bytes = whole, text: str = manifest) -> None:
-            file.write_bytes(data)
-            file.with_suffix(".json").write_text(text)
-
-        with PromptCache(engine, STORY) as cache:
-            for data, text, says in (
-                (whole[:-10], manifest, "cut off"),
-                (bytes(flipped), manifest, "digest differs"),
-                (whole, "{", "not JSON"),
-                (whole, "[]", "no manifest"),
-                (whole, manifest.replace('"version": 2', '"version": 7'), "version 7"),
-                (whole, manifest.replace("b#0", "c#0"), "other modules"),
-                (whole, json.dumps({**json.loads(manifest), "starts": [-1, 0, 0]}), "are no positions"),
-                (whole, json.dumps({**json.loads(manifest), "works": ["0"]}), "does not name every run"),
-            ):
-                damage(data, text)
-                with pytest.raises(CacheFileError, match=says):
-                    cache.load(file)
-            damage()
-            file.with_suffix(".json").unlink()
-            with pytest.raises(CacheFileError, match=r"story\.json: no such file"):
-                cache.load(file)
-            damage()
-            cache.load(file)
-            assert answer(cache) == expected
-
-    def test_a_forged_manifest_cannot_bring_in_other_shapes(self, engine, saved):
-        """Whoever rewrites both files still cannot make the engine read what does not fit."""
-        import hashlib
-
-        file, _ = saved
-        tensors = {name: tensor[:, :-1].contiguous() for name, tensor in load_file(file).items()}
-        save_file(tensors, file)
-        manifest = json.loads(file.with_suffix(".json").read_text())
-        manifest |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        file.with_suffix(".json").write_text(json.dumps(manifest))
-        with pytest.raises(CacheFileError, match="expected"):
-            PromptCache(engine, STORY).load(file)
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        cache.check()
+    assert not problems
 
 
 def test_a_copy_that_finds_no_room_is_computed(model, characters):
@@ -243,6 +174,13 @@ def test_options_are_checked(engine):
         with pytest.raises(PromptError, match="no module 'zzz'"):
             cache.warm(["zzz"])
         assert cache.warm(["a"]) and not cache.warm([("a",)])
+        with pytest.raises(PromptError, match="no module 'ab'"):  # not those of its letters
+            cache.warm("ab")
+        assert cache.warm("b")
+        with pytest.raises(PromptError, match="prompt=3: give PML as text"):
+            cache.plan(3)
+    with pytest.raises(SchemaError, match="schema=None: give PML as text"):
+        PromptCache(engine, None)
     empty = PromptCache(engine, schema("none"))
     with engine.session() as session, pytest.raises(PromptError, match="the prompt is empty"):
         empty.serve(session, '<prompt schema="none"/>')
@@ -346,6 +284,10 @@ class TestCommands:
         told = self.call("show", files / "story.pml", "--picture", files / "story.svg")
         assert "fox" in told.output and "owl" in told.output
         assert (files / "story.svg").read_text().count("<rect") >= 6
+
+    def test_a_slip_in_a_prompt_is_told_before_anything_is_computed(self, files):
+        told = self.call("run", files / "story.pml", files / "bad.pml")
+        assert "no module 'wolf'" in str(told.exception) and "encoded" not in told.output
 
     def test_warm_and_run(self, files):
         told = self.call("warm", files / "story.pml", "--save", files / "story.safetensors")

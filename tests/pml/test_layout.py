@@ -68,10 +68,56 @@ def placed(tokens, inside: str) -> list[tuple[int, int]]:
         ("<d>hi<e/>ho</d>", [(31, 33), (35, 37)]),  # inside d: behind its own text, and behind all of it
         ("<d><e/></d>hi<a/>", [(35, 37)]),  # behind d, whatever comes after it in the prompt
         ("<c/><user>x</user>", [(38, 41)]),
+        ("<a>hi</a>ho<d/>", [(15, 19)]),  # a ends with what is said in it
+        ("<d><e>longer</e>ho</d>", [(33, 41)]),  # so does d: no two texts stand at one place
     ],
 )
 def test_new_text_stands_where_the_paper_puts_it(tokens, inside, expected):
     assert placed(tokens, inside) == expected
+
+
+SIDES = schema(
+    "sides",
+    module("a", "AA"),
+    module("b", "BB"),
+    module("p", parameter("x", 3)),
+    module("u", "UU", cache=False),
+    module("n", "NN", module("o", "OO"), module("q", "QQ")),
+    "CC",
+)
+
+
+@pytest.mark.parametrize(
+    ("inside", "text"),
+    [
+        ("<a/>hi<b/>ho<n/>", "AAhiBBhoNNCC"),  # hi ends where ho starts, and still b stands between them
+        ("<a/><user>hi</user>ho<b/>", "AA<|user|>hi<end>hoBBCC"),
+        ('<b/>hi<p x="arg"/>', "BBhiargCC"),  # an argument stands behind what is said in front of its module
+        ('<p x="arg"/>hi<u/>', "arghiUUCC"),  # so does a module that is not cached
+        ("<n>hi<o/>ho<q>hey</q></n>so", "NNhiOOhoQQheyCCso"),
+        ("<n><o>hi</o>ho<q/></n>", "NNOOhihoQQCC"),
+    ],
+)
+def test_plain_text_is_in_the_order_of_the_prompt(tokens, characters, inside, text):
+    """However far what is said reaches into positions that are taken."""
+    layout = lay_out(SIDES, tokens, 1000)
+    serving = serve(read_prompt(f'<prompt schema="sides">{inside}</prompt>'), layout, tokens)
+    assert characters.decode(serving.linear(layout)) == text
+
+
+class Begun(ChatTokens):
+    """With a beginning-of-sequence token."""
+
+    def beginning(self) -> list[int]:
+        return [2]
+
+
+def test_a_prompt_speaks_behind_the_beginning_that_it_encodes(characters):
+    tokens = Begun(ChatFormat(characters), characters)
+    layout = lay_out(schema("s", module("a", "aa"), module("b", "bb")), tokens, 1000)
+    for inside, expected in (("hi<b/>", [(0, 3)]), ("hi<a/>", [(0, 2)]), ("<b/>hi", [(0, 1), (5, 7)])):
+        new = serve(read_prompt(f'<prompt schema="s">{inside}</prompt>'), layout, tokens).new
+        assert [(one.start, one.end) for one in new] == expected
 
 
 def test_decoding_starts_behind_the_largest_used_position(tokens):
@@ -132,5 +178,7 @@ def test_a_required_union(tokens):
 def test_a_schema_that_the_model_cannot_hold(tokens):
     with pytest.raises(SchemaError, match="takes 50 positions; the model has 40"):
         lay_out(schema("s", "x" * 50), tokens, 40)
+    with pytest.raises(SchemaError, match="length=999999999; the model has 40 positions"):
+        lay_out(schema("s", parameter("p", 999_999_999)), tokens, 40)
     with pytest.raises(SchemaError, match="its default has 3 tokens, its length is 2"):
         lay_out(schema("s", parameter("p", 2, default="abc")), tokens, 40)

@@ -3,15 +3,17 @@
 import pytest
 import relatives
 import torch
+from families import CONFIGS
 from graphs import graphs, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from many import many
 from oracle import Oracle, OracleMessage
 from relatives import LAYERS
+from transformers import AutoModelForCausalLM
 
-from choreograph import SamplingParams
-from choreograph.errors import ConfigError
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.errors import CallError, ConfigError, ModelError
 from choreograph.pattern import Pattern
 
 HEARD = SamplingParams(logprobs=0)
@@ -139,6 +141,36 @@ def test_a_pair_has_to_be_known():
             engine.share("math", **wrong)
     with pytest.raises(ConfigError, match="nobody"):
         engine.share("nobody", pattern=[0, 1, 2])
+    with pytest.raises(ConfigError, match="choose=3: use a function"):
+        engine.share("math", choose=3, patterns=[[0, 1, 2]])
+
+
+def test_room_that_memory_does_not_have_is_refused_and_changes_nothing():
+    engine = relatives.engine()
+    with pytest.raises(ConfigError, match="no memory for that"):
+        engine.share("math", pattern=[1, 3, 4], tokens=1 << 40)
+    arena = engine.runner.store.arena
+    assert not (arena.size(band=True) or arena.band_layers or arena.inputs)
+    engine.share("math", pattern=[1, 3, 4], tokens=64)
+    assert arena.size(band=True) == 16
+    with engine.session() as session:
+        text = session.prefill(CONTEXT)
+        with pytest.raises(CallError, match="a part is no message"):
+            session.partial_prefill(text.part(0, 3), [1, 3, 4], model="math")
+        said = session.decode([7], [text.part(0, 3)], model="math", share="partial", sampling=GREEDY)
+        assert said.tokens and text.versions["math", "partial"].layers == (0, 3)
+    engine.check()
+
+
+def test_a_family_that_cannot_share_is_refused_and_nothing_changes():
+    torch.manual_seed(0)
+    falcon = [AutoModelForCausalLM.from_config(CONFIGS["falcon"]).eval() for _ in range(2)]
+    config = EngineConfig(cache=CacheConfig(tokens=64, page_size=4))
+    engine = Engine.from_pretrained(falcon[0], config=config, models={"other": falcon[1]})
+    with pytest.raises(ModelError, match="cannot share encodings"):
+        engine.share("other", pattern=[0, 1, 2])
+    arena = engine.runner.store.arena
+    assert not (arena.size(band=True) or arena.band_layers or arena.inputs or engine.runner.sharing.pairs)
 
 
 def test_its_own_inputs_give_its_own_keys():
@@ -248,6 +280,29 @@ def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(first, e
         engine.drain()
         engine.check()
         assert values(said[0]) == pytest.approx(values(said[1]), abs=1e-5)
+
+
+@pytest.mark.parametrize("pattern", [Pattern.of(0, 0, LAYERS), Pattern.of(1, 2, 4)])
+def test_what_is_taken_as_it_is_stays_so_behind_what_is_computed(pattern):
+    """A pair that computes nothing, below one that does."""
+    engine = relatives.engine()
+    engine.share("math", "twin", pattern=[0, 0, 0])
+    engine.share("math", "base", pattern=pattern)
+    with engine.session() as session:
+        deep = session.prefill(CONTEXT, model="twin")
+        text = session.prefill([1, 2], [deep], share="reuse")
+        said = session.decode(
+            [7], [text], model="math", share="partial", forced_tokens=[1, 2, 3], sampling=HEARD
+        ).result()
+        assert len(session.messages) == 4, "one version"
+        found = values(said)
+    sender, receiver = Oracle(relatives.base()), Oracle(relatives.other())
+    below = [(sender.compute(OracleMessage(CONTEXT, 0, [])), 0)]
+    sent = sender.compute(OracleMessage([1, 2], len(CONTEXT), below))
+    made = receiver.compute_some(OracleMessage([1, 2], len(CONTEXT), below), sent, pattern.layers)
+    wanted = receiver.compute(OracleMessage([7, 1, 2, 3], 2, [(made, 0)])).logprobs
+    assert found == pytest.approx([wanted[i, t] for i, t in enumerate([1, 2, 3])], abs=1e-4)
+    engine.check()
 
 
 def test_inputs_count_only_where_their_model_keeps_them():

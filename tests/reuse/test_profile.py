@@ -258,7 +258,7 @@ def test_a_choice_is_careful_while_there_is_time():
     assert choice.expected(points[-1], loads[1]) == pytest.approx(0.5 + 0.45), "what is queued has its own layers"
     assert str(Choice(points, seconds=0.01)(loads[3])) == "1-3", "without an objective there is always time"
     assert str(Choice(points, seconds=0.01, objective=1e-9)(loads[0])) == "none"
-    for wrong in ({"loss": -1.0}, {"seconds": 0.0}, {"objective": 0.0}):
+    for wrong in ({"loss": -1.0}, {"seconds": 0.0}, {"objective": 0.0}, {"seconds": None}):
         with pytest.raises(ConfigError):
             Choice(points, **{"seconds": 1.0} | wrong)
 
