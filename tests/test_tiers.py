@@ -449,6 +449,27 @@ def test_a_message_that_is_released_while_another_thread_pins_it_is_not_pinned()
         assert problems and len(engine.runner.store.pins) == 1
 
 
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("use", ["pin", "copy_out"])
+def test_bringing_a_message_back_that_breaks_holds_nothing(use, monkeypatch):
+    engine = tiny.engine(tokens=64)
+    with engine.session() as session:
+        seen = session.prefill([1] * 20)
+        message = session.prefill([2] * 12, [seen]).result()
+        session.prefill([3] * 62).result().release()
+        assert seen.where == message.where == "dropped"
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.runner.adapter, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(message, use)()
+        engine.check()
+    engine.drain()
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
 def test_an_idle_prefix_goes_when_what_hangs_on_it_lies_in_a_full_tier():
     engine = tiny.engine(tokens=48, host=12, page=2)
     with engine.session(mode="prefix") as session:

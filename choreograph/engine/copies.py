@@ -55,31 +55,37 @@ def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
     """Steps until all of a message is on the device, and keeps it there inside the block."""
     name = -call.id
     with runner.lock:
-        while (encoding := _held(runner, call)) and not encoding.whole:
-            try:
-                runner.residence.bring(name, [Sight(encoding, 0, len(encoding.tokens), encoding.start)])
-            except CacheFull:
-                hopeless = not runner.store.busy  # asked before the step, which takes note of what has ended
-                if not runner.step(wait=False):
-                    if hopeless:
-                        runner.residence.done(name)
-                        raise
-                    _wait(runner)
-            else:
-                if not runner.step(wait=False):
-                    _wait(runner)
-        runner.store.hold(encoding, ("call", name))
-        runner.residence.done(name)
+        try:
+            encoding = _brought(runner, call, name)
+            runner.store.hold(encoding, ("call", name))
+        finally:  # what was gathered, a step that broke would leave held
+            runner.residence.done(name)
         try:
             yield encoding
         finally:
             runner.store.let_go(encoding, ("call", name))
 
 
-def _held(runner: Runner, call: Call) -> Encoding:
+def _brought(runner: Runner, call: Call, name: int) -> Encoding:
+    """What a message holds, all of it on the device by now. name: of whoever gathers it."""
+    while (encoding := _held(call)) and not encoding.whole:
+        try:
+            runner.residence.bring(name, [Sight(encoding, 0, len(encoding.tokens), encoding.start)])
+        except CacheFull:
+            hopeless = not runner.store.busy  # asked before the step, which takes note of what has ended
+            if not runner.step(wait=False):
+                if hopeless:
+                    raise
+                _wait(runner)
+        else:
+            if not runner.step(wait=False):
+                _wait(runner)
+    return encoding
+
+
+def _held(call: Call) -> Encoding:
     """What a message holds; others may have released it while this thread waited."""
     if call.encoding is None or call.released:
-        runner.residence.done(-call.id)
         raise ReleasedMessage(f"message {call.id} has no encoding: keep it until then")
     return call.encoding
 
