@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from choreograph import Engine, SamplingParams
-from choreograph.errors import CallFailed, ReleasedMessage
+from choreograph.errors import CacheFull, CallFailed, ReleasedMessage, SessionClosed
 from choreograph.ops import native
 from choreograph.ops.kind import Kind
 from choreograph.ops.plan import make_plan
@@ -319,6 +319,14 @@ def test_released_messages_and_forgotten_clients_leave_nothing_behind():
     engine.clear_cache()
     assert not engine.runner.store._trees
     assert engine.runner.store.counts["idle_encodings"] == 0
+
+
+def test_clients_whose_calls_do_not_fit_leave_nothing_behind():
+    engine = tiny.engine(tokens=64)
+    for i in range(3):
+        with engine.session(mode="prefix", client_id=f"client {i}") as session, pytest.raises(CacheFull):
+            session.decode([1], [session.prefill([2] * 64)], sampling=GREEDY).result()
+    assert not engine.runner.store._trees
 
 
 def test_ready_calls_take_turns_when_a_step_is_small():
