@@ -259,6 +259,25 @@ def test_an_engine_takes_its_files_with_it(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_engine_that_is_closed_while_another_thread_computes_leaves_no_files(tmp_path):
+    engine = tiny.engine(tokens=40, disk=96, disk_folder=tmp_path)
+    closing = threading.Thread(target=engine.close)
+    with engine.session() as session:
+        first, second = (session.prefill([i] * 32) for i in range(2))
+        with engine.runner.lock:
+            first.result()
+            closing.start()
+            closing.join(0.1)
+            second.result()
+            assert engine.runner.closed and list(tmp_path.iterdir())  # what was sent away meanwhile is well
+            engine.runner.settle()
+            assert not engine.events.counts["failed_transfer"]
+        closing.join(20)
+        assert not list(tmp_path.iterdir()) and not engine.runner.store.traffic.tiers[0].ever_fits(1)
+        assert len(first.pin().copy_out().layers) == 2
+    engine.check()
+
+
 def test_prefix_mode_finds_prefixes_that_left():
     engine, roomy = tiny.engine(tokens=48, host=200), tiny.engine()
     texts = []
