@@ -468,6 +468,25 @@ def test_a_message_that_is_released_while_another_thread_pins_it_is_not_pinned()
         assert problems and len(engine.runner.store.pins) == 1
 
 
+def test_what_only_a_pin_wants_is_not_lost_to_a_call_that_waits_for_its_room():
+    engine = tiny.engine(tokens=48, page=16)
+    with engine.session(mode="prefix") as session:
+        message = session.decode([1] * 12, sampling=GREEDY).result()
+        session.decode([2] * 40, sampling=GREEDY).result()
+        assert message.where == "dropped"
+        waiting = session.decode([3] * 20, sampling=GREEDY)
+        step = engine.runner.step
+
+        def counted(**how):
+            assert engine.runner.steps < 60, "it is computed for ever"
+            return step(**how)
+
+        engine.runner.step = counted
+        assert message.pin().where == "device"
+        message.unpin()
+        assert waiting.tokens
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 

@@ -55,20 +55,21 @@ def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
     """Steps until all of a message is on the device, and keeps it there inside the block."""
     name = -call.id
     with runner.lock:
+        encoding = _held(call)
+        runner.store.hold(encoding, ("call", name))  # or another call's attempt to gather could lose what has come
         try:
-            encoding = _brought(runner, call, name)
-            runner.store.hold(encoding, ("call", name))
-        finally:  # what was gathered, a step that broke would leave held
-            runner.residence.done(name)
-        try:
+            try:
+                _bring(runner, call, name)
+            finally:  # what was gathered, a step that broke would leave held
+                runner.residence.done(name)
             yield encoding
         finally:
             runner.store.let_go(encoding, ("call", name))
 
 
-def _brought(runner: Runner, call: Call, name: int) -> Encoding:
-    """What a message holds, all of it on the device by now. name: of whoever gathers it."""
-    while (encoding := _held(call)) and not encoding.whole:
+def _bring(runner: Runner, call: Call, name: int) -> None:
+    """Steps until all of what a message holds is on the device. name: of whoever gathers it."""
+    while not (encoding := _held(call)).whole:
         try:
             runner.residence.bring(name, [Sight(encoding, 0, len(encoding.tokens), encoding.start)])
         except CacheFull:
@@ -80,7 +81,6 @@ def _brought(runner: Runner, call: Call, name: int) -> Encoding:
         else:
             if not runner.step(wait=False):
                 _wait(runner)
-    return encoding
 
 
 def _held(call: Call) -> Encoding:
