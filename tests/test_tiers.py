@@ -468,20 +468,40 @@ def test_a_message_that_is_released_while_another_thread_pins_it_is_not_pinned()
         assert problems and len(engine.runner.store.pins) == 1
 
 
+def count_steps(engine, most: int) -> None:
+    step = engine.runner.step
+
+    def counted(**how):
+        assert engine.runner.steps < most, "it is computed for ever"
+        return step(**how)
+
+    engine.runner.step = counted
+
+
+def test_what_a_pin_has_rebuilt_ahead_is_not_lost_to_a_call_that_waits_and_the_pin_is_refused():
+    engine = tiny.engine(tokens=64, page=2)
+    count_steps(engine, 200)
+    with engine.session(mode="prefix") as session:
+        root = session.prefill([1] * 20)
+        first = session.decode([2] * 4, [root], sampling=GREEDY).result()
+        message = session.decode([3] * 18, [root, first], sampling=GREEDY).result()
+        session.decode([4] * 58, sampling=GREEDY).result()
+        assert first.where == message.where == "dropped"
+        session.decode([5] * 16, sampling=GREEDY).pin()
+        session.decode([6] * 50, sampling=GREEDY)
+        with pytest.raises(CacheFull):
+            message.pin()
+        engine.check()
+
+
 def test_what_only_a_pin_wants_is_not_lost_to_a_call_that_waits_for_its_room():
     engine = tiny.engine(tokens=48, page=16)
+    count_steps(engine, 60)
     with engine.session(mode="prefix") as session:
         message = session.decode([1] * 12, sampling=GREEDY).result()
         session.decode([2] * 40, sampling=GREEDY).result()
         assert message.where == "dropped"
         waiting = session.decode([3] * 20, sampling=GREEDY)
-        step = engine.runner.step
-
-        def counted(**how):
-            assert engine.runner.steps < 60, "it is computed for ever"
-            return step(**how)
-
-        engine.runner.step = counted
         assert message.pin().where == "device"
         message.unpin()
         assert waiting.tokens

@@ -52,11 +52,16 @@ def copy_out(runner: Runner, call: Call) -> Copy:
 
 @contextmanager
 def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
-    """Steps until all of a message is on the device, and keeps it there inside the block."""
+    """Steps until all of a message is on the device, and keeps it there inside the block.
+
+    What it saw is held as by a message: a call that waits may take its room, but what was made again for it is known.
+    """
     name = -call.id
     with runner.lock:
         encoding = _held(call)
-        runner.store.hold(encoding, ("call", name))  # or another call's attempt to gather could lose what has come
+        holds = [(encoding, ("call", name)), *((sight.encoding, ("message", name)) for sight in encoding.context)]
+        for one, holder in holds:
+            runner.store.hold(one, holder)
         try:
             try:
                 _bring(runner, call, name)
@@ -64,7 +69,8 @@ def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
                 runner.residence.done(name)
             yield encoding
         finally:
-            runner.store.let_go(encoding, ("call", name))
+            for one, holder in holds:
+                runner.store.let_go(one, holder)
 
 
 def _bring(runner: Runner, call: Call, name: int) -> None:
