@@ -94,9 +94,11 @@ def check_sizes(cache: CacheConfig, token_bytes: int, device: int, host: int) ->
         if size is None:
             continue
         held = budget(size, token_bytes)
-        enough = not isinstance(size, str) or held >= least
         _check(
-            enough, name, size, f"{least * token_bytes:,} bytes hold {least} token{'s' * (least > 1)}; use that or more"
+            held >= least,
+            name,
+            size,
+            f"{least * token_bytes:,} bytes hold {least} token{'s' * (least > 1)}; use that or more",
         )
         fits = most is None or held * token_bytes <= most
         _check(fits, name, size, f"that takes {held * token_bytes:,} bytes, the memory has {most or 0:,}; use less")

@@ -239,7 +239,8 @@ class Engine:
     def close(self) -> None:
         """Refuses further calls. Memory goes with the object, files of the disk tier now."""
         self.runner.closed = True
-        self.runner.store.traffic.close()
+        with self.runner.lock:  # or a file that another thread sends away meanwhile would stay
+            self.runner.store.traffic.close()
 
     def __enter__(self) -> "Engine":
         return self

@@ -1,5 +1,6 @@
 """What happened, as values, in order. Observation is passive: nobody asks before writing an event."""
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ class EventLog:
         self.counts: Counter[str] = Counter()
         self._listeners: list[Callable[[Event], None]] = []
         self._undelivered: deque[Event] = deque()
+        self._delivering = threading.Lock()
 
     def write(self, kind: str, **facts: object) -> None:
         event = Event(kind, time.perf_counter(), facts)
@@ -42,20 +44,27 @@ class EventLog:
         """Calls the listeners. The engine does so between steps, when a listener may call anything.
 
         All of them hear of every event, even if one raises; then the first problem is raised where the engine was used.
+        What happens while they hear, in a listener or another thread, is told when all have heard of what was before.
         """
         problems: list[Exception] = []
-        while self._undelivered:
+        while self._undelivered and self._delivering.acquire(blocking=False):
             try:
-                event = self._undelivered.popleft()
-            except IndexError:  # another thread has taken it
-                break
-            for listener in list(self._listeners):
-                try:
-                    listener(event)
-                except Exception as problem:
-                    problems.append(problem)
+                while self._undelivered:
+                    problems += self._tell(self._undelivered.popleft())
+            finally:
+                self._delivering.release()
         if problems:
             raise problems[0]
+
+    def _tell(self, event: Event) -> list[Exception]:
+        """What went wrong in those who heard."""
+        problems: list[Exception] = []
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception as problem:
+                problems.append(problem)
+        return problems
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Adds a listener; returns a function that takes it off again."""

@@ -87,9 +87,9 @@ class Session(Turns):
         self.closed = True
         for close in list(self.on_close):
             close()
-        unpin_all(self._runner, self.id)
         for message in reversed(self.messages):
             message._let_go()
+        unpin_all(self._runner, self.id)  # of what is released, another thread pins nothing more
         self._runner.events.deliver()
 
     # -- calls --------------------------------------------------------------------------------------------
@@ -322,8 +322,7 @@ class Session(Turns):
         except ChoreographError:
             self._seeds.setstate(before)
             raise
-        for message in messages:
-            self._enter(message)
+        self._enter(*messages)
         self._runner.events.deliver()
         return messages
 
@@ -333,12 +332,17 @@ class Session(Turns):
         self._runner.events.deliver()
         return message
 
-    def _enter(self, message: Message) -> None:
-        """The session releases it with itself, whatever becomes of it: listeners hear of it afterwards."""
-        message.on_release = self._forget
-        self._messages[message.id] = message
-        if maker := maker_of(self):
-            maker.on_message(message)
+    def _enter(self, *messages: Message) -> None:
+        """The session releases them with itself, whatever becomes of them: listeners hear of them afterwards."""
+        for message in messages:
+            message.on_release = self._forget
+            self._messages[message.id] = message
+            if maker := maker_of(self):
+                maker.on_message(message)
+        if self.closed:  # by another thread, which may have seen none of them
+            for message in messages:
+                message._let_go()
+            self._check_open()
 
     def _forget(self, message: Message) -> None:
         self._messages.pop(message.id, None)

@@ -661,6 +661,11 @@ def test_sizes_of_the_cache_that_hold_nothing(name):
         Engine.from_pretrained(tiny.model(), config=EngineConfig(cache=CacheConfig(**{name: "0.1KB"})))
 
 
+def test_host_memory_of_less_than_a_page_is_refused():
+    with pytest.raises(e.ConfigError, match=r"host=8: .* 16 tokens; use that or more"):
+        tiny.engine(page=16, host=8)
+
+
 @pytest.mark.parametrize(("name", "size"), [("tokens", "9000TiB"), ("host", "9000TiB"), ("host", 10**15)])
 def test_sizes_of_the_cache_beyond_the_memory(name, size):
     with pytest.raises(e.ConfigError, match=f"{name}={size!r}: that takes [0-9,]+ bytes, the memory has [0-9,]+"):

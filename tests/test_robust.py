@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from choreograph import Engine, SamplingParams
-from choreograph.errors import CallFailed, ReleasedMessage
+from choreograph.errors import CacheFull, CallFailed, ReleasedMessage, SessionClosed
 from choreograph.ops import native
 from choreograph.ops.kind import Kind
 from choreograph.ops.plan import make_plan
@@ -237,7 +237,58 @@ def test_the_first_problem_of_listeners_is_raised_when_all_have_heard():
     assert heard == [("first", "submitted"), ("second", "submitted")] * 2
 
 
+def test_what_a_listener_makes_happen_is_heard_after_what_it_heard():
+    engine, heard = tiny.engine(), []
+
+    def reads(event):
+        if event.kind == "submitted":
+            session.messages[0].result()
+
+    engine.events.listen(reads)
+    engine.events.listen(lambda event: heard.append(event))
+    with engine.session() as session:
+        session.decode([1, 2], sampling=GREEDY)
+    assert heard == list(engine.events.recent)
+
+
 # -- threads -------------------------------------------------------------------------------------------------
+
+
+def in_another_thread(work) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_what_is_submitted_while_another_thread_closes_the_session_is_released():
+    engine = tiny.engine()
+    session, submit = engine.session(), engine.runner.submit
+
+    def closing(*calls):
+        submit(*calls)
+        in_another_thread(session.close)
+
+    engine.runner.submit = closing
+    with pytest.raises(SessionClosed):
+        session.prefill([{"tokens": [1, 2]}, {"tokens": [3]}])
+    engine.drain()
+    assert not session.messages and engine.runner.store.counts["held_encodings"] == 0
+
+
+def test_what_is_pinned_while_another_thread_closes_the_session_is_not_kept():
+    engine = tiny.engine()
+    session = engine.session()
+    first, second = (session.prefill([i, 2]).result() for i in range(2))
+    release = engine.runner.release
+
+    def pinning(call):
+        if call is second._call:
+            in_another_thread(first.pin)
+        release(call)
+
+    engine.runner.release = pinning
+    session.close()
+    assert not engine.runner.store.pins and engine.runner.store.counts["held_encodings"] == 0
 
 
 def test_threads_share_an_engine_and_engines_share_a_model():
@@ -319,6 +370,14 @@ def test_released_messages_and_forgotten_clients_leave_nothing_behind():
     engine.clear_cache()
     assert not engine.runner.store._trees
     assert engine.runner.store.counts["idle_encodings"] == 0
+
+
+def test_clients_whose_calls_do_not_fit_leave_nothing_behind():
+    engine = tiny.engine(tokens=64)
+    for i in range(3):
+        with engine.session(mode="prefix", client_id=f"client {i}") as session, pytest.raises(CacheFull):
+            session.decode([1], [session.prefill([2] * 64)], sampling=GREEDY).result()
+    assert not engine.runner.store._trees
 
 
 def test_ready_calls_take_turns_when_a_step_is_small():

@@ -259,6 +259,25 @@ def test_an_engine_takes_its_files_with_it(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_engine_that_is_closed_while_another_thread_computes_leaves_no_files(tmp_path):
+    engine = tiny.engine(tokens=40, disk=96, disk_folder=tmp_path)
+    closing = threading.Thread(target=engine.close)
+    with engine.session() as session:
+        first, second = (session.prefill([i] * 32) for i in range(2))
+        with engine.runner.lock:
+            first.result()
+            closing.start()
+            closing.join(0.1)
+            second.result()
+            assert engine.runner.closed and list(tmp_path.iterdir())  # what was sent away meanwhile is well
+            engine.runner.settle()
+            assert not engine.events.counts["failed_transfer"]
+        closing.join(20)
+        assert not list(tmp_path.iterdir()) and not engine.runner.store.traffic.tiers[0].ever_fits(1)
+        assert len(first.pin().copy_out().layers) == 2
+    engine.check()
+
+
 def test_prefix_mode_finds_prefixes_that_left():
     engine, roomy = tiny.engine(tokens=48, host=200), tiny.engine()
     texts = []
@@ -447,6 +466,66 @@ def test_a_message_that_is_released_while_another_thread_pins_it_is_not_pinned()
         other.close()
         thread.join(20)
         assert problems and len(engine.runner.store.pins) == 1
+
+
+def count_steps(engine, most: int) -> None:
+    step = engine.runner.step
+
+    def counted(**how):
+        assert engine.runner.steps < most, "it is computed for ever"
+        return step(**how)
+
+    engine.runner.step = counted
+
+
+def test_what_a_pin_has_rebuilt_ahead_is_not_lost_to_a_call_that_waits_and_the_pin_is_refused():
+    engine = tiny.engine(tokens=64, page=2)
+    count_steps(engine, 200)
+    with engine.session(mode="prefix") as session:
+        root = session.prefill([1] * 20)
+        first = session.decode([2] * 4, [root], sampling=GREEDY).result()
+        message = session.decode([3] * 18, [root, first], sampling=GREEDY).result()
+        session.decode([4] * 58, sampling=GREEDY).result()
+        assert first.where == message.where == "dropped"
+        session.decode([5] * 16, sampling=GREEDY).pin()
+        session.decode([6] * 50, sampling=GREEDY)
+        with pytest.raises(CacheFull):
+            message.pin()
+        engine.check()
+
+
+def test_what_only_a_pin_wants_is_not_lost_to_a_call_that_waits_for_its_room():
+    engine = tiny.engine(tokens=48, page=16)
+    count_steps(engine, 60)
+    with engine.session(mode="prefix") as session:
+        message = session.decode([1] * 12, sampling=GREEDY).result()
+        session.decode([2] * 40, sampling=GREEDY).result()
+        assert message.where == "dropped"
+        waiting = session.decode([3] * 20, sampling=GREEDY)
+        assert message.pin().where == "device"
+        message.unpin()
+        assert waiting.tokens
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("use", ["pin", "copy_out"])
+def test_bringing_a_message_back_that_breaks_holds_nothing(use, monkeypatch):
+    engine = tiny.engine(tokens=64)
+    with engine.session() as session:
+        seen = session.prefill([1] * 20)
+        message = session.prefill([2] * 12, [seen]).result()
+        session.prefill([3] * 62).result().release()
+        assert seen.where == message.where == "dropped"
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.runner.adapter, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(message, use)()
+        engine.check()
+    engine.drain()
+    assert engine.runner.store.counts["held_encodings"] == 0
 
 
 def test_an_idle_prefix_goes_when_what_hangs_on_it_lies_in_a_full_tier():

@@ -52,34 +52,46 @@ def copy_out(runner: Runner, call: Call) -> Copy:
 
 @contextmanager
 def on_device(runner: Runner, call: Call) -> Iterator[Encoding]:
-    """Steps until all of a message is on the device, and keeps it there inside the block."""
+    """Steps until all of a message is on the device, and keeps it there inside the block.
+
+    What it saw is held as by a message: a call that waits may take its room, but what was made again for it is known.
+    """
     name = -call.id
     with runner.lock:
-        while (encoding := _held(runner, call)) and not encoding.whole:
-            try:
-                runner.residence.bring(name, [Sight(encoding, 0, len(encoding.tokens), encoding.start)])
-            except CacheFull:
-                hopeless = not runner.store.busy  # asked before the step, which takes note of what has ended
-                if not runner.step(wait=False):
-                    if hopeless:
-                        runner.residence.done(name)
-                        raise
-                    _wait(runner)
-            else:
-                if not runner.step(wait=False):
-                    _wait(runner)
-        runner.store.hold(encoding, ("call", name))
-        runner.residence.done(name)
+        encoding = _held(call)
+        holds = [(encoding, ("call", name)), *((sight.encoding, ("message", name)) for sight in encoding.context)]
+        for one, holder in holds:
+            runner.store.hold(one, holder)
         try:
+            try:
+                _bring(runner, call, name)
+            finally:  # what was gathered, a step that broke would leave held
+                runner.residence.done(name)
             yield encoding
         finally:
-            runner.store.let_go(encoding, ("call", name))
+            for one, holder in holds:
+                runner.store.let_go(one, holder)
 
 
-def _held(runner: Runner, call: Call) -> Encoding:
+def _bring(runner: Runner, call: Call, name: int) -> None:
+    """Steps until all of what a message holds is on the device. name: of whoever gathers it."""
+    while not (encoding := _held(call)).whole:
+        try:
+            runner.residence.bring(name, [Sight(encoding, 0, len(encoding.tokens), encoding.start)])
+        except CacheFull:
+            hopeless = not runner.store.busy  # asked before the step, which takes note of what has ended
+            if not runner.step(wait=False):
+                if hopeless:
+                    raise
+                _wait(runner)
+        else:
+            if not runner.step(wait=False):
+                _wait(runner)
+
+
+def _held(call: Call) -> Encoding:
     """What a message holds; others may have released it while this thread waited."""
     if call.encoding is None or call.released:
-        runner.residence.done(-call.id)
         raise ReleasedMessage(f"message {call.id} has no encoding: keep it until then")
     return call.encoding
 

@@ -135,7 +135,7 @@ def hang(call: Call, store: Store) -> None:
     """Makes a prefix-mode encoding known to later prompts."""
     encoding = call.work
     before = [t for s in encoding.context for t in s.encoding.tokens[s.first : s.first + s.count]]
-    if store.tree(call.salt).insert(encoding, before):
+    if store.tree(call.salt, grow=True).insert(encoding, before):
         encoding.reusable = True
 
 

@@ -172,8 +172,9 @@ class Store:
         if self._by_key.setdefault(key, encoding) is encoding:
             encoding.reusable = True
 
-    def tree(self, salt: str) -> PrefixTree:
-        return self._trees.setdefault(salt, PrefixTree(salt))
+    def tree(self, salt: str, *, grow: bool = False) -> PrefixTree:
+        """What hangs under a name. An empty one is kept only if it is about to `grow`."""
+        return self._trees.setdefault(salt, PrefixTree(salt)) if grow else self._trees.get(salt, PrefixTree(salt))
 
     # -- room ---------------------------------------------------------------------------------------------
 

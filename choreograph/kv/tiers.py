@@ -142,10 +142,10 @@ class DiskTier:
         pass  # a file holds what there is
 
     def fits(self, tokens: int) -> bool:
-        return self._used + tokens <= self._limit
+        return self.ever_fits(self._used + tokens)
 
     def ever_fits(self, tokens: int) -> bool:
-        return tokens <= self._limit
+        return tokens <= self._limit and self.close.alive
 
     def reserve(self, tokens: int) -> Copy:
         assert self.fits(tokens)

@@ -11,11 +11,11 @@ from typing import Any
 
 from ..config import check_count
 from ..engine.call import Call
-from ..errors import GraphError
+from ..errors import CallError, ConfigError, GraphError, UnknownMessage
 from ..events import Event
 from ..kv.advice import Advice
 from ..makers import Maker, making
-from ..message import Message, Part
+from ..message import Message, Part, whole
 from ..session import Session, Text
 from .graph import NEVER, Progress, StepGraph
 from .learned import LearnedSteps
@@ -49,7 +49,7 @@ class Agent:
         self.mark(message)
         return message
 
-    def mark(self, *messages: Message) -> None:
+    def mark(self, *messages: Message | Part) -> None:
         """Says that messages are the fixed part of the agent's prompt."""
         self._workflow.mark(self.name, messages)
 
@@ -71,6 +71,8 @@ class Workflow:
         guess_fixed: bool = True,
     ) -> None:
         check_count(prefetch, "prefetch", 0)
+        _check_sources(graph, learned)
+        session._check_open()
         self.session = session
         self.graph = graph
         self.learned = LearnedSteps() if learned is None else learned
@@ -113,8 +115,7 @@ class Workflow:
     def agent(self, name: str) -> Iterator[Agent]:
         """Calls of the session inside the block are this agent's: those of the same task or thread, and of the tasks
         that it starts."""
-        if self.graph is not None and name not in self.graph.waits:
-            raise GraphError(f"agent {name!r} is not declared; declared: {list(self.graph.agents)}")
+        self._check_declared(name)
         turn = Activation(name)
         self._turns.append(turn)
         self._refresh()
@@ -136,10 +137,16 @@ class Workflow:
 
         return Maker(self.session, (self.session.client_id, turn.agent), made)
 
-    def mark(self, agent: str, messages: Iterable[Message]) -> None:
-        """Says that messages are the fixed part of an agent's prompt."""
+    def _check_declared(self, agent: str) -> None:
+        if self.graph is not None and agent not in self.graph.waits:
+            raise GraphError(f"agent {agent!r} is not declared; declared: {list(self.graph.agents)}")
+
+    def mark(self, agent: str, messages: Iterable[Message | Part]) -> None:
+        """Says that messages, of which a part means all, are the fixed part of an agent's prompt."""
+        self._check_declared(agent)
+        fixed = _whole_messages(messages)
         with self._runner.lock:
-            for message in messages:
+            for message in fixed:
                 self._marked.setdefault(agent, {})[message.id] = message
 
     # -- what runs ----------------------------------------------------------------------------------------
@@ -240,6 +247,23 @@ class Workflow:
                 return
             for key in self._next:
                 self._store.prefetch(key, self._limit)
+
+
+def _check_sources(graph: object, learned: object) -> None:
+    if graph is not None and not isinstance(graph, StepGraph):
+        raise GraphError(f"graph={graph!r}: use a StepGraph; StepGraph.read makes one of a dict or a YAML file")
+    if learned is not None and not isinstance(learned, LearnedSteps):
+        raise ConfigError(f"learned={learned!r}: use LearnedSteps()")
+
+
+def _whole_messages(given: Iterable[Message | Part]) -> list[Message]:
+    if isinstance(given, (Message, Part)):
+        raise CallError("messages is one message: put it into a list")
+    found = [whole(one) for one in given]
+    for one in found:
+        if not isinstance(one, Message):
+            raise UnknownMessage(f"{one!r} is not a message: mark what prefill or decode gave")
+    return found
 
 
 def _seen_in(turn: Activation) -> dict[bytes, None]:

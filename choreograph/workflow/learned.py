@@ -18,6 +18,7 @@ class LearnedSteps:
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {}
+        self._passage: dict[str, dict[str, float]] | None = None  # from the counts as they are
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -25,6 +26,7 @@ class LearnedSteps:
 
     def saw(self, before: str | None, agent: str) -> None:
         """`agent` started; `before` was the one that started last."""
+        self._passage = None
         self.counts.setdefault(agent, Counter())
         if before is not None:
             self.counts.setdefault(before, Counter())[agent] += 1
@@ -41,20 +43,27 @@ class LearnedSteps:
 
     def passage(self) -> dict[str, dict[str, float]]:
         """Expected steps from one agent to the next start of another (from itself: until it comes round)."""
+        if self._passage is None:  # asked with every event, and only a start changes it
+            self._passage = self._compute_passage()
+        return self._passage
+
+    def _compute_passage(self) -> dict[str, dict[str, float]]:
         names = list(self.counts)
         chances = np.zeros((len(names), len(names)))
         for i, name in enumerate(names):
             total = self.counts[name].total()
             for j, after in enumerate(names):
                 chances[i, j] = self.counts[name][after] / total if total else 0.0
-        times = np.stack([_passage(chances, target) for target in range(len(names))], axis=1) if names else chances
+        leads = _leads(chances)
+        columns = [_passage(chances, leads[:, target], target) for target in range(len(names))]
+        times = np.stack(columns, axis=1) if names else chances
         return {a: {b: float(times[i, j]) for j, b in enumerate(names)} for i, a in enumerate(names)}
 
 
-def _passage(chances: np.ndarray, target: int) -> np.ndarray:
-    """Expected steps from every state to `target`, given that it is reached; infinite where it cannot be."""
+def _passage(chances: np.ndarray, able: np.ndarray, target: int) -> np.ndarray:
+    """Expected steps from every state to `target`, given that it is reached; infinite where it cannot be. able: which
+    states lead to it."""
     times = np.full(len(chances), NEVER)
-    able = _leads(chances, target)
     if not able.any():
         return times
     arrive, onward = chances[able, target], chances[np.ix_(able, able)].copy()
@@ -67,11 +76,12 @@ def _passage(chances: np.ndarray, target: int) -> np.ndarray:
     return times
 
 
-def _leads(chances: np.ndarray, target: int) -> np.ndarray:
-    """Which states lead to the target at all."""
-    found = chances[:, target] > 0
-    for _ in chances:
-        found = found | (chances[:, found] > 0).any(axis=1)
+def _leads(chances: np.ndarray) -> np.ndarray:
+    """Which states (rows) lead to which at all: ways of twice as many steps each time."""
+    found = chances > 0
+    for _ in range(len(chances).bit_length()):
+        ways = found.astype(np.float32)
+        found = found | (ways @ ways > 0)
     return found
 
 

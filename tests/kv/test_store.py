@@ -153,7 +153,7 @@ def test_prefix_tree_hangs_encodings_where_texts_part():
 def test_prefixes_hang_deeper_than_calls_may_nest():
     depth = 60
     store = make(pages=2 * depth)
-    store.tree("one")
+    store.tree("one", grow=True)
     tokens = list(range(depth))
     chain = [whole(store, [token], str(token), start=token) for token in tokens]
     before = sys.getrecursionlimit()

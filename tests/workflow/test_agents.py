@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from many import many
 
 from choreograph import SamplingParams
-from choreograph.errors import ConfigError, GraphError
+from choreograph.errors import CallError, ConfigError, GraphError, SessionClosed, UnknownMessage
 from choreograph.together import together
 from choreograph.workflow import LearnedSteps, StepGraph, Workflow
 
@@ -248,6 +248,29 @@ def test_errors_name_what_is_wrong():
             Workflow(s, CYCLE, prefetch=-1)
         with pytest.raises(GraphError, match="agent 'nobody' is not declared"), team.agent("nobody"):
             pass
+        with pytest.raises(GraphError, match="agent 'nobody' is not declared"):
+            team.mark("nobody", [s.prefill([1])])
+        with pytest.raises(UnknownMessage, match="'role' is not a message"):
+            team.mark("a", ["role"])
+        with pytest.raises(CallError, match="put it into a list"):
+            team.mark("a", s.prefill([1]))
+        with pytest.raises(GraphError, match=r"use a StepGraph; StepGraph\.read"):
+            Workflow(s, {"agents": {"a": None}})
+        with pytest.raises(ConfigError, match="learned="):
+            Workflow(s, learned={})
+        assert len(engine.events._listeners) == 1
+    with pytest.raises(SessionClosed):
+        Workflow(s, CYCLE)
+    assert not engine.events._listeners
+
+
+def test_a_part_stands_for_its_message_where_it_is_marked():
+    with tiny.engine().session() as s, Workflow(s, CYCLE) as team:
+        with team.agent("a") as agent:
+            role = s.prefill(fixed_of(0))
+            agent.mark(role.part(0, 5))
+            s.decode([50], [role], sampling=BRIEF).result()
+        assert team.fixed_of("a") == [role._call.encoding.key]
 
 
 def test_a_turn_that_fails_is_over_too():

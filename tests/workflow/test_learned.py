@@ -27,6 +27,17 @@ def test_a_cycle_is_learned_exactly_from_one_round_and_a_half():
     )
 
 
+def test_a_large_cycle_is_computed_once_for_each_start():
+    names = [f"agent {i}" for i in range(60)]
+    learned, progress = observed(*names, *names)
+    assert learned.steps(progress) == pytest.approx({name: i + 1 for i, name in enumerate(names)})
+    known = learned.passage()
+    learned.steps(progress)
+    assert learned.passage() is known
+    learned.saw(progress.last, names[0])
+    assert learned.passage() is not known
+
+
 def test_what_never_followed_is_never_expected():
     learned, progress = observed(*"abc")
     assert learned.steps(progress) == {"a": math.inf, "b": math.inf, "c": math.inf}
