@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..choreographies import Performance, Workflow
+from ..choreographies import Performance, Workflow, files_of
 from ..choreographies.performance import Condition
 from ..core import Engine
 from ..errors import CacheFull, CallFailed
@@ -67,9 +67,9 @@ def _condition(engine: Engine, condition: Condition) -> dict[str, Any]:
 
 
 def source_of(workflow: Workflow) -> str:
-    """A digest of the file that defines a workflow: other prompts make another run."""
-    file = getattr(workflow, "__globals__", {}).get("__file__")
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+    """A digest of the files of a workflow: other prompts make another run."""
+    files = [names["__file__"] for names in files_of(workflow) if "__file__" in names]
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16] if files else ""
 
 
 def run_conditions(
