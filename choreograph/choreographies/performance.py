@@ -5,6 +5,7 @@ second performance that is given the first one's `content()` forces every decode
 (Prompt Choreography, section 4.2); one that is given some of its stages repeats those alone.
 """
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -178,6 +179,12 @@ class Performance(Turns):
 
     def note(self, name: str, value: Any) -> None:
         """What the workflow found out besides its answer, as JSON: a decision, the round in which it stopped."""
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as problem:
+            raise DataError(
+                f"note {name!r}: {value!r:.60} is no JSON ({problem}): note numbers, texts, lists"
+            ) from None
         self.findings[name] = value
 
     def content(self) -> dict[str, list[list[int]]]:
