@@ -61,6 +61,18 @@ class SilentModel(Adapter):
         return self._ends
 
 
+class _Rehearsal(Performance):
+    """Repeats what was said. How likely that was it does not know, so nothing may depend on it."""
+
+    def _to_decode(self, stage: str, number: int, /, **call: Any) -> dict[str, Any]:
+        made = super()._to_decode(stage, number, **call)
+        if made["sampling"].logprobs is not None:
+            raise DataError(
+                f"stage {stage!r} asks for log-probabilities, which a repetition has none of: leave them out"
+            )
+        return made
+
+
 def rehearse(
     like: Adapter,
     workflow: Workflow,
@@ -80,7 +92,7 @@ def rehearse(
     def program(script: Script) -> Callable[[], tuple[str, list[TracedCall]]]:
         def run() -> tuple[str, list[TracedCall]]:
             with engine.session(mode=condition.mode) as session:
-                p = Performance(session, sampling=silent, forced=script.content)
+                p = _Rehearsal(session, sampling=silent, forced=script.content)
                 try:
                     workflow(p, script.task, **given).result()
                     calls = calls_of(p.steps)
