@@ -357,7 +357,10 @@ def chat(
                 for piece in reply.stream():
                     console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
             except ChoreographError as problem:
-                console.print(f"{turn.error or problem}; this turn is dropped, /reset starts anew", markup=False)
+                dropped = f"{turn.error or problem}; this turn is dropped, /reset starts anew"
+                console.print(dropped, markup=False)
+                if as_json:
+                    print(json.dumps({"error": dropped}), flush=True)
                 continue
             console.print()
             history += [turn, reply]

@@ -22,7 +22,18 @@ from .performance import DEFAULT_CONDITIONS, Condition, Performance, Step
 
 Workflow = Callable[..., Message]
 _SUPPORT = {"performance", "reading"}
-__all__ = ["Condition", "Performance", "Step", "Workflow", "conditions_of", "find", "names", "takes_pairs"]
+__all__ = [
+    "Condition",
+    "Performance",
+    "Step",
+    "Workflow",
+    "check_options",
+    "conditions_of",
+    "files_of",
+    "find",
+    "names",
+    "takes_pairs",
+]
 
 
 def names() -> list[str]:
@@ -87,7 +98,36 @@ def _names_of(run: Workflow) -> dict[str, Any]:
 
 def conditions_of(workflow: Workflow) -> Mapping[str, Condition]:
     """The ways in which a workflow is compared; the first one is the baseline."""
-    return _beside(workflow, "CONDITIONS", DEFAULT_CONDITIONS)
+    found = _beside(workflow, "CONDITIONS", DEFAULT_CONDITIONS)
+    if not isinstance(found, Mapping) or not found or not all(isinstance(c, Condition) for c in found.values()):
+        raise ConfigError(f"CONDITIONS={found!r:.60}: use a dict of one Condition or more, by their names")
+    return found
+
+
+def check_options(workflow: Workflow, options: Mapping[str, Any]) -> None:
+    """An option that the workflow does not have is an error that lists those it has; so is one of another type than its
+    default, where that says one. A workflow with `**options` takes any."""
+    known, taken, open_ended = _parameters(workflow)
+    for name, value in options.items():
+        if name in taken or not (name in known or open_ended):
+            raise ConfigError(f"option {name!r}: the workflow has {list(known) or 'none'}")
+        default = known.get(name)
+        wanted = (int, float) if type(default) is float else type(default)
+        plain = type(default) in (bool, int, float, str)
+        if plain and (not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool)):
+            raise ConfigError(f"option {name}={value!r}: use a value like its default, {default!r}")
+
+
+def _parameters(workflow: Workflow) -> tuple[dict[str, Any], set[str], bool]:
+    """The options of a workflow with their defaults, the names of what is given by place, the performance and the task,
+    and whether it takes other options too."""
+    every = inspect.signature(workflow).parameters.values()
+    placed = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in placed[2:] if p.kind is p.POSITIONAL_OR_KEYWORD] + [
+        p for p in every if p.kind is p.KEYWORD_ONLY
+    ]
+    taken = {p.name for p in placed[:2] if p.kind is p.POSITIONAL_OR_KEYWORD}
+    return {p.name: p.default for p in named}, taken, any(p.kind is p.VAR_KEYWORD for p in every)
 
 
 def takes_pairs(workflow: Workflow) -> bool:

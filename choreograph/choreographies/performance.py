@@ -16,7 +16,7 @@ from ..chat import Turns
 from ..errors import CallError, ConfigError, DataError
 from ..message import Message
 from ..session import Session, Text
-from ..types import BASE, Mode, SamplingParams
+from ..types import BASE, MODES, Mode, SamplingParams
 
 Content = Mapping[str, list[list[int]]]
 
@@ -42,6 +42,8 @@ class Condition:
     readers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode={self.mode!r}: use one of {MODES}")
         if self.readers and self.mode != "choreographed":
             raise ConfigError(f"readers={self.readers} in {self.mode} mode, which shares no encodings: leave them out")
 

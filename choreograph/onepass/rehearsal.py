@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..choreographies import Performance, Workflow
+from ..choreographies import Performance, Workflow, check_options
 from ..choreographies.performance import Condition, Content
 from ..config import CacheConfig, EngineConfig
 from ..core import Engine
@@ -87,6 +87,7 @@ def rehearse(
     model = SilentModel(like.tokenizer, like.facts, like.end_tokens)
     engine = Engine(model, EngineConfig(CacheConfig(tokens=1 << 18), backend="reference"))
     given = {**(options or {}), **condition.options}
+    check_options(workflow, given)
     silent = replace(sampling, logprobs=None)
 
     def program(script: Script) -> Callable[[], tuple[str, list[TracedCall]]]:

@@ -264,3 +264,19 @@ def test_a_note_is_json(talker):
         with pytest.raises(DataError, match="note 'votes'"):
             p.note("votes", {1, 2})
         assert p.findings == {"votes": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "said"),
+    [
+        ("{}", "CONDITIONS"),
+        ("['prefix']", "CONDITIONS"),
+        ("{'a': 'prefix'}", "CONDITIONS"),
+        ("{'a': Condition('prefx')}", "'prefx'"),
+    ],
+)
+def test_conditions_that_are_none_are_refused_before_anything_runs(conditions, said, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN + f"CONDITIONS = {conditions}")
+    with pytest.raises(ConfigError, match=said):
+        conditions_of(find(str(file)))

@@ -18,7 +18,7 @@ from choreograph.evaluation.judge import verdicts
 from choreograph.evaluation.runs import run_conditions, seed_of, settings_of
 from choreograph.evaluation.speed import speed_rows, timed
 from choreograph.evaluation.summary import summarize, table
-from choreograph.onepass.rehearsal import Script
+from choreograph.onepass.rehearsal import Script, rehearse
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=6)
 MATH = [Example(f"m{i}", "math", f"What is {i} + {i}?", {"answer": str(2 * i)}) for i in range(1, 5)]
@@ -141,6 +141,27 @@ def test_plans_come_from_the_baseline(talker, tmp_path):
         assert len({json.dumps(r["tokens"]["Bob plans"]) for r in records}) == 1
     report = summarize(games(2), found, max_tokens=6)
     assert report["conditions"]["leak both"]["differences"]["Bob cooperates"]["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Condition("choreographed", {"depth": 1}), "depth"),
+        (Condition("choreographed", model="FT"), "model 'FT'"),
+    ],
+)
+def test_a_condition_that_cannot_run_is_refused_before_another_runs(talker, tmp_path, wrong, said):
+    steps = talker.runner.steps
+    with pytest.raises(ConfigError, match=said):
+        run(talker, tmp_path, examples=MATH[:1], conditions=BOTH | {"wrong": wrong})
+    with pytest.raises(ConfigError, match="depth"):
+        list(rehearse(talker.runner.adapter, find("direct"), [], Condition("naive", {"depth": 1}), sampling=SAMPLING))
+    assert talker.runner.steps == steps
+
+
+def test_copies_of_a_stage_that_is_not_there_name_those_that_are(talker, tmp_path):
+    found = run(talker, tmp_path, examples=MATH[:1], conditions=BOTH | {"c": Condition("prefix", copies=("plan",))})
+    assert "copies ['plan']: the run to copy has the stages ['answer']" in found["c"][0]["error"]
 
 
 def test_nothing_drifts_where_nothing_is_reused_elsewhere(talker, tmp_path):
