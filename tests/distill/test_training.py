@@ -379,6 +379,7 @@ def test_the_attention_is_found_whatever_it_is_called(family, wanted):
         {"rate": float("inf")},
         {"warm_up": 1.5},
         {"kl": -1},
+        {"seed": 1 << 32},
         {"targets": ()},
         {"targets": ("lm_head",)},
     ],
