@@ -7,7 +7,7 @@ second performance that is given the first one's `content()` forces every decode
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, overload
 
@@ -123,7 +123,7 @@ class Performance(Turns):
         parents: Iterable[Message] = (),
         *,
         most: int | None = None,
-        stop: tuple[str, ...] = (),
+        stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
         **place: Any,
     ) -> Message: ...
@@ -148,7 +148,7 @@ class Performance(Turns):
         /,
         *,
         most: int | None = None,
-        stop: tuple[str, ...] = (),
+        stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
         **call: Any,
     ) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Performance(Turns):
         if most is not None:
             sampling = replace(sampling, max_tokens=min(most, sampling.max_tokens))
         if stop:
-            sampling = replace(sampling, stop=(*sampling.stop, *stop))
+            sampling = replace(sampling, stop=(*sampling.stop, *((stop,) if isinstance(stop, str) else stop)))
         forced = self._repeated(stage, number)
         return {**call, "sampling": sampling} | ({} if forced is None else {"forced_tokens": forced})
 

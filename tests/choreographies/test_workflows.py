@@ -257,6 +257,13 @@ def test_a_file_that_borrows_a_workflow_has_its_conditions_by_default(tmp_path):
     assert conditions_of(find(str(file))) == conditions_of(find("multi_qa"))
 
 
+def test_one_stop_string_is_not_its_letters(talker):
+    with talker.session() as session:
+        p = Performance(session, sampling=SamplingParams(stop="a", max_tokens=2))
+        for stop in ("END", ["END"], ("END",)):
+            assert p.decode("say", "x", stop=stop)._call.generation.sampling.stop == ("a", "END")
+
+
 def test_a_note_is_json(talker):
     with talker.session() as session:
         p = Performance(session)
