@@ -83,7 +83,8 @@ def answer_lessons(
 
 
 class _Only(dict[str, list[list[int]]]):
-    """The content of a workflow with one decode, whatever the name of its stage."""
+    """The content of a workflow with one decode, whatever the name of its stage. One that takes more gets the same
+    again, and is refused by their number."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class _Only(dict[str, list[list[int]]]):
         return True
 
     def __getitem__(self, stage: str) -> list[list[int]]:
-        return [self._tokens]
+        return [self._tokens] * 256
 
 
 def _with_readings(calls: Sequence[TracedCall], heard: Sequence[TracedCall]) -> tuple[TracedCall, ...]:

@@ -95,9 +95,10 @@ def test_final_answers_become_lessons_of_one_call(talker, traces):
     assert [call.generated for call in decodes] == [traces[1][0].calls[traces[1][0].answer].generated]
 
 
-def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(talker, traces):
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(talker, traces, rounds):
     with pytest.raises(ConfigError, match="single decode"):
-        answer_lessons(talker.runner.adapter, find("mad_iter"), traces[1][:1], options={"rounds": 1})
+        answer_lessons(talker.runner.adapter, find("mad_iter"), traces[1][:1], options={"rounds": rounds})
 
 
 def test_damaged_traces_are_refused(traces, tmp_path):
