@@ -358,9 +358,7 @@ def chat(
                     console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
             except ChoreographError as problem:
                 dropped = f"{turn.error or problem}; this turn is dropped, /reset starts anew"
-                console.print(dropped, markup=False)
-                if as_json:
-                    print(json.dumps({"error": dropped}), flush=True)
+                print(json.dumps({"error": dropped}), flush=True) if as_json else console.print(dropped, markup=False)
                 continue
             console.print()
             history += [turn, reply]
