@@ -357,7 +357,8 @@ def chat(
                 for piece in reply.stream():
                     console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
             except ChoreographError as problem:
-                console.print(f"{turn.error or problem}; this turn is dropped, /reset starts anew", markup=False)
+                dropped = f"{turn.error or problem}; this turn is dropped, /reset starts anew"
+                print(json.dumps({"error": dropped}), flush=True) if as_json else console.print(dropped, markup=False)
                 continue
             console.print()
             history += [turn, reply]

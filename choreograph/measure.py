@@ -1,13 +1,12 @@
 """Runs one workflow and says what it cost: per stage, time to first token and tokens encoded or reused."""
 
-import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from .choreographies import Performance, Step, Workflow
+from .choreographies import Performance, Step, Workflow, check_options
 from .choreographies.performance import Condition
 from .core import Engine
 from .errors import ConfigError
@@ -112,32 +111,6 @@ def answered(workflow: Workflow, performance: Performance, task: Any, options: M
     if not isinstance(answer, Message):
         raise ConfigError(f"the workflow returned {answer!r:.60}: return the message of its answer, not its text")
     return answer
-
-
-def check_options(workflow: Workflow, options: Mapping[str, Any]) -> None:
-    """An option that the workflow does not have is an error that lists those it has; so is one of another type than its
-    default, where that says one. A workflow with `**options` takes any."""
-    known, taken, open_ended = _parameters(workflow)
-    for name, value in options.items():
-        if name in taken or not (name in known or open_ended):
-            raise ConfigError(f"option {name!r}: the workflow has {list(known) or 'none'}")
-        default = known.get(name)
-        wanted = (int, float) if type(default) is float else type(default)
-        plain = type(default) in (bool, int, float, str)
-        if plain and (not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool)):
-            raise ConfigError(f"option {name}={value!r}: use a value like its default, {default!r}")
-
-
-def _parameters(workflow: Workflow) -> tuple[dict[str, Any], set[str], bool]:
-    """The options of a workflow with their defaults, the names of what is given by place, the performance and the task,
-    and whether it takes other options too."""
-    every = inspect.signature(workflow).parameters.values()
-    placed = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in placed[2:] if p.kind is p.POSITIONAL_OR_KEYWORD] + [
-        p for p in every if p.kind is p.KEYWORD_ONLY
-    ]
-    taken = {p.name for p in placed[:2] if p.kind is p.POSITIONAL_OR_KEYWORD}
-    return {p.name: p.default for p in named}, taken, any(p.kind is p.VAR_KEYWORD for p in every)
 
 
 def step_ttfts(steps: Iterable[Step]) -> list[float]:

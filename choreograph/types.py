@@ -1,6 +1,7 @@
 """Values that cross floors: sampling options, and what a message reports. Knows no tensors."""
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -63,7 +64,7 @@ class SamplingParams:
         return (
             ("temperature", lambda v: _number(v) and 0 <= v < float("inf"), "use 0 (greedy) or a finite number"),
             ("top_p", lambda v: _number(v) and 0 < v <= 1, "use a number in (0, 1]"),
-            ("top_k", lambda v: _whole(v, -1), "use 0 or -1 for all tokens, or a positive number"),
+            ("top_k", lambda v: _whole(v, -1) and v < 1 << 63, "use 0 or -1 for all tokens, or a positive number"),
             ("min_p", lambda v: _number(v) and 0 <= v <= 1, "use a number in [0, 1]"),
             ("seed", lambda v: v is None or _whole(v), "use a whole number or None"),
             ("stop", lambda v: all(isinstance(s, str) and s for s in v), "use non-empty strings"),
@@ -120,7 +121,8 @@ def _whole(value: object, least: float = float("-inf")) -> bool:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether it is a number that a float can hold: whole ones may be too large, or it is not one (NaN)."""
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,13 @@ def test_chat_reads_lines_until_the_input_ends():
     assert all(reply["generated"] <= 4 for reply in replies)
 
 
+def test_a_turn_that_is_dropped_is_a_line_of_json_too(talker_folder):
+    arguments = ["chat", "--max-tokens", "4", "--json", "--model", talker_folder]
+    result = runner.invoke(app, arguments, input="word " * 9000 + "\n/reset\nBye\n")
+    first, second = map(json.loads, result.output.splitlines())
+    assert "dropped" in first["error"] and second["generated"] <= 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -11,7 +11,8 @@ from transformers import MambaConfig, MambaForCausalLM
 import choreograph
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph import errors as e
-from choreograph.measure import check_options, perform
+from choreograph.choreographies import check_options
+from choreograph.measure import perform
 from choreograph.models.load import embedded_path
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

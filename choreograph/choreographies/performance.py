@@ -5,8 +5,9 @@ second performance that is given the first one's `content()` forces every decode
 (Prompt Choreography, section 4.2); one that is given some of its stages repeats those alone.
 """
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, overload
 
@@ -15,7 +16,7 @@ from ..chat import Turns
 from ..errors import CallError, ConfigError, DataError
 from ..message import Message
 from ..session import Session, Text
-from ..types import BASE, Mode, SamplingParams
+from ..types import BASE, MODES, Mode, SamplingParams
 
 Content = Mapping[str, list[list[int]]]
 
@@ -41,6 +42,8 @@ class Condition:
     readers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode={self.mode!r}: use one of {MODES}")
         if self.readers and self.mode != "choreographed":
             raise ConfigError(f"readers={self.readers} in {self.mode} mode, which shares no encodings: leave them out")
 
@@ -120,7 +123,7 @@ class Performance(Turns):
         parents: Iterable[Message] = (),
         *,
         most: int | None = None,
-        stop: tuple[str, ...] = (),
+        stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
         **place: Any,
     ) -> Message: ...
@@ -145,7 +148,7 @@ class Performance(Turns):
         /,
         *,
         most: int | None = None,
-        stop: tuple[str, ...] = (),
+        stop: str | Sequence[str] = (),
         sampling: SamplingParams | None = None,
         **call: Any,
     ) -> dict[str, Any]:
@@ -157,7 +160,7 @@ class Performance(Turns):
         if most is not None:
             sampling = replace(sampling, max_tokens=min(most, sampling.max_tokens))
         if stop:
-            sampling = replace(sampling, stop=(*sampling.stop, *stop))
+            sampling = replace(sampling, stop=(*sampling.stop, *((stop,) if isinstance(stop, str) else stop)))
         forced = self._repeated(stage, number)
         return {**call, "sampling": sampling} | ({} if forced is None else {"forced_tokens": forced})
 
@@ -178,6 +181,12 @@ class Performance(Turns):
 
     def note(self, name: str, value: Any) -> None:
         """What the workflow found out besides its answer, as JSON: a decision, the round in which it stopped."""
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as problem:
+            raise DataError(
+                f"note {name!r}: {value!r:.60} is no JSON ({problem}): note numbers, texts, lists"
+            ) from None
         self.findings[name] = value
 
     def content(self) -> dict[str, list[list[int]]]:

@@ -11,7 +11,7 @@ from ..models.adapter import Adapter
 from ..onepass.calls import TracedCall, as_prompts, decodes_of, for_readers
 from ..onepass.packed import Pack, pack, pack_reading
 from ..onepass.rehearsal import Script, rehearse
-from ..types import SamplingParams
+from ..types import Mode, SamplingParams
 from .traces import Trace
 
 
@@ -52,14 +52,16 @@ def lessons_of(
     return [one for one in reading if one.targets]
 
 
-def baseline_lessons(traces: Sequence[Trace], readers: Sequence[str] = ()) -> list[Lesson]:
-    """Each trace as the baseline computed it: every decode, or every reader's, behind its whole prompt."""
+def baseline_lessons(traces: Sequence[Trace], readers: Sequence[str] = (), mode: Mode = "prefix") -> list[Lesson]:
+    """Each trace as the baseline computed it in its mode: every decode, or every reader's, behind its whole prompt; or
+    behind what it saw, where the baseline reuses messages too."""
 
     def kept(call: TracedCall) -> TracedCall:
         said = call.generated is None or not readers or call.stage in readers
         return call if said else TracedCall(call.stage, call.tokens, call.start, call.parents)
 
-    lessons = [Lesson(t.id, tuple(map(kept, as_prompts(t.calls)))) for t in traces]
+    computed = [t.calls if mode == "choreographed" else as_prompts(t.calls) for t in traces]
+    lessons = [Lesson(t.id, tuple(map(kept, calls))) for t, calls in zip(traces, computed, strict=True)]
     return [one for one in lessons if one.targets]
 
 
@@ -81,7 +83,8 @@ def answer_lessons(
 
 
 class _Only(dict[str, list[list[int]]]):
-    """The content of a workflow with one decode, whatever the name of its stage."""
+    """The content of a workflow with one decode, whatever the name of its stage. One that takes more gets the same
+    again, and is refused by their number."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class _Only(dict[str, list[list[int]]]):
         return True
 
     def __getitem__(self, stage: str) -> list[list[int]]:
-        return [self._tokens]
+        return [self._tokens] * 256
 
 
 def _with_readings(calls: Sequence[TracedCall], heard: Sequence[TracedCall]) -> tuple[TracedCall, ...]:

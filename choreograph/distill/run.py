@@ -58,13 +58,14 @@ def train_on(
         "sampling": SamplingParams.from_dict({k: v for k, v in settings["sampling"].items() if k != "logprobs"}),
         "options": settings["options"],
     }
-    chosen = replace(choose(conditions_of(run), condition), readers=tuple(readers))
+    conditions = conditions_of(run)
+    chosen = replace(choose(conditions, condition), readers=tuple(readers))
     chosen.check_readers(stage for trace in found for stage in trace.content)
     if readers:  # which need not speak in every run
         found = [trace for trace in found if set(readers) & trace.content.keys()]
     learn, check = split(found, validation, seed)
     lessons, checks = (lessons_of(adapter, run, part, chosen, **given) for part in (learn, check))
-    baseline = baseline_lessons(check, readers)
+    baseline = baseline_lessons(check, readers, next(iter(conditions.values())).mode)
     report = train(adapter, lessons, checks, out, config, baseline=baseline, on_update=on_update)
     _note(out, adapter, workflow=settings["workflow"], readers=sorted(set(readers)))
     return report

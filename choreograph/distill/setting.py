@@ -46,6 +46,8 @@ class TrainConfig:
         check_count(self.patience, "patience", 0)
         check_count(self.seed, "seed", 0)
         named = self.targets
+        if self.seed >= 1 << 32:
+            raise ConfigError(f"seed={self.seed}: use one below 2**32, for NumPy's sake")
         for name, ok, mend in (
             ("dropout", 0 <= self.dropout < 1, "use 0 to below 1"),
             ("warm_up", 0 <= self.warm_up < 1, "use a share of all updates, 0 to below 1"),

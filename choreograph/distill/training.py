@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
 from ..errors import ConfigError, DataError
@@ -54,6 +55,10 @@ def train(
     config = config or TrainConfig()
     if config.checkpointing and adapter.bridge is not None:
         raise ConfigError(f"checkpointing=True: layers of {adapter.facts.name} are not computed again; leave it out")
+    if config.tensorboard and not is_tensorboard_available():
+        raise ConfigError(
+            "tensorboard=True: it is not installed: `pip install choreograph[tensorboard]`, or leave it out"
+        )
     if not lessons or not validation:
         raise DataError(f"{len(lessons)} lessons, {len(validation)} for validation: give one or more of each")
     for lesson in [*lessons, *validation] if config.kl else ():
@@ -99,7 +104,7 @@ def _trained_in(
         updates=trainer.state.global_step,
         log=log,
     )
-    (out / "report.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    write_settings(out / "report.json", report.as_dict())
     return report
 
 
@@ -160,8 +165,9 @@ def _lora(config: TrainConfig, targets: list[str]) -> LoraConfig:
 def _is_finished(
     adapter: Adapter, lessons: Sequence[Lesson], validation: Sequence[Lesson], out: Path, config: TrainConfig
 ) -> bool:
-    """Whether a folder holds this training, ended. It belongs to one setting, model, and set of lessons."""
-    file = out / "train.json"
+    """Whether a folder holds this training, ended. It belongs to one setting, model, and set of lessons, once there is
+    something of it to lose."""
+    file, ended = out / "train.json", (out / "report.json").exists()
     wanted = {
         "config": asdict(config),
         "model": adapter.facts.fingerprint,
@@ -170,14 +176,15 @@ def _is_finished(
     }
     wanted = json.loads(json.dumps(wanted))
     known = read_settings(file) if file.exists() else None
-    if known is None and (stray := sorted(path.name for path in out.glob("checkpoint-*"))):
-        raise ConfigError(f"{out} holds {stray[0]} of nobody knows what training: use another folder, or remove it")
-    if known is not None and known != wanted:
+    kept = sorted(path.name for path in out.glob("checkpoint-*"))
+    if known is None and kept:
+        raise ConfigError(f"{out} holds {kept[0]} of nobody knows what training: use another folder, or remove it")
+    if known is not None and known != wanted and (kept or ended):
         raise ConfigError(
             f"{out} holds a training of another setting, model or traces: use another folder, or remove it"
         )
     write_settings(file, wanted)
-    return (out / "report.json").exists()
+    return ended
 
 
 def _digest(lessons: Sequence[Lesson]) -> str:

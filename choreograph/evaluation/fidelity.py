@@ -132,6 +132,8 @@ def drift_rows(found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[DriftRow]
         for stage in ("all", *stages):
             each = [[d for d in one[condition] if stage in ("all", d.stage)] for one in found]
             each = [drifts for drifts in each if drifts]
+            if not each:  # of workflows that decode nothing
+                continue
             before, after, divergence = (
                 [fmean(value for d in one for value in getattr(d, name)) for one in each]
                 for name in ("before", "after", "divergence")

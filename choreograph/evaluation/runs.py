@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..choreographies import Performance, Workflow
+from ..choreographies import Performance, Workflow, check_options, files_of
 from ..choreographies.performance import Condition
 from ..core import Engine
-from ..errors import CacheFull, CallFailed
-from ..measure import answered, check_options
+from ..errors import CacheFull, CallFailed, ConfigError, DataError
+from ..measure import answered
 from ..message import Message
 from ..together import Outcome, together
 from ..types import BASE, SamplingParams
@@ -58,6 +58,10 @@ def settings_of(
 
 def _condition(engine: Engine, condition: Condition) -> dict[str, Any]:
     """The base model is not named: the fingerprint of all says which it is."""
+    if condition.model not in engine.models:
+        raise ConfigError(
+            f"a condition on model {condition.model!r}: the engine has {list(engine.models)}; give an adapter"
+        )
     described = asdict(condition)
     if described.pop("model") != BASE:
         described["model"] = engine.runner.family.fingerprint(condition.model)
@@ -67,9 +71,9 @@ def _condition(engine: Engine, condition: Condition) -> dict[str, Any]:
 
 
 def source_of(workflow: Workflow) -> str:
-    """A digest of the file that defines a workflow: other prompts make another run."""
-    file = getattr(workflow, "__globals__", {}).get("__file__")
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+    """A digest of the files of a workflow: other prompts make another run."""
+    files = [names["__file__"] for names in files_of(workflow) if "__file__" in names]
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16] if files else ""
 
 
 def run_conditions(
@@ -94,9 +98,11 @@ def run_conditions(
     """
     found: dict[str, dict[str, Record]] = {}
     with alone(folder.path):
-        for name, condition in conditions.items():
-            given = {**(options or {}), **condition.options}
+        every = {name: {**(options or {}), **condition.options} for name, condition in conditions.items()}
+        for given in every.values():
             check_options(workflow, given)
+        for name, condition in conditions.items():
+            given = every[name]
             first = next(iter(found.values()), None)
             found[name] = {r["id"]: r for r in folder.records(name) if not r.get("error")}
             missing = [e for e in examples if e.id not in found[name]]
@@ -155,6 +161,10 @@ def _program(
     def program() -> Record:
         if copied is not None and copied.get("error"):
             raise CallFailed(f"{example.id}: the run to copy {condition.copies} from failed")
+        if copied is not None and (unknown := sorted(set(condition.copies) - copied["tokens"].keys())):
+            raise DataError(
+                f"{example.id}: copies {unknown}: the run to copy has the stages {sorted(copied['tokens'])}"
+            )
         forced = {stage: copied["tokens"][stage] for stage in condition.copies} if copied else None
         seeded = seed_of(seed, example.id)
         with engine.session(mode=condition.mode, seed=seeded, model=condition.writer) as session:

@@ -15,6 +15,7 @@ import snowballstemmer
 from math_verify import parse, verify
 
 from ..choreographies.reading import decision, final_answer
+from ..errors import DataError
 from .data import Example
 
 Record = Mapping[str, Any]
@@ -71,7 +72,7 @@ def coverage(text: str, concepts: Sequence[str]) -> float:
 def _math(e: Example, r: Record) -> Scores:
     noted = "answer" in r["findings"]
     answer = r["findings"]["answer"] if noted else final_answer(r["answer"], whole=r.get("finish") != "length")
-    right = answer is not None and same_answer(str(e.gold["answer"]), answer)
+    right = answer is not None and same_answer(str(e.gold["answer"]), str(answer))
     return {"right": float(right), "unread": float(answer is None)}
 
 
@@ -93,7 +94,10 @@ def _concepts(e: Example, r: Record) -> Scores:
 
 def _game(e: Example, r: Record) -> Scores:
     """Cooperation of both, what Bob predicts, and what comes of it; an unread decision is no cooperation."""
-    alice, bob, guess = (decision(r["texts"][k][0]) for k in ("Alice decides", "Bob decides", "Bob predicts"))
+    asked = ("Alice decides", "Bob decides", "Bob predicts")
+    if missing := [stage for stage in asked if stage not in r["texts"]]:
+        raise DataError(f"{e.id}: a game is scored by what its stages {list(asked)} say; the workflow has no {missing}")
+    alice, bob, guess = (decision(r["texts"][stage][0]) for stage in asked)
     return {
         "Bob cooperates": float(bob == "cooperate"),
         "Alice cooperates": float(alice == "cooperate"),

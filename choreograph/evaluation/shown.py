@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..choreographies import Workflow, conditions_of, takes_pairs
-from ..choreographies.performance import Condition
+from ..choreographies.performance import Condition, Content
 from ..core import Engine
 from ..errors import ConfigError, DataError
 from ..report import show_table
@@ -19,7 +19,7 @@ from ..types import SamplingParams
 from ..viz.charts import speedup_over_tokens
 from .data import Example, load, pairs
 from .fidelity import Drift, drift_rows, drifts, scripts_of
-from .folder import Folder, Record
+from .folder import Folder, Record, alone
 from .judge import verdicts
 from .runs import run_conditions, settings_of
 from .speed import speed_rows, timed
@@ -77,7 +77,8 @@ def evaluate(
     """Runs (or goes on with) an evaluation in `out`, shows its tables and writes `report.json`."""
     settings = settings_of(engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options)
     folder = Folder(out, settings)
-    done = sum(1 for c in conditions for r in folder.records(c) if not r.get("error"))
+    with alone(out):  # to read mends what was cut off, which another process may be writing
+        done = sum(1 for c in conditions for r in folder.records(c) if not r.get("error"))
     with progress(console, name, len(examples) * len(conditions), done) as tick:
         records = run_conditions(
             engine,
@@ -125,7 +126,7 @@ def _show_counts(console: Console, report: Summary) -> None:
                 told = ", ".join(f"{stage} {n} of {one['calls'].get(stage, '?')}" for stage, n in counts.items())
                 console.print(f"{name}: {what}: {told}", markup=False, highlight=False, soft_wrap=True)
         if one["errors"]:
-            failed = f"{name}: ended with an error: {one['errors']}"
+            failed = f"{name}: ended with an error: {one['errors']}, the first: {one['first error']}"
             console.print(failed, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -194,40 +195,37 @@ def bench(
     if not others:
         raise ConfigError(f"conditions {list(conditions)}: speed compares two or more")
     settings = settings_of(engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options)
-    drawn = Folder(out / "traces", settings)
-    with progress(console, "traces", len(examples), len(drawn.records(baseline))) as tick:
-        records = run_conditions(
+    with alone(out):
+        traces, failed = _drawn(
             engine,
+            console,
             workflow,
             examples,
             {baseline: first},
-            drawn,
+            Folder(out / "traces", settings),
             sampling=sampling,
             seed=seed,
             options=options,
             at_once=at_once,
-            on_done=lambda condition, record: tick(),
-        )[baseline]
-    traces = {r["id"]: r["tokens"] for r in records if not r.get("error")}
-    if len(traces) < len(examples):
-        failed = next(r["error"] for r in records if r.get("error"))
-        lost = f"{len(examples) - len(traces)} traces could not be drawn, the first: {failed}"
-        console.print(lost, markup=False, highlight=False, soft_wrap=True)
-    if not traces:
-        raise DataError(f"{name}: no example could be run")
-    folder = Folder(out, settings)
-    done = {r["id"]: r for r in folder.records("timed")}
-    missing = [e for e in examples if e.id in traces and e.id not in done]
-    with progress(console, name, len(traces), len(done)) as tick:
-        for record in timed(engine, workflow, missing, traces, conditions, options=options):
-            folder.add("timed", record)
-            done[record["id"]] = record
-            tick()
+        )
+        if failed:
+            lost = f"{len(failed)} traces could not be drawn, the first: {failed[0]}"
+            console.print(lost, markup=False, highlight=False, soft_wrap=True)
+        if not traces:
+            raise DataError(f"{name}: no example could be run")
+        folder = Folder(out, settings)
+        done = {r["id"]: r for r in folder.records("timed")}
+        missing = [e for e in examples if e.id in traces and e.id not in done]
+        with progress(console, name, len(traces), len(done)) as tick:
+            for record in timed(engine, workflow, missing, traces, conditions, options=options):
+                folder.add("timed", record)
+                done[record["id"]] = record
+                tick()
     costs = [done[e.id] for e in examples if e.id in done]
     report: dict[str, Any] = {
         "settings": settings,
         "n": len(costs),
-        "failed": len(examples) - len(traces),
+        "failed": len(failed),
         "ratios": {},
     }
     for other, _ in others:
@@ -241,6 +239,26 @@ def bench(
     speedup_over_tokens({name: report["points"]}, out / "speed.svg")
     _write(out / "speed.json", report)
     return report
+
+
+def _drawn(
+    engine: Engine,
+    console: Console,
+    workflow: Workflow,
+    examples: Sequence[Example],
+    baseline: Mapping[str, Condition],
+    folder: Folder,
+    **run: Any,
+) -> tuple[dict[str, Content], list[str]]:
+    """What is said in every example on the baseline, and the errors of those that failed."""
+    (name,) = baseline
+    done = sum(1 for r in folder.records(name) if not r.get("error"))
+    with progress(console, "traces", len(examples), done) as tick:
+        records = run_conditions(
+            engine, workflow, examples, baseline, folder, on_done=lambda condition, record: tick(), **run
+        )[name]
+    traces = {r["id"]: r["tokens"] for r in records if not r.get("error")}
+    return traces, [r["error"] for r in records if r.get("error")]
 
 
 def points(costs: Sequence[Record], baseline: str, other: str) -> list[tuple[float, float]]:

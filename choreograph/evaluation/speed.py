@@ -6,11 +6,13 @@ cache, forced to its trace in both modes; the mode that goes first changes from 
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..choreographies import Workflow
 from ..choreographies.performance import Condition, Content
 from ..core import Engine
+from ..errors import DataError
 from ..measure import perform
 from ..types import SamplingParams
 from .data import Example
@@ -64,7 +66,9 @@ def _cost(
         options={**(options or {}), **condition.options},
     )
     if done.performance.content() != {stage: [list(m) for m in messages] for stage, messages in content.items()}:
-        raise AssertionError(f"{example.id}: a forced run went another way than its trace")
+        raise DataError(
+            f"{example.id}: forced to its trace, the workflow went another way: let nothing but what is said decide"
+        )
     return done.cost.as_dict()
 
 
@@ -74,18 +78,20 @@ def speed_rows(records: Sequence[Record], baseline: str, other: str) -> dict[str
     Of times to first token there are two means: over steps, where parallel calls are one step as in the paper's
     pseudocode (Figure 6), and over all decodes, where each of them counts.
     """
-    found = {}
-    for label, read in (
-        ("TTFT, steps", lambda cost: cost["step_ttft"]),
-        ("TTFT, all decodes", lambda cost: cost["ttft"]),
-        ("end to end", lambda cost: cost["seconds"]),
-        ("prompt tokens encoded", lambda cost: cost["encoded"]),
-    ):
-        found[label] = ratio(*([read(r["costs"][name]) for r in records] for name in (baseline, other)))
+    measures: dict[str, Callable[[Record], float | None]] = {
+        "TTFT, steps": lambda cost: cost["step_ttft"],
+        "TTFT, all decodes": lambda cost: cost["ttft"],
+        "end to end": lambda cost: cost["seconds"],
+        "prompt tokens encoded": lambda cost: cost["encoded"],
+    }
     for stage in _decode_stages(records, baseline):
-        times = [[_stage_ttft(r, name, stage) for r in records] for name in (baseline, other)]
-        pairs = [(a, b) for a, b in zip(*times, strict=True) if a is not None and b is not None]
-        found[f"TTFT, {stage}"] = ratio(*map(list, zip(*pairs, strict=True)))
+        measures[f"TTFT, {stage}"] = partial(_stage_ttft, stage=stage)
+    found = {}
+    for label, read in measures.items():
+        both = [(read(r["costs"][baseline]), read(r["costs"][other])) for r in records]
+        pairs = [(a, b) for a, b in both if a is not None and b is not None]
+        if pairs:  # not where nothing is decoded, or only on one side
+            found[label] = ratio(*map(list, zip(*pairs, strict=True)))
     return found
 
 
@@ -94,5 +100,5 @@ def _decode_stages(records: Sequence[Record], name: str) -> list[str]:
     return list(dict.fromkeys(stages))
 
 
-def _stage_ttft(record: Record, name: str, stage: str) -> float | None:
-    return next((s["ttft"] for s in record["costs"][name]["stages"] if s["stage"] == stage), None)
+def _stage_ttft(cost: Record, stage: str) -> float | None:
+    return next((s["ttft"] for s in cost["stages"] if s["stage"] == stage), None)

@@ -49,6 +49,7 @@ def _counts(records: Sequence[Record], max_tokens: int) -> dict[str, Any]:
         "encoded": sum(r["encoded"] for r in whole),
         "cached": sum(r["cached"] for r in whole),
         "errors": dict(Counter(r["error"].split(":")[0] for r in records if r.get("error"))),
+        "first error": next((r["error"] for r in records if r.get("error")), None),
     }
 
 

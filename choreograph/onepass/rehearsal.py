@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..choreographies import Performance, Workflow
+from ..choreographies import Performance, Workflow, check_options
 from ..choreographies.performance import Condition, Content
 from ..config import CacheConfig, EngineConfig
 from ..core import Engine
@@ -61,6 +61,18 @@ class SilentModel(Adapter):
         return self._ends
 
 
+class _Rehearsal(Performance):
+    """Repeats what was said. How likely that was it does not know, so nothing may depend on it."""
+
+    def _to_decode(self, stage: str, number: int, /, **call: Any) -> dict[str, Any]:
+        made = super()._to_decode(stage, number, **call)
+        if made["sampling"].logprobs is not None:
+            raise DataError(
+                f"stage {stage!r} asks for log-probabilities, which a repetition has none of: leave them out"
+            )
+        return made
+
+
 def rehearse(
     like: Adapter,
     workflow: Workflow,
@@ -75,12 +87,13 @@ def rehearse(
     model = SilentModel(like.tokenizer, like.facts, like.end_tokens)
     engine = Engine(model, EngineConfig(CacheConfig(tokens=1 << 18), backend="reference"))
     given = {**(options or {}), **condition.options}
+    check_options(workflow, given)
     silent = replace(sampling, logprobs=None)
 
     def program(script: Script) -> Callable[[], tuple[str, list[TracedCall]]]:
         def run() -> tuple[str, list[TracedCall]]:
             with engine.session(mode=condition.mode) as session:
-                p = Performance(session, sampling=silent, forced=script.content)
+                p = _Rehearsal(session, sampling=silent, forced=script.content)
                 try:
                     workflow(p, script.task, **given).result()
                     calls = calls_of(p.steps)

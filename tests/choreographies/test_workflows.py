@@ -4,7 +4,8 @@ import pytest
 
 from choreograph import SamplingParams
 from choreograph.choreographies import Condition, Performance, conditions_of, find, names, takes_pairs
-from choreograph.errors import CallError, ConfigError
+from choreograph.errors import CallError, ConfigError, DataError
+from choreograph.evaluation.runs import source_of
 
 TASKS = {
     "direct": "What is 3 + 4?",
@@ -215,3 +216,74 @@ def test_plans_are_copied_and_the_talk_is_free(play):
 def test_bad_options_say_what_is_possible(name, options, said, play):
     with pytest.raises(ConfigError, match=said):
         play(name, **options)
+
+
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from functools import cache, partial
+from choreograph.choreographies import Condition, direct
+CONDITIONS = {"first": Condition("prefix"), "second": Condition("naive")}
+
+@dataclass
+class Prompt:
+    text: str
+
+def run(p, task):
+    return p.decode("answer", p.assistant(), [p.prefill("task", p.user(Prompt(task).text))], most=2)
+
+class Callable:
+    def __call__(self, p, task):
+        return run(p, task)
+
+"""
+
+
+@pytest.mark.parametrize("last", ["", "run = cache(run)", "run = direct.run", "run = partial(run)", "run = Callable()"])
+def test_what_stands_beside_run_is_that_of_its_file(last, tmp_path):
+    """However the file comes by its `run`; and a dataclass with postponed annotations is one."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN + last)
+    before = source_of(find(str(file)))
+    assert list(conditions_of(find(str(file)))) == ["first", "second"]
+    file.write_text(OWN.replace("first", "one") + last)
+    assert list(conditions_of(find(str(file)))) == ["one", "second"]
+    assert source_of(find(str(file))) != before
+
+
+def test_a_file_that_borrows_a_workflow_has_its_conditions_by_default(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("from choreograph.choreographies.multi_qa import run")
+    assert conditions_of(find(str(file))) == conditions_of(find("multi_qa"))
+
+
+def test_one_stop_string_is_not_its_letters(talker):
+    with talker.session() as session:
+        p = Performance(session, sampling=SamplingParams(stop="a", max_tokens=2))
+        for stop in ("END", ["END"], ("END",)):
+            assert p.decode("say", "x", stop=stop)._call.generation.sampling.stop == ("a", "END")
+
+
+def test_a_note_is_json(talker):
+    with talker.session() as session:
+        p = Performance(session)
+        p.note("votes", [1, 2])
+        with pytest.raises(DataError, match="note 'votes'"):
+            p.note("votes", {1, 2})
+        assert p.findings == {"votes": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "said"),
+    [
+        ("{}", "CONDITIONS"),
+        ("['prefix']", "CONDITIONS"),
+        ("{'a': 'prefix'}", "CONDITIONS"),
+        ("{'a': Condition('prefx')}", "'prefx'"),
+    ],
+)
+def test_conditions_that_are_none_are_refused_before_anything_runs(conditions, said, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN + f"CONDITIONS = {conditions}")
+    with pytest.raises(ConfigError, match=said):
+        conditions_of(find(str(file)))

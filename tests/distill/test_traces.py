@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 from choreograph import Engine, SamplingParams
 from choreograph.choreographies import Step, conditions_of, find
 from choreograph.cli import app
-from choreograph.distill import answer_lessons, collect, lessons_of, read_traces, train_on
+from choreograph.distill import TrainConfig, answer_lessons, collect, lessons_of, read_traces, train_on
 from choreograph.distill.lessons import baseline_lessons
 from choreograph.distill.losses import losses
+from choreograph.distill.run import split
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example
 from choreograph.evaluation.folder import alone
@@ -94,9 +95,10 @@ def test_final_answers_become_lessons_of_one_call(talker, traces):
     assert [call.generated for call in decodes] == [traces[1][0].calls[traces[1][0].answer].generated]
 
 
-def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(talker, traces):
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(talker, traces, rounds):
     with pytest.raises(ConfigError, match="single decode"):
-        answer_lessons(talker.runner.adapter, find("mad_iter"), traces[1][:1], options={"rounds": 1})
+        answer_lessons(talker.runner.adapter, find("mad_iter"), traces[1][:1], options={"rounds": rounds})
 
 
 def test_damaged_traces_are_refused(traces, tmp_path):
@@ -150,6 +152,22 @@ def test_traces_of_a_workflow_that_has_changed_are_refused(talker, tmp_path):
     file.write_text("raise AssertionError('data made this run')\n")
     with pytest.raises(ConfigError, match="--workflow"):
         train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / "adapter")
+
+
+def test_a_baseline_that_reuses_is_measured_as_it_was_computed(talker, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from choreograph.choreographies import Condition\n"
+        "from choreograph.choreographies.multi_qa import run\n"
+        "CONDITIONS = {t: Condition('choreographed', {'topology': t}) for t in ('serial', 'parallel')}\n"
+    )
+    made = collect(talker, str(file), find(str(file)), PAIRS, tmp_path / "traces", sampling=SHORT)
+    config = TrainConfig(rank=2, epochs=1)
+    adapter = talker.runner.adapter
+    report = train_on(adapter, tmp_path / "traces", tmp_path / "adapter", config, workflow=str(file))
+    heard = [value for trace in split(made, 0.1, 0)[1] for value in trace.logprobs]
+    assert report.baseline == pytest.approx(-sum(heard) / len(heard), abs=1e-4)
+    assert abs(report.before - report.baseline) > 1e-3
 
 
 def test_traces_of_other_weights_are_refused(talker, traces, tmp_path):

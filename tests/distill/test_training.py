@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
-from choreograph.distill import Lesson, TrainConfig, train
+from choreograph.distill import Lesson, TrainConfig, train, training
 from choreograph.distill.losses import losses, mean_loss, mean_losses, token_losses
 from choreograph.distill.training import targets_of
 from choreograph.errors import ConfigError, DataError, ModelError
@@ -293,6 +293,20 @@ def test_another_setting_needs_another_folder(adapter, tmp_path):
         train(adapter, [], CHECK, tmp_path / "x")
 
 
+def test_a_training_that_was_refused_keeps_no_folder(adapter, tmp_path):
+    """A slip of the pen in the first setting is mended in the second."""
+    with pytest.raises(ConfigError, match="nothing"):
+        train(adapter, LEARN[:2], CHECK[:1], tmp_path, TrainConfig(**FAST, epochs=1, targets=("nothing",)))
+    assert train(adapter, LEARN[:2], CHECK[:1], tmp_path, TrainConfig(**FAST, epochs=1)).updates
+
+
+def test_what_is_not_installed_is_said_before_anything_is_done(adapter, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "is_tensorboard_available", lambda: False)
+    with pytest.raises(ConfigError, match="pip install"):
+        train(adapter, LEARN[:2], CHECK[:1], tmp_path / "x", TrainConfig(**FAST, epochs=1, tensorboard=True))
+    assert not (tmp_path / "x").exists()
+
+
 def test_checkpoints_of_nobody_knows_what_are_left_alone(adapter, tmp_path):
     (tmp_path / "checkpoint-500").mkdir()
     (tmp_path / "checkpoint-500" / "model.safetensors").write_bytes(b"mine")
@@ -365,6 +379,7 @@ def test_the_attention_is_found_whatever_it_is_called(family, wanted):
         {"rate": float("inf")},
         {"warm_up": 1.5},
         {"kl": -1},
+        {"seed": 1 << 32},
         {"targets": ()},
         {"targets": ("lm_head",)},
     ],

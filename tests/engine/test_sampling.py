@@ -374,9 +374,9 @@ def test_reasons():
 
 NAN, INF = float("nan"), float("inf")
 IMPOSSIBLE = {
-    "temperature": [-0.1, INF, NAN, "hot", None, [1.0], True],
+    "temperature": [-0.1, INF, NAN, "hot", None, [1.0], True, 10**400],
     "top_p": [0, -1, 1.1, NAN, "all", None],
-    "top_k": [-2, 0.5, 3.0, NAN, INF, "many", None, True],
+    "top_k": [-2, 0.5, 3.0, NAN, INF, "many", None, True, 1 << 63],
     "min_p": [-0.1, 1.1, NAN, "some", None],
     "seed": [1.5, 2.0, "seed", INF, True],
     "stop": [[""], "", [1], [None], 5, b"end"],
@@ -387,7 +387,7 @@ IMPOSSIBLE = {
     "logprobs": [-1, 1.0, INF, "all", True],
     "presence_penalty": [-2.1, 2.1, NAN, "x", None],
     "frequency_penalty": [-2.1, 2.1, NAN, "x", None],
-    "repetition_penalty": [0, -1, INF, NAN, "x", None],
+    "repetition_penalty": [0, -1, INF, NAN, "x", None, 10**400],
     "logit_bias": [{-1: 0}, {1: 101}, {1: -101}, {1: NAN}, {"a": 1}, {1: "a"}, {1.0: 1}, [1], 7, {1: None}],
 }
 

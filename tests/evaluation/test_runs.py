@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.choreographies import Condition, conditions_of, find
+from choreograph.choreographies import Condition, Performance, conditions_of, find
 from choreograph.cli import app
 from choreograph.errors import ConfigError, DataError
 from choreograph.evaluation.data import Example, games
@@ -18,6 +18,7 @@ from choreograph.evaluation.judge import verdicts
 from choreograph.evaluation.runs import run_conditions, seed_of, settings_of
 from choreograph.evaluation.speed import speed_rows, timed
 from choreograph.evaluation.summary import summarize, table
+from choreograph.onepass.rehearsal import Script, rehearse
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=6)
 MATH = [Example(f"m{i}", "math", f"What is {i} + {i}?", {"answer": str(2 * i)}) for i in range(1, 5)]
@@ -102,6 +103,7 @@ def test_errors_are_records_and_scores(talker, tmp_path):
     report = summarize(examples, found, max_tokens=6)
     assert report["conditions"]["baseline"]["scores"]["failed"]["value"] == 0.5
     assert sum(report["conditions"]["baseline"]["errors"].values()) == 1
+    assert report["conditions"]["baseline"]["first error"] == found["baseline"][1]["error"]
     head, lines = table(report)
     assert len(lines) == 2 and len(lines[0]) == len(head)
 
@@ -139,6 +141,27 @@ def test_plans_come_from_the_baseline(talker, tmp_path):
         assert len({json.dumps(r["tokens"]["Bob plans"]) for r in records}) == 1
     report = summarize(games(2), found, max_tokens=6)
     assert report["conditions"]["leak both"]["differences"]["Bob cooperates"]["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Condition("choreographed", {"depth": 1}), "depth"),
+        (Condition("choreographed", model="FT"), "model 'FT'"),
+    ],
+)
+def test_a_condition_that_cannot_run_is_refused_before_another_runs(talker, tmp_path, wrong, said):
+    steps = talker.runner.steps
+    with pytest.raises(ConfigError, match=said):
+        run(talker, tmp_path, examples=MATH[:1], conditions=BOTH | {"wrong": wrong})
+    with pytest.raises(ConfigError, match="depth"):
+        list(rehearse(talker.runner.adapter, find("direct"), [], Condition("naive", {"depth": 1}), sampling=SAMPLING))
+    assert talker.runner.steps == steps
+
+
+def test_copies_of_a_stage_that_is_not_there_name_those_that_are(talker, tmp_path):
+    found = run(talker, tmp_path, examples=MATH[:1], conditions=BOTH | {"c": Condition("prefix", copies=("plan",))})
+    assert "copies ['plan']: the run to copy has the stages ['answer']" in found["c"][0]["error"]
 
 
 def test_nothing_drifts_where_nothing_is_reused_elsewhere(talker, tmp_path):
@@ -190,6 +213,58 @@ def test_both_modes_are_timed_on_the_same_tokens(talker, tmp_path):
     rows = speed_rows(costs, "baseline", "choreographed")
     assert {"TTFT, all decodes", "end to end", "prompt tokens encoded", "TTFT, vote"} <= set(rows)
     assert all(row.low <= row.value <= row.high for row in rows.values())
+
+
+def test_a_forced_run_that_goes_another_way_is_named(talker):
+    """Of a workflow in which something else than what is said decides."""
+    rounds = iter([2, 1])
+
+    def run(p, task):
+        said = [p.decode("say", p.assistant(f"{i}"), [p.prefill("task", p.user(task))]) for i in range(next(rounds))]
+        return said[-1]
+
+    with talker.session() as session:
+        p = Performance(session, sampling=SAMPLING)
+        run(p, "Say.").result()
+        content = p.content()
+    with pytest.raises(DataError, match="m1: forced to its trace"):
+        next(timed(talker, run, MATH[:1], {"m1": content}, BOTH, warm_up=False))
+
+
+def test_where_nothing_is_decoded_there_is_no_figure_of_it(talker, tmp_path):
+    def run(p, task):
+        return p.prefill("task", p.user(task))
+
+    costs = list(timed(talker, run, MATH[:2], {e.id: {} for e in MATH}, BOTH, warm_up=False))
+    assert set(speed_rows(costs, "baseline", "choreographed")) == {"end to end", "prompt tokens encoded"}
+    scripts = [Script(e.id, e.task, {}) for e in MATH[:2]]
+    assert drift_rows([found for _, found in drifts(talker, run, scripts, BOTH, sampling=SAMPLING)]) == []
+
+
+def test_what_depends_on_log_probabilities_is_not_repeated(talker):
+    """A repetition without computing knows none, and would go another way than the run."""
+
+    def run(p, task):
+        task = p.prefill("task", p.user(task))
+        said = [p.decode("say", "a", [task], sampling=SamplingParams(logprobs=0, max_tokens=1)) for _ in range(2)]
+        return p.decode("answer", "b", [max(said, key=lambda m: m.logprobs[0].logprob)])
+
+    scripts = [Script("m1", "Say.", {"say": [[5], [6]], "answer": [[7]]})]
+    with pytest.raises(DataError, match="m1: stage 'say' asks for log-probabilities"):
+        list(drifts(talker, run, scripts, BOTH, sampling=SAMPLING))
+
+
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_one_process_at_a_time_evaluates_in_a_folder(command, data, tmp_path, talker_folder):
+    """The other one does not even mend a line that is being written."""
+    file = tmp_path / "out" / ("traces/baseline.jsonl" if command == "bench" else "baseline.jsonl")
+    file.parent.mkdir(parents=True)
+    file.write_text('{"id": "m1", ')
+    with alone(tmp_path / "out"):
+        given = [command, "direct", "--data", str(data), "--out", str(tmp_path / "out"), "--model", talker_folder]
+        result = CliRunner().invoke(app, given)
+    assert isinstance(result.exception, ConfigError) and "another process" in str(result.exception)
+    assert file.read_text() == '{"id": "m1", '
 
 
 def test_a_judge_that_always_says_the_same_letter_sees_only_ties(talker):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from choreograph.errors import DataError
 from choreograph.evaluation.data import Example
 from choreograph.evaluation.scores import coverage, f1, mentions, normal, same_answer, score
 
@@ -66,6 +67,7 @@ def test_records_by_kind():
     assert score(math, cut)["unread"] == 1, "a number on the way is no answer"
     assert score(math, record("no idea")) == {"right": 0, "unread": 1, "failed": 0}
     assert score(math, {"error": "CacheFull: ..."}) == {"failed": 1}
+    assert score(math, record("", answer=5))["right"] == 1, "a note may be a number"
     pair = Example("2", "pair", [], {"first": {"answers": ["Rome"]}, "second": {"answers": ["Bern", "Berne"]}})
     assert score(pair, record("In Berne.")) == {"first": 0, "second": 1, "both": 0, "either": 1, "failed": 0}
     concepts = Example("3", "concepts", [], {"concepts": ["sea", "run", "dog"]})
@@ -77,3 +79,8 @@ def test_records_by_kind():
     got = score(game, played("", "no", "maybe"))
     assert (got["unread"], got["predicts right"]) == (1, 0)
     assert score(Example("5", "text", ""), record("three words here"))["words"] == 3
+
+
+def test_a_game_of_another_workflow_is_refused_with_its_stages():
+    with pytest.raises(DataError, match=r"'Bob predicts'.*workflow has no \['Bob decides', 'Bob predicts'\]"):
+        score(Example("4", "game", "Alice"), {**record(), "texts": {"Alice decides": ["defect"]}})
