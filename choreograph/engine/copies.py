@@ -34,7 +34,7 @@ def share(runner: Runner, call: Call, encoding: Encoding) -> None:
         call.encoding, call.state = encoding, State.RUNNING
         runner.store.hold(encoding, call.message_holder)
         call.usage = Usage(cached_tokens=len(call.prompt))
-        runner.end(call, State.DONE, "cached")
+        runner.endings.end(call, State.DONE, "cached")
 
 
 def copy_out(runner: Runner, call: Call) -> Copy:

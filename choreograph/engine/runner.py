@@ -9,22 +9,24 @@ state, so several threads may drive one engine.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..config import EngineConfig
 from ..errors import CacheFull, CallFailed, ChoreographError, ReleasedMessage, SessionClosed
 from ..events import EventLog
-from ..kv.encoding import Encoding, Sight, content_key
+from ..kv.encoding import Encoding, content_key
 from ..kv.transfers import TransferFailed
 from ..models.adapter import Adapter
 from ..models.family import Family
 from ..ops.measured import open_backend
 from ..ops.native import BackendUnavailable
+from ..quiet import QuietLock
 from ..types import FinishReason, Usage
 from .beginning import begin_as_another, copy_beginnings
 from .call import Call, State
 from .compute import Computer
+from .endings import Endings
 from .generation import footer_after
 from .hearing import Hearing, failure
 from .memory import make_store
@@ -50,8 +52,8 @@ class Runner:
             self.backend, self.backend_note = open_backend(config.backend, facts.heads, facts.dtype, facts.device)
         except BackendUnavailable as reason:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
-        self.lock = threading.RLock()
-        sleep = threading.Condition(self.lock).wait  # others may act meanwhile
+        self.lock = QuietLock()
+        sleep = threading.Condition(self.lock).wait  # type: ignore[arg-type] # others may act meanwhile
         self.store = make_store(adapter, config, self.events, sleep)
         self.computer = Computer(self.family, self.store.arena, self.backend)
         self.residence = Residence(self.store, self._rebuild, lambda: bool(self.scheduler.running))
@@ -66,6 +68,7 @@ class Runner:
             mend=lambda calls: self.sharing.mend(calls),
         )
         self.sharing = Sharing(self.store, self.family, self.scheduler, self.events)
+        self.endings = Endings(self.store, self.scheduler, self.residence, self.events, self.computer.forget)
         self.hearing = Hearing(self._fail)
         self.steps = 0
         self.rows = 0
@@ -95,7 +98,7 @@ class Runner:
         for parent in call.needs:
             parent.children_waiting += 1
         if call.mode != "choreographed" and not call.is_decode:
-            self.end(call, State.DONE, "encoded")  # a text: nothing to compute
+            self.endings.end(call, State.DONE, "encoded")  # a text: nothing to compute
         else:
             self.scheduler.waiting.append(call)
         self.events.write("submitted", call=call.id)
@@ -130,7 +133,7 @@ class Runner:
             self.store.hold(work.ready, call.message_holder)
             call.usage = Usage(cached_tokens=seen + len(work.tokens))
             self.events.write("hit", call=call.id, tokens=len(work.tokens), where=work.ready.state)
-            self.end(call, State.DONE, "cached")
+            self.endings.end(call, State.DONE, "cached")
             return
         if call.generation is not None:
             if call.generation.sampling.repetition_penalty != 1.0:  # the one option that looks at what was seen
@@ -188,7 +191,7 @@ class Runner:
         call.state = State.RUNNING
         self.scheduler.waiting.remove(call)
         self.scheduler.running.append(call)
-        self._parents_served(call)
+        self.endings.parents_served(call)
         size = len(call.work.tokens)
         self.events.write("admitted", call=call.id, encoding=call.work.id, cached=call.usage.cached_tokens, encode=size)
 
@@ -251,18 +254,18 @@ class Runner:
             try:
                 self._accept(call, token, now)
             except Exception as problem:
-                self._fail(call, failure(call, "its next token could not be taken,", problem))
+                self.endings.fail(call, failure(call, "its next token could not be taken,", problem))
         for call in (take.call for take in batch.takes):
             if call.ended or call.encoding is None or not call.encoding.whole:
                 continue
             if call.abandoned and call.state is State.RUNNING and call.is_decode:
-                self.end(call, State.CANCELLED, "cancelled")
+                self.endings.end(call, State.CANCELLED, "cancelled")
             elif call.state is State.KNOWN or not call.is_decode:
-                self.end(call, State.DONE, call.finish_reason or "encoded")
+                self.endings.end(call, State.DONE, call.finish_reason or "encoded")
 
     def _accept(self, call: Call, token: int | None, now: float) -> None:
         if token is None:
-            self._fail(call, CallFailed(f"message {call.id}: the model gave NaN instead of logits"))
+            self.endings.fail(call, CallFailed(f"message {call.id}: the model gave NaN instead of logits"))
             return
         generation, encoding = call.generation, call.encoding
         assert generation is not None and encoding is not None
@@ -297,82 +300,15 @@ class Runner:
         encoding.tokens.pop()  # nobody has computed the last token; a later prompt will if it needs it
         if call.mode == "prefix":
             hang(call, self.store)
-        self.end(call, State.DONE, reason)
-
-    # -- endings ------------------------------------------------------------------------------------------
-
-    def end(self, call: Call, state: State, reason: FinishReason | None) -> None:
-        """The one way out of the queues: trims the encoding and lets go of everything but the message."""
-        was = call.state
-        call.state, call.finish_reason = state, reason
-        self.residence.done(call.id)
-        call.known_at = call.known_at or time.perf_counter()
-        for queue in (self.scheduler.waiting, self.scheduler.running):
-            if call in queue:
-                queue.remove(call)
-        if not self.scheduler.running:
-            self.computer.forget()
-        if was is State.WAITING:
-            self._parents_served(call)
-        self._let_go_of(call, call.sights)
-        call.sights = ()
-        if call.generation is not None:
-            call.generation.prompt = []
-        if call.encoding is not None and was is not State.WAITING:
-            if call.encoding.whole:
-                self.store.trim(call.encoding)
-            self.store.let_go(call.encoding, call.call_holder)
-        if state in (State.FAILED, State.CANCELLED) and call.encoding is not None:
-            self.store.let_go(call.encoding, call.message_holder)
-        if call.released and call.encoding is not None and not call.children_waiting:
-            self.store.let_go(call.encoding, call.message_holder)
-        self.events.write({State.DONE: "finished"}.get(state, state.value), call=call.id)
-
-    def _fail(self, call: Call, problem: ChoreographError) -> None:
-        call.error = problem
-        self.end(call, State.FAILED, None)
-
-    def _let_go_of(self, call: Call, sights: Iterable[Sight]) -> None:
-        for sight in sights:
-            self.store.let_go(sight.encoding, call.call_holder)
-
-    def _parents_served(self, call: Call) -> None:
-        """The call has its own hold on what it sees: parents whose release waited for it can go."""
-        for parent in call.needs:
-            parent.children_waiting -= 1
-            if parent.released and not parent.children_waiting:
-                self._release_now(parent)
+        self.endings.end(call, State.DONE, reason)
 
     def release(self, call: Call) -> None:
         """The message is no longer wanted. What calls in flight see of it stays until they end."""
         with self.lock:
-            if call.released:
-                return
-            call.released = True
-            self.events.write("released", call=call.id)
-            if not call.children_waiting:
-                self._release_now(call)
+            self.endings.release(call)
 
-    def _release_now(self, call: Call) -> None:
-        if call.state is State.WAITING:
-            self.end(call, State.CANCELLED, "cancelled")
-        elif call.state in (State.RUNNING, State.KNOWN):
-            self._abandon(call)
-        elif call.encoding is not None:
-            self.store.let_go(call.encoding, call.message_holder)
-
-    def _abandon(self, call: Call) -> None:
-        """Ends a call in flight, but first encodes the tokens that it has where other calls see them."""
-        encoding = call.encoding
-        assert encoding is not None
-        seen = encoding.holders - {call.call_holder, call.message_holder} or encoding.children
-        if seen and not encoding.whole:
-            call.abandoned = True
-            call.finish_reason = call.finish_reason or "cancelled"
-        elif call.state is State.KNOWN:
-            self.end(call, State.DONE, call.finish_reason)
-        else:
-            self.end(call, State.CANCELLED, "cancelled")
+    def _fail(self, call: Call, problem: ChoreographError) -> None:
+        self.endings.fail(call, problem)
 
     # -- driving ------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from ..config import budget
 from ..errors import ConfigError, ModelError
 from ..ops.attend import Step
 from ..ops.crossing import sent
+from ..quiet import interruptible
 from ..types import BASE
 from .bridges import Bridge
 from .check import check_itself
@@ -150,7 +151,8 @@ class Adapter:
         self.refuse_in_training()
         with self.hooked(), torch.autocast(self.facts.device.type, enabled=False), self.adapted(models) as changed:
             if self.compiled is not None and not changed and not step.kept:  # graphs are of the base model alone
-                logits = self.compiled(tokens, positions, step, rows)
+                with interruptible():
+                    logits = self.compiled(tokens, positions, step, rows)
                 if logits is not None:
                     return logits
             return self.logits(tokens, positions, step, rows).float()
@@ -187,6 +189,7 @@ class Adapter:
             torch.autocast(device.type, enabled=False),
             self.adapted(models),
             self.depth.only(first, end),
+            interruptible(),
         ):
             self.depth.body(
                 input_ids=sent([tokens], torch.long, device),
@@ -233,7 +236,7 @@ class Adapter:
         """One pass of the hooked model, attention being what `step.attend` makes of every layer. through: what wraps
         the model."""
         device = next(self.model.parameters()).device
-        with self.bridge.carrying(step) if self.bridge is not None else nullcontext():
+        with self.bridge.carrying(step) if self.bridge is not None else nullcontext(), interruptible():
             return (through or self.model)(
                 input_ids=sent([tokens], torch.long, device),
                 position_ids=sent([positions], torch.long, device),

@@ -285,7 +285,7 @@ actions = st.lists(
 
 
 @given(actions, st.sampled_from(["choreographed", "prefix", "naive"]), st.sampled_from([3, 8, 512]))
-@settings(max_examples=many(20), deadline=None)
+@settings(max_examples=many(40), deadline=None)
 def test_it_says_the_same_whoever_comes_and_goes(actions, mode, rows):
     plain, begun = (Program(engine, actions, mode, rows) for engine in both())
     assert begun.said == plain.said
