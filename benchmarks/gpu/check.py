@@ -125,8 +125,9 @@ class Hollow(SilentModel):
 
 def host(bench: Bench) -> list[Row]:
     """What Python takes of a decode step on a GPU, over graphs that compute nothing: a lower bound, since drawing and
-    copies are the CPU's here, without a driver, pinned memory or events."""
-    found = []
+    copies are the CPU's here, without a driver, pinned memory or events. On one thread, as Python is."""
+    found, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)
     for count in (1, 8, 64, 256):
         e = Engine(Hollow(bench.tokenizer, FULL), EngineConfig(CacheConfig(tokens=FULL.room), backend="reference"))
         e.runner.computer.goes_ahead = True
@@ -139,6 +140,7 @@ def host(bench: Bench) -> list[Row]:
             taken = [1e3 * seconds(e.step) for _ in range(60)]
         found.append(median_row(f"the engine's own part of a step, {count} calls", taken, "ms", better="lower"))
         print(f"{found[-1].measure}: {found[-1].value:.2f} ms", flush=True)
+    torch.set_num_threads(threads)
     return found
 
 
