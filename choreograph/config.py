@@ -43,6 +43,10 @@ def budget(size: int | str, bytes_per_token: int) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()]) // bytes_per_token
 
 
+def _check_switch(name: str, value: object) -> None:
+    _check(isinstance(value, bool), name, value, "use True or False")
+
+
 def check_count(value: object, name: str, least: int) -> None:
     """Raises ConfigError unless `value` is a whole number of at least `least`."""
     _check(_whole(value, least), name, value, f"use {least} or more")
@@ -84,6 +88,7 @@ class CacheConfig:
         ok = folder is None or (isinstance(folder, (str, os.PathLike)) and may_be_folder(Path(folder)))
         _check(ok, "disk_folder", folder, "use None, or the path of a folder that is there or can be made")
         _check(self.eviction in EVICTIONS, "eviction", self.eviction, f"use one of {EVICTIONS}")
+        _check_switch("poison", self.poison)
 
 
 def check_sizes(cache: CacheConfig, token_bytes: int, device: int, host: int) -> None:
@@ -120,6 +125,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check(_whole(self.max_step_tokens, 1), "max_step_tokens", self.max_step_tokens, "use 1 or more")
         _check(_whole(self.max_calls, 1), "max_calls", self.max_calls, "use 1 or more")
+        _check_switch("status_aware", self.status_aware)
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,9 @@ class EngineConfig:
     max_positions: int | None = None
 
     def __post_init__(self) -> None:
+        _check(isinstance(self.cache, CacheConfig), "cache", self.cache, "use CacheConfig(...)")
+        _check(isinstance(self.scheduler, SchedulerConfig), "scheduler", self.scheduler, "use SchedulerConfig(...)")
+        _check_switch("compile", self.compile)
         _check(self.backend in BACKENDS, "backend", self.backend, f"use one of {BACKENDS}")
         _check(
             self.quantization in QUANTIZATIONS,

@@ -218,7 +218,7 @@ class Message:
     def where(self) -> str:
         """Where its encoding is: device, host, disk, loading, offloading, dropped; "nowhere" without one."""
         encoding = self._call.encoding
-        return "nowhere" if encoding is None else encoding.state
+        return "nowhere" if encoding is None or self._is_text else encoding.state
 
     def pin(self, seconds: float | None = None, *, owner: str | None = None) -> "Message":
         """Brings the encoding to the device and keeps it there for some seconds, or until `unpin` or the session's end.

@@ -489,6 +489,9 @@ def test_unknown_devices(tiny_model):
         (EngineConfig, "compile_rows", (0, 1)),
         (EngineConfig, "compile_rows", (1.5,)),
         (EngineConfig, "compile_rows", 5),
+        (EngineConfig, "cache", 4096),
+        (EngineConfig, "scheduler", None),
+        (EngineConfig, "compile", "no"),
         (CacheConfig, "tokens", 0),
         (CacheConfig, "tokens", 15),
         (CacheConfig, "tokens", -1),
@@ -505,6 +508,8 @@ def test_unknown_devices(tiny_model):
         (SchedulerConfig, "max_step_tokens", 7.5),
         (SchedulerConfig, "max_calls", -1),
         (SchedulerConfig, "max_calls", True),
+        (SchedulerConfig, "status_aware", "no"),
+        (CacheConfig, "poison", 1),
     ],
 )
 def test_impossible_config_values(kind, name, value):
@@ -610,7 +615,8 @@ def test_what_is_text_alone_has_nothing_to_pin_or_copy(tiny_engine, mode):
         text.unpin()
         with pytest.raises(e.CallError, match=f"text alone in {mode} mode"):
             text.copy_out()
-        assert session.decode([4], [text], sampling=GREEDY).pin().length == 5
+        said = session.decode([4], [text], sampling=GREEDY)
+        assert said.pin().length == 5 and said.where == ("device" if mode == "prefix" else "nowhere")
 
 
 def test_what_is_no_character_is_refused(talker):

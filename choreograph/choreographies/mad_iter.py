@@ -1,7 +1,7 @@
 """Iterative multi-agent debate (Liang et al. 2024) as in Prompt Choreography, Figure 6: two sides and a moderator.
 
-Each side sees its own instructions and every earlier turn of both; the moderator may stop the debate after a
-round, and then says the answer. A turn of the other side was encoded behind the other side's instructions.
+Each side sees its own instructions and every earlier turn of both; the moderator may stop the debate after any round
+but the last, and says the answer at the end. A turn of the other side was encoded behind the other side's instructions.
 """
 
 from ..errors import ConfigError

@@ -1,6 +1,7 @@
-"""Parallel multi-agent debate (Du et al. 2024) as in Prompt Choreography, Figure 6: agents x rounds, then a majority.
+"""Parallel multi-agent debate (Du et al. 2024; Prompt Choreography, Figure 6): agents x rounds, then a majority.
 
-In every later round an agent reads what the others answered in the round before, not what it said itself.
+In every later round an agent reads what the others answered in the round before, not what it said itself. What to do
+with those answers is said behind them, in the last turn before its own; in Figure 6 it stands before them.
 """
 
 from ..errors import ConfigError

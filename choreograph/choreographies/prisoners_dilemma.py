@@ -3,7 +3,7 @@
 Alice and Bob each plan in private, talk for two rounds, then decide. Alice's words are encoded behind her own
 instructions and plan; choreographed, Bob reads those very encodings. `leak` re-encodes what Bob hears from her:
 "system" with sight of her instructions but not her plan, "plan" the other way round (behind a bare opening), "none"
-with sight of the talk alone.
+with sight of that opening and the talk alone.
 """
 
 from ..errors import ConfigError
