@@ -93,6 +93,7 @@ class Engine:
 
     @property
     def facts(self) -> ModelFacts:
+        """What was measured of the base model: shapes, positions, the attention of its layers."""
         return self.runner.adapter.facts
 
     @property
@@ -178,6 +179,7 @@ class Engine:
 
     @property
     def events(self) -> EventLog:
+        """What happened in the cache and to the calls: `counts` of every kind, the `recent` ones, `listen`."""
         return self.runner.events
 
     def session(

@@ -65,6 +65,7 @@ class Message:
 
     @property
     def id(self) -> int:
+        """Its number, which no other message of the engine has."""
         return self._call.id
 
     @property
@@ -106,6 +107,7 @@ class Message:
 
     @property
     def length(self) -> int:
+        """The number of its tokens."""
         return len(self.tokens)
 
     def part(self, first: int, last: int) -> Part:
@@ -151,16 +153,19 @@ class Message:
 
     @property
     def finish_reason(self) -> FinishReason | None:
+        """Of a decode "stop", "length" or "forced", of a prefill "encoded", or "cached" where equal work was found."""
         self._wait_done()
         return self._call.finish_reason
 
     @property
     def usage(self) -> Usage:
+        """How many tokens were found, encoded and generated."""
         self._wait_done()
         return self._call.usage
 
     @property
     def timing(self) -> Timing:
+        """How long it waited and ran, in seconds."""
         self._wait_done()
         return self._call.timing
 
@@ -171,6 +176,7 @@ class Message:
 
     @property
     def error(self) -> Exception | None:
+        """Why it failed; never runs the engine."""
         return self._call.error
 
     def result(self) -> "Message":
