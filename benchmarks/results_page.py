@@ -45,10 +45,14 @@ def _made(name: str) -> str:
         or list(found.get("summaries", found.get("runs", {})).values())
         or [found]
     )
-    places = dict.fromkeys(f"commit {part['commit']}, {part['date']}, {part['hardware']}" for part in parts)
     runs = found.get("runs", {})
     models = dict.fromkeys(run["model"] for run in runs.values() if "model" in run) or [found["model"]]
-    return f"`benchmarks/{name}.py`, {'; '.join(places)}; {', '.join(models)}."
+    return f"`benchmarks/{name}.py`, {places_of(parts)}; {', '.join(models)}."
+
+
+def places_of(parts: Iterable[Mapping[str, str]]) -> str:
+    """Where and when they were measured, each once."""
+    return "; ".join(dict.fromkeys(f"commit {one['commit']}, {one['date']}, {one['hardware']}" for one in parts))
 
 
 def speed() -> str:

@@ -106,7 +106,7 @@ class Engine:
         self.runner.adapter.refuse_ranks("a LoRA adapter")
         loras = self.runner.adapter.loras
         assert loras is not None
-        with self.runner.lock, self.runner.adapter.hooked():  # nobody computes meanwhile
+        with self.runner.lock, self.runner.adapter.hooked():  # nobody begins a step meanwhile
             self.runner.family.check_new(name)
             return loras.add(name, source)
 
@@ -172,7 +172,7 @@ class Engine:
         if not known:
             raise ConfigError("patterns is empty: name all that `choose` may answer")
         runner = self.runner
-        with runner.lock, runner.adapter.hooked():  # nobody computes meanwhile
+        with runner.lock, runner.adapter.hooked():  # nobody begins a step meanwhile
             while runner.store.traffic.wait():
                 runner.settle()
             runner.sharing.add(receiver, sender, known, choose or (lambda load: known[0]), tokens)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..common import RESULTS, Row, last
-from ..results_page import markdown
+from ..results_page import markdown, places_of
 from . import table
 from .lines import PARTS
 from .predictions import PRESETS
@@ -51,10 +51,16 @@ def _check() -> str:
     lines = [
         (r.measure, f"{r.value:.2f} ({r.low:.2f}, {r.high:.2f})", f"{r.predicted:.2f}") for r in rows if r.predicted
     ]
-    made = f"commit {found['commit']}, {found['date']}, {found['hardware']}; {found['model']}"
+    places = {
+        apart: places_of(row.made for row in rows if bool(row.predicted) == apart and row.made)
+        for apart in (True, False)
+    }
     told = ", ".join(f"{r.value:.2f} {r.unit} with {r.measure.partition(', ')[2]}" for r in rows if not r.predicted)
     table = markdown(("measure", "measured", "predicted"), lines)
-    return f"{table}\n\nThe engine's own part of a step: {told}. `python -m benchmarks.gpu --check`, {made}."
+    return (
+        f"{table}\n\n`python -m benchmarks.gpu --check`, {places[True]}; {found['model']}. "
+        f"What Python takes of a decode step, over graphs that compute nothing: {told}. `python -m benchmarks.gpu --host`, {places[False]}."
+    )
 
 
 def _binaries() -> str:

@@ -7,8 +7,9 @@ whoever is given these slots since writes behind it, on the same stream.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ class Ahead:
             return
         batch, _, step = self._foreseen
         calls = [take.call for take in batch.takes]
-        if step.arrivals or any(c.ends_next or (c.generation and c.generation.host_chooses) for c in calls):
+        if any(c.ends_next or (c.generation and c.generation.host_chooses) for c in calls):
             return
         try:
             tokens = choice.tokens.clamp(min=0)
@@ -92,18 +93,16 @@ class Ahead:
             return []
         if self._begun.event is not None:  # where another stream is used now
             torch.cuda.current_stream(self._begun.logits.device).wait_event(self._begun.event)
-        calls = [take.call for take in self._begun.good]
-        if not calls:
-            self._begun = None
-        return calls
+        good = self._begun.good
+        self._begun = self._begun._replace(rows={take.call.id: take.row0 for take in good}) if good else None
+        return [take.call for take in good]
 
     def logits_of(self, batch: Batch) -> "Tensor | None":
-        """What was begun, where a batch is of nothing else; it is given once."""
+        """What was begun, where a batch is of calls that `wanted` it alone; it is given once."""
         begun, self._begun, self._computed = self._begun, None, None
         if begun is None or not batch.takes:
             return None
-        known = {take.call.id: take.row0 for take in begun.good}
-        rows = [known.get(take.call.id) for take in batch.takes]
+        rows = [begun.rows.get(take.call.id) for take in batch.takes]
         if None in rows:
             return None
         self._foreseen = None
@@ -139,12 +138,14 @@ class _Foreseen(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A step that a device computes. choice: gave its tokens. event: the device has done it."""
+    """A step that a device computes. choice: gave its tokens. event: the device has done it. rows: by the calls that
+    want them, once that is known."""
 
     foreseen: _Foreseen
     choice: Choice
     logits: "Tensor"
     event: Any
+    rows: Mapping[int, int] = MappingProxyType({})
 
     @property
     def good(self) -> list[Take]:

@@ -63,13 +63,13 @@ class Runner:
             max_calls=config.scheduler.max_calls,
             status_aware=config.scheduler.status_aware,
             admit=self._admit,
-            fail=self._fail,
+            fail=lambda call, problem: self.endings.fail(call, problem),
             weights=self.family.weights,
             mend=lambda calls: self.sharing.mend(calls),
         )
         self.sharing = Sharing(self.store, self.family, self.scheduler, self.events)
         self.endings = Endings(self.store, self.scheduler, self.residence, self.events, self.computer.forget)
-        self.hearing = Hearing(self._fail)
+        self.hearing = Hearing(self.endings.fail)
         self.steps = 0
         self.rows = 0
         self.closed = False
@@ -306,9 +306,6 @@ class Runner:
         """The message is no longer wanted. What calls in flight see of it stays until they end."""
         with self.lock:
             self.endings.release(call)
-
-    def _fail(self, call: Call, problem: ChoreographError) -> None:
-        self.endings.fail(call, problem)
 
     # -- driving ------------------------------------------------------------------------------------------
 
