@@ -59,7 +59,8 @@ def _check() -> str:
     table = markdown(("measure", "measured", "predicted"), lines)
     return (
         f"{table}\n\n`python -m benchmarks.gpu --check`, {places[True]}; {found['model']}. "
-        f"What Python takes of a decode step, over graphs that compute nothing: {told}. `python -m benchmarks.gpu --host`, {places[False]}."
+        f"What Python takes of a decode step, over graphs that compute nothing: {told}. "
+        f"`python -m benchmarks.gpu --host`, {places[False]}."
     )
 
 
