@@ -11,15 +11,15 @@ from pathlib import Path
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from jaxtyping import install_import_hook
+from shapes import check_shapes
 
-install_import_hook(["choreograph.ops", "choreograph.kv", "choreograph.engine.sampling"], "beartype.beartype")
+check_shapes("choreograph.ops", "choreograph.kv", "choreograph.engine.sampling")
 
 import pytest  # noqa: E402
 import tiny  # noqa: E402
 from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
 
-from choreograph import CacheConfig, Engine, EngineConfig  # noqa: E402
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams  # noqa: E402
 from choreograph.models.load import converted, embedded_path  # noqa: E402
 from choreograph.ops import measured  # noqa: E402
 
@@ -35,6 +35,21 @@ def make_llama(*, seed: int = 0, vocabulary: int = 97, positions: int = 512) -> 
 def _nothing_measured():
     """What `choreograph tune` found on this machine stays out of the tests."""
     measured._path = lambda: Path(os.devnull)
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Messages of a dozen tokens at most, so that what a page or an example does is done in seconds; of any length
+    where time is no matter."""
+    if os.environ.get("CHOREOGRAPH_THOROUGH"):
+        return
+    made = SamplingParams.__post_init__
+
+    def make(self: SamplingParams) -> None:
+        made(self)
+        object.__setattr__(self, "max_tokens", min(self.max_tokens, max(self.min_tokens, 12)))
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", make)
 
 
 @pytest.fixture(scope="session")

@@ -59,6 +59,7 @@ def test_models_lists_what_is_proved_with_its_test():
         assert Path(facts["proof"]).is_file()
 
 
+@pytest.mark.usefixtures("brief")
 def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path, talker_folder):
     picture = tmp_path / "graph.svg"
     small = ["--branches", "2", "--voters", "2", "--pairs", "2", "--model", talker_folder]

@@ -439,12 +439,14 @@ def test_folders_that_hold_no_model(tmp_path):
         Engine.from_pretrained(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("size", [0, 3, 1000, 3_000_000, pytest.param(20_000_000, marks=pytest.mark.slow)])
-def test_a_truncated_gguf_file(tmp_path, own_cache, size):
+@pytest.mark.parametrize(
+    ("size", "times"), [(0, 2), (3, 2), (1000, 2), (3_000_000, 1), pytest.param(20_000_000, 2, marks=pytest.mark.slow)]
+)
+def test_a_truncated_gguf_file(tmp_path, own_cache, size, times):
     path = tmp_path / "short.gguf"
     with embedded_path().open("rb") as whole:
         path.write_bytes(whole.read(size))
-    for _ in range(2):
+    for _ in range(times):
         with pytest.raises(e.ModelError, match=r"short\.gguf' is not a readable GGUF file"):
             Engine.from_pretrained(path)
     assert not os.listdir(own_cache / "choreograph" / "models"), "nothing half-made is left"

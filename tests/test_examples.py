@@ -9,6 +9,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+@pytest.mark.usefixtures("brief")
 def test_examples_are_short_and_run(example, capsys):
     path = EXAMPLES / example
     assert len(path.read_text().splitlines()) <= 40

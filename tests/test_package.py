@@ -40,6 +40,7 @@ def test_public_names():
         ),
     ],
 )
+@pytest.mark.usefixtures("brief")
 def test_code_in_the_documents_runs(page):
     """All python blocks of a page, in one namespace, top to bottom."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from many import many
+from nested import calls_nest
 
 from choreograph import SamplingParams
 from choreograph.errors import CacheFull, CallError, CallFailed, ChoreographError
@@ -104,8 +105,8 @@ def chain(session, length: int, size: int = 3):
 
 def test_however_deep_its_dropped_ancestors_are_a_message_returns():
     engine, roomy = tiny.engine(tokens=24, page=4), tiny.engine(tokens=8192)
-    with engine.session() as session, roomy.session() as other:
-        messages, expected = chain(session, 1200), chain(other, 1200)
+    with engine.session() as session, roomy.session() as other, calls_nest(250):
+        messages, expected = chain(session, 300), chain(other, 300)
         engine.drain()
         assert sum(m.where == "device" for m in messages) < 7
         before = engine.events.counts["rebuilding"]
@@ -113,8 +114,8 @@ def test_however_deep_its_dropped_ancestors_are_a_message_returns():
         for (keys, values), (k, v) in zip(found.layers, right.layers, strict=True):
             torch.testing.assert_close(keys, k, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(values, v, atol=1e-4, rtol=1e-4)
-        assert engine.events.counts["rebuilding"] - before <= 1200
-        assert messages[600].where == "dropped" and messages[600].encode() is messages[600]
+        assert engine.events.counts["rebuilding"] - before <= 300
+        assert messages[150].where == "dropped" and messages[150].encode() is messages[150]
         engine.check()
 
 

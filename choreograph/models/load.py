@@ -178,7 +178,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         with _no_bars(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws bars of its own
             config = AutoConfig.from_pretrained(**place)
-            model = _whole(gguf.name, **place, dtype=torch.float32)
+            model = _whole(gguf.name, **place, config=config, dtype=torch.float32)
             AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     except ModelError:
         raise

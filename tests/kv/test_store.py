@@ -1,10 +1,8 @@
 """Encodings: who holds them, how equal work is found, what is evicted first."""
 
-import inspect
-import sys
-
 import pytest
 import torch
+from nested import calls_nest
 
 from choreograph.errors import CacheFull
 from choreograph.events import EventLog
@@ -156,9 +154,7 @@ def test_prefixes_hang_deeper_than_calls_may_nest():
     store.tree("one", grow=True)
     tokens = list(range(depth))
     chain = [whole(store, [token], str(token), start=token) for token in tokens]
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(inspect.stack()) + depth)
-    try:
+    with calls_nest(depth):
         for token, encoding in enumerate(chain):
             assert store.tree("one").insert(encoding, tokens[:token])
         assert [sight.encoding for sight in store.tree("one").match([*tokens, 99])] == chain
@@ -167,7 +163,5 @@ def test_prefixes_hang_deeper_than_calls_may_nest():
             store.let_go(encoding, HOLDER)
         assert store._hangs_free(chain[0])
         store._forget(chain[0])
-    finally:
-        sys.setrecursionlimit(before)
     assert store.counts["free_pages"] == 2 * depth
     store.check()

@@ -10,6 +10,7 @@ from graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from many import many
+from nested import calls_nest
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -326,9 +327,9 @@ def test_the_owner_s_model_is_not_changed(folders):
 
 
 def test_a_long_chain_is_encoded_again_without_recursion(engine):
-    with engine.session() as session:
+    with engine.session() as session, calls_nest(250):
         message = session.prefill([1])
-        for _ in range(1100):
+        for _ in range(300):
             message = session.prefill([2], [message], offsets=[0], new_offset=1)
         said = session.decode([3], [message], sampling=SamplingParams(max_tokens=1), model="b")
         assert len(said.tokens) == 2

@@ -1,0 +1,24 @@
+"""Shapes in signatures are checked at run time, and nothing else is: jaxtyping's import hook wraps every function of a
+module, which takes as long as all that these compute on tiny models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jaxtyping
+
+_checked = jaxtyping.jaxtyped
+
+
+def check_shapes(*modules: str) -> None:
+    """In all modules of these packages, to be called before they are imported."""
+    jaxtyping.jaxtyped = _of_shapes
+    jaxtyping.install_import_hook(list(modules), "beartype.beartype")
+
+
+def _of_shapes(*, typechecker: Any) -> Callable[[Any], Any]:
+    return lambda one: _checked(one, typechecker=typechecker) if _has_shapes(one) else one
+
+
+def _has_shapes(one: Any) -> bool:
+    """Whether a function, or a class of values, names the shape of an array: `Float[Tensor, "T G D"]`."""
+    return any("Tensor, '" in str(kind) or "ndarray, '" in str(kind) for kind in one.__annotations__.values())
