@@ -260,6 +260,13 @@ def test_an_unknown_architecture_is_served_if_it_passes_the_check(config):
         assert answer.generated == wanted
 
 
+def test_an_unknown_architecture_in_double_precision_is_served():
+    """It differs from its own pass by what the reference rounds, in float32."""
+    torch.manual_seed(0)
+    config = GlmConfig(**WIDE | {"num_hidden_layers": 4, "vocab_size": 97})
+    assert Engine.from_pretrained(AutoModelForCausalLM.from_config(config).double()).facts.dtype == torch.float64
+
+
 def test_an_unknown_architecture_that_fails_the_check_is_refused(monkeypatch):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CohereConfig(**WIDE))
