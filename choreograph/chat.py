@@ -1,7 +1,9 @@
 """Chat turns from a model's own template, cut so that turns joined give what the template renders.
 
 Owns the cutting; knows tokenizers, not messages. A turn that opens a conversation carries what the template
-puts in front of it (the beginning-of-sequence token, a default system prompt); later turns never do.
+puts in front of it (the beginning-of-sequence token, a default system prompt); later turns never do. Where the last
+answer is written otherwise than those before it, a whole turn is one of those before, and one that is still to be said
+is the last.
 """
 
 from dataclasses import dataclass
@@ -30,6 +32,9 @@ class Turn:
             raise BadTokens(f"text={self.text!r}: a turn holds a string")
 
 
+_USER = Turn("user", "x")
+
+
 class Turns:
     """How turns are written where a chat is held. A turn without parents opens a conversation: it carries what the
     template puts in front of one, the begin token and often a default system prompt. opening=False leaves that out."""
@@ -56,10 +61,14 @@ class ChatFormat:
 
     def open(self, turn: Turn, *, opening: bool) -> tuple[list[int], list[int]]:
         """(header with the text so far, footer): what a decode starts with, and what ends its turn."""
-        whole = self._whole(Turn(turn.role, _MARK), opening)
+        whole = self._whole(Turn(turn.role, _MARK), opening, last=True)
         header, _, footer = whole.partition(_MARK)
         if not turn.text and not self.has_template:
             header = header.rstrip(" ")  # the space belongs to the first word, which is still to be said
+        elif not turn.text and turn.role == "assistant":
+            header = (self._front if opening else "") + self._prompt or header
+            if not header:
+                raise ConfigError("the chat template puts nothing in front of an answer: give the turn its first words")
         return self._ids(header + turn.text), self._ids(footer)
 
     def plain(self, text: str, *, opening: bool) -> list[int]:
@@ -88,43 +97,83 @@ class ChatFormat:
         places = range(len(with_it) - len(without) + 1)
         return next((with_it[:at] for at in places if with_it[at : at + len(without)] == without), [])
 
-    def _whole(self, turn: Turn, opening: bool) -> str:
-        whole = self._cut(turn, opening)
-        if turn.text.strip() not in whole and _MARK not in self._cut(Turn(turn.role, _MARK), opening):
+    def _whole(self, turn: Turn, opening: bool, last: bool = False) -> str:
+        whole = self._cut(turn, opening, last)
+        if turn.text.strip() not in whole and _MARK not in self._cut(Turn(turn.role, _MARK), opening, last):
             raise ConfigError(f"the chat template drops a lone turn of role {turn.role!r}: put its text elsewhere")
         return whole
 
-    def _cut(self, turn: Turn, opening: bool) -> str:
+    def _cut(self, turn: Turn, opening: bool, last: bool) -> str:
         if turn.role not in ROLES:
             raise ConfigError(f"role={turn.role!r}: use one of {ROLES}")
         if not self.has_template:
             return self._without_template(turn, opening)
+        if turn.role == "system" and not self._has_system:
+            raise ConfigError("the chat template has no place for a turn of role 'system'")
         if opening:
             rendered = self._render([turn])
-            return rendered if rendered is not None else self._front + self._after(turn)
-        return self._after(turn)
+            return rendered if rendered is not None else self._front + self._after(turn, last)
+        return self._after(turn, last)
 
-    def _after(self, turn: Turn) -> str:
-        """What the template adds for a turn behind a conversation in which it may stand."""
-        talk = [Turn("user", "x"), Turn("assistant", "x")]
-        for before in ([talk[0]], talk) if turn.role == "assistant" else (talk, [talk[0]]):
+    def _after(self, turn: Turn, last: bool) -> str:
+        """What the template adds for a turn behind a conversation in which it may stand. last: nothing follows it."""
+        talk = [_USER, Turn("assistant", "x")]
+        for before in ([_USER], talk) if turn.role == "assistant" else (talk, [_USER]):
             start, both = self._render(before), self._render([*before, turn])
             if start is not None and both is not None and both.startswith(start):
-                return both[len(start) :]
+                inner = None if last or turn.role != "assistant" else self._followed(start, [*before, turn])
+                return both[len(start) :] if inner is None else inner
         raise ConfigError(f"the chat template has no place for a turn of role {turn.role!r}")
+
+    def _followed(self, start: str, turns: list[Turn]) -> str | None:
+        """Of turns that go on behind `start`, what the template writes where a user's turn follows; None where that
+        cannot be told."""
+        whole = self._render([*turns, _USER])
+        if whole is None or not whole.startswith(start) or not whole.endswith(self._user):
+            return None
+        return whole[len(start) : len(whole) - len(self._user)]
+
+    @cached_property
+    def _user(self) -> str:
+        """A user's turn behind others."""
+        return self._after(_USER, last=True)
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """A template that takes no system turn in front of a user's may take one elsewhere, unawares."""
+        return any(self._render([Turn("system", "x"), *more]) is not None for more in ([], [_USER]))
+
+    @cached_property
+    def _prompt(self) -> str:
+        """What the template asks for an answer with, behind a user's turn; "" where it does not."""
+        start, asked = self._render([_USER]), self._render([_USER], prompt=True)
+        return asked[len(start) :] if start and asked and asked.startswith(start) else ""
+
+    @cached_property
+    def _closing(self) -> str:
+        """The end token, where the template writes it behind a whole conversation and not behind its turns (Phi-3)."""
+        end = str(getattr(self._tokenizer, "eos_token", None) or "")
+        one, two = self._rendered([_USER]), self._rendered([_USER, Turn("assistant", "x")])
+        if not end or not one or not two or two.startswith(one) or not (one.endswith(end) and two.endswith(end)):
+            return ""
+        return end if two.startswith(one.removesuffix(end)) else ""
 
     @cached_property
     def _front(self) -> str:
         """What the template puts in front of the first turn, whoever speaks."""
-        user = Turn("user", "x")
-        rendered, later = self._render([user]), self._after(user)
+        rendered, later = self._render([_USER]), self._user
         return rendered[: -len(later)] if rendered and rendered.endswith(later) else ""
 
-    def _render(self, turns: list[Turn]) -> str | None:
-        """The template's text, or None where it refuses such a conversation."""
+    def _render(self, turns: list[Turn], *, prompt: bool = False) -> str | None:
+        """The template's text of turns that may go on, or None where it refuses such a conversation."""
+        rendered = self._rendered(turns, prompt)
+        return rendered if rendered is None or prompt else rendered.removesuffix(self._closing)
+
+    def _rendered(self, turns: list[Turn], prompt: bool = False) -> str | None:
         messages = [{"role": t.role, "content": t.text} for t in turns]
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False)
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            return text
         except (jinja2.TemplateError, TypeError):  # what a template raises, or does not expect
             return None
 

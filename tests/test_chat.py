@@ -36,6 +36,28 @@ SYSTEM_FIRST = (
     "{{ raise_exception('system goes first') }}{% endif %}"
     "{{ '<|start|>' + m['role'] + '<|end|>' + m['content'] + '<|eot|>' }}{% endfor %}"
 )
+GEMMA = (  # refuses a system turn that opens, and takes one where an answer should be
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' }}{% endfor %}"
+)
+PHI_3 = (  # the end token stands behind a whole conversation, unless an answer is asked for
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+QWEN_3 = (  # the last answer is shown with its thinking, those before it are not
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+HARMONY = (  # the last answer ends otherwise than those before it
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|start|>assistant final:' + m['content'] }}"
+    "{% if loop.last and not add_generation_prompt %}{{ eos_token }}{% else %}{{ '<|end|>' }}{% endif %}"
+    "{% else %}{{ '<|start|>' + m['role'] + ':' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
 TEMPLATES = {"chatml": CHATML, "llama-3": LLAMA_3, "llama-2": LLAMA_2, "mistral": MISTRAL, "system-first": SYSTEM_FIRST}
 
 plain_texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cf")), max_size=30)
@@ -142,6 +164,46 @@ def test_a_default_system_prompt_belongs_to_opening_turns(formats):
     assert "helpful" not in tokenizer.decode(chat.encode(Turn("system", "x"), opening=True))
 
 
+# -- templates that write the end of a conversation otherwise than its middle -------------------------------------
+
+
+def asked(tokenizer, turns) -> str:
+    messages = [{"role": t.role, "content": t.text} for t in turns]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("template", [PHI_3, QWEN_3, HARMONY], ids=["phi-3", "qwen-3", "harmony"])
+@pytest.mark.parametrize("system", [False, True])
+def test_a_conversation_that_goes_on_is_what_the_template_asks_an_answer_with(tokenizer, template, system):
+    one = with_template(tokenizer, template)
+    chat = ChatFormat(one)
+    turns = conversation(["a", "b", "c"] if not system else ["a", "b", "c", "d"], system=system)
+    ids = [token for i, turn in enumerate(turns) for token in chat.encode(turn, opening=not i)]
+    header, _ = chat.open(Turn("assistant", ""), opening=False)
+    assert ids + header == one(asked(one, turns), add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (PHI_3, ("<|start|>assistant\nSo", "<|end|>\n")),
+        (QWEN_3, ("<|start|>assistant\n<think>\n\n</think>\n\nSo", "<|end|>\n")),
+        (HARMONY, ("<|start|>assistant final:So", "</s>")),  # what the model ends it with
+    ],
+    ids=["phi-3", "qwen-3", "harmony"],
+)
+def test_an_answer_with_first_words_is_the_last_of_its_conversation(tokenizer, template, wanted):
+    one = with_template(tokenizer, template)
+    assert tuple(map(one.decode, ChatFormat(one).open(Turn("assistant", "So"), opening=False))) == wanted
+
+
+def test_an_answer_that_nothing_stands_in_front_of_needs_first_words(tokenizer):
+    chat = ChatFormat(with_template(tokenizer, MISTRAL.replace("' ' + m['content']", "m['content']")))
+    with pytest.raises(ConfigError, match="nothing in front of an answer: give the turn its first words"):
+        chat.open(Turn("assistant", ""), opening=False)
+    assert chat.open(Turn("assistant", "Yes"), opening=False)[0]
+
+
 # -- templates that refuse -----------------------------------------------------------------------------------
 
 
@@ -153,10 +215,11 @@ def test_a_template_without_room_for_a_later_system_turn_says_so(formats):
     assert chat.encode(Turn("user", "still works"), opening=False)
 
 
-def test_a_template_without_system_turns_says_so(formats):
-    _, chat = formats["mistral"]
+@pytest.mark.parametrize("template", [MISTRAL, GEMMA], ids=["mistral", "gemma"])
+def test_a_template_without_system_turns_says_so(tokenizer, template):
+    chat = ChatFormat(with_template(tokenizer, template))
     for opening in (True, False):
-        with pytest.raises(ConfigError, match="'system'"):
+        with pytest.raises(ConfigError, match="no place for a turn of role 'system'"):
             chat.encode(Turn("system", "x"), opening=opening)
 
 

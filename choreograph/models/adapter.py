@@ -31,7 +31,7 @@ from .families import FAMILIES, Family
 from .frozen import FrozenRotary
 from .lora import Loras
 from .parallel import NEVER, Ranks, check_heads, ranks_of
-from .probe import Probe, Shape, measured, places
+from .probe import Probe, Shape, check_alone, measured, places
 
 ATTENTION = "choreograph"
 GROUP = 32  # weights that share a scale in four bits
@@ -59,8 +59,8 @@ def _attention(
     if step is None:
         raise ModelError("its layers pass no keyword arguments on to attention")
     if isinstance(step, Probe):
-        step.note(module.layer_idx, sliding_window, softcap)
-    return step.attend(module.layer_idx, query, key, value, scale, s_aux), None
+        step.note(module, attention_mask, sliding_window, softcap)
+    return step.attend(module.layer_idx, query, key, value, scale, s_aux).contiguous(), None  # some make views of it
 
 
 AttentionInterface.register(ATTENTION, _attention)  # and no masks: looking for packed texts waits for a GPU
@@ -101,17 +101,21 @@ class Adapter:
         self.compiled: Any = None  # a `models.compiled.CompiledForward` or `models.graphed.GraphedForward`, or nothing
         if self.family is not None:
             _check_family(self.family, self.facts)
-        else:
+        if self.family is None or self.family.bridge:  # what a bridge does is worked out from the configuration
             check_itself(self)
 
     @torch.no_grad()
     def _measure(self, name: str, positions: int) -> Shape:
-        probe, at = Probe(), places(positions)
-        token = self.model.config.get_text_config().vocab_size // 2
+        probe, back, at = Probe(), Probe(), places(positions)
+        tokens = [self.model.config.get_text_config().vocab_size // 2] * len(at)
         try:
             with self.hooked(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
-                self.logits([token] * len(at), at, probe, [0])
-                return measured(self.model, probe, positions)
+                self.logits(tokens, at, probe, [0])
+                shape = measured(self.model, probe, positions)
+                if self.family is None:
+                    self.logits(tokens, at[::-1], back, [0])
+                    check_alone(probe, back)
+                return shape
         except Exception as problem:
             kind = self.model.config.get_text_config().model_type
             raise ModelError(f"{name}: architecture {kind!r} cannot be served: {str(problem)[:300]}") from problem

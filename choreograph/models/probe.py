@@ -6,6 +6,7 @@ its configuration calls them.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +38,19 @@ class Probe:
     layers: dict[int, Layer] = field(default_factory=dict)
     _options: dict[int, tuple[int | None, float | None]] = field(default_factory=dict)
 
-    def note(self, layer: int, window: int | None, softcap: float | None) -> None:
+    def note(self, module: Any, mask: Tensor | None, window: int | None, softcap: float | None) -> None:
         """What a layer asks of attention besides its product."""
-        self._options[layer] = (window, softcap)
+        if mask is not None:  # nobody gave it one
+            raise ModelError("its layers work out masks of their own")
+        if getattr(module, "is_causal", True) is False:
+            raise ModelError("its tokens look at later ones too")
+        self._options[module.layer_idx] = (window, softcap)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
+        if layer in self.layers:
+            raise ModelError(f"layer {layer} computes attention several times")
         self.layers[layer] = Layer(query[0].cpu(), key[0].cpu(), value[0].cpu(), *self._options.get(layer, ()))
         return torch.zeros_like(query).transpose(1, 2)
 
@@ -89,6 +96,19 @@ def measured(model: PreTrainedModel, probe: Probe, positions: int) -> Shape:
         kinds.append(by_value.setdefault(kind, kind))
     heads, (groups, _, width) = len(known[0].query), known[0].key.shape
     return Shape(heads, groups, width, tuple(kinds), movable)
+
+
+def check_alone(one: Probe, other: Probe) -> None:
+    """Two passes over the same places, in opposite order: raises ModelError where what attention gets of a token is not
+    the same, since more than attention brings it what its neighbours are."""
+    for index, layer in one.layers.items():
+        again = other.layers[index]
+        for mine, theirs in ((layer.query, again.query), (layer.key, again.key), (layer.value, again.value)):
+            if not _distance(mine, theirs.flip(1), None) < _tolerance(mine.dtype):
+                raise ModelError(
+                    f"layer {index}: a token depends on those beside it in other ways than through attention, "
+                    "as with convolutions and states"
+                )
 
 
 def _equal(rows: Tensor) -> bool:

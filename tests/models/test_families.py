@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from brute import brute_force
-from families import CONFIGS, LONG, SHAPE, VOCABULARY, WIDE
+from families import BARE, CONFIGS, LONG, SHAPE, VOCABULARY, WIDE
 from graphs import Node, graphs, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +15,16 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    DiffLlamaConfig,
+    DogeConfig,
+    FalconH1Config,
+    Gemma3TextConfig,
     GlmConfig,
     GPTJConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
     MambaConfig,
+    MptConfig,
     Olmo3Config,
     PhimoeConfig,
     SeedOssConfig,
@@ -237,6 +244,7 @@ def test_learned_positions_stay_at_home_and_say_why(name):
         GlmConfig(**SHAPE),
         Starcoder2Config(**WIDE),
         Olmo3Config(**WIDE, sliding_window=8),
+        JetMoeConfig(**WIDE | {"num_attention_heads": None}, kv_channels=16, num_local_experts=4),  # makes views
     ],
     ids=lambda config: config.model_type,
 )
@@ -250,6 +258,13 @@ def test_an_unknown_architecture_is_served_if_it_passes_the_check(config):
         first = session.prefill(prompt(20)[:12], new_offset=31)
         answer = session.decode(prompt(20)[12:], [first], offsets=[0], sampling=replace(GREEDY, max_tokens=8))
         assert answer.generated == wanted
+
+
+def test_an_unknown_architecture_in_double_precision_is_served():
+    """It differs from its own pass by what the reference rounds, in float32."""
+    torch.manual_seed(0)
+    config = GlmConfig(**WIDE | {"num_hidden_layers": 4, "vocab_size": 97})
+    assert Engine.from_pretrained(AutoModelForCausalLM.from_config(config).double()).facts.dtype == torch.float64
 
 
 def test_an_unknown_architecture_that_fails_the_check_is_refused(monkeypatch):
@@ -292,6 +307,51 @@ def test_a_window_that_only_the_mask_knows_is_refused():
     config = PhimoeConfig(**WIDE, sliding_window=64, num_local_experts=2)
     with pytest.raises(ModelError, match=r"'phimoe' is not proved, .* sliding_window of 64"):
         Engine.from_pretrained(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            FalconH1Config(**WIDE, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4),
+            "layer 1: a token depends on those beside it in other ways than through attention",
+        ),
+        (DiffLlamaConfig(**WIDE), "layer 0 computes attention several times"),
+        (DogeConfig(**WIDE), "its layers work out masks of their own"),
+        (
+            Gemma3TextConfig(**SHAPE, sliding_window=8, use_bidirectional_attention=True),
+            "'gemma3_text' cannot be served: its tokens look at later ones too",
+        ),
+        (
+            Llama4TextConfig(**SHAPE, num_local_experts=2, attention_chunk_size=512, floor_scale=100),
+            "its scores grow with a token's place in a pass, from 100 on; use max_positions=99 or fewer",
+        ),
+        (
+            MptConfig(**BARE, d_model=64, n_heads=4, n_layers=2, attn_config={"alibi_bias_max": 4}),  # not read
+            "'mpt' fails the check: chained messages differ",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_what_would_be_computed_in_another_way_than_the_model_does_is_refused(config, reason):
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match=reason):
+        Engine.from_pretrained(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_whose_own_pass_fails_is_refused_with_what_it_says(monkeypatch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CohereConfig(**WIDE))
+    original = type(model.model).forward
+
+    def forward(self, *given, step=None, **named):
+        if step is None:
+            raise TypeError("no padding token")
+        return original(self, *given, step=step, **named)
+
+    monkeypatch.setattr(type(model.model), "forward", forward)
+    with pytest.raises(ModelError, match="its own forward pass fails: TypeError: no padding token"):
+        Engine.from_pretrained(model)
 
 
 def test_longrope_of_an_unknown_architecture_is_checked_as_it_is_frozen():

@@ -90,6 +90,19 @@ def test_weights_of_another_number_of_layers_are_refused(tmp_path, layers, says)
         load.load(tmp_path)
 
 
+def test_code_beside_weights_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "n")
+    tiny.build().save_pretrained(tmp_path)
+    own = {"model_type": "stranger", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    config = json.loads((tmp_path / "config.json").read_text()) | own
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for use in (load.load, load.tokenizer_of):
+        with pytest.raises(ModelError, match="contains custom code"):
+            use(tmp_path)
+    assert not asked
+
+
 def test_a_folder_and_a_gguf_path_load(tmp_path):
     from_file = Engine.from_pretrained(str(load.embedded_path()), dtype="float32")
     from_folder = Engine.from_pretrained(load.converted(load.embedded_path()), dtype="float32")
