@@ -35,6 +35,7 @@ from choreograph.evaluation.statistics import mean
 from choreograph.models.adapter import Adapter
 from choreograph.onepass.calls import TracedCall, as_prompts, decodes_of
 from choreograph.onepass.packed import Pack, PackedStep, Run, Span, pack
+from choreograph.onepass.sights import Sight, homes_of, sights_of
 from choreograph.ops.rope import turn
 from choreograph.types import SamplingParams
 
@@ -53,18 +54,6 @@ class Encoded:
     read: Tensor
     made: Tensor
     logits: Tensor
-
-
-@dataclass(frozen=True)
-class Sight:
-    """One decode. rows: where what it sees stands in the pass under reuse; home: in the baseline's pass; places: the
-    positions that it is seen at; stages: who wrote it."""
-
-    call: TracedCall
-    rows: Tensor
-    home: Tensor
-    places: list[int]
-    stages: list[str]
 
 
 class Correction:
@@ -106,9 +95,7 @@ class Undoing:
         for number, (reused, baseline, sights) in enumerate(self._passes(plan, traces), start=1):
             pairs: dict[tuple[int, int], str] = {}  # readers whose prompts share a beginning see the same
             for sight in sights:
-                pairs |= {
-                    (r, h): s for r, h, s in zip(sight.rows.tolist(), sight.home.tolist(), sight.stages, strict=True)
-                }
+                pairs |= {(r, h): s for r, h, s in zip(sight.rows, sight.homes, sight.stages, strict=True)}
             stages: dict[str, list[tuple[int, int]]] = defaultdict(list)
             for pair, stage in pairs.items():
                 stages[stage].append(pair)
@@ -134,11 +121,12 @@ class Undoing:
             one, seen_by = torch.zeros_like(reused.made), torch.zeros(reused.made.shape[1], 1)
             for sight in sights:
                 made, read = reused.made[:, sight.rows], reused.read[:, sight.rows]
-                true = baseline.made[:, sight.home]
+                true = baseline.made[:, sight.homes]
                 differs = _differs(true - made, made)
                 wanted = torch.where(differs[:, None], true, made)
-                one.index_add_(1, sight.rows, wanted)
-                seen_by.index_add_(0, sight.rows, torch.ones(len(sight.rows), 1))
+                rows = torch.tensor(sight.rows)
+                one.index_add_(1, rows, wanted)
+                seen_by.index_add_(0, rows, torch.ones(len(sight.rows), 1))
                 ways["reused"].append(made)
                 ways["baseline"].append(wanted)
                 for ridge in ridges:
@@ -256,28 +244,6 @@ def _tapped(model: Any) -> Iterator[tuple[list[Tensor], dict[str, list[Tensor]]]
     finally:
         for one in taken:
             one.remove()
-
-
-def sights_of(
-    calls: Sequence[TracedCall], reused: Pack, prompts: Sequence[TracedCall], baseline: Pack
-) -> Iterator[Sight]:
-    """The decodes in the order of their logits, with where each token that they see stands in both passes."""
-    homes = homes_of(prompts, baseline)
-    for name, call in decodes_of(calls):
-        rows = [reused.spans[s.call].lo + k for s in call.parents for k in range(s.first, s.last)]
-        places = [s.offset + k - s.first for s in call.parents for k in range(s.first, s.last)]
-        stages = [calls[s.call].stage for s in call.parents for _ in range(s.first, s.last)]
-        home = homes[name][: len(rows)]
-        assert [reused.tokens[r] for r in rows] == [baseline.tokens[r] for r in home], f"{name}: another prompt"
-        yield Sight(call, torch.tensor(rows), torch.tensor(home), places, stages)
-
-
-def homes_of(prompts: Sequence[TracedCall], packed: Pack) -> dict[tuple[str, int], list[int]]:
-    """Where the tokens of each decode, its prompt and what it says, stand in the baseline's pass."""
-    return {
-        name: [*(r for run in span.sees for r in range(run.lo, run.hi)), *range(span.lo, span.hi)]
-        for (name, _), span in zip(decodes_of(prompts), packed.spans, strict=True)
-    }
 
 
 def retold(calls: Sequence[TracedCall], other: Sequence[TracedCall], private: Collection[str]) -> list[TracedCall]:

@@ -124,6 +124,9 @@ def train(
     validations: Annotated[int, typer.Option(min=1, help="Validations in each epoch.")] = 1,
     patience: Annotated[int, typer.Option(min=0, help="Validations without a better one; 0: never stop early.")] = 0,
     kl: Annotated[float, typer.Option(help="Weight of the divergence from the baseline, beside the log-loss.")] = 0.0,
+    encodings: Annotated[
+        float, typer.Option(help="Weight of how far reused encodings are from those in readers' own prompts.")
+    ] = 0.0,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Save memory: compute layers twice.")] = False,
     bf16: Annotated[
         bool,
@@ -150,6 +153,7 @@ def train(
         validations=validations,
         patience=patience,
         kl=kl,
+        encodings=encodings,
         checkpointing=checkpointing,
         bf16=bf16,
         tensorboard=tensorboard,

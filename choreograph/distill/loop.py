@@ -15,7 +15,8 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
 from ..errors import DataError
 from ..models.adapter import Adapter
-from ..onepass.packed import logits_of
+from ..onepass.packed import KeysValues, logits_of
+from .encodings import apart, wanted_of
 from .lessons import Lesson
 from .losses import mean_losses, token_losses
 from .setting import TrainConfig
@@ -64,14 +65,18 @@ class OnePass(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The log-loss of a whole trace (the paper's loss), in units of a token of a typical one."""
+        """The log-loss of a whole trace (the paper's loss) and what else is learned, in units of a token of a typical
+        one."""
         total: Any = 0.0
-        kl = self._config.kl
+        kl, encodings = self._config.kl, self._config.encodings
         for lesson in inputs["lessons"]:
             packed = lesson.packed
-            logits = logits_of(self._adapter, packed, through=model)
-            loss, apart = token_losses(logits, packed.targets, lesson if kl else None)
-            total = total + loss.sum() + kl * apart.sum()
+            kept: dict[int, KeysValues] | None = {} if encodings else None
+            logits = logits_of(self._adapter, packed, through=model, kept=kept)
+            loss, away = token_losses(logits, packed.targets, lesson if kl else None)
+            total = total + loss.sum() + kl * away.sum()
+            if kept is not None:
+                total = total + encodings * lesson.targets * apart(kept, wanted_of(self._adapter, lesson))
         return total / (self._typical * len(inputs["lessons"]))
 
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:

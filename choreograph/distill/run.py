@@ -45,7 +45,7 @@ def train_on(
         raise ConfigError(f"{traces}: traces of model {settings['model']!r}, {other}: train the model that made them")
     seed = (config or TrainConfig()).seed
     if direct is not None:
-        if condition is not None or readers or workflow or (config and config.kl):
+        if condition is not None or readers or workflow or (config and (config.kl or config.encodings)):
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
         learn, check = split(found, validation, seed)
         one = find(direct)

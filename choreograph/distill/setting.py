@@ -15,11 +15,11 @@ class TrainConfig:
     """The paper's setting where it says one (section 3.3, footnote 7).
 
     targets: the linear layers that get an adapter, by the end of their names; those of the attention if none are named.
-    lessons: how many go into one update, one pass
-    each. kl: weight of the divergence from the log-probabilities kept in the traces, beside the log-loss, in what is
-    learned and what the best checkpoint is chosen by. patience: validations without a better one before it stops (0:
-    never). checkpointing: computes layers again for the gradient, to save memory. bf16: computes in
-    bfloat16, with weights in their own type.
+    lessons: how many go into one update, one pass each. kl: weight of the divergence from the log-probabilities kept in
+    the traces, beside the log-loss, in what is learned and what the best checkpoint is chosen by. encodings: weight of
+    how far reused encodings are from the mean of those in all readers' own prompts (`distill.encodings`), in what is
+    learned. patience: validations without a better one before it stops (0: never). checkpointing: computes layers again
+    for the gradient, to save memory. bf16: computes in bfloat16, with weights in their own type.
     """
 
     rank: int = 64
@@ -33,6 +33,7 @@ class TrainConfig:
     decay: float = 0.0
     clip: float = 1.0
     kl: float = 0.0
+    encodings: float = 0.0
     validations: int = 1
     patience: int = 0
     checkpointing: bool = False
@@ -55,6 +56,7 @@ class TrainConfig:
             ("clip", 0 < self.clip < inf, "use a positive number"),
             ("decay", 0 <= self.decay < inf, "use 0 or more"),
             ("kl", 0 <= self.kl < inf, "use 0 or more"),
+            ("encodings", 0 <= self.encodings < inf, "use 0 or more"),
             (
                 "targets",
                 named is None or (named and "lm_head" not in named),

@@ -205,30 +205,41 @@ def _attend_shaped(
     return (scores.softmax(-1)[..., :seen].to(v.dtype) @ v)[None]
 
 
-def logits_of(adapter: Adapter, packed: Pack, *, through: Any = None) -> Float[Tensor, "R V"]:
-    """The logits that predict the targets, with gradients if they are enabled. through: what wraps the model.
+def logits_of(
+    adapter: Adapter, packed: Pack, *, through: Any = None, kept: dict[int, KeysValues] | None = None
+) -> Float[Tensor, "R V"]:
+    """The logits that predict the targets, with gradients if they are enabled. through: what wraps the model. kept:
+    where to leave the keys and values of every layer, those of the rows alone.
 
     To be called inside `adapter.hooked()`, and left only behind `backward`, which may compute layers again.
     """
     adapter.refuse_ranks("one pass over a whole run")
-    return _logits(adapter, packed, _past(adapter, packed), through)
+    return _logits(adapter, packed, _past(adapter, packed), through, kept)
 
 
 @torch.no_grad()
-def read_logits(adapter: Adapter, packed: Pack, model: str = BASE) -> Float[Tensor, "R V"]:
-    """The logits that predict the targets, of the model or one of its adapters."""
+def read_logits(
+    adapter: Adapter, packed: Pack, model: str = BASE, kept: dict[int, KeysValues] | None = None
+) -> Float[Tensor, "R V"]:
+    """As `logits_of`, of the model or one of its adapters, without gradients."""
     adapter.refuse_ranks("one pass over a whole run")
     with adapter.hooked():
         past = _past(adapter, packed)
         with adapter.adapted([model] * len(packed.tokens)):
-            return _logits(adapter, packed, past)
+            return _logits(adapter, packed, past, kept=kept)
 
 
-def _logits(adapter: Adapter, packed: Pack, past: dict[int, KeysValues] | None, through: Any = None) -> Tensor:
+def _logits(
+    adapter: Adapter,
+    packed: Pack,
+    past: dict[int, KeysValues] | None,
+    through: Any = None,
+    kept: dict[int, KeysValues] | None = None,
+) -> Tensor:
     facts = adapter.facts
     if not packed.rows:
         return torch.zeros(0, facts.vocab_size, device=facts.device)
-    step = PackedStep(packed, facts.kinds, facts.device, past)
+    step = PackedStep(packed, facts.kinds, facts.device, past, kept)
     return adapter.logits(packed.tokens, packed.positions, step, packed.rows, through=through)
 
 
