@@ -17,6 +17,7 @@ check_shapes("choreograph.ops", "choreograph.kv", "choreograph.engine.sampling")
 
 import pytest  # noqa: E402
 import tiny  # noqa: E402
+from many import THOROUGH  # noqa: E402
 from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams  # noqa: E402
@@ -41,7 +42,7 @@ def _nothing_measured():
 def brief(monkeypatch):
     """Messages of a dozen tokens at most, so that what a page or an example does is done in seconds; of any length
     where time is no matter."""
-    if os.environ.get("CHOREOGRAPH_THOROUGH"):
+    if THOROUGH:
         return
     made = SamplingParams.__post_init__
 

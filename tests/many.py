@@ -2,6 +2,8 @@
 
 import os
 
+THOROUGH = bool(os.environ.get("CHOREOGRAPH_THOROUGH"))
+
 
 def many(examples: int, least: int = 5) -> int:
-    return examples if os.environ.get("CHOREOGRAPH_THOROUGH") else max(least, examples * 3 // 8)
+    return examples if THOROUGH else max(least, examples * 3 // 8)

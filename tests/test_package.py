@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from jaxtyping import TypeCheckError
 
 import choreograph
+from choreograph.ops.rope import turn
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
@@ -68,6 +71,11 @@ def test_the_table_of_the_readme_is_what_the_results_say():
     from benchmarks.readme import table
 
     assert table() in (ROOT / "README.md").read_text()
+
+
+def test_shapes_in_signatures_are_checked_here():
+    with pytest.raises(TypeCheckError):
+        turn(torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(2, 3), interleaved=False)
 
 
 def test_modules_stay_small_and_open_with_a_contract():

@@ -14,13 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..models.adapter import Adapter
-from ..onepass.calls import as_prompts
-from ..onepass.packed import KeysValues, PackedStep, pack
+from ..onepass.calls import TracedCall, as_prompts
+from ..onepass.packed import KeysValues, encoded, pack
 from ..onepass.sights import sights_of
 from ..ops.kind import Kind
 from ..ops.rope import turn
-from ..types import BASE
-from .lessons import Lesson
 
 
 @dataclass(frozen=True)
@@ -33,31 +31,28 @@ class Wanted:
 
 
 @torch.no_grad()
-def wanted_of(adapter: Adapter, lesson: Lesson) -> Wanted:
-    """By the base model, whatever is being trained. To be called inside `adapter.hooked()`."""
-    facts, behind = adapter.facts, lesson.packed.behind
-    reused, prompts = pack(lesson.calls), as_prompts(lesson.calls)
+def wanted_of(adapter: Adapter, calls: Sequence[TracedCall], behind: int = 0) -> Wanted:
+    """By the base model, whatever is being trained. behind: rows that the pass has before its own. To be called inside
+    `adapter.hooked()`."""
+    reused, prompts = pack(calls), as_prompts(calls)
     whole = pack(prompts)
     pairs = [
         (row, home)
-        for sight in sights_of(lesson.calls, reused, prompts, whole)
+        for sight in sights_of(calls, reused, prompts, whole)
         for row, home in zip(sight.rows, sight.homes, strict=True)
         if row >= behind
     ]
     if not pairs:
         return Wanted(torch.zeros(0, dtype=torch.long), [])
-    kept: dict[int, KeysValues] = {}
-    step = PackedStep(whole, facts.kinds, facts.device, kept=kept)
-    with adapter.untrained(), adapter.adapted([BASE] * len(whole.tokens)):
-        adapter.logits(whole.tokens, whole.positions, step, [len(whole.tokens) - 1])
+    made, kinds = encoded(adapter, whole), adapter.facts.kinds
     shifts = [reused.positions[row] - whole.positions[home] for row, home in pairs]
-    seen, homes = torch.tensor(pairs, device=facts.device).unbind(1)
+    seen, homes = torch.tensor(pairs, device=adapter.facts.device).unbind(1)
     rows, of = seen.unique(return_inverse=True)
     return Wanted(
         rows - behind,
         [
-            (_mean(_turned(keys[0, :, homes], shifts, kind), of), _mean(values[0, :, homes], of))
-            for kind, (keys, values) in zip(facts.kinds, (kept[layer] for layer in range(len(kept))), strict=True)
+            (_mean(_turned(keys[0, :, homes], shifts, kinds[layer]), of), _mean(values[0, :, homes], of))
+            for layer, (keys, values) in sorted(made.items())
         ],
     )
 

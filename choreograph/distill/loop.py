@@ -76,7 +76,8 @@ class OnePass(Trainer):
             loss, away = token_losses(logits, packed.targets, lesson if kl else None)
             total = total + loss.sum() + kl * away.sum()
             if kept is not None:
-                total = total + encodings * lesson.targets * apart(kept, wanted_of(self._adapter, lesson))
+                wanted = wanted_of(self._adapter, lesson.calls, packed.behind)
+                total = total + encodings * lesson.targets * apart(kept, wanted)
         return total / (self._typical * len(inputs["lessons"]))
 
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:

@@ -243,14 +243,18 @@ def _logits(
     return adapter.logits(packed.tokens, packed.positions, step, packed.rows, through=through)
 
 
-@torch.no_grad()
 def _past(adapter: Adapter, packed: Pack) -> dict[int, KeysValues] | None:
-    """What the base model leaves of the rows before, layer by layer."""
-    if packed.past is None or not packed.behind or not packed.rows:
-        return None
-    facts = adapter.facts
+    """What the base model leaves of the rows before."""
+    return encoded(adapter, packed.past) if packed.past is not None and packed.behind and packed.rows else None
+
+
+@torch.no_grad()
+def encoded(adapter: Adapter, packed: Pack) -> dict[int, KeysValues]:
+    """The keys and values that the base model makes of all rows, layer by layer, whatever is being trained. To be
+    called inside `adapter.hooked()`."""
+    facts, rows = adapter.facts, len(packed.tokens)
     kept: dict[int, KeysValues] = {}
-    step = PackedStep(packed.past, facts.kinds, facts.device, kept=kept)
-    with adapter.untrained(), adapter.adapted([BASE] * packed.behind):
-        adapter.logits(packed.past.tokens, packed.past.positions, step, [packed.behind - 1])
+    step = PackedStep(packed, facts.kinds, facts.device, kept=kept)
+    with adapter.untrained(), adapter.adapted([BASE] * rows):
+        adapter.logits(packed.tokens, packed.positions, step, [rows - 1])
     return kept

@@ -63,7 +63,7 @@ def test_it_is_the_mean_over_plain_prompts(engine, nodes):
     with engine.session() as session:
         calls = calls_of(perform(session, nodes))
     with adapter.hooked():
-        found = wanted_of(adapter, Lesson("", tuple(calls)))
+        found = wanted_of(adapter, calls)
     with torch.no_grad():
         wanted = by_hand(tiny.model(), calls)
     assert found.rows.tolist() == sorted(wanted)
@@ -74,10 +74,10 @@ def test_it_is_the_mean_over_plain_prompts(engine, nodes):
 
 
 def how_far(adapter, lesson, model="base"):
-    kept = {}
-    read_logits(adapter, lesson.packed, model, kept)
+    kept, packed = {}, lesson.packed
+    read_logits(adapter, packed, model, kept)
     with adapter.hooked():
-        return float(apart(kept, wanted_of(adapter, lesson)))
+        return float(apart(kept, wanted_of(adapter, lesson.calls, packed.behind)))
 
 
 def test_a_plain_chain_is_what_is_wanted_of_it(engine):
@@ -127,7 +127,7 @@ def test_gradients_are_the_same_where_layers_are_computed_again():
         adapter.in_training = model
         with adapter.hooked():
             logits_of(adapter, pack(one.calls), through=model, kept=kept)
-            apart(kept, wanted_of(adapter, one)).backward()
+            apart(kept, wanted_of(adapter, one.calls)).backward()
         found.append([p.grad for p in model.parameters() if p.requires_grad and p.grad is not None])
     assert found[0]
     for one, other in zip(*found, strict=True):

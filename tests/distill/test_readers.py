@@ -291,7 +291,22 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
     out, found = traces
     command = ["train", str(out), "--out", str(tmp_path / "FT"), "--model", talker_folder, "--condition", "serial"]
     result = CliRunner().invoke(
-        app, [*command, "--reader", "merge", "--rank", "2", "--rate", "0.01", "--lessons", "1", "--kl", "1"]
+        app,
+        [
+            *command,
+            "--reader",
+            "merge",
+            "--rank",
+            "2",
+            "--rate",
+            "0.01",
+            "--lessons",
+            "1",
+            "--kl",
+            "1",
+            "--encodings",
+            "1",
+        ],
     )
     assert result.exit_code == 0, result.output
     command = ["run", "branch_solve_merge", "--task", "dog, ball, cat, tree", "--model", talker_folder, "--adapter"]

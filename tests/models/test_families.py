@@ -81,7 +81,7 @@ def test_every_family_is_proved_here():
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "phi3, longrope"])  # frozen: see below
 def test_a_chain_is_the_models_own_generation_in_every_mode(name, backend):
     tokens = prompt(30)
-    wanted = generated(name, tokens, 10)
+    wanted = generated(name, tokens, GREEDY.max_tokens)
     for mode in ("choreographed", "prefix", "naive"):
         engine = make_engine(name, backend, step=9)
         with engine.session(mode=mode) as session:
