@@ -11,8 +11,9 @@ prompts of all decodes that see it, which takes knowing all of them.
 
 Where readers have texts of their own (PRIVATE), the best that anybody can do who has not seen these is measured too:
 what others said is encoded as the mean over prompts of the same reader in which such texts are those of other traces.
+And so is the best of what a message can be that has one encoding for all: the mean of that over all who see it.
 
-`--learn 0` measures these two alone.
+`--learn 0` measures these alone.
 """
 
 import argparse
@@ -112,21 +113,18 @@ class Undoing:
         self, plan: Plan, traces: Sequence[Trace], correction: Correction, ridges: Sequence[float], others: int = 0
     ) -> dict[str, list[float]]:
         """The divergence of each trace from the baseline, a token: under reuse, on the baseline, with one encoding for
-        all who see it, for each ridge, and as expected by whoever knows the private texts of `others` other traces."""
+        all who see it, for each ridge, and as expected by whoever knows the private texts of `others` other traces, for
+        each who sees it and for all."""
         found: dict[str, list[float]] = defaultdict(list)
         draw, private = random.Random(0), PRIVATE.get(plan.workflow, ())
         for trace, (reused, baseline, sights) in zip(traces, self._passes(plan, traces), strict=True):
             tokens = sum(len(sight.call.generated or ()) for sight in sights)
             ways: dict[str, list[Tensor]] = defaultdict(list)
-            one, seen_by = torch.zeros_like(reused.made), torch.zeros(reused.made.shape[1], 1)
             for sight in sights:
                 made, read = reused.made[:, sight.rows], reused.read[:, sight.rows]
                 true = baseline.made[:, sight.homes]
                 differs = _differs(true - made, made)
                 wanted = torch.where(differs[:, None], true, made)
-                rows = torch.tensor(sight.rows)
-                one.index_add_(1, rows, wanted)
-                seen_by.index_add_(0, rows, torch.ones(len(sight.rows), 1))
                 ways["reused"].append(made)
                 ways["baseline"].append(wanted)
                 for ridge in ridges:
@@ -135,11 +133,12 @@ class Undoing:
                         of = differs & torch.tensor([s == stage for s in sight.stages])
                         corrected[:, of] += correction.of(stage, ridge, read[:, of])
                     ways[str(ridge)].append(corrected)
-            ways["one for all"] = [one[:, sight.rows] / seen_by[sight.rows] for sight in sights]
+            ways["one for all"] = _shared(sights, ways["baseline"])
             if others and private:
                 rest = [other for other in traces if other is not trace]
                 drawn = draw.sample(rest, min(others, len(rest)))
                 ways["expected"] = self._expected(trace, drawn, private, ways["baseline"])
+                ways["expected, one for all"] = _shared(sights, ways["expected"])
             for way, seen in ways.items():
                 found[way].append(_divergence(baseline.logits, self._behind(sights, seen)) / tokens)
             print(f"... measured {len(found['reused'])} of {len(traces)}", flush=True)
@@ -275,6 +274,15 @@ def heard_by(calls: Sequence[TracedCall], call: TracedCall, private: Collection[
     return found
 
 
+def _shared(sights: Sequence[Sight], seen: Sequence[Tensor]) -> list[Tensor]:
+    """The mean over all who see a token, for each of them."""
+    rows = torch.cat([torch.tensor(sight.rows) for sight in sights])
+    all_seen = torch.cat(list(seen), dim=1)
+    total = torch.zeros(all_seen.shape[0], int(rows.max()) + 1, all_seen.shape[2]).index_add_(1, rows, all_seen)
+    mean_of = total / rows.bincount().clamp_min(1)[:, None]
+    return [mean_of[:, sight.rows] for sight in sights]
+
+
 def _differs(apart: Tensor, made: Tensor) -> Tensor:
     return (apart.square().sum((0, 2)) > SAME**2 * made.square().sum((0, 2))).cpu()
 
@@ -344,7 +352,7 @@ def means(found: Mapping[str, list[float]]) -> dict[str, Any]:
     before = found["reused"]
     return {
         way: {"closed": asdict(closed([0.0] * len(before), before, found[way])), "n": len(before), **provenance()}
-        for way in ("one for all", "expected")
+        for way in ("one for all", "expected", "expected, one for all")
         if way in found
     }
 

@@ -377,12 +377,12 @@ def correction() -> str:
     for title, one in record("correction")["runs"].items():
         cells = [interval(one[when], places=4) for when in ("before", "after")]
         adapter = trained.get(title, {}).get("divergence closed")
-        shared, expected = (one.get(way, {}).get("closed") for way in ("one for all", "expected"))
-        undone = [interval(x, 100, places=0) if x else "-" for x in (one["closed"], adapter, shared, expected)]
+        means = [one.get(way, {}).get("closed") for way in ("one for all", "expected", "expected, one for all")]
+        undone = [interval(x, 100, places=0) if x else "-" for x in (one["closed"], adapter, *means)]
         learned = [str(x["traces"]["learn"]) if x else "-" for x in (one, trained.get(title))]
         lines.append([_learned(title), one["model"], *cells, *undone, *learned, str(one["traces"]["test"])])
     head = ["workflow", "model", "reused", "corrected", "undone %", "by the adapter %", "by one encoding for all %"]
-    head += ["by the expected one %", "traces", "the adapter's"]
+    head += ["by the expected one %", "by the expected one for all %", "traces", "the adapter's"]
     return markdown([*head, "held out"], lines) + "\n\n" + _made("correction")
 
 

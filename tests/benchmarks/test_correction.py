@@ -56,9 +56,11 @@ def test_the_expected_encoding_is_the_baselines_where_all_planned_the_same(talke
     def left(*rest):
         return Undoing(talker).measure(plan, [mine, *rest], Correction(), (), others=len(rest))
 
-    assert left(replace(mine, id="again"))["expected"][0] == pytest.approx(0, abs=1e-6)
+    same = left(replace(mine, id="again"))
+    assert same["expected"][0] == pytest.approx(0, abs=1e-6)
+    assert same["expected, one for all"] == pytest.approx(same["one for all"])
     found = left(*others)
-    assert 1e-6 < found["expected"][0] < found["reused"][0]
+    assert 1e-6 < found["expected"][0] < found["expected, one for all"][0] < found["reused"][0]
 
 
 def test_a_map_learned_from_the_test_itself_undoes_most_of_it(talker, tmp_path):
