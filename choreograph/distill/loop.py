@@ -44,12 +44,14 @@ class OnePass(Trainer):
         self._typical = fmean(lesson.targets for lesson in lessons)
         self.validating, self.taken = 0.0, 0  # seconds; lessons
         updates = -(-len(lessons) // config.lessons)  # of an epoch
+        every = max(1, updates // config.validations)
+        warm_up = int(config.warm_up * updates * config.epochs)  # the first of them has a rate of 0
         callbacks = [metrics]
         if config.patience:
             callbacks.append(EarlyStoppingCallback(config.patience))
         super().__init__(
             model=model,
-            args=_arguments(out, config, max(1, updates // config.validations), adapter.facts.device.type == "cpu"),
+            args=_arguments(out, config, every, warm_up, adapter.facts.device.type == "cpu"),
             train_dataset=list(lessons),
             eval_dataset=list(validation),
             data_collator=lambda batch: {"lessons": batch},
@@ -107,7 +109,7 @@ class _Arguments(TrainingArguments):
         return False
 
 
-def _arguments(out: Path, config: TrainConfig, every: int, cpu: bool) -> TrainingArguments:
+def _arguments(out: Path, config: TrainConfig, every: int, warm_up: int, cpu: bool) -> TrainingArguments:
     again: dict[str, Any] = {}
     if config.checkpointing:
         again = {_CHECKPOINTING: True, f"{_CHECKPOINTING}_kwargs": {"use_reentrant": False}}
@@ -120,7 +122,7 @@ def _arguments(out: Path, config: TrainConfig, every: int, cpu: bool) -> Trainin
         per_device_train_batch_size=1,
         gradient_accumulation_steps=config.lessons,
         lr_scheduler_type="cosine",
-        warmup_steps=config.warm_up,
+        warmup_steps=warm_up,
         optim="adamw_torch",
         **again,
         bf16=config.bf16,

@@ -70,6 +70,11 @@ def test_it_learns_and_says_what_it_cost(adapter, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["after"] == report.after
 
 
+def test_a_single_update_learns_too(adapter, tmp_path):
+    report = train(adapter, LEARN[:2], CHECK, tmp_path, TrainConfig(**FAST, epochs=1))
+    assert report.updates == 1 and report.after < report.before
+
+
 def test_a_finished_training_is_read_if_this_version_wrote_it(adapter, tmp_path):
     asked = (adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=1))
     assert train(*asked) == train(*asked, on_update=pytest.fail)
