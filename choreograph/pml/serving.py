@@ -248,7 +248,8 @@ class _Placer:
         """Where a level's own text up to its first import ends."""
         level = self._layout.pieces[path]
         first = min(piece.start for piece in self._inside(path) if piece is not level)
-        return max((run.end for run in level.runs if run.start < first), default=level.start)
+        ends = (min(run.end, first) for run in level.runs if run.start < first)  # an empty import leaves no gap
+        return max(ends, default=level.start)
 
     def _said_ends(self, path: Path | None) -> list[int]:
         """Where texts end that are said in an import, however deep."""
