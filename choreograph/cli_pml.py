@@ -57,13 +57,14 @@ def show(
     """Show where every module of a schema stands."""
     from .places import make_room
     from .report import show_table
-    from .viz.schema import lines, svg
+    from .viz.schema import BAR, lines, svg
 
     make_room(picture)
     layout, _ = _layout(schema, model)
     console = console_of()
     title = f"{layout.schema.name}: {layout.length} positions, {layout.cached_tokens} tokens cached"
-    show_table(console, title, ("module", "layout", "positions", "own tokens", "notes"), lines(layout))
+    bar = min(BAR, console.width // 5) if console.is_terminal else BAR
+    show_table(console, title, ("module", "notes", "layout", "positions", "own tokens"), lines(layout, bar), texts=2)
     if picture is not None:
         picture.write_text(svg(layout), encoding="utf-8")
         console.print(f"drawn to {picture}", markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """The cache on an engine: clients, limits, threads, programs, and the command line."""
 
 import json
+import re
 import threading
 
 import pytest
@@ -284,6 +285,15 @@ class TestCommands:
         told = self.call("show", files / "story.pml", "--picture", files / "story.svg")
         assert "fox" in told.output and "owl" in told.output
         assert (files / "story.svg").read_text().count("<rect") >= 6
+
+    def test_a_terminal_shows_every_module_at_its_place(self, files):
+        told = CliRunner().invoke(
+            app, ["pml", "show", str(files / "story.pml")], env={"FORCE_COLOR": "1", "COLUMNS": "80"}
+        )
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", told.output)
+        _, fox, owl = re.findall(r"│ ([.#-]{16}) │", shown)
+        assert "positions" in shown and "own tokens" in shown
+        assert fox.index("#") < owl.index("#") and fox.endswith(".") and owl.startswith(".")
 
     def test_a_slip_in_a_prompt_is_told_before_anything_is_computed(self, files):
         told = self.call("run", files / "story.pml", files / "bad.pml")
