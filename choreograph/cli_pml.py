@@ -30,6 +30,7 @@ def check(
     model: Model = EMBEDDED,
 ) -> None:
     """Check a schema, and prompts against it, with a model's tokenizer."""
+    from .errors import PromptError
     from .pml import read_prompt
     from .pml.serving import serve
 
@@ -38,7 +39,11 @@ def check(
     facts = f"{len(layout.pieces) - 1} modules, {layout.length} positions, {layout.cached_tokens} tokens to encode once"
     console.print(f"{schema.name}: {layout.schema.name}, {facts}", markup=False, highlight=False, soft_wrap=True)
     for path in prompts or []:
-        serving = serve(read_prompt(path), layout, tokens)
+        prompt = read_prompt(path)
+        try:
+            serving = serve(prompt, layout, tokens)
+        except PromptError as problem:
+            raise PromptError(f"{path.name}: {problem}") from None
         seen, new = sum(one.count for one in serving.seen), sum(len(one.tokens) for one in serving.new)
         console.print(
             f"{path.name}: {seen} tokens from the cache, {new} new, ends at {serving.end}",
