@@ -24,12 +24,14 @@ from choreograph.pml import (
     parameter,
     program,
     read_prompt,
+    scaffold,
     schema,
     system,
     union,
     user,
     write,
 )
+from choreograph.pml.compare import answer as pml_answer
 from choreograph.pml.tokens import placeholder_of
 
 STORY = schema("story", system("Short."), module("a", "Once upon a time. "), module("b", "There was a fox. "))
@@ -88,6 +90,20 @@ def test_borrowing_shares_and_refuses(engine):
         assert other.decode("x", parents=[copy], sampling=GREEDY).tokens
         with pytest.raises(ReleasedMessage):
             other.borrow(message)
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_what_is_said_to_be_reused_is_not_computed(engine, keep):
+    """Neither the last token, where an answer starts with it, nor a scaffold that no prompt has needed yet is."""
+    both = scaffold(module("a", "a" * 20), module("b", "b" * 30))
+    with PromptCache(engine, schema("s", "x" * 10, both, module("c", "c" * 40)), keep=keep) as cache:
+        cache.warm()
+        for inside, reused in (("<c/>", 49), ("<a/>Go!", 30), ("<a/><b/>Go!", 10), ("<b/><a/>Go!", 60)):
+            ask = f'<prompt schema="s">{inside}</prompt>'
+            serving, rows = cache.plan(ask), engine.runner.rows
+            assert pml_answer(cache, ask, "choreographed", sampling=GREEDY).cached == reused
+            whole = sum(len(one.tokens) for one in serving.new) + sum(one.count for one in serving.seen)
+            assert engine.runner.rows - rows <= whole - reused + GREEDY.max_tokens - 1
 
 
 @pytest.mark.parametrize("keep", ["device", "host"])
@@ -281,7 +297,8 @@ class TestCommands:
     def test_check_and_show(self, files):
         told = self.call("check", files / "story.pml", files / "ask.pml")
         assert told.exit_code == 0 and "2 modules" in told.output and "ask.pml:" in told.output
-        assert "no module 'wolf'" in str(self.call("check", files / "story.pml", files / "bad.pml").exception)
+        told = self.call("check", files / "story.pml", files / "ask.pml", files / "bad.pml")
+        assert "bad.pml: the schema has no module 'wolf'" in str(told.exception)
         told = self.call("show", files / "story.pml", "--picture", files / "story.svg")
         assert "fox" in told.output and "owl" in told.output
         assert (files / "story.svg").read_text().count("<rect") >= 6

@@ -181,6 +181,11 @@ def test_a_required_union(tokens):
         serve(read_prompt('<prompt schema="s"/>'), lay_out(s, tokens, 1000), tokens)
 
 
+def test_an_empty_prompt(tokens):
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        serve(read_prompt('<prompt schema="s"/>'), lay_out(schema("s", module("m", "x")), tokens, 1000), tokens)
+
+
 def test_a_schema_that_the_model_cannot_hold(tokens):
     with pytest.raises(SchemaError, match="takes 50 positions; the model has 40"):
         lay_out(schema("s", "x" * 50), tokens, 40)
