@@ -274,11 +274,11 @@ class PromptCache:
 
     def _facts(self) -> dict[str, str]:
         facts = self.engine.facts
-        return {
+        return {  # in the order in which they are told: in another dtype a model has another identity too
+            "dtype": str(facts.dtype).removeprefix("torch."),
             "model": self.engine.runner.family.identity(BASE),
             "tokenizer": fingerprint(self.engine.tokenizer),
             "schema": self.schema.fingerprint,
-            "dtype": str(facts.dtype).removeprefix("torch."),
             "layout": self.layout.fingerprint,
         }
 
