@@ -84,8 +84,11 @@ def warm(
 ) -> None:
     """Encode every module of a schema, and keep the encodings in a file."""
     from .places import make_room
+    from .pml.storage import check_place
 
     make_room(save)
+    if save is not None:
+        check_place(save)
     with _cache(schema, model, dtype) as cache:
         began = time.perf_counter()
         computed = cache.warm()
