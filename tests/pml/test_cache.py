@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import threading
 
 import pytest
@@ -245,6 +246,14 @@ class TestPrograms:
         assert trip() == read_prompt('<prompt schema="trip"/>')
         with PromptCache(engine, trip.schema) as cache:
             assert answer(cache, trip(plan=True, days=3, place="coast"))
+
+    @pytest.mark.parametrize("first", ["from __future__ import annotations", ""])
+    def test_annotations_may_be_texts(self, tmp_path, first):
+        lines = [first, "from choreograph.pml import Param, program", "@program"]
+        lines += ["def go(days: Param(3), far: 'how far?'):", "    f'For {days} days.'", "    if far: 'Away.'"]
+        (tmp_path / "go.py").write_text("\n".join(lines))
+        found = runpy.run_path(str(tmp_path / "go.py"))["go"].schema
+        assert found == schema("go", "For ", parameter("days", 3), " days.", module("far", "Away."))
 
     def test_mistakes(self):
         for arguments, says in (
