@@ -66,7 +66,8 @@ class ChatFormat:
         if not turn.text and not self.has_template:
             header = header.rstrip(" ")  # the space belongs to the first word, which is still to be said
         elif not turn.text and turn.role == "assistant":
-            header = (self._front if opening else "") + self._prompt or header
+            if self._prompt:
+                header = (self._front if opening else "") + self._prompt
             if not header:
                 raise ConfigError("the chat template puts nothing in front of an answer: give the turn its first words")
         return self._ids(header + turn.text), self._ids(footer)

@@ -30,6 +30,7 @@ def check(
     model: Model = EMBEDDED,
 ) -> None:
     """Check a schema, and prompts against it, with a model's tokenizer."""
+    from .errors import PromptError
     from .pml import read_prompt
     from .pml.serving import serve
 
@@ -38,7 +39,11 @@ def check(
     facts = f"{len(layout.pieces) - 1} modules, {layout.length} positions, {layout.cached_tokens} tokens to encode once"
     console.print(f"{schema.name}: {layout.schema.name}, {facts}", markup=False, highlight=False, soft_wrap=True)
     for path in prompts or []:
-        serving = serve(read_prompt(path), layout, tokens)
+        prompt = read_prompt(path)
+        try:
+            serving = serve(prompt, layout, tokens)
+        except PromptError as problem:
+            raise PromptError(f"{path.name}: {problem}") from None
         seen, new = sum(one.count for one in serving.seen), sum(len(one.tokens) for one in serving.new)
         console.print(
             f"{path.name}: {seen} tokens from the cache, {new} new, ends at {serving.end}",
@@ -57,13 +62,14 @@ def show(
     """Show where every module of a schema stands."""
     from .places import make_room
     from .report import show_table
-    from .viz.schema import lines, svg
+    from .viz.schema import BAR, lines, svg
 
     make_room(picture)
     layout, _ = _layout(schema, model)
     console = console_of()
     title = f"{layout.schema.name}: {layout.length} positions, {layout.cached_tokens} tokens cached"
-    show_table(console, title, ("module", "layout", "positions", "own tokens", "notes"), lines(layout))
+    bar = min(BAR, console.width // 5) if console.is_terminal else BAR
+    show_table(console, title, ("module", "notes", "layout", "positions", "own tokens"), lines(layout, bar), texts=2)
     if picture is not None:
         picture.write_text(svg(layout), encoding="utf-8")
         console.print(f"drawn to {picture}", markup=False, highlight=False, soft_wrap=True)
@@ -78,8 +84,11 @@ def warm(
 ) -> None:
     """Encode every module of a schema, and keep the encodings in a file."""
     from .places import make_room
+    from .pml.storage import check_place
 
     make_room(save)
+    if save is not None:
+        check_place(save)
     with _cache(schema, model, dtype) as cache:
         began = time.perf_counter()
         computed = cache.warm()

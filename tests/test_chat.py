@@ -147,6 +147,15 @@ def test_an_empty_header_is_the_generation_prompt(formats, name):
     assert tokenizer.decode(header) in ("<|im_start|>assistant\n", "<|start|>assistant<|end|>\n\n")
 
 
+@pytest.mark.parametrize("name", ["embedded", *TEMPLATES])
+def test_an_answer_that_opens_has_its_header_behind_the_beginning(formats, name):
+    """Also where the template asks for an answer with nothing of its own."""
+    tokenizer, chat = formats[name]
+    header, _ = chat.open(Turn("assistant", ""), opening=False)
+    opening, _ = chat.open(Turn("assistant", ""), opening=True)
+    assert opening == tokenizer(chat._front, add_special_tokens=False)["input_ids"] + header
+
+
 @pytest.mark.parametrize("name", ["llama-3", "llama-2", "mistral", "system-first"])
 def test_the_beginning_belongs_to_opening_turns(formats, name):
     tokenizer, chat = formats[name]

@@ -151,6 +151,7 @@ def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
         ("graph show g.yaml --picture file/x.svg", "file: no folder can be made there"),
         ("pml show s.pml --picture folder", "folder: this is a folder"),
         ("pml warm s.pml --save folder", "folder: this is a folder"),
+        ("pml warm s.pml --save x.json", "x.json: this name is the manifest's"),
         ("reuse show latin", "latin: no profile"),
         ("eval direct --data latin", "latin, line 1: not JSON in UTF-8"),
         ("run broken.py --task x", "broken.py, line 2: "),

@@ -72,7 +72,7 @@ class PromptCache:
             if path not in self.layout.pieces:
                 raise PromptError(f"the schema has no module {'/'.join(path)!r}")
         with self._turn:
-            there = {key for key, message in self._held.items() if message.error is None} | set(self._host)
+            there = self._there()
             keys = [key for key in self._single_keys() if key[0] in wanted and key not in there]
             if self.keep == "host":  # one at a time: the device never has to hold them all
                 return sum(self._warm_on_host(key) for key in keys)
@@ -87,6 +87,10 @@ class PromptCache:
         """Every run of every cached piece, encoded apart."""
         pieces = [piece for piece in self.layout.pieces.values() if piece.cache]
         return [(piece.path, run, ()) for piece in pieces for run in range(len(piece.runs))]
+
+    def _there(self) -> set[Key]:
+        """What does not have to be computed."""
+        return {key for key, message in self._held.items() if message.error is None} | set(self._host)
 
     def _piece(self, key: Key) -> Piece:
         return self.layout.pieces[key[0]]
@@ -138,6 +142,17 @@ class PromptCache:
         prompt = prompt if isinstance(prompt, Prompt) else read_prompt(prompt)
         return serve(prompt, self.layout, self._tokens)
 
+    def reused(self, prompt: Prompt | str | File) -> int:
+        """How many tokens of modules a prompt would find here if it were served now, and not compute again: the last
+        token of a prompt is not among them where the answer starts with it."""
+        serving = self.plan(prompt)
+        seen = serving.seen
+        if not self._answer(serving)[0]:
+            seen, *_ = self._last(list(seen), list(serving.new), serving.end)
+        with self._turn:
+            there = self._there()
+        return sum(one.count for key, one in zip(_keys(serving, seen), seen, strict=True) if key in there)
+
     def serve(
         self,
         session: Session,
@@ -153,8 +168,6 @@ class PromptCache:
         serving = self.plan(prompt)
         if session.engine is not self.engine or session.client_id != self.client_id:
             raise ForeignMessage("the session belongs to another engine or client than the cache: open one there")
-        if not serving.seen and not serving.new:
-            raise PromptError("the prompt is empty: import a module or say something")
         header, footer = self._answer(serving)
         most = self.engine.facts.max_positions
         if serving.end + len(header) >= most:
@@ -189,7 +202,7 @@ class PromptCache:
         seen, new, start = list(serving.seen), list(serving.new), serving.end
         if not header:
             seen, new, header, start = self._last(seen, new, serving.end)
-        keys = [(one.path, one.run, serving.together.get(one.path, ())) for one in seen]
+        keys = _keys(serving, seen)
         mine = self._borrowed(session, keys, passing)
         parents: list[tuple[Message | Part, int]] = []
         for key, one in zip(keys, seen, strict=True):
@@ -261,17 +274,21 @@ class PromptCache:
 
     def _facts(self) -> dict[str, str]:
         facts = self.engine.facts
-        return {
+        return {  # in the order in which they are told: in another dtype a model has another identity too
+            "dtype": str(facts.dtype).removeprefix("torch."),
             "model": self.engine.runner.family.identity(BASE),
             "tokenizer": fingerprint(self.engine.tokenizer),
             "schema": self.schema.fingerprint,
-            "dtype": str(facts.dtype).removeprefix("torch."),
             "layout": self.layout.fingerprint,
         }
 
     @staticmethod
     def _name(key: Key) -> str:
         return f"{'/'.join(key[0])}#{key[1]}"
+
+
+def _keys(serving: Serving, seen: Sequence[Seen]) -> list[Key]:
+    return [(one.path, one.run, serving.together.get(one.path, ())) for one in seen]
 
 
 def _passed(passing: ExitStack, message: Message) -> Message:

@@ -32,18 +32,15 @@ def answer(
     """mode "choreographed" answers from modules, "naive" computes the same text anew. on_text hears the answer."""
     first: list[float] = []
     with cache.engine.session(mode=mode, seed=seed, client_id=cache.client_id) as session:
+        reused = cache.reused(prompt)
         began = time.perf_counter()
         message = cache.serve(session, prompt, sampling=sampling)
         message.watch(lambda _: first.append(time.perf_counter() - began) if not first else None)
         for piece in message.stream():
             if on_text is not None:
                 on_text(piece)
-        seen = (
-            sum(one.count for one in cache.plan(prompt).seen)
-            if mode == "choreographed"
-            else message.usage.cached_tokens
-        )
-        return Answer(message.text, first[0], seen, message.usage.generated_tokens)
+        cached = reused if mode == "choreographed" else message.usage.cached_tokens
+        return Answer(message.text, first[0], cached, message.usage.generated_tokens)
 
 
 def side_by_side(cache: PromptCache, prompt: Prompt | str | Path, *, max_tokens: int = 48) -> str:

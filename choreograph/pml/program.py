@@ -56,14 +56,21 @@ def _definition(function: Callable[..., Any]) -> ast.FunctionDef:
     return found
 
 
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    """As values, also under `from __future__ import annotations`."""
+    try:
+        return inspect.get_annotations(function, eval_str=True)
+    except (NameError, SyntaxError):  # a text that means nothing here may be meant for people
+        return inspect.get_annotations(function)
+
+
 class Program:
     """A schema, and prompts of it by a call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         definition = _definition(function)
         self.name = function.__name__
-        annotations = inspect.get_annotations(function)
-        self._texts = {name: value for name, value in annotations.items() if isinstance(value, Param)}
+        self._texts = {name: value for name, value in _annotations(function).items() if isinstance(value, Param)}
         known = inspect.signature(function).parameters
         self._known = list(known)
         self._defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}

@@ -38,13 +38,13 @@ def read_prompt(source: str | Path) -> Prompt:
 def _text_of(source: str | Path, what: str) -> tuple[str, str, Path | None]:
     if isinstance(source, str):
         return source, f"<{what}>", None
+    error = SchemaError if what == "schema" else PromptError
     if not isinstance(source, Path):
-        error = SchemaError if what == "schema" else PromptError
         raise error(f"{what}={source!r}: give PML as text, a file as a pathlib.Path, or the value itself")
     try:
         return source.read_text(encoding="utf-8"), source.name, source.parent
     except (OSError, UnicodeDecodeError) as problem:
-        raise SchemaError(f"{source}: cannot be read as text ({problem}); name a PML file in UTF-8") from None
+        raise error(f"{source}: cannot be read as text ({problem}); name a PML file in UTF-8") from None
 
 
 def _only(markup: Markup, name: str) -> Tag:

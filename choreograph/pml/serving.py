@@ -77,6 +77,8 @@ def serve(prompt: Prompt, layout: Layout, tokens: Tokens) -> Serving:
     beginning = New(0, () if opened else tuple(layout.beginning))
     parts = [(0, beginning), *_Placer(layout, used, beginning.end, tokens).place(prompt)]
     parts += [(one.start, one) for piece in used for one in _own_new(piece, filled[piece.path])]
+    if not seen and not any(one.tokens for _, one in parts):
+        raise PromptError("the prompt is empty: import a module or say something")
     talks = layout.talks or has_roles(prompt.children)
     end = max(*(one.start + one.count for one in seen), *(one.end for _, one in parts), 0)
     return Serving(seen, parts, _together(layout, chosen), end, talks)
@@ -248,7 +250,8 @@ class _Placer:
         """Where a level's own text up to its first import ends."""
         level = self._layout.pieces[path]
         first = min(piece.start for piece in self._inside(path) if piece is not level)
-        return max((run.end for run in level.runs if run.start < first), default=level.start)
+        ends = (min(run.end, first) for run in level.runs if run.start < first)  # an empty import leaves no gap
+        return max(ends, default=level.start)
 
     def _said_ends(self, path: Path | None) -> list[int]:
         """Where texts end that are said in an import, however deep."""

@@ -10,34 +10,34 @@ from .graph import COLOURS, axis
 ROW, GAP, LEFT, WIDTH, TOP = 20, 5, 230, 860, 62
 
 
-BAR = 48  # characters of a bar in the terminal
+BAR = 48  # characters of a bar, at most
 
 
-def lines(layout: Layout) -> list[tuple[str, str, str, str, str]]:
-    """(name, bar, positions, own tokens, what it is) of every piece, in document order."""
+def lines(layout: Layout, bar: int = BAR) -> list[tuple[str, str, str, str, str]]:
+    """(name, what it is, bar, positions, own tokens) of every piece, in document order. bar: its characters."""
     numbers = {id(union): number for number, union in enumerate(_unions(layout), 1)}
     return [
         (
             _label(piece),
-            _bar(piece, max(layout.length, 1)),
-            f"{piece.start}-{max(piece.end - 1, piece.start)}",
-            str(piece.tokens),
             _kind(layout, piece, numbers),
+            _bar(piece, max(layout.length, 1), bar),
+            f"{piece.start}-{piece.end - 1}" if piece.end > piece.start else "-",
+            str(piece.tokens),
         )
         for piece in layout.pieces.values()
     ]
 
 
-def _bar(piece: Piece, length: int) -> str:
-    """Text as #, room for an argument as ?, what a module spans as -: one scale for all, so unions stand below
-    one another."""
-    marks = [" "] * BAR
+def _bar(piece: Piece, length: int, width: int) -> str:
+    """Text as #, room for an argument as ?, what a module spans as -, the rest as dots: one scale for all, so unions
+    stand below one another."""
+    marks = ["."] * width
     spans = [("-", piece.start, piece.end), *(("#", run.start, run.end) for run in piece.runs)]
     spans += [("?", slot.start, slot.start + slot.length) for slot in piece.slots.values()]
     for mark, start, end in spans:
-        first = start * BAR // length
-        for at in range(first, max(first + (end > start), end * BAR // length)):
-            marks[min(at, BAR - 1)] = mark
+        first = start * width // length
+        for at in range(first, max(first + (end > start), end * width // length)):
+            marks[min(at, width - 1)] = mark
     return "".join(marks)
 
 

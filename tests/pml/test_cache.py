@@ -1,6 +1,8 @@
 """The cache on an engine: clients, limits, threads, programs, and the command line."""
 
 import json
+import re
+import runpy
 import threading
 
 import pytest
@@ -23,12 +25,14 @@ from choreograph.pml import (
     parameter,
     program,
     read_prompt,
+    scaffold,
     schema,
     system,
     union,
     user,
     write,
 )
+from choreograph.pml.compare import answer as pml_answer
 from choreograph.pml.tokens import placeholder_of
 
 STORY = schema("story", system("Short."), module("a", "Once upon a time. "), module("b", "There was a fox. "))
@@ -87,6 +91,20 @@ def test_borrowing_shares_and_refuses(engine):
         assert other.decode("x", parents=[copy], sampling=GREEDY).tokens
         with pytest.raises(ReleasedMessage):
             other.borrow(message)
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_what_is_said_to_be_reused_is_not_computed(engine, keep):
+    """Neither the last token, where an answer starts with it, nor a scaffold that no prompt has needed yet is."""
+    both = scaffold(module("a", "a" * 20), module("b", "b" * 30))
+    with PromptCache(engine, schema("s", "x" * 10, both, module("c", "c" * 40)), keep=keep) as cache:
+        cache.warm()
+        for inside, reused in (("<c/>", 49), ("<a/>Go!", 30), ("<a/><b/>Go!", 10), ("<b/><a/>Go!", 60)):
+            ask = f'<prompt schema="s">{inside}</prompt>'
+            serving, rows = cache.plan(ask), engine.runner.rows
+            assert pml_answer(cache, ask, "choreographed", sampling=GREEDY).cached == reused
+            whole = sum(len(one.tokens) for one in serving.new) + sum(one.count for one in serving.seen)
+            assert engine.runner.rows - rows <= whole - reused + GREEDY.max_tokens - 1
 
 
 @pytest.mark.parametrize("keep", ["device", "host"])
@@ -229,6 +247,14 @@ class TestPrograms:
         with PromptCache(engine, trip.schema) as cache:
             assert answer(cache, trip(plan=True, days=3, place="coast"))
 
+    @pytest.mark.parametrize("first", ["from __future__ import annotations", ""])
+    def test_annotations_may_be_texts(self, tmp_path, first):
+        lines = [first, "from choreograph.pml import Param, program", "@program"]
+        lines += ["def go(days: Param(3), far: 'how far?'):", "    f'For {days} days.'", "    if far: 'Away.'"]
+        (tmp_path / "go.py").write_text("\n".join(lines))
+        found = runpy.run_path(str(tmp_path / "go.py"))["go"].schema
+        assert found == schema("go", "For ", parameter("days", 3), " days.", module("far", "Away."))
+
     def test_mistakes(self):
         for arguments, says in (
             ({"plan": True, "days": "3", "place": "moon"}, "use one of"),
@@ -280,10 +306,20 @@ class TestCommands:
     def test_check_and_show(self, files):
         told = self.call("check", files / "story.pml", files / "ask.pml")
         assert told.exit_code == 0 and "2 modules" in told.output and "ask.pml:" in told.output
-        assert "no module 'wolf'" in str(self.call("check", files / "story.pml", files / "bad.pml").exception)
+        told = self.call("check", files / "story.pml", files / "ask.pml", files / "bad.pml")
+        assert "bad.pml: the schema has no module 'wolf'" in str(told.exception)
         told = self.call("show", files / "story.pml", "--picture", files / "story.svg")
         assert "fox" in told.output and "owl" in told.output
         assert (files / "story.svg").read_text().count("<rect") >= 6
+
+    def test_a_terminal_shows_every_module_at_its_place(self, files):
+        told = CliRunner().invoke(
+            app, ["pml", "show", str(files / "story.pml")], env={"FORCE_COLOR": "1", "COLUMNS": "80"}
+        )
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", told.output)
+        _, fox, owl = re.findall(r"│ ([.#-]{16}) │", shown)
+        assert "positions" in shown and "own tokens" in shown
+        assert fox.index("#") < owl.index("#") and fox.endswith(".") and owl.startswith(".")
 
     def test_a_slip_in_a_prompt_is_told_before_anything_is_computed(self, files):
         told = self.call("run", files / "story.pml", files / "bad.pml")

@@ -74,6 +74,12 @@ def test_another_schema_model_or_tokenizer(engine, model, characters, saved):
         PromptCache(engine, STORY).load(file)
 
 
+def test_another_dtype_is_told_as_one(model, characters, saved):
+    half = Engine.from_pretrained(deepcopy(model).bfloat16(), tokenizer=characters)
+    with pytest.raises(CacheFileError, match="made for dtype float32, this is bfloat16"):
+        PromptCache(half, STORY).load(saved[0])
+
+
 def test_a_model_that_changed_little_is_another_one(engine, characters, saved):
     file, _ = saved
     model = deepcopy(engine.runner.adapter.model)

@@ -265,9 +265,10 @@ class TestFiles:
         with pytest.raises(PMLSyntaxError, match="cannot be read as text"):
             read_schema(self.schema_file(folder, src))
 
-    def test_a_schema_that_is_not_there(self, tmp_path):
-        with pytest.raises(SchemaError, match=r"gone\.pml: cannot be read"):
-            read_schema(tmp_path / "gone.pml")
+    def test_a_file_that_is_not_there(self, tmp_path):
+        for read, error in ((read_schema, SchemaError), (read_prompt, PromptError)):
+            with pytest.raises(error, match=r"gone\.pml: cannot be read"):
+                read(tmp_path / "gone.pml")
 
 
 def test_values_check_themselves():

@@ -120,6 +120,12 @@ def test_a_prompt_speaks_behind_the_beginning_that_it_encodes(characters):
         assert [(one.start, one.end) for one in new] == expected
 
 
+def test_text_in_front_of_an_empty_import_stands_in_front_of_what_follows_it(tokens):
+    layout = lay_out(schema("s", "ab", module("m", module("n")), "cd"), tokens, 1000)
+    (new,) = serve(read_prompt('<prompt schema="s">hi<m/></prompt>'), layout, tokens).new
+    assert new.start == 2
+
+
 def test_decoding_starts_behind_the_largest_used_position(tokens):
     s = schema("s", module("m", "abc", parameter("p", 10)), union(module("short", "x"), module("long", "y" * 50)))
     layout = lay_out(s, tokens, 1000)
@@ -173,6 +179,11 @@ def test_a_required_union(tokens):
     s = schema("s", user(union(module("a", "x"), module("b", "y"), required=True)))
     with pytest.raises(PromptError, match="one of a, b is required"):
         serve(read_prompt('<prompt schema="s"/>'), lay_out(s, tokens, 1000), tokens)
+
+
+def test_an_empty_prompt(tokens):
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        serve(read_prompt('<prompt schema="s"/>'), lay_out(schema("s", module("m", "x")), tokens, 1000), tokens)
 
 
 def test_a_schema_that_the_model_cannot_hold(tokens):
