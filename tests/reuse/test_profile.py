@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli import app
 from choreograph.engine.sharing import Load
-from choreograph.errors import ConfigError, DataError
+from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.pattern import Pattern
 from choreograph.reuse import Cell, Choice, Point, Profile, share_by
 from choreograph.reuse.asked import asked
@@ -109,6 +109,8 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     assert Pattern() in choice.patterns and ("math", "base") in engine.runner.sharing.pairs
     with pytest.raises(ConfigError, match="receiver='base' is not the receiver"):
         share_by(engine, found, "base", "math", seconds=0.01)
+    with pytest.raises(ModelError, match="'nobody' does not compute here"):
+        share_by(engine, found, "nobody", seconds=0.01)
 
 
 def test_questions_about_one_context_are_answered_together_as_alone(engine):
