@@ -1,6 +1,7 @@
 """`choreograph graph`: step graphs from the command line. Owns options and printing."""
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -35,10 +36,11 @@ def show(
 
     make_room(picture)
     found = StepGraph.read(graph)
-    steps = found.steps(Progress.after(events.replace(",", " ").split(), found.agents))
+    happened = re.split(r"[,\s]+(?=[+-])", events.strip()) if events.strip() else []  # names may hold commas and spaces
+    steps = found.steps(Progress.after(happened, found.agents))
     if picture is not None:
         picture.write_text(svg(found, steps), encoding="utf-8")
     if as_json:
         print(json.dumps({agent: None if value == float("inf") else value for agent, value in steps.items()}))
         return
-    show_table(console_of(), found.name, ("agent", "steps", "waits for"), lines(found, steps))
+    show_table(console_of(), found.name, ("agent", "waits for", "steps"), lines(found, steps), texts=2)

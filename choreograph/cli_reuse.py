@@ -95,5 +95,5 @@ def _show(console: Console, found: Any, title: str, pictures: Path | None) -> No
 
     if pictures is not None:
         draw(found, pictures, "profile")
-    show_table(console, title, ("", ""), summary(found))
+    show_table(console, title, ("", ""), summary(found), texts=2)  # critical layers may be many
     show_table(console, "frontier", ("computes layers", "of all", "cost", "loss"), lines(found))

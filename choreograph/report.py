@@ -21,10 +21,11 @@ def show_table(
     if console.is_terminal:
         console.print(_table(console.width, title, head, lines, texts))
         return
-    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
+    widths = [max(cell_len(line[i]) for line in (head, *lines)) for i in range(len(head))]
     console.print(title, markup=False, highlight=False, soft_wrap=True)
     for line in (head, *lines):
-        cells = [c.ljust(w) if i < texts else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        gaps = [" " * (w - cell_len(c)) for c, w in zip(line, widths, strict=True)]
+        cells = [c + gap if i < texts else gap + c for i, (c, gap) in enumerate(zip(line, gaps, strict=True))]
         console.print("  ".join(cells).rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 

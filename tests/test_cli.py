@@ -204,6 +204,31 @@ def test_a_table_on_a_narrow_terminal_names_its_lines():
     assert max(len(line) for line in shown.splitlines() if "┃" not in line) <= 80
 
 
+def test_a_graph_keeps_its_names_on_a_narrow_terminal(tmp_path, monkeypatch):
+    agents = {"planner-with-a-long-name": None, "coder": "planner-with-a-long-name"}
+    agents["reviewer"] = {"all_of": ["planner-with-a-long-name", {"any_of": ["coder", "planner-with-a-long-name"]}]}
+    (tmp_path / "g.json").write_text(json.dumps(agents))
+    console = Console(file=StringIO(), force_terminal=True, width=60, no_color=True)
+    monkeypatch.setattr("choreograph.cli_graph.console_of", lambda: console)
+    runner.invoke(app, ["graph", "show", str(tmp_path / "g.json")])
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
+    assert all(name in shown for name in agents) and "all of" in shown and "(any of" in shown
+    assert all(f"│     {steps} │" in shown for steps in (1, 2))
+
+
+def test_what_happened_may_name_agents_with_spaces(tmp_path):
+    (tmp_path / "g.yaml").write_text("the first, of two:\nb: the first, of two\n")
+    for events in ("+the first, of two,-the first, of two,+b", " +the first, of two -the first, of two +b"):
+        result = runner.invoke(app, ["graph", "show", str(tmp_path / "g.yaml"), "--json", "--after", events])
+        assert json.loads(result.output) == {"the first, of two": None, "b": 0}
+
+
+def test_wide_characters_are_aligned_in_a_pipe():
+    console = Console(file=StringIO())
+    show_table(console, "t", ("name", "n"), [("エージェント", "1"), ("b", "20")])
+    assert console.file.getvalue().splitlines()[1:] == ["name           n", "エージェント   1", "b             20"]
+
+
 def test_the_demo_refuses_a_picture_before_it_measures(tmp_path):
     with pytest.raises(ConfigError, match="is a folder"):
         run_demo(None, console_of(quiet=True), picture=tmp_path)

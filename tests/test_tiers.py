@@ -323,6 +323,23 @@ def test_what_was_gathered_makes_way_for_a_rebuild_that_needs_its_room(below, fi
     assert answer(tiny.engine(tokens=40, **below), True) == answer(tiny.engine(), False)
 
 
+@pytest.mark.parametrize("tokens", range(120, 140, 4))
+def test_what_stands_alone_is_rebuilt_after_what_needs_most_room(tokens):
+    """Or each would drive the other out again, attempt by attempt, and more memory could be too little where less is
+    enough."""
+    engine = tiny.engine(tokens=tokens)
+    with engine.session() as session:
+        one, other, alone = session.prefill(range(60)), session.prefill([9] * 60), session.prefill([3] * 24)
+        seen = session.prefill([5], [one, *(session.prefill([7, k, 1, 2, 3, 4], [other]) for k in range(2))])
+        for message in session.messages:
+            message.encode()
+        full = session.prefill([1] * tokens)
+        full.encode().release()
+        assert {message.where for message in (one, other, alone, seen)} == {"dropped"}
+        assert session.decode([8], [alone, seen], sampling=GREEDY).finish_reason == "length"
+        engine.check()
+
+
 def test_two_that_cannot_be_rebuilt_beside_each_other_are_refused_and_not_tried_for_ever():
     engine = tiny.engine(tokens=40)
     with engine.session(seed=0) as s:

@@ -7,7 +7,7 @@ there is too little, the plan keeps what it has, and goes on when running calls 
 gathered first is in the way of what has to be rebuilt, it goes and comes back afterwards, a bounded number of times.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CacheFull, CallFailed, NeverFits, RoomLater
@@ -83,7 +83,7 @@ class Residence:
         while stack:
             frame = stack[-1]
             self._hold(frame)
-            missing = next(_missing(frame.needed), None)
+            missing = _next_missing(frame.needed)
             if missing is not None and missing.lost:
                 raise CallFailed("what it sees came from another process and is lost: make it again")
             if missing is not None and not missing.copies:
@@ -134,5 +134,8 @@ def _seen(sights: Sequence[Sight]) -> list[Encoding]:
     return list({sight.encoding.id: sight.encoding for sight in sights}.values())
 
 
-def _missing(needed: list[Encoding]) -> Iterator[Encoding]:
-    return (encoding for encoding in needed if not encoding.resident)
+def _next_missing(needed: list[Encoding]) -> Encoding | None:
+    """What is gathered first stays in the way of the rest: what has to be rebuilt from what it saw, which needs most
+    room beside it, comes before what is loaded, or rebuilt by itself."""
+    missing = [encoding for encoding in needed if not encoding.resident]
+    return min(missing, key=lambda one: bool(one.copies) or not one.context, default=None)

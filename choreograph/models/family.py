@@ -46,11 +46,11 @@ class Family:
         return name if name in self._others else BASE
 
     def fingerprint(self, name: str) -> str:
-        """Names what computes: nothing that one computed is ever found by another."""
+        """Names what computes: nothing that one computed is ever found by another. Raises ModelError for what nothing
+        here is called."""
         if name in self.elsewhere:
             return self.elsewhere[name]
-        other = self._others.get(name)
-        return self.base.fingerprint(name) if other is None else other.fingerprint(BASE)
+        return self.of(name).fingerprint(BASE if name in self._others else name)
 
     def identity(self, name: str) -> str:
         """Names what computes by all its weights: for encodings that leave the engine. The first time, reads them."""

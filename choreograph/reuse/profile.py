@@ -157,7 +157,7 @@ class Profile:
         return profile
 
     def _refuse_damage(self) -> None:
-        """Every column has a number for every input, of which there is one at least."""
+        """Every column has a number for every input, of which there is one at least; no pattern has other layers."""
         if not self.inputs or type(self.layers) is not int or self.layers < 1:
             raise DataError(
                 f"a damaged profile: {len(self.inputs)} inputs, layers={self.layers!r}: profile the pair anew"
@@ -171,6 +171,13 @@ class Profile:
                     f"a damaged profile: {name} is {str(values)[:80]}, not {len(self.inputs)} numbers, one an input: "
                     "profile the pair anew"
                 )
+        if len(self.single) not in (0, self.layers):
+            raise DataError(
+                f"a damaged profile: {len(self.single)} single layers of {self.layers}: profile the pair anew"
+            )
+        for cell in (*self.stretches, *self.scattered):
+            if not cell.pattern.check(self.layers).layers:
+                raise DataError("a damaged profile: a pattern without layers: profile the pair anew")
         for name, cost in self.costs.items():
             if not _is_number(cost) or cost < 0:
                 raise DataError(
@@ -181,5 +188,7 @@ class Profile:
     def load(cls, path: Path) -> "Profile":
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except DataError as problem:
+            raise DataError(f"{path}: {problem}") from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
             raise DataError(f"{path}: no profile ({problem})") from None

@@ -10,9 +10,9 @@ SHADES = ("#1b7837", "#5aae61", "#a6dba0", "#d9f0d3")  # runs now, next, soon, l
 
 
 def lines(graph: StepGraph, steps: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """(agent, steps, what it waits for) of every agent, the nearest first."""
+    """(agent, what it waits for, steps) of every agent, the nearest first."""
     order = sorted(graph.agents, key=lambda agent: steps[agent])
-    return [(agent, shown(steps[agent]), described(graph.waits[agent])) for agent in order]
+    return [(agent, described(graph.waits[agent]), shown(steps[agent])) for agent in order]
 
 
 def shown(steps: float) -> str:

@@ -5,6 +5,7 @@ KVFlow, section 3.1. An agent starts one step after what it waits for: after the
 are the least numbers that satisfy this everywhere, loops included; an agent that nothing leads to has infinitely many.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -133,15 +134,15 @@ class StepGraph:
         agents = given.pop("agents")
         if not isinstance(agents, Mapping):
             raise GraphError(f"agents: {agents!r}: map each agent to what it waits for")
-        if unknown := set(given) - {"choosers", "repeats", "name"}:
-            raise GraphError(f"{sorted(unknown)[0]!r}: no such entry; known: agents, choosers, repeats, name")
+        if unknown := [entry for entry in given if entry not in ("choosers", "repeats", "name")]:
+            raise GraphError(f"{unknown[0]!r}: no such entry; known: agents, choosers, repeats, name")
         choosers, repeats = given.get("choosers", ()), given.get("repeats", False)
         if not isinstance(repeats, bool):
             raise GraphError(f"repeats: {repeats!r}: use true or false")
         if not isinstance(choosers, (list, tuple)):
             raise GraphError(f"choosers: {choosers!r}: use a list of agents")
         waits = {_agent(a): _top(join, f"agent {a!r}") for a, join in agents.items()}
-        return cls(waits, choosers=choosers, repeats=repeats, name=str(given.get("name", name)))
+        return cls(waits, choosers=map(_agent, choosers), repeats=repeats, name=str(given.get("name", name)))
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -189,12 +190,13 @@ class StepGraph:
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
+    kind, read = ("JSON", json.loads) if path.suffix.lower() == ".json" else ("YAML", yaml.safe_load)
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = read(path.read_text(encoding="utf-8-sig"))
     except OSError as problem:
         raise GraphError(f"{path}: {problem.strerror or problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as problem:
-        raise GraphError(f"{path}: not YAML: {' '.join(str(problem).split())}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        raise GraphError(f"{path}: not {kind}: {' '.join(str(problem).split())}") from None
     if not isinstance(found, Mapping):
         raise GraphError(f"{path}: map agents to what they wait for")
     return found
@@ -209,7 +211,10 @@ def _agent(name: object) -> str:
 def _top(given: object, where: str) -> Join | None:
     if given is None or given == [] or given == {}:
         return None
-    found = _join(given, where)
+    try:
+        found = _join(given, where)
+    except RecursionError:  # an alias in YAML may hold itself
+        raise GraphError(f"{where}: what it waits for is nested too deep") from None
     return found if isinstance(found, Join) else Join("any_of", (found,))
 
 

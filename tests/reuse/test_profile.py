@@ -1,19 +1,22 @@
 """Profiles: what is measured is what would be served, runs go on where they stopped, points are picked as asked."""
 
 import json
+import re
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import tiny
 import torch
 from characters import tokenizer
 from relatives import LAYERS
+from rich.console import Console
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli import app
 from choreograph.engine.sharing import Load
-from choreograph.errors import ConfigError, DataError
+from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.pattern import Pattern
 from choreograph.reuse import Cell, Choice, Point, Profile, share_by
 from choreograph.reuse.asked import asked
@@ -106,6 +109,8 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     assert Pattern() in choice.patterns and ("math", "base") in engine.runner.sharing.pairs
     with pytest.raises(ConfigError, match="receiver='base' is not the receiver"):
         share_by(engine, found, "base", "math", seconds=0.01)
+    with pytest.raises(ModelError, match="'nobody' does not compute here"):
+        share_by(engine, found, "nobody", seconds=0.01)
 
 
 def test_questions_about_one_context_are_answered_together_as_alone(engine):
@@ -194,7 +199,7 @@ def test_a_profile_survives_its_file(tmp_path):
     assert Profile.load(file) == PROFILE
     for damage in ("", "[]", "{}", json.dumps({**PROFILE.to_json(), "version": 0}), '{"version": 1}'):
         file.write_text(damage)
-        with pytest.raises(DataError):
+        with pytest.raises(DataError, match=r"profile\.json: "):
             Profile.load(file)
 
 
@@ -209,6 +214,9 @@ def test_a_profile_survives_its_file(tmp_path):
         ({"reused": [0.5]}, r"reused is \(0.5,\), not 2 numbers"),
         ({"single": [[0.9, 0.7], [0.5]]}, "single, layer 1 is"),
         ({"stretches": [{"layers": [[1, 2]], "values": [0.8]}]}, "layers 1-2 is"),
+        ({"single": [[0.9, 0.7]]}, "1 single layers of 4"),
+        ({"stretches": [{"layers": [[3, 9]], "values": [0.8, 0.7]}]}, "pattern 3-9: the model has layers 0 to 3"),
+        ({"stretches": [{"layers": [], "values": [0.8, 0.7]}]}, "a pattern without layers"),
         ({"costs": {"1-3": "fast"}}, "the cost of 1-3 is 'fast'"),
         ({"costs": []}, "a damaged profile"),
     ],
@@ -249,6 +257,18 @@ def test_pictures_and_tables(tmp_path):
     assert ("critical layers", "1") in summary(PROFILE)
 
 
+def test_many_critical_layers_fold_on_a_terminal(tmp_path, monkeypatch):
+    """And take no digit from the numbers."""
+    wide = replace(PROFILE, layers=40, single=((0.5, 0.5),) * 40, own=(0.87654, 0.87654), stretches=(), costs={})
+    wide.save(tmp_path / "profile.json")
+    console = Console(file=StringIO(), force_terminal=True, width=80, no_color=True)
+    monkeypatch.setattr("choreograph.cli_reuse.console_of", lambda: console)
+    CliRunner().invoke(app, ["reuse", "show", str(tmp_path / "profile.json")])
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
+    assert "0.877" in shown and all(re.search(rf"\b{layer}\b", shown) for layer in range(40))
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_a_choice_is_careful_while_there_is_time():
     points = PROFILE.frontier()
     choice = Choice(points, seconds=0.01, objective=1.0, loss=0.2)
@@ -268,6 +288,9 @@ def test_records_are_contexts_and_questions():
     found = asked({"id": 3, "question": "Who?", "documents": documents, "answer": "me", "answer_aliases": ["I"]}, 0)
     assert found == Asked("3", "T\none\n\ntwo", "Who?", ("me", "I"))
     assert asked({"input": "Who?", "context": "text", "answers": ["me"]}, 7) == Asked("7", "text", "Who?", ("me",))
+    assert asked({"question": "Who?", "context": "text", "answers": ["", "me"]}, 0).answers == ("me",)
+    with pytest.raises(DataError, match="record 3: has no answers"):
+        asked({"question": "Who?", "context": "text", "answers": [" "]}, 3)
     for wrong in ({"question": "Who?", "answer": "me"}, {"context": "text", "answers": ["me"]}):
         with pytest.raises(DataError, match="needs a question"):
             asked(wrong, 0)

@@ -118,6 +118,8 @@ def simulated(graph: StepGraph, progress: Progress) -> dict[str, float]:
         ({"agents": {"a": None}, "repeats": "yes"}, "repeats: 'yes'"),
         ({"agents": {"a": None}, "choosers": ["b"]}, "agent 'b' is not declared"),
         ({"agents": {1: None}}, "agent 1: use a name"),
+        ({"agents": {"a": None}, "choosers": [["a"]]}, r"agent \['a'\]: use a name"),
+        ({"agents": {"a": None}, 1: 2, "b": 3}, "1: no such entry"),
     ],
 )
 def test_a_graph_that_cannot_mean_anything_is_refused_with_why(given, message):
@@ -138,3 +140,24 @@ def test_a_graph_from_a_file(tmp_path):
         StepGraph.read(file)
     with pytest.raises(GraphError, match="No such file"):
         StepGraph.read(tmp_path / "missing.yaml")
+
+
+def test_a_graph_from_json_as_others_write_it(tmp_path):
+    """Tabs, a byte order mark, and characters beyond the first plane as two escapes: no YAML parser takes them all."""
+    file = tmp_path / "team.json"
+    file.write_text('\ufeff{\n\t"\\ud83d\\ude00": null,\n\t"b": "\\ud83d\\ude00"\n}\n', encoding="utf-8")
+    assert StepGraph.read(file).edges == [("\U0001f600", "b")]
+    file.write_text('{"a": null')
+    with pytest.raises(GraphError, match="not JSON"):
+        StepGraph.read(file)
+
+
+@pytest.mark.parametrize("name", ["g.json", "g.yaml"])
+def test_a_graph_nested_without_end_is_refused(tmp_path, name):
+    file = tmp_path / name
+    file.write_text('{"a": ' + '{"any_of": [' * 100_000 + '"a"' + "]}" * 100_000 + "}")
+    with pytest.raises(GraphError, match="recursion"):
+        StepGraph.read(file)
+    (tmp_path / "loop.yaml").write_text("a: &x {any_of: [b, *x]}\nb:\n")
+    with pytest.raises(GraphError, match="'a': what it waits for is nested too deep"):
+        StepGraph.read(tmp_path / "loop.yaml")
