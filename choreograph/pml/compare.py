@@ -32,14 +32,14 @@ def answer(
     """mode "choreographed" answers from modules, "naive" computes the same text anew. on_text hears the answer."""
     first: list[float] = []
     with cache.engine.session(mode=mode, seed=seed, client_id=cache.client_id) as session:
-        reused = cache.reused(prompt)
+        reused = cache.reused(prompt) if mode == "choreographed" else None
         began = time.perf_counter()
         message = cache.serve(session, prompt, sampling=sampling)
         message.watch(lambda _: first.append(time.perf_counter() - began) if not first else None)
         for piece in message.stream():
             if on_text is not None:
                 on_text(piece)
-        cached = reused if mode == "choreographed" else message.usage.cached_tokens
+        cached = message.usage.cached_tokens if reused is None else reused
         return Answer(message.text, first[0], cached, message.usage.generated_tokens)
 
 
