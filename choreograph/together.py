@@ -28,7 +28,8 @@ class Outcome:
 def together(
     engine: Engine, programs: Iterable[Callable[[], Any]], *, at_once: int = 32, calls: int = 128
 ) -> Generator[Outcome, None, None]:
-    """Yields outcomes as programs end. At most `at_once` run; one more starts while fewer than `calls` calls wait."""
+    """Yields outcomes as programs end. At most `at_once` run; one more starts while fewer than `calls` calls could
+    compute: those that wait for what others have yet to say do not count."""
     if at_once < 1 or calls < 1:
         raise ConfigError(f"at_once={at_once}, calls={calls}: use 1 or more")
     runner = engine.runner
@@ -64,7 +65,7 @@ def together(
             for index in list(live):
                 if ended := turn(index):
                     yield ended
-            while more and len(live) < at_once and runner.scheduler.unfinished < calls:
+            while more and len(live) < at_once and runner.scheduler.able < calls:
                 index, program = next(queue, (-1, None))
                 more = program is not None
                 if program is not None:

@@ -47,6 +47,25 @@ def test_they_share_steps_and_always_the_same_ones():
     assert steps < engine.runner.steps / 2
 
 
+def test_what_waits_for_parents_keeps_no_other_program_from_starting():
+    def chain(number):
+        def run():
+            live.add(number)
+            most.append(len(live))
+            with engine.session(seed=number) as s:
+                last = s.prefill([1, 2, 3])
+                for k in range(6):  # nothing is read before all are submitted
+                    last = s.decode([4 + k], [last], sampling=SamplingParams(max_tokens=4, ignore_eos=True))
+                last.result()
+            live.discard(number)
+
+        return run
+
+    engine, live, most = tiny.engine(), set(), []
+    list(together(engine, map(chain, range(8)), at_once=6, calls=12))
+    assert max(most) == 6  # two calls of each can compute, five wait for what another has yet to say
+
+
 def test_an_error_ends_its_own_program_only():
     engine = tiny.engine()
 

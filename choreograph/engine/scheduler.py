@@ -103,6 +103,11 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     @property
+    def able(self) -> int:
+        """How many calls run or wait for room alone; the others wait for parents."""
+        return len(self.running) + sum(self._parents_known(call) for call in self.waiting)
+
+    @property
     def ready(self) -> bool:
         """Whether any running call could compute in a step now."""
         hasten = not self._status_aware
