@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from ..message import Message
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#edc948")
@@ -50,28 +52,29 @@ def svg(steps: Iterable[tuple[str, Message]], title: str = "Message graph") -> s
     """The picture as SVG text."""
     drawn = rows(steps)
     end = max((bar.start + bar.length for row in drawn for bar in (row.bar, *row.seen)), default=1)
+    left = max(LEFT, 24 + text_width((row.label for row in drawn), 12))
     scale = WIDTH / max(end, 1)
     stages = list(dict.fromkeys(row.stage for row in drawn))
     colours = {row.bar.number: COLOURS[stages.index(row.stage) % len(COLOURS)] for row in drawn}
     height = TOP + len(drawn) * (ROW + GAP) + 40
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 30}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + WIDTH + 30}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="100%" height="100%" fill="white"/><text x="12" y="22" font-size="16">{escape(title)}</text>',
         '<text x="12" y="40" fill="#555">solid: the message at its own positions; pale: what it saw, by number; '
         "dashed outline: seen elsewhere than where it was encoded</text>",
-        *axis(end, scale, LEFT, TOP - 6, height),
+        *axis(end, scale, left, TOP - 6, height),
     ]
     for index, row in enumerate(drawn):
         y = TOP + index * (ROW + GAP)
         parts.append(f'<text x="12" y="{y + 15}">{escape(row.label)}</text>')
-        parts += [_bar(bar, y, scale, colours.get(bar.number, "#999"), pale=True) for bar in row.seen]
-        parts.append(_bar(row.bar, y, scale, colours[row.bar.number], pale=False))
+        parts += [_bar(bar, left, y, scale, colours.get(bar.number, "#999"), pale=True) for bar in row.seen]
+        parts.append(_bar(row.bar, left, y, scale, colours[row.bar.number], pale=False))
     return "\n".join([*parts, "</svg>"])
 
 
-def _bar(bar: Bar, y: int, scale: float, colour: str, *, pale: bool) -> str:
-    x, width = LEFT + bar.start * scale, max(bar.length * scale, 1.5)
+def _bar(bar: Bar, left: int, y: int, scale: float, colour: str, *, pale: bool) -> str:
+    x, width = left + bar.start * scale, max(bar.length * scale, 1.5)
     look = f'fill="{colour}" fill-opacity="{0.28 if pale else 1}"'
     if pale:
         dash = ' stroke-dasharray="4 3"' if bar.moved else ""
@@ -81,6 +84,11 @@ def _bar(bar: Bar, y: int, scale: float, colour: str, *, pale: bool) -> str:
         ink = "#222" if pale else "white"
         label = f'<text x="{x + width / 2:.1f}" y="{y + 15}" text-anchor="middle" fill="{ink}">{bar.number}</text>'
     return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="3" {look}/>{label}'
+
+
+def text_width(texts: Iterable[str], size: int) -> int:
+    """Pixels that the longest of some texts may take in a font of this size."""
+    return round(0.6 * size * max(map(cell_len, texts), default=0))
 
 
 def axis(end: int, scale: float, left: int, top: int, height: int) -> Sequence[str]:

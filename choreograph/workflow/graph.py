@@ -127,9 +127,15 @@ class StepGraph:
 
         A dict of agents alone is also taken. Raises GraphError, which names what is wrong.
         """
-        name = ""
-        if not isinstance(source, Mapping):
-            name, source = Path(source).stem, _loaded(Path(source))
+        if isinstance(source, Mapping):
+            return cls._of(source, "")
+        try:
+            return cls._of(_loaded(Path(source)), Path(source).stem)
+        except GraphError as problem:
+            raise GraphError(f"{source}: {problem}") from None
+
+    @classmethod
+    def _of(cls, source: Mapping[str, Any], name: str) -> "StepGraph":
         given: dict[str, Any] = dict(source) if "agents" in source else {"agents": source}
         agents = given.pop("agents")
         if not isinstance(agents, Mapping):
@@ -190,15 +196,36 @@ class StepGraph:
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
-    kind, read = ("JSON", json.loads) if path.suffix.lower() == ".json" else ("YAML", yaml.safe_load)
+    is_json = path.suffix.lower() == ".json"
     try:
-        found = read(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        found = json.loads(text, object_pairs_hook=_once_each) if is_json else yaml.load(text, _OnceEach)
     except OSError as problem:
-        raise GraphError(f"{path}: {problem.strerror or problem}") from None
+        raise GraphError(problem.strerror or str(problem)) from None
+    except GraphError:
+        raise
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        raise GraphError(f"{path}: not {kind}: {' '.join(str(problem).split())}") from None
+        raise GraphError(f"not {'JSON' if is_json else 'YAML'}: {' '.join(str(problem).split())}") from None
     if not isinstance(found, Mapping):
-        raise GraphError(f"{path}: map agents to what they wait for")
+        raise GraphError("map agents to what they wait for")
+    return found
+
+
+class _OnceEach(yaml.SafeLoader):
+    """A name that stands twice in one map is refused: YAML's own loader keeps the last one silently, as JSON's does."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        _once_each((name.value, value) for name, value in node.value if isinstance(name, yaml.ScalarNode))
+        return node
+
+
+def _once_each(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise GraphError(f"{name!r} stands twice: give each agent once")
+        found[name] = value
     return found
 
 

@@ -153,6 +153,20 @@ def test_a_graph_from_json_as_others_write_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["g.json", "g.yaml"])
+def test_an_error_in_a_file_names_it_and_no_agent_stands_twice(tmp_path, name):
+    file = tmp_path / name
+    file.write_text('{"a": null, "b": "a", "a": "b"}')
+    with pytest.raises(GraphError, match=rf"{name}: 'a' stands twice"):
+        StepGraph.read(file)
+    file.write_text('{"a": null, "b": "c"}')
+    with pytest.raises(GraphError, match=rf"{name}: agent 'c' is not declared"):
+        StepGraph.read(file)
+    merged = tmp_path / "merged.yaml"  # what a merge brings may be said otherwise
+    merged.write_text("agents: {<<: &team {a: , b: a}, b: {any_of: [a]}}\nchoosers: []\n")
+    assert StepGraph.read(merged).edges == [("a", "b")]
+
+
+@pytest.mark.parametrize("name", ["g.json", "g.yaml"])
 def test_a_graph_nested_without_end_is_refused(tmp_path, name):
     file = tmp_path / name
     file.write_text('{"a": ' + '{"any_of": [' * 100_000 + '"a"' + "]}" * 100_000 + "}")
