@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -117,10 +118,10 @@ def played(folder: Path) -> Splits:
     return found[:200] + found[240:440], found[200:210], found[215:240] + found[440:]
 
 
-def ordered(folder: Path) -> Splits:
-    """Two hundred more to learn from; for validation and for the test the same."""
+def ordered(folder: Path, more: int = 200) -> Splits:
+    """More to learn from; for validation and for the test the same."""
     learn, check, test = played(folder)
-    return learn + games(675)[475:], check, test
+    return learn + games(475 + more)[475:], check, test
 
 
 # what a player is told in private is often a page, and the same in every game
@@ -134,6 +135,8 @@ What you know about Bob: a careful player from the north, who lost four games in
 trusts people that speak plainly, and who decides by the last thing that was said. Bob has ten points, you have \
 twelve. The club gives a prize at fifteen points, and tonight is the last game. Your sponsor pays for five points \
 only; with three you go home with nothing. The referee hears the talk but does not see these orders."""
+
+SPOKEN = ("Alice says", "Bob says", "Alice decides", "Bob decides", "Bob predicts")  # what reuse changes in a game
 
 # answers are short: what the baseline would have said with which probability says more than what it happened to say
 CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "bf16": quick_in_bfloat16()}
@@ -201,8 +204,17 @@ PLANS = {
         TrainConfig(**SOFTLY | {"rate": 5e-4, "bf16": False}, dropout=0.0, epochs=1, validations=4),
         {"strategy": "defect", "orders": ORDERS},
         exact=True,
-        readers=("Alice says", "Bob says", "Alice decides", "Bob decides", "Bob predicts"),
+        readers=SPOKEN,
         drawn="bfloat16",
+    ),
+    "prisoners_dilemma, orders, many": Plan(
+        "prisoners_dilemma",
+        "leak both",
+        partial(ordered, more=700),
+        96,
+        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1, validations=6),
+        {"strategy": "defect", "orders": ORDERS},
+        readers=SPOKEN,
     ),
 }
 
@@ -266,6 +278,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             sampling=sampling,
             top=TOP if plan.config.kl and split != "test" else 0,
             options=plan.options,
+            at_once=64,
             on_done=done,
         )
     engine.clear_cache()
