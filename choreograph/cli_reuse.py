@@ -43,12 +43,14 @@ def profile(
     """Measure which layers a receiver has to compute itself of what a sender encoded."""
     from .evaluation.shown import progress
     from .reuse.asked import read_asked
-    from .reuse.profiling import Setting, measure, open_pair
+    from .reuse.profiling import Setting, check_timed, measure, open_pair
     from .reuse.profiling import timed as with_times
 
     console = console_of()
     asked = read_asked(data, limit=limit, seed=shuffle)
     engine, names = open_pair(model, receiver, sender, dtype)
+    if timed is not None:
+        check_timed(engine, timed)
     with progress(console, "inputs", len(asked)) as tick:
         found = measure(
             engine,

@@ -331,6 +331,7 @@ def timed(
     engine: Engine, receiver: str, found: Profile, tokens: int, *, sender: str = BASE, rounds: int = 3
 ) -> Profile:
     """The profile with the time of the patterns on its frontier, over that of a full prefill of so many tokens."""
+    check_timed(engine, tokens)
     whole = Pattern.of(0, 0, found.layers)
     points = replace(found, costs={}).frontier()  # by layers: what was timed before says nothing of others
     patterns = [whole, *(p.pattern for p in points if 0 < len(p.pattern.layers) < found.layers)]
@@ -339,6 +340,13 @@ def timed(
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     costs = {name: value / middle[str(whole)] for name, value in middle.items()}
     return replace(found, costs=costs, facts={**found.facts, "timed": tokens})
+
+
+def check_timed(engine: Engine, tokens: int) -> None:
+    """Raises ConfigError where no prompt of so many tokens could be timed; to be asked before hours of measuring."""
+    most = engine.facts.max_positions
+    if not 1 <= tokens <= most:
+        raise ConfigError(f"timed={tokens}: {engine.facts.name} has {most} positions: use 1 to {most} tokens")
 
 
 def open_pair(model: str, receiver: str, sender: str | None, dtype: str) -> tuple[Engine, tuple[str, str]]:

@@ -307,6 +307,9 @@ def test_on_the_command_line(tmp_path):
     data, out = tmp_path / "asked.jsonl", tmp_path / "out"
     data.write_text("\n".join(lines))
     arguments = ["--data", str(data), "--out", str(out), "--model", folders[0], "--limit", "2", "--timed", "8"]
+    result = CliRunner().invoke(app, ["reuse", "profile", folders[1], *arguments[:-1], "100000"])
+    assert result.exit_code != 0 and "timed=100000" in str(result.exception) + result.output
+    assert not out.exists(), "told before anything was measured"
     result = CliRunner().invoke(app, ["reuse", "profile", folders[1], *arguments])
     assert result.exit_code == 0, result.output
     assert "frontier" in result.output and len(list(out.glob("*.svg"))) == 4
