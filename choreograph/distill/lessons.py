@@ -82,6 +82,36 @@ def answer_lessons(
     return [Lesson(t.id, tuple(calls[t.id])) for t in traces]
 
 
+def joined(lessons: Sequence[Lesson]) -> Lesson:
+    """Several lessons as one, in which equal prefills are one, as they are one encoding. All of them read, or none."""
+    if len(lessons) == 1:
+        return lessons[0]
+    reading = lessons[0].reading
+    assert all(one.reading == reading for one in lessons), "readers' lessons among others"
+    found: list[TracedCall] = []
+    known: dict[object, int] = {}
+    parts = [_parts(one.calls) for one in lessons]
+    numbers: list[list[int]] = [[] for _ in lessons]  # of each lesson's calls, among all
+    for part in range(2):
+        if reading:
+            known = {}  # what the adapter computes is not what the base does
+        for calls, own in zip(parts, numbers, strict=True):
+            for call in calls[part]:
+                parents = tuple(seen._replace(call=own[seen.call]) for seen in call.parents)
+                name = (tuple(call.prompt), call.start, parents) if call.generated is None else len(found)
+                if name not in known:
+                    known[name] = len(found)
+                    found.append(replace(call, parents=parents))
+                own.append(known[name])
+    return Lesson(", ".join(one.id for one in lessons), tuple(found), reading)
+
+
+def _parts(calls: Sequence[TracedCall]) -> tuple[Sequence[TracedCall], Sequence[TracedCall]]:
+    """What stands before the first decode, and the others: where readers' calls begin."""
+    first = next((number for number, call in enumerate(calls) if call.generated is not None), len(calls))
+    return calls[:first], calls[first:]
+
+
 class _Only(dict[str, list[list[int]]]):
     """The content of a workflow with one decode, whatever the name of its stage. One that takes more gets the same
     again, and is refused by their number."""

@@ -17,7 +17,7 @@ from ..errors import DataError
 from ..models.adapter import Adapter
 from ..onepass.packed import KeysValues, logits_of
 from .encodings import apart, wanted_of
-from .lessons import Lesson
+from .lessons import Lesson, joined
 from .losses import mean_losses, token_losses
 from .setting import TrainConfig
 
@@ -27,7 +27,7 @@ _CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpoi
 
 
 class OnePass(Trainer):
-    """transformers' loop over lessons that are computed in one pass each."""
+    """transformers' loop over lessons that are computed in one pass each, or a few together."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class OnePass(Trainer):
         one."""
         total: Any = 0.0
         kl, encodings = self._config.kl, self._config.encodings
-        for lesson in inputs["lessons"]:
+        lessons = inputs["lessons"]
+        for lesson in lessons if encodings else [joined(lessons)]:
             packed = lesson.packed
             kept: dict[int, KeysValues] | None = {} if encodings else None
             logits = logits_of(self._adapter, packed, through=model, kept=kept)
@@ -80,7 +81,7 @@ class OnePass(Trainer):
             if kept is not None:
                 wanted = wanted_of(self._adapter, lesson.calls, packed.behind)
                 total = total + encodings * lesson.targets * apart(kept, wanted)
-        return total / (self._typical * len(inputs["lessons"]))
+        return total / (self._typical * self._config.packed)
 
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
         began = time.perf_counter()
@@ -119,8 +120,8 @@ def _arguments(out: Path, config: TrainConfig, every: int, warm_up: int, cpu: bo
         weight_decay=config.decay,
         max_grad_norm=config.clip,
         num_train_epochs=config.epochs,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=config.lessons,
+        per_device_train_batch_size=config.packed,
+        gradient_accumulation_steps=config.lessons // config.packed,
         lr_scheduler_type="cosine",
         warmup_steps=warm_up,
         optim="adamw_torch",

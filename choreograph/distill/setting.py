@@ -15,11 +15,13 @@ class TrainConfig:
     """The paper's setting where it says one (section 3.3, footnote 7).
 
     targets: the linear layers that get an adapter, by the end of their names; those of the attention if none are named.
-    lessons: how many go into one update, one pass each. kl: weight of the divergence from the log-probabilities kept in
-    the traces, beside the log-loss, in what is learned and what the best checkpoint is chosen by. encodings: weight of
-    how far reused encodings are from the mean of those in all readers' own prompts (`distill.encodings`), in what is
-    learned. patience: validations without a better one before it stops (0: never). checkpointing: computes layers again
-    for the gradient, to save memory. bf16: computes in bfloat16, with weights in their own type.
+    lessons: how many go into one update. packed: how many of these are computed in one pass, where what they share is
+    computed once, at the cost of memory (with `encodings` each has its own). kl: weight of the divergence from the
+    log-probabilities kept in the traces, beside the log-loss, in what is learned and what the best checkpoint is chosen
+    by. encodings: weight of how far reused encodings are from the mean of those in all readers' own prompts
+    (`distill.encodings`), in what is learned. patience: validations without a better one before it stops (0: never).
+    checkpointing: computes layers again for the gradient, to save memory. bf16: computes in bfloat16, with weights in
+    their own type.
     """
 
     rank: int = 64
@@ -29,6 +31,7 @@ class TrainConfig:
     rate: float = 2e-4
     epochs: int = 2
     lessons: int = 8
+    packed: int = 1
     warm_up: float = 0.1
     decay: float = 0.0
     clip: float = 1.0
@@ -42,8 +45,17 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("alpha", 1), ("epochs", 1), ("lessons", 1), ("validations", 1)):
+        for name, least in (
+            ("rank", 1),
+            ("alpha", 1),
+            ("epochs", 1),
+            ("lessons", 1),
+            ("packed", 1),
+            ("validations", 1),
+        ):
             check_count(getattr(self, name), name, least)
+        if self.lessons % self.packed:
+            raise ConfigError(f"packed={self.packed}: use a number that divides lessons={self.lessons}")
         check_count(self.patience, "patience", 0)
         check_count(self.seed, "seed", 0)
         named = self.targets

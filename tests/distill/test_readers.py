@@ -22,7 +22,7 @@ from choreograph.choreographies import conditions_of, find
 from choreograph.choreographies.performance import Condition, Performance
 from choreograph.cli import app
 from choreograph.distill import Lesson, TrainConfig, collect, lessons_of, train, train_on
-from choreograph.distill.lessons import baseline_lessons
+from choreograph.distill.lessons import baseline_lessons, joined
 from choreograph.distill.losses import losses
 from choreograph.distill.run import check_use
 from choreograph.errors import ConfigError, DataError
@@ -78,6 +78,30 @@ def test_one_pass_of_readers_is_the_engine_step_by_step(engine, nodes, draw):
     packed.check()
     said = log_likelihood(read_logits(engine.runner.adapter, packed, "FT"), packed.targets).tolist()
     assert said == pytest.approx(heard, abs=1e-4)
+
+
+@given(pair=st.tuples(graphs(4), graphs(4)), reading=st.booleans(), draw=st.data())
+@settings(max_examples=many(40), deadline=None)
+def test_lessons_in_one_pass_say_what_each_says_alone(engine, pair, reading, draw):
+    """Equal prefills are rows of both; what a reader computes is never the base's."""
+    lessons = []
+    for number, nodes in enumerate(pair):
+        with engine.session() as session:
+            calls = calls_of(perform(session, nodes))
+        decodes = [n for n, node in enumerate(nodes) if node.generated]
+        readers = closed(nodes, draw.draw(st.sets(st.sampled_from(decodes))) if decodes else set())
+        lessons.append(Lesson(str(number), tuple(for_readers(calls, readers) if reading else calls), reading))
+    both, model = joined([*lessons, lessons[0]]), "FT" if reading else "base"
+    both.packed.check()
+    alone, found = [], []
+    for said, them in ((alone, [*lessons, lessons[0]]), (found, [both])):
+        for packed in (one.packed for one in them):
+            said += log_likelihood(read_logits(engine.runner.adapter, packed, model), packed.targets).tolist()
+    assert found == pytest.approx(alone, abs=1e-4)
+    prefills = sum(len(call.tokens) for call in lessons[0].calls if call.generated is None and not call.parents)
+    assert sum(len(c.tokens) for c in both.calls) <= sum(len(c.tokens) for x in lessons for c in x.calls) + sum(
+        len(c.tokens) for c in lessons[0].calls
+    ) - (0 if reading else prefills)
 
 
 def text(number):

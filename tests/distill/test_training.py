@@ -211,6 +211,21 @@ def _by_hand(adapter, learn, order, config):
     return found
 
 
+@pytest.mark.parametrize("kl", [0.0, 2.0])
+def test_lessons_that_share_a_pass_teach_the_same(adapter, tmp_path, kl):
+    """Six lessons, four to an update: two passes of two, and at the end one."""
+    learn = [with_readings(adapter, one)[0] for one in LEARN[:6]]
+    found = []
+    for packed in (1, 2):
+        config = TrainConfig(**FAST | {"lessons": 4}, epochs=2, packed=packed, kl=kl)
+        report = train(adapter, learn, learn[:2], tmp_path / str(packed), config)
+        found.append((report.updates, report.after))
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+    assert_same(*(weights(tmp_path / packed) for packed in "12"))
+    with pytest.raises(ConfigError, match="packed=3: use a number that divides lessons=8"):
+        TrainConfig(packed=3)
+
+
 def test_it_stops_early_and_keeps_the_best(adapter, tmp_path):
     config = TrainConfig(**FAST | {"rate": 0.5}, epochs=30, patience=2)
     report = train(adapter, LEARN, CHECK, tmp_path, config)
