@@ -8,7 +8,7 @@ from ..choreographies import Workflow
 from ..choreographies.performance import Condition
 from ..errors import ConfigError
 from ..models.adapter import Adapter
-from ..onepass.calls import TracedCall, as_prompts, decodes_of, for_readers
+from ..onepass.calls import TracedCall, as_prompts, decodes_of, first_decode, for_readers
 from ..onepass.packed import Pack, pack, pack_reading
 from ..onepass.rehearsal import Script, rehearse
 from ..types import Mode, SamplingParams
@@ -90,7 +90,7 @@ def joined(lessons: Sequence[Lesson]) -> Lesson:
     assert all(one.reading == reading for one in lessons), "readers' lessons among others"
     found: list[TracedCall] = []
     known: dict[object, int] = {}
-    parts = [_parts(one.calls) for one in lessons]
+    parts = [(one.calls[:at], one.calls[at:]) for one in lessons for at in [first_decode(one.calls)]]
     numbers: list[list[int]] = [[] for _ in lessons]  # of each lesson's calls, among all
     for part in range(2):
         if reading:
@@ -104,12 +104,6 @@ def joined(lessons: Sequence[Lesson]) -> Lesson:
                     found.append(replace(call, parents=parents))
                 own.append(known[name])
     return Lesson(", ".join(one.id for one in lessons), tuple(found), reading)
-
-
-def _parts(calls: Sequence[TracedCall]) -> tuple[Sequence[TracedCall], Sequence[TracedCall]]:
-    """What stands before the first decode, and the others: where readers' calls begin."""
-    first = next((number for number, call in enumerate(calls) if call.generated is not None), len(calls))
-    return calls[:first], calls[first:]
 
 
 class _Only(dict[str, list[list[int]]]):

@@ -71,6 +71,11 @@ def decodes_of(calls: Iterable[TracedCall]) -> Iterator[tuple[tuple[str, int], T
             count[call.stage] += 1
 
 
+def first_decode(calls: Sequence[TracedCall]) -> int:
+    """The number of the first decode, or of calls: where readers' own begin, in the order of `for_readers`."""
+    return next((number for number, call in enumerate(calls) if call.generated is not None), len(calls))
+
+
 def _call_of(stage: str, message: Message, numbers: Mapping[int, int]) -> TracedCall:
     if message.model != BASE:
         raise DataError(f"stage {stage!r} runs on {message.model!r}: only what the base model does can be traced")

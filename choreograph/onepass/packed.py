@@ -22,7 +22,7 @@ from ..ops.kind import Kind
 from ..ops.reference import beyond, shaped
 from ..ops.rope import Rotary, turn
 from ..types import BASE
-from .calls import TracedCall
+from .calls import TracedCall, first_decode
 
 KeysValues = tuple[Tensor, Tensor]  # of one layer, (1, G, N, D) each
 
@@ -91,7 +91,7 @@ def pack(*traces: Sequence[TracedCall]) -> Pack:
 def pack_reading(calls: Sequence[TracedCall]) -> Pack:
     """What a trace's readers compute, behind what the base model encodes, in the order of `for_readers`: the first that
     is decoded is theirs, and all behind it."""
-    given = next((number for number, call in enumerate(calls) if call.generated is not None), len(calls))
+    given = first_decode(calls)
     past, whole = pack(calls[:given]), pack(calls)
     lo = len(past.tokens)
     rows = [row - lo for row in whole.rows]
