@@ -83,9 +83,10 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def engine(*, tokens: int = 16384, compile: bool = True, **options: object) -> Engine:
+def engine(*, tokens: int = 16384, compile: bool = True, dtype: str = "bfloat16", **options: object) -> Engine:
+    """dtype: bfloat16, as the peers compute, or another where they do."""
     config = EngineConfig(cache=CacheConfig(tokens=tokens), compile=compile, **options)  # type: ignore[arg-type]
-    return Engine.from_pretrained(dtype="bfloat16", config=config)  # as the peers compute
+    return Engine.from_pretrained(dtype=dtype, config=config)
 
 
 def quick_in_bfloat16() -> bool:

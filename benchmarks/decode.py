@@ -1,19 +1,34 @@
 """Decode steps over 512 tokens of context: one stream, and 8 branches over one shared context, against both peers.
+In bfloat16, or with `--dtype float32`, in which models load where the processor has no instructions for bfloat16.
 
 A step of ours is the whole step of the engine: scheduling, the model, choosing tokens. Prediction: one bfloat16
 token reads 270 MB of weights; at the 60 to 70 GB/s that this machine copies, no step is faster than 4 ms.
 """
 
+import argparse
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 
 from choreograph import Engine
 
-from .common import Row, engine, greedy, in_turns, median_row, ratio_row, save, some_tokens
+from .common import Row, engine, greedy, in_turns, last, median_row, ratio_row, save, some_tokens
 from .peers import HuggingFace, LlamaCpp
 
 CONTEXT, STEPS, ROUNDS, WARM = 512, 40, 12, 4
+EXACT = "float32"
+PEERS = {"Hugging Face eager": "Hugging Face", "llama.cpp": "llama.cpp Q4_1"}
+UNFAIR = {("compiled int8", "Hugging Face eager"), ("eager bf16", "llama.cpp"), ("eager float32", "llama.cpp")}
+GOALS = {  # of this many calls: at least, and aim
+    (1, "compiled bf16", "Hugging Face eager"): (1.7, 2.5),
+    (1, "compiled bf16", "llama.cpp"): (None, 1.0),
+    (1, "compiled int8", "llama.cpp"): (0.6, 1.0),
+    (8, "compiled bf16", "Hugging Face eager"): (3.0, 5.0),
+    (8, "compiled bf16", "llama.cpp"): (1.3, 2.0),
+    (8, "compiled int8", "llama.cpp"): (1.3, 2.0),
+}
 
 
 def ours(e: Engine, batch: int) -> float:
@@ -33,38 +48,36 @@ def ours(e: Engine, batch: int) -> float:
 
 
 def main() -> None:
-    threads = torch.get_num_threads()
-    hf, llama, exact = HuggingFace(), LlamaCpp(threads), engine()
-    small, eager = engine(quantization="int8"), engine(compile=False)
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--dtype", choices=("bfloat16", EXACT), default="bfloat16", help="ours and Hugging Face's")
+    dtype = options.parse_args().dtype
+    kind, before = ("bf16", "") if dtype == "bfloat16" else (dtype, f"{EXACT}, ")
+    hf, llama = HuggingFace(getattr(torch, dtype)), LlamaCpp(torch.get_num_threads())
+    models = {f"compiled {kind}": engine(dtype=dtype)}
+    if dtype == "bfloat16":
+        models["compiled int8"] = engine(quantization="int8")
+    models[f"eager {kind}"] = engine(dtype=dtype, compile=False)
     rows: list[Row] = []
-    for batch, musts in ((1, ((1.7, 2.5), (0.6, 1.0))), (8, ((3.0, 5.0), (1.3, 2.0)))):
-        sides = (
-            lambda: median(hf.decode(CONTEXT, batch, STEPS)[WARM:]),  # noqa: B023 - used at once
-            lambda: median(llama.decode(CONTEXT, batch, STEPS)[WARM:]),  # noqa: B023
-            lambda: ours(exact, batch),  # noqa: B023
-            lambda: ours(small, batch),  # noqa: B023
-            lambda: ours(eager, batch),  # noqa: B023
-        )
-        in_turns(1, *sides)
-        a, b, c, d, f = in_turns(ROUNDS, *sides)
-        name = "1 stream" if batch == 1 else f"{batch} branches, shared context"
-        for label, times in (
-            ("Hugging Face", a),
-            ("llama.cpp Q4_1", b),
-            ("compiled bf16", c),
-            ("compiled int8", d),
-            ("eager bf16", f),
-        ):
+    for batch in (1, 8):
+        sides: dict[str, Callable[[], float]] = {
+            "Hugging Face": lambda: median(hf.decode(CONTEXT, batch, STEPS)[WARM:]),  # noqa: B023 - used at once
+            "llama.cpp Q4_1": lambda: median(llama.decode(CONTEXT, batch, STEPS)[WARM:]),  # noqa: B023
+            **{label: partial(ours, one, batch) for label, one in models.items()},
+        }
+        in_turns(1, *sides.values())
+        taken = dict(zip(sides, in_turns(ROUNDS, *sides.values()), strict=True))
+        name = before + ("1 stream" if batch == 1 else f"{batch} branches, shared context")
+        for label, times in taken.items():
             rows.append(median_row(f"{name}: step, {label}", [t * 1e3 for t in times], "ms", better="lower"))
-        (hf_must, hf_aim), (ll_must, ll_aim) = musts
-        rows.append(ratio_row(f"{name}: compiled bf16", a, c, must=hf_must, aim=hf_aim, peer="Hugging Face eager"))
-        rows.append(ratio_row(f"{name}: eager bf16", a, f, peer="Hugging Face eager"))
-        rows.append(
-            ratio_row(f"{name}: compiled bf16", b, c, must=ll_must if batch > 1 else None, aim=ll_aim, peer="llama.cpp")
-        )
-        rows.append(ratio_row(f"{name}: compiled int8", b, d, must=ll_must, aim=ll_aim, peer="llama.cpp"))
+        for label in models:
+            for peer, of in PEERS.items():
+                if (label, peer) not in UNFAIR:
+                    must, aim = GOALS.get((batch, label, peer), (None, None))
+                    row = ratio_row(f"{name}: {label}", taken[of], taken[label], must=must, aim=aim, peer=peer)
+                    rows.append(row)
     llama.close()
-    save("decode", rows)
+    had = [Row(**r) for r in last("decode").get("rows", []) if r["measure"].startswith(EXACT) != (dtype == EXACT)]
+    save("decode", sorted(had + rows, key=lambda row: row.measure.startswith(EXACT)))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,14 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
             "Hugging Face eager",
         ): "8 branches over one context: speed against eager Hugging Face",
         ("8 branches, shared context: compiled bf16", "llama.cpp"): "the same: speed against llama.cpp",
+        (
+            "float32, 1 stream: compiled float32",
+            "Hugging Face eager",
+        ): "one decode step in float32, AVX2 alone: speed against eager Hugging Face",
+        (
+            "float32, 8 branches, shared context: compiled float32",
+            "Hugging Face eager",
+        ): "8 branches in float32, AVX2 alone: speed against eager Hugging Face",
     },
     "prefill": {("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens: speed against llama.cpp"},
     "ttft": {

@@ -2,10 +2,13 @@
 
 The model is not changed: the graph is what transformers' own forward traces to, with weights folded in and
 prepacked (inductor freezing). A step is padded to the next bucket; padding rows write into the arena's bin page
-and read nothing. Compiled graphs persist in inductor's cache, so only the first process waits for the compiler.
+and read nothing. Every process waits for the compiler: graphs with packed weights do not go into its cache on disk,
+what C++ makes of them does.
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,15 +92,31 @@ class CompiledForward:
         if graph is not None:
             return graph(*arguments)[0, rows].float()
         graph = self._graph(count)
-        with torch._inductor.config.patch(WHILE_TRACING), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*FX graph cache copying.*")
+        with _tracing():
             logits = graph(*arguments)[0, rows].float()
         self._graphs[count] = graph
         return logits
 
     def _graph(self, count: int) -> Any:
-        """Traced and compiled by its first call, which waits for the compiler where the cache on disk is cold."""
+        """Traced and compiled by its first call."""
         return compiled_model(self._adapter, f"forward_{count}")
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """In float32 the compiler takes MKL's products unless those of float32 may be rounded. Where registers hold eight
+    numbers oneDNN's take half the time of them for 2 to 8 rows, so there it is told that they may, while it compiles
+    alone: such processors cannot round, and what runs is told nothing."""
+    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = products.fp32_precision
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        products.fp32_precision = "tf32"
+    try:
+        with torch._inductor.config.patch(WHILE_TRACING), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*FX graph cache copying.*")
+            yield
+    finally:
+        products.fp32_precision = before
 
 
 def compiled_model(adapter: Adapter, name: str, *, dynamic: bool = False) -> Any:

@@ -68,23 +68,21 @@ class Pack:
         assert len(self.rows) == len(self.targets)
 
 
-def pack(*traces: Sequence[TracedCall]) -> Pack:
-    """The calls of one trace or of several, which do not see each other, in one sequence."""
+def pack(calls: Sequence[TracedCall]) -> Pack:
+    """The calls of one trace in one sequence."""
     tokens: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
     spans: list[Span] = []
-    for calls in traces:
-        first = len(spans)
-        for call in calls:
-            lo, header = len(tokens), len(call.prompt)
-            spans.append(Span(lo, lo + len(call.tokens), tuple(_runs(call, spans[first:], calls))))
-            tokens += call.tokens
-            positions += range(call.start, call.start + len(call.tokens))
-            if call.generated:
-                rows += range(lo + header - 1, lo + header - 1 + len(call.generated))
-                targets += call.generated
+    for call in calls:
+        lo, header = len(tokens), len(call.prompt)
+        spans.append(Span(lo, lo + len(call.tokens), tuple(_runs(call, spans, calls))))
+        tokens += call.tokens
+        positions += range(call.start, call.start + len(call.tokens))
+        if call.generated:
+            rows += range(lo + header - 1, lo + header - 1 + len(call.generated))
+            targets += call.generated
     return Pack(tokens, positions, tuple(spans), rows, targets)
 
 

@@ -22,8 +22,8 @@ def heard(steps):
     return [one.logprob for step in steps for one in step.message.logprobs or ()]
 
 
-def in_one_pass(adapter, *traces):
-    packed = pack(*traces)
+def in_one_pass(adapter, calls):
+    packed = pack(calls)
     packed.check()
     return log_likelihood(read_logits(adapter, packed), packed.targets).tolist()
 
@@ -51,16 +51,6 @@ def test_the_decodes_behind_their_prompts_are_prefix_mode(engine, nodes):
         said = [call.generated for call in prompts]
         assert said == [step.message.generated for step in steps if step.message.kind == "decode"]
         assert in_one_pass(engine.runner.adapter, prompts) == pytest.approx(heard(steps), abs=1e-4)
-
-
-@given(first=graphs(3), second=graphs(3))
-@settings(max_examples=many(20), deadline=None)
-def test_traces_in_one_sequence_do_not_see_each_other(engine, first, second):
-    with engine.session() as session:
-        a, b = (calls_of(perform(session, nodes)) for nodes in (first, second))
-    adapter = engine.runner.adapter
-    apart = in_one_pass(adapter, a) + in_one_pass(adapter, b)
-    assert in_one_pass(adapter, a, b) == pytest.approx(apart, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
