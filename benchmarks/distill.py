@@ -6,6 +6,7 @@ traces, checkpoints and records; a run that was stopped goes on. `--only name ..
 """
 
 import argparse
+import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -216,6 +217,15 @@ PLANS = {
         {"strategy": "defect", "orders": ORDERS},
         readers=SPOKEN,
     ),
+    "prisoners_dilemma, orders, more": Plan(
+        "prisoners_dilemma",
+        "leak both",
+        partial(ordered, more=1200),
+        96,
+        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1, validations=8, packed=4),
+        {"strategy": "defect", "orders": ORDERS},
+        readers=SPOKEN,
+    ),
 }
 
 
@@ -260,6 +270,7 @@ def keep(title: str, result: Mapping[str, Any]) -> None:
 def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -> dict[str, Any]:
     """Everything of one plan; what is in `out` is not done again."""
     out = out / model / name
+    began = begun(out)
     workflow = find(plan.workflow)
     narrow = "bfloat16" if plan.config.bf16 else "float32"
     engine, drawing = opened(source), opened(source, plan.drawn or narrow)
@@ -326,9 +337,20 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
         "training": facts,
         "validation": {key: getattr(report, key) for key in ("before", "after", "baseline", "divergence")},
         "curve": [[0, report.before], *([e["step"], e["eval_loss"]] for e in report.log if "eval_loss" in e)],
+        "began": began,
         **provenance(),
     }
     show(name, found)
+    return found
+
+
+def begun(out: Path) -> Mapping[str, str]:
+    """The code that drew and trained first; what goes on or measures later may be newer."""
+    file = out / "begun.json"
+    if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(provenance()))
+    found: Mapping[str, str] = json.loads(file.read_text())
     return found
 
 
