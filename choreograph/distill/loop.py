@@ -10,7 +10,14 @@ from statistics import fmean
 from typing import Any
 
 from torch import Tensor
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
 from ..errors import DataError
@@ -23,6 +30,7 @@ from .setting import TrainConfig
 
 _NAMES = {f.name for f in fields(TrainingArguments)}
 _MEASURED = ("loss", "eval_loss", "eval_divergence", "eval_learned", "learning_rate", "grad_norm")
+PARTS = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")  # of a checkpoint
 _CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in _NAMES)
 
 
@@ -42,6 +50,7 @@ class OnePass(Trainer):
         self._adapter, self._config = adapter, config
         self._validation = validation
         self._typical = fmean(lesson.targets for lesson in lessons)
+        self._sharing = float(config.packed)  # how many lessons of this update share a pass, in the mean
         self.validating, self.taken = 0.0, 0  # seconds; lessons
         updates = -(-len(lessons) // config.lessons)  # of an epoch
         every = max(1, updates // config.validations)
@@ -58,6 +67,13 @@ class OnePass(Trainer):
             callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)
+
+    def get_batch_samples(self, *given: Any, **named: Any) -> Any:
+        """The passes of one update. Their mean is taken, so a pass counts by its share of the update's lessons."""
+        passes, count = super().get_batch_samples(*given, **named)
+        if passes:
+            self._sharing = fmean(len(one["lessons"]) for one in passes)
+        return passes, count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self.taken += len(inputs["lessons"])
@@ -81,7 +97,7 @@ class OnePass(Trainer):
             if kept is not None:
                 wanted = wanted_of(self._adapter, lesson.calls, packed.behind)
                 total = total + encodings * lesson.targets * apart(kept, wanted)
-        return total / (self._typical * self._config.packed)
+        return total / (self._typical * self._sharing)
 
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
         began = time.perf_counter()
@@ -172,20 +188,45 @@ def history(out: Path) -> list[dict[str, Any]]:
     """What was measured so far; a last line that was cut off does not count."""
     file = out / "metrics.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+    try:
+        return [json.loads(line) for line in lines]
+    except json.JSONDecodeError as problem:
+        raise DataError(f"{file}: damaged ({problem}): remove the folder and train again") from None
 
 
-def last_checkpoint(out: Path) -> str | None:
+def best_of(out: Path, state: TrainerState) -> dict[str, Any]:
+    """What was measured when the adapter was made that is kept."""
+    found = [entry for entry in history(out) if "eval_learned" in entry]
+    if state.best_global_step is not None:
+        found = [entry for entry in found if entry["step"] == state.best_global_step]
+    if not found:
+        raise DataError(
+            f"{out / 'metrics.jsonl'}: lacks step {state.best_global_step}: remove the folder and train again"
+        )
+    return min(found, key=lambda entry: entry["eval_learned"])
+
+
+def last_checkpoint(out: Path) -> Path | None:
     """The newest whole checkpoint. One that was being written when the process ended is removed."""
     while (found := get_last_checkpoint(str(out))) is not None:
         try:  # written last
             state = json.loads((Path(found) / "trainer_state.json").read_text())
         except (OSError, json.JSONDecodeError):
+            state = None
+        if not isinstance(state, dict) or not all((Path(found) / name).is_file() for name in PARTS):
             shutil.rmtree(found)
             continue
         _find_best(out, Path(found) / "trainer_state.json", state)
-        return found
+        return Path(found)
     return None
+
+
+def stopped_early(checkpoint: Path, patience: int) -> TrainerState | None:
+    """The state of a training that a checkpoint ends, since it waited long enough for something better."""
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    kept = (state.stateful_callbacks or {}).get("EarlyStoppingCallback", {})
+    waited = kept.get("attributes", {}).get("early_stopping_patience_counter", 0)
+    return state if patience and waited >= patience else None
 
 
 def _find_best(out: Path, file: Path, state: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """How to train, and what came of it. Values; computes nothing."""
 
-import json
 from dataclasses import asdict, dataclass, field, fields
 from math import inf
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from ..config import check_count
 from ..errors import ConfigError, DataError
+from ..evaluation.folder import read_settings
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class TrainReport:
     def read(cls, out: Path) -> "TrainReport":
         """The report that a finished training left in its folder."""
         file = out / "report.json"
-        found = {k: v for k, v in json.loads(file.read_text()).items() if k != "closed"}
+        found = {k: v for k, v in read_settings(file).items() if k != "closed"}
         if found.keys() != {f.name for f in fields(cls)}:
             raise DataError(f"{file}: a report of another version of this package; remove the folder and train again")
         return cls(**found | {"divergence": found["divergence"] and tuple(found["divergence"])})

@@ -122,7 +122,13 @@ def read_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
             record = json.loads(line)
             if not record.get("error"):
                 calls = tuple(from_json(record.get("version"), record["calls"]))
-                found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, record["answer"])
-        except (json.JSONDecodeError, KeyError, TypeError) as problem:
+                answer = range(len(calls))[record["answer"]]
+                if answer != record["answer"] or calls[answer].generated is None:
+                    raise ValueError(f"answer {record['answer']} is no decode")
+                found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, answer)
+        except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise DataError(f"{file}: a damaged trace ({problem!r}); remove the line") from None
-    return read_settings(settings), list(found.values())
+    known = read_settings(settings)
+    if lacking := sorted({"model", "workflow", "source", "sampling", "options"} - known.keys()):
+        raise DataError(f"{settings}: lacks {lacking}: make the traces again")
+    return known, list(found.values())

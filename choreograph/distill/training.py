@@ -29,7 +29,7 @@ from ..evaluation.folder import alone, read_settings, write_settings
 from ..models.adapter import Adapter
 from ..onepass.calls import to_json
 from .lessons import Lesson
-from .loop import Metrics, OnePass, history, last_checkpoint
+from .loop import Metrics, OnePass, best_of, history, last_checkpoint, stopped_early
 from .losses import kept_of, mean_loss, mean_losses
 from .setting import TrainConfig, TrainReport
 
@@ -61,6 +61,11 @@ def train(
         )
     if not lessons or not validation:
         raise DataError(f"{len(lessons)} lessons, {len(validation)} for validation: give one or more of each")
+    adapter.refuse_in_training()
+    if nothing := [lesson.id for lesson in [*lessons, *validation] if not lesson.targets]:
+        raise DataError(f"lessons {nothing[:5]}: nothing is said in them, so nothing is learned: leave them out")
+    if len({lesson.reading for lesson in lessons}) == 2:
+        raise DataError("lessons of readers among others: train on one kind")
     for lesson in [*lessons, *validation] if config.kl else ():
         kept_of(lesson)
     with alone(out):
@@ -84,10 +89,16 @@ def _trained_in(
         trained, every = model.get_nb_trainable_parameters()
         trainer = OnePass(adapter, model, lessons, validation, out, config, metrics)
         began = time.perf_counter()
-        trainer.train(resume_from_checkpoint=last_checkpoint(out))
+        checkpoint = last_checkpoint(out)
+        ended = stopped_early(checkpoint, config.patience) if checkpoint is not None else None
+        if ended is None:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        else:
+            trainer.state = ended
+            model.load_adapter(ended.best_model_checkpoint, "default")
         seconds = time.perf_counter() - began - trainer.validating
         log = history(out)
-        best = min((entry for entry in log if "eval_learned" in entry), key=lambda entry: entry["eval_learned"])
+        best = best_of(out, trainer.state)
         if not math.isfinite(best["eval_learned"]):
             raise DataError(
                 f"{out}: the loss is {best['eval_learned']}: use another folder, and a rate below {config.rate}"
@@ -114,7 +125,7 @@ def _trained(adapter: Adapter, config: TrainConfig) -> Iterator[Any]:
     base, numbers, more = adapter.model, random.getstate(), np.random.get_state()
     targets = targets_of(base, config.targets)
     asked, use_cache = [(p, p.requires_grad) for p in base.parameters()], base.config.use_cache
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(), warnings.catch_warnings(), _without_dropout(base):
         warnings.filterwarnings("ignore", message=".*checkpointing.*deprecated", category=FutureWarning)  # peft's own
         try:
             set_seed(config.seed)  # what the adapters begin with
@@ -135,6 +146,24 @@ def _trained(adapter: Adapter, config: TrainConfig) -> Iterator[Any]:
                 parameter.requires_grad_(wanted)
             random.setstate(numbers)
             np.random.set_state(more)
+
+
+@contextmanager
+def _without_dropout(base: nn.Module) -> Iterator[None]:
+    """What a family drops while it is trained it does not drop where it is served: adapters alone do."""
+    had = [
+        (module, name, value)
+        for module in base.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout)))
+    ]
+    for module, name, _ in had:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in had:
+            setattr(module, name, value)
 
 
 def targets_of(model: nn.Module, named: Sequence[str] | None) -> list[str]:
@@ -168,6 +197,8 @@ def _is_finished(
     """Whether a folder holds this training, ended. It belongs to one setting, model, and set of lessons, once there is
     something of it to lose."""
     file, ended = out / "train.json", (out / "report.json").exists()
+    if ended and not (file.exists() and (out / "adapter_model.safetensors").exists()):
+        raise ConfigError(f"{out} holds a report, but no adapter or not what it was trained on: use another folder")
     wanted = {
         "config": asdict(config),
         "model": adapter.facts.fingerprint,

@@ -98,9 +98,13 @@ class Folder:
         if cut:
             file.write_bytes("".join(f"{line}\n" for line in lines).encode())
         try:
-            return [json.loads(line) for line in lines]
-        except json.JSONDecodeError as problem:
+            found = [json.loads(line) for line in lines if line.strip()]
+        except ValueError as problem:
             raise DataError(f"{file}: a damaged record ({problem}); remove the line") from None
+        for record in found:
+            if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+                raise DataError(f"{file}: a damaged record ({str(record)[:60]}), without an id; remove the line")
+        return found
 
     def add(self, condition: str, record: Record) -> None:
         with self.file(condition).open("a", encoding="utf-8") as file:

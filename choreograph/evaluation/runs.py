@@ -5,6 +5,7 @@ A run that is started again does only what is missing.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -97,6 +98,8 @@ def run_conditions(
     full of what others hold is repeated alone at once. record: what to keep of a run, `record_of` by default.
     """
     found: dict[str, dict[str, Record]] = {}
+    if twice := sorted(id for id, count in Counter(e.id for e in examples).items() if count > 1):
+        raise DataError(f"several examples have the ids {twice[:5]}: give each its own")
     with alone(folder.path):
         every = {name: {**(options or {}), **condition.options} for name, condition in conditions.items()}
         for given in every.values():

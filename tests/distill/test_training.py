@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from families import CONFIGS
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -224,6 +224,77 @@ def test_lessons_that_share_a_pass_teach_the_same(adapter, tmp_path, kl):
     assert_same(*(weights(tmp_path / packed) for packed in "12"))
     with pytest.raises(ConfigError, match="packed=3: use a number that divides lessons=8"):
         TrainConfig(packed=3)
+
+
+@pytest.mark.parametrize(("count", "packed"), [(5, 4), (7, 2)])
+def test_a_pass_that_is_not_full_counts_by_its_lessons(adapter, tmp_path, count, packed):
+    """Of an epoch's last update: one lesson in a pass for four, or two and one in passes for two."""
+    logs = []
+    for shared in (1, packed):
+        config = TrainConfig(**FAST | {"lessons": 4}, epochs=3, packed=shared, clip=1e9)
+        logs.append(train(adapter, LEARN[:count], CHECK, tmp_path / str(shared), config).log)
+    apart, together = ([entry["grad_norm"] for entry in log if "grad_norm" in entry] for log in logs)
+    assert apart == pytest.approx(together, rel=1e-4)
+    assert_same(weights(tmp_path / "1"), weights(tmp_path / str(packed)))
+
+
+def test_a_base_model_drops_nothing(tmp_path):
+    """OPT drops a tenth of what a layer computes while it is trained."""
+    torch.manual_seed(0)
+    adapter = Engine.from_pretrained(AutoModelForCausalLM.from_config(CONFIGS["opt"]).eval()).runner.adapter
+    before = {path: vars(module).get("dropout") for path, module in adapter.model.named_modules()}
+    assert any(before.values())
+    report = train(adapter, LEARN[:1], LEARN[:1], tmp_path, TrainConfig(**FAST, epochs=1))
+    assert report.log[0]["loss"] == pytest.approx(report.before, rel=1e-4), "the adapter changes nothing yet"
+    assert {path: vars(module).get("dropout") for path, module in adapter.model.named_modules()} == before
+
+
+def test_what_cannot_be_learned_is_refused(adapter, tmp_path):
+    silent = Lesson("silent", LEARN[0].calls[:2])
+    for learn, check in (([silent, *LEARN], CHECK), (LEARN, [silent])):
+        with pytest.raises(DataError, match="'silent'.*nothing is said"):
+            train(adapter, learn, check, tmp_path)
+    with pytest.raises(DataError, match="train on one kind"):
+        train(adapter, [LEARN[0], replace(LEARN[1], reading=True)], CHECK, tmp_path)
+
+    def within(done, most):
+        with pytest.raises(ModelError, match="being trained"):
+            train(adapter, LEARN, CHECK, tmp_path / "within")
+
+    train(adapter, LEARN[:2], CHECK, tmp_path, TrainConfig(**FAST, epochs=1), on_update=within)
+
+
+def test_what_is_gone_from_a_finished_training_is_told(adapter, tmp_path):
+    asked = (adapter, LEARN[:2], CHECK, tmp_path, TrainConfig(**FAST, epochs=1))
+    train(*asked)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="holds a report, but no adapter"):
+        train(*asked)
+    (tmp_path / "report.json").unlink()
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="lacks step 1"):
+        train(*asked)
+
+
+def test_one_that_waited_long_enough_makes_no_further_update(adapter, tmp_path, monkeypatch):
+    """The process ended between the last checkpoint and the report."""
+    config = TrainConfig(**FAST | {"rate": 0.5}, epochs=30, patience=1, validations=3)
+    whole = train(adapter, LEARN, CHECK, tmp_path / "whole", config)
+    with monkeypatch.context() as patched, pytest.raises(StoppedError):
+        patched.setattr(PeftModel, "save_pretrained", stop_after_checkpoints(PeftModel.save_pretrained))
+        train(adapter, LEARN, CHECK, tmp_path / "parts", config)
+    parts = train(adapter, LEARN, CHECK, tmp_path / "parts", config, on_update=lambda *_: pytest.fail("it has ended"))
+    assert (parts.updates, parts.after, parts.log) == (whole.updates, whole.after, whole.log)
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def stop_after_checkpoints(save):
+    def saved(model, out, **options):
+        if "checkpoint" not in str(out):
+            raise StoppedError
+        save(model, out, **options)
+
+    return saved
 
 
 def test_it_stops_early_and_keeps_the_best(adapter, tmp_path):
