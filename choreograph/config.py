@@ -134,8 +134,8 @@ class EngineConfig:
 
     backend: the attention code: `auto` takes the kernel that is made for the device, where it can be built.
     compile: run small steps through `torch.compile`, on a GPU as CUDA graphs; the first use of a bucket waits for it.
-    compile_rows: row counts that get a graph; a step is padded to the next one. None: 1 to 16, on a GPU 2 to 256. On the
-    CPU each graph keeps weights of its own, packed: as much memory again as the model.
+    compile_rows: row counts that get a graph; a step is padded to the next one. None: 1 to 16, on a GPU 2 to 256. On
+    the CPU each graph keeps weights of its own, packed: as much memory again as the model.
     quantization: None, or "int8" or "int4" for weight-only quantisation through torchao.
     max_positions: fewer logical positions than the model has; None: all. Rotary tables that change with the length
     (long-rope, dynamic) are frozen at this many.

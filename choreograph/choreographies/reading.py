@@ -8,10 +8,14 @@ _BOX = re.compile(r"\\boxed\s*\{")
 _SAYS = re.compile(
     r"(?:final answer|answer|result)\b[^\n]{0,40}?(?:\bis\b|:|=)\s*\**\s*(?P<value>[^\n]*)", re.IGNORECASE
 )
-_MATHS = re.compile(r"\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
-_EITHER = re.compile(r"(cooperat\w*|defect\w*)\s+or\s+(to\s+)?(cooperat|defect)", re.IGNORECASE)
+_MATHS = re.compile(  # dollars as pandoc reads them: in "$2 = $18" they are money
+    r"\$(?=[^\s$])([^$\n]*?(?<=\S))\$(?!\d)|\$\s([^$\n]+)\s\$(?!\s*\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
+)
+_REMARK = re.compile(r"^(.*?\d.*?)[,;]\s+(?!(?:or|and)\b)[A-Za-z]{2,}.*$")  # 18 dollars, since 9 * 2 = 18
+_EITHER = re.compile(r"(cooperat\w*|defect\w*)\s*(?:\bor\b|\band\b|/)\s*(to\s+)?(cooperat|defect|not\b)", re.IGNORECASE)
 _DECIDES = re.compile(
-    r"(?P<no>(?:\b(?:not|never|cannot)|n['’]t)\s+(?:\w+\s+){0,2})?(?P<verb>co-?operat|defect)", re.IGNORECASE
+    r"(?P<no>(?:\b(?:not|never|cannot|refuse|avoid|instead\s+of)|n['’]t)\s+(?:\w+\s+){0,2})?\b(?P<verb>co-?operat|defect)",
+    re.IGNORECASE,
 )
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _MARKS = " \t\n.,;:!*`\"'"
@@ -40,14 +44,17 @@ def final_answer(text: str, *, whole: bool = True) -> str | None:
 def _said(text: str) -> str | None:
     said = [m["value"].strip(_MARKS) for m in _SAYS.finditer(text)]
     if said and said[-1]:
-        return said[-1].split(r"\boxed{")[-1].strip("$ ").removesuffix(r"\)").removeprefix(r"\(").strip(_MARKS) or None
+        bare = _REMARK.sub(r"\1", said[-1]).split(r"\boxed{")[-1].strip("$ ")
+        for begin, end in ((r"\(", r"\)"), (r"\[", r"\]")):
+            bare = bare.removeprefix(begin).removesuffix(end)
+        return bare.strip(_MARKS) or None
     return None
 
 
 def _last(text: str) -> str | None:
     """The last formula of the last line, or the last number of all."""
-    lines = text.strip().splitlines()
-    formulas = [next(filter(None, groups)).strip() for groups in _MATHS.findall(lines[-1])] if lines else []
+    last = (text.strip().splitlines() or [""])[-1]
+    formulas = [next(filter(None, groups)).strip().rstrip(".,;") for groups in _MATHS.findall(last)]
     if formulas:
         return formulas[-1]
     numbers = _NUMBER.findall(text)

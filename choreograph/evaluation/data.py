@@ -6,6 +6,7 @@ front of the question. One text stands for a list of one; what is of another typ
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,17 +48,25 @@ def _text(name: str, value: object) -> str:
     return value
 
 
+def _asked(name: str, value: object) -> str:
+    if not _text(name, value).strip():
+        raise _wrong(name, value, "ask something")
+    return str(value)
+
+
 def _answer(name: str, value: object) -> str:
-    """A string, or a number as one."""
+    """A string, a number as one, or yes or no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if not isinstance(value, (str, int, float)):
         raise _wrong(name, value, "use a string or a number")
     return str(value)
 
 
 def _answers(name: str, value: object) -> list[str]:
-    """One answer or a list of them; None is none."""
+    """One answer or a list of them; None is none, nor is a blank."""
     given = value if isinstance(value, (list, tuple)) else [value]
-    return [_answer(name, one) for one in given if one is not None]
+    return [said for one in given if one is not None and (said := _answer(name, one)).strip()]
 
 
 def _concepts(value: object) -> list[str]:
@@ -72,14 +81,14 @@ def _concepts(value: object) -> list[str]:
 def _math(r: Record) -> tuple[str, Any, dict[str, Any]]:
     answer = r["answer"] if "answer" in r else boxed(_text("solution", r.get("solution", "")))
     gold = None if answer is None else _answer("answer", answer)
-    return "math", _text("problem", r["problem"]), {"answer": gold}
+    return "math", with_context(_asked("problem", r["problem"]), r), {"answer": gold}
 
 
 def _grade_school(r: Record) -> tuple[str, Any, dict[str, Any]]:
     final = r.get("final_answer")
     if final in (None, ""):
         final = _text("answer", r.get("answer")).rpartition("####")[2].strip().replace(",", "")
-    return "math", _text("question", r["question"]), {"answer": _answer("final_answer", final)}
+    return "math", with_context(_asked("question", r["question"]), r), {"answer": _answer("final_answer", final)}
 
 
 def _question(r: Record) -> tuple[str, Any, dict[str, Any]]:
@@ -89,18 +98,18 @@ def _question(r: Record) -> tuple[str, Any, dict[str, Any]]:
         answers = _answers("answers.text", given.get("text"))
         answers = answers or _answers("aliases", given.get("aliases")) + _answers("value", given.get("value"))
     else:
-        answers = _answers(name, given)
-        if not isinstance(given, (list, tuple)):
-            answers += _answers("answer_aliases", r.get("answer_aliases"))
-    asked = _text("question", r.get("question") or r.get("input") or "")
-    return "qa", with_context(asked, r), {"answers": answers}
+        answers = _answers(name, given) + _answers("answer_aliases", r.get("answer_aliases"))
+    questions = "question" in r or "input" in r  # beside one, a task is the name of a set
+    names = ("question", "input") if questions else ("task", "prompt")
+    asked = next((r[name] for name in names if r.get(name)), "")
+    return "qa", _asked("question", with_context(_text("question", asked), r)), {"answers": answers}
 
 
 def _turns(r: Record) -> tuple[str, Any, dict[str, Any]]:
     turns = [r["turns"]] if isinstance(r["turns"], str) else r["turns"]
     if not isinstance(turns, (list, tuple)) or not turns:
         raise _wrong("turns", turns, "use a list of strings, the first of which is asked")
-    return "text", _text("turns", turns[0]), {"reference": r.get("reference")}
+    return "text", _asked("turns", turns[0]), {"reference": r.get("reference")}
 
 
 def _task(r: Record) -> tuple[str, Any, dict[str, Any]]:
@@ -108,6 +117,8 @@ def _task(r: Record) -> tuple[str, Any, dict[str, Any]]:
     kind, given = _text("kind", r.get("kind", "text")), {} if r.get("gold") is None else r["gold"]
     if not isinstance(given, Mapping):
         raise _wrong("gold", given, "use an object")
+    if r["task"] in (None, "", []):
+        raise _wrong("task", r["task"], "ask something")
     return kind, r["task"], {name: _gold(kind, name, value) for name, value in given.items()}
 
 
@@ -128,11 +139,18 @@ def with_context(question: str, r: Record) -> str:
     if not isinstance(documents, (str, list, tuple)):
         raise _wrong("documents", documents, "use a list of texts")
     texts = [_document(one) for one in ([documents] if isinstance(documents, str) else documents)]
-    texts += [r["context"]] if isinstance(r.get("context"), str) else []
+    context = r.get("context") or ""
+    if not isinstance(context, str):
+        raise _wrong("context", context, "use a string, or `documents` for a list of texts")
+    texts += [context] if context else []
     if not texts:
         return question
-    asked = f"Question: {question.rstrip('?')}?" if question else ""
+    asked = f"Question: {question}" if question else ""
+    asked += "?" if asked and question.rstrip()[-1:] not in ENDS else ""
     return "\n\n".join([*texts, asked]).strip()
+
+
+ENDS = tuple("?.!:。？！：")  # of what needs no further mark
 
 
 def _document(given: object) -> str:
@@ -145,13 +163,14 @@ def _document(given: object) -> str:
 
 
 KINDS: tuple[tuple[Callable[[Record], bool], Callable[[Record], tuple[str, Any, dict[str, Any]]]], ...] = (
+    (lambda r: "task" in r and ("kind" in r or "gold" in r), _task),
     (lambda r: "problem" in r, _math),
     (lambda r: "question" in r and ("final_answer" in r or "####" in str(r.get("answer", ""))), _grade_school),
     (lambda r: "concepts" in r, lambda r: ("concepts", (found := _concepts(r["concepts"])), {"concepts": found})),
     (lambda r: "turns" in r, _turns),
     (lambda r: "answers" in r or "answer" in r, _question),
+    (lambda r: "question" in r, lambda r: ("text", with_context(_asked("question", r["question"]), r), {})),
     (lambda r: "task" in r, _task),
-    (lambda r: "question" in r, lambda r: ("text", r["question"], {})),
 )
 GOLD = {  # what a scorer of the kind compares with
     "math": ("answer",),
@@ -172,7 +191,8 @@ def example(record: Record, number: int) -> Example:
                 lacking = [name for name in GOLD.get(kind, ()) if gold.get(name) in (None, [], "")]
                 if kind not in GOLD or lacking:
                     raise DataError(f"kind {kind!r} of {sorted(GOLD)} lacks {lacking or 'a scorer'}")
-                return Example(str(record.get("id", number)), kind, task, gold)
+                own = next((record[name] for name in ("id", "_id") if record.get(name) is not None), number)
+                return Example(str(own), kind, task, gold)
         raise DataError(f"fields {sorted(record)} are of no known kind; give `task` (and `gold`)")
 
 
@@ -183,7 +203,7 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
     """
     if source.startswith("games:"):
         count = source.removeprefix("games:")
-        if not count.isdigit():
+        if not (count.isascii() and count.isdigit()):
             raise DataError(f"{source}: use games:N with a number")
         found = games(int(count))
     else:
@@ -193,26 +213,27 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
         for number, record in enumerate(lines):
             with located(source):
                 found.append(example(record, number))
-    if len({e.id for e in found}) != len(found):
-        raise DataError(f"{source}: two records have the same id")
+    if twice := [id for id, count in Counter(e.id for e in found).items() if count > 1]:
+        raise DataError(f"{source}: several records have the same id, of {twice[:5]}; one without an id has its number")
     if seed is not None:
         random.Random(seed).shuffle(found)
     return found[:limit]
 
 
 def records(path: Path) -> Iterable[Record]:
-    """The objects of a .jsonl file."""
+    """The objects of a .jsonl file, in UTF-8 with or without its mark."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8"))
-        except ValueError as problem:  # no JSON, or not UTF-8
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            json.dumps(record, ensure_ascii=False).encode()  # half a character that was written as an escape
+        except (ValueError, RecursionError) as problem:  # no JSON, or not UTF-8
             raise DataError(f"{path}, line {number}: not JSON in UTF-8 ({problem})") from None
         if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: {type(record).__name__}, not an object")
+            raise DataError(f"{path}, line {number}: {type(record).__name__}; each line is an object of JSON")
         yield record
 
 

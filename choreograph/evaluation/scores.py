@@ -5,8 +5,8 @@ could not be read: it counts as wrong, and is counted.
 """
 
 import re
-import string
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,10 @@ Record = Mapping[str, Any]
 Scores = dict[str, float]
 _UNIT = re.compile(r"^\$?(?P<number>-?[\d,]*\.?\d+(?:/\d+)?)\s+[A-Za-z ]+$")  # 12 dollars
 PATIENCE = 5  # seconds for one expression
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\s+(?=\S)")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_WITHIN = re.compile(r"(?<=\w)['’](?=\w)|(?<=[^\W\d])\.(?=\w)|(?<=\w)\.(?=[^\W\d])")
+_POINT = re.compile(r"(?<!\d)\.|\.(?!\d)")  # none of a fraction
 
 
 def same_answer(gold: str, answer: str) -> bool:
@@ -30,7 +33,7 @@ def same_answer(gold: str, answer: str) -> bool:
 
     The time limit is an alarm of the main thread; other threads go without.
     """
-    gold, answer = (_UNIT.sub(r"\g<number>", side.strip()) for side in (gold, answer))
+    gold, answer = (_UNIT.sub(r"\g<number>", side.strip().rstrip(".,; ")) for side in (gold, answer))
     if gold == answer:
         return True
     limit = PATIENCE if threading.current_thread() is threading.main_thread() else None
@@ -39,10 +42,12 @@ def same_answer(gold: str, answer: str) -> bool:
 
 
 def normal(text: str) -> str:
-    """Lower case, no articles, single spaces; marks inside a word or a number go (5,000, U.S.), others part words."""
-    joined = re.sub(r"(?<=\w)[.,'’](?=\w)", "", text.lower())
-    bare = "".join(" " if c in string.punctuation or c in "‘’“”–—" else c for c in joined)
-    return " ".join(_ARTICLES.sub(" ", bare).split())
+    """Lower case, no articles in front of a word, single spaces; marks inside a word go (U.S.), and those of thousands
+    (5,000); the point of a fraction stays, other marks part words."""
+    joined = _THOUSANDS.sub("", unicodedata.normalize("NFKC", text).lower())
+    joined = _WITHIN.sub("", joined)
+    bare = "".join(" " if unicodedata.category(c)[0] in "PS" and c != "." else c for c in joined)
+    return " ".join(_ARTICLES.sub(" ", " ".join(_POINT.sub(" ", bare).split())).split())
 
 
 def mentions(text: str, answers: Iterable[str]) -> bool:

@@ -28,6 +28,14 @@ ANSWERS = [
     (" $\\frac{3}{4}$", "\\frac{3}{4}"),
     ("It is \\((1, 2)\\), as shown.", "(1, 2)"),
     ("$x = 2$ and so\nwe find 14 in all.", "14"),
+    ("So she makes 9 * $2 = $18 every day.", "18"),
+    ("He has $30 - $3 = $27 left.", "27"),
+    ("He got $5 on Monday and $7 on Tuesday, a total of $12.", "12"),
+    ("Thus it is $\\frac{1}{2}.$", "\\frac{1}{2}"),
+    ("Thus it is $ x + 1 $.", "x + 1"),
+    ("The answer is \\[18\\]", "18"),
+    ("The answer is 18 dollars, since 9 * 2 = 18.", "18 dollars"),
+    ("The answer is 1, 2, and 3.", "1, 2, and 3"),
 ]
 
 
@@ -83,6 +91,13 @@ def test_votes(text, number):
         (" cannot cooperate", "defect"),
         (" either cooperate or defect", None),
         (" decide whether to defect or to cooperate", None),
+        ("refuse to cooperate", "defect"),
+        ("Instead of cooperating, I will defect.", "defect"),
+        ("avoid defecting", "cooperate"),
+        ("cooperate / defect", None),
+        ("cooperate and defect", None),
+        ("decide to cooperate or not", None),
+        ("be uncooperative", None),
     ],
 )
 def test_decisions(text, read):

@@ -44,7 +44,48 @@ SHAPES = [
     ({"task": "t", "kind": "math", "gold": {"answer": 5}}, "math", "t", {"answer": "5"}),
     ({"task": "t", "kind": "concepts", "gold": {"concepts": "a, b"}}, "concepts", "t", {"concepts": ["a", "b"]}),
     ({"task": "t", "gold": None}, "text", "t", {}),
+    ({"task": "t", "answer": "a"}, "qa", "t", {"answers": ["a"]}),
+    ({"task": "t", "kind": "math", "gold": {"answer": "5"}, "answer": "6"}, "math", "t", {"answer": "5"}),
+    ({"task": "a set's name", "input": "", "context": "c", "answers": ["a"]}, "qa", "c", {"answers": ["a"]}),
+    ({"task": "a set's name", "question": "q?", "target": "a"}, "text", "q?", {}),
+    ({"question": "q?", "context": "c"}, "text", "c\n\nQuestion: q?", {}),
+    ({"question": "q?", "final_answer": "5", "context": "c"}, "math", "c\n\nQuestion: q?", {"answer": "5"}),
+    ({"question": "Name it.", "answer": "a", "context": "c"}, "qa", "c\n\nQuestion: Name it.", {"answers": ["a"]}),
+    ({"question": "q", "answers": ["b", " "], "answer_aliases": ["c"]}, "qa", "q", {"answers": ["b", "c"]}),
+    ({"question": "q", "answer": True}, "qa", "q", {"answers": ["yes"]}),
 ]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"answers": ["x"]}, "ask something"),
+        ({"question": " ", "answer": "x"}, "ask something"),
+        ({"question": None}, "use a string"),
+        ({"task": None}, "ask something"),
+        ({"turns": [""]}, "ask something"),
+        ({"problem": "", "answer": "5"}, "ask something"),
+        ({"question": "q", "answer": "a", "context": [["Title", ["A sentence."]]]}, "`documents` for a list of texts"),
+        ({"question": "q", "answers": ["", "  "]}, "lacks"),
+    ],
+)
+def test_what_asks_nothing_or_hides_its_context_is_refused(record, said):
+    with pytest.raises(DataError, match=said):
+        example(record, 0)
+
+
+def test_marks_of_a_file_and_halves_of_characters(tmp_path):
+    file = tmp_path / "marked.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"question": "q?", "_id": "own"}')
+    assert load(str(file)) == [Example("own", "text", "q?", {})]
+    file.write_text('{"question": "bad \\ud800 char?"}')
+    with pytest.raises(DataError, match="line 1: not JSON in UTF-8"):
+        load(str(file))
+    file.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="line 1: not JSON in UTF-8"):
+        load(str(file))
+    with pytest.raises(DataError, match="use games:N"):
+        load("games:²")
 
 
 @pytest.mark.parametrize(("record", "kind", "task", "gold"), SHAPES)

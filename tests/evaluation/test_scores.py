@@ -19,6 +19,7 @@ from choreograph.evaluation.scores import coverage, f1, mentions, normal, same_a
         ("2\\sqrt{3}", "\\sqrt{12}", True),
         ("12", "12 dollars", True),
         ("\\text{even}", "\\text{even}", True),
+        ("\\frac12", "\\frac{1}{2}.", True),
         ("12", "13", False),
         ("(1,2)", "(2,1)", False),
         ("12", "nothing of the kind", False),
@@ -38,6 +39,10 @@ def test_aliases_are_whole_words_in_any_dress():
     assert not mentions("anything", ["", "the"])
     assert mentions("It is 5,000 feet in the U.S.", ["5000"])
     assert mentions("in the US", ["U.S."])
+    assert mentions("It is 1.5 million.", ["1.5 million"]) and not mentions("It is 15 million.", ["1.5 million"])
+    assert mentions("The answer is (A).", ["A"]) and not mentions("a dog", ["A"])
+    assert mentions("It is vitamin A.", ["Vitamin A"]) and not mentions("vitamin C", ["Vitamin A"])
+    assert mentions("Zoe\u0308 of «Paris»,France… for 5€", ["Zo\u00eb"]) and mentions("«Paris»,France…", ["Paris", "x"])
     assert f1("the red house", ["red house", "x"]) == 1
     assert f1("a big red house", ["red house"]) == pytest.approx(0.8)
     assert f1("", ["red"]) == f1("red", []) == 0
