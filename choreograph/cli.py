@@ -262,6 +262,7 @@ def evaluate(
     )
     if as_json:
         print(json.dumps(report))
+    shown.refuse_failed(report)
 
 
 @app.command()

@@ -100,8 +100,9 @@ class TrainReport:
 
     @property
     def closed(self) -> float | None:
-        """How much of the gap to the baseline is gone: 1 where the log-loss is the baseline's own; None without one."""
-        if self.baseline is None or self.before <= self.baseline:
+        """How much of the gap to the baseline is gone: 1 where the log-loss is the baseline's own; None where there
+        is none to speak of."""
+        if self.baseline is None or self.before - self.baseline < 1e-4:
             return None
         return (self.before - self.after) / (self.before - self.baseline)
 

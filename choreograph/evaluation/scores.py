@@ -14,7 +14,7 @@ from typing import Any
 import snowballstemmer
 from math_verify import parse, verify
 
-from ..choreographies.reading import decision, final_answer
+from ..choreographies.reading import decision, final_answer, yes_or_no
 from ..errors import DataError
 from .data import Example
 
@@ -56,6 +56,14 @@ def mentions(text: str, answers: Iterable[str]) -> bool:
     return any(f" {normal(a)} " in said for a in answers if normal(a))
 
 
+def answers_right(text: str, answers: Sequence[str]) -> bool:
+    """Whether an alias is mentioned; where all are a yes or a no, whether the first of these words is it."""
+    if answers and {normal(a) for a in answers} <= {"yes", "no"}:
+        said = yes_or_no(text)
+        return said is not None and ("yes" if said else "no") in map(normal, answers)
+    return mentions(text, answers)
+
+
 def f1(text: str, answers: Iterable[str]) -> float:
     """The best token F1 over the aliases."""
     said = normal(text).split()
@@ -68,10 +76,14 @@ def _f1(said: Sequence[str], gold: Sequence[str]) -> float:
 
 
 def coverage(text: str, concepts: Sequence[str]) -> float:
-    """The share of the concepts that the text uses, in any inflection."""
+    """The share of the concepts that the text uses, one of several words in order; in any regular inflection."""
     stem = snowballstemmer.stemmer("english").stemWord
-    used = {stem(word) for word in normal(text).split()}
-    return sum(stem(normal(c)) in used for c in concepts) / len(concepts) if concepts else 0.0
+
+    def stems(words: str) -> str:
+        return f" {' '.join(map(stem, normal(words).split()))} "
+
+    used = stems(text)
+    return sum(stems(c) in used for c in concepts) / len(concepts) if concepts else 0.0
 
 
 def _math(e: Example, r: Record) -> Scores:
@@ -82,11 +94,11 @@ def _math(e: Example, r: Record) -> Scores:
 
 
 def _qa(e: Example, r: Record) -> Scores:
-    return {"right": float(mentions(r["answer"], e.gold["answers"])), "f1": f1(r["answer"], e.gold["answers"])}
+    return {"right": float(answers_right(r["answer"], e.gold["answers"])), "f1": f1(r["answer"], e.gold["answers"])}
 
 
 def _pair(e: Example, r: Record) -> Scores:
-    first, second = (float(mentions(r["answer"], e.gold[k]["answers"])) for k in ("first", "second"))
+    first, second = (float(answers_right(r["answer"], e.gold[k]["answers"])) for k in ("first", "second"))
     return {"first": first, "second": second, "both": first * second, "either": max(first, second)}
 
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..choreographies import Workflow, conditions_of, takes_pairs
 from ..choreographies.performance import Condition, Content
 from ..core import Engine
-from ..errors import ConfigError, DataError
+from ..errors import CallFailed, ConfigError, DataError
 from ..report import show_table
 from ..types import SamplingParams
 from ..viz.charts import speedup_over_tokens
@@ -113,6 +113,13 @@ def evaluate(
         report["win rates"] = judged(judge, console, examples, records)
         _write(out / "report.json", report)
     return report
+
+
+def refuse_failed(report: Summary) -> None:
+    """Raises CallFailed where nothing ended but with an error."""
+    failed = [sum(one["errors"].values()) for one in report["conditions"].values()]
+    if min(failed) == report["n"]:
+        raise CallFailed(f"all {sum(failed)} runs ended with an error")
 
 
 def _write(path: Path, report: Mapping[str, Any]) -> None:

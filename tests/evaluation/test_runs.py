@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.choreographies import Condition, Performance, conditions_of, find
 from choreograph.cli import app
-from choreograph.errors import ConfigError, DataError
+from choreograph.errors import CallFailed, ConfigError, DataError
 from choreograph.evaluation.data import Example, games
 from choreograph.evaluation.fidelity import drift_rows, drifts, scripts_of
 from choreograph.evaluation.folder import Folder, alone
@@ -294,6 +294,15 @@ def test_eval_on_the_command_line(data, tmp_path):
     assert report["n"] == 2 and report["fidelity"][0]["stage"] == "all"
     again = CliRunner().invoke(app, [*arguments, "--json"])
     assert json.loads(again.output)["conditions"] == report["conditions"]
+
+
+def test_an_evaluation_in_which_every_run_failed_says_so(tmp_path, talker_folder):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"id": "long", "problem": "what " * 40_000, "answer": "5"}))
+    given = ["eval", "direct", "--data", str(file), "--out", str(tmp_path / "out"), "--model", talker_folder]
+    result = CliRunner().invoke(app, given)
+    assert isinstance(result.exception, CallFailed) and "runs ended with an error" in str(result.exception)
+    assert (tmp_path / "out" / "report.json").exists()
 
 
 def test_bench_on_the_command_line(data, tmp_path, talker_folder):

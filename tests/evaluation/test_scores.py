@@ -4,7 +4,7 @@ import pytest
 
 from choreograph.errors import DataError
 from choreograph.evaluation.data import Example
-from choreograph.evaluation.scores import coverage, f1, mentions, normal, same_answer, score
+from choreograph.evaluation.scores import answers_right, coverage, f1, mentions, normal, same_answer, score
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,17 @@ def test_aliases_are_whole_words_in_any_dress():
     assert f1("", ["red"]) == f1("red", []) == 0
 
 
+def test_a_yes_or_no_is_the_first_that_is_said():
+    assert answers_right("Yes, no doubt about it.", ["yes"]) and not answers_right("Yes, no doubt about it.", ["No"])
+    assert answers_right("No.", ["no", "No"]) and not answers_right("Perhaps.", ["no"])
+    assert answers_right("It is the no man's land.", ["no man's land"]) and not answers_right("yes", [])
+
+
 def test_concepts_count_in_any_inflection():
     story = "The dogs were running; she hurried by, and a wolf's cub cried."
     assert coverage(story, ["dog", "run", "hurry", "cub"]) == 1
     assert coverage(story, ["cat", "dog"]) == 0.5
+    assert coverage("Ice creams fell on my T-shirt.", ["ice cream", "t-shirt", "cream ice"]) == pytest.approx(2 / 3)
     assert coverage("", ["cat"]) == coverage("cat", []) == 0
 
 
