@@ -188,9 +188,10 @@ def example(record: Record, number: int) -> Example:
         for fits, read in KINDS:
             if fits(record):
                 kind, task, gold = read(record)
-                lacking = [name for name in GOLD.get(kind, ()) if gold.get(name) in (None, [], "")]
-                if kind not in GOLD or lacking:
-                    raise DataError(f"kind {kind!r} of {sorted(GOLD)} lacks {lacking or 'a scorer'}")
+                if kind not in GOLD:
+                    raise DataError(f"kind {kind!r} has no scorer: use one of {sorted(GOLD)}")
+                if lacking := [name for name in GOLD[kind] if gold.get(name) in (None, [], "")]:
+                    raise DataError(f"a record of kind {kind!r} lacks {lacking}: say what is right")
                 own = next((record[name] for name in ("id", "_id") if record.get(name) is not None), number)
                 return Example(str(own), kind, task, gold)
         raise DataError(f"fields {sorted(record)} are of no known kind; give `task` (and `gold`)")

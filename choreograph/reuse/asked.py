@@ -32,8 +32,7 @@ def asked(record: Mapping[str, Any], number: int) -> Asked:
         question = record.get("question") or record.get("input")
         if not context or not question:
             raise DataError(f"needs a question, and documents or a context; has {sorted(record)}")
-    known = example({**record, "question": question}, number).gold.get("answers") or ()
-    answers = tuple(answer for answer in known if answer.strip())
+    answers = tuple(example({**record, "question": question}, number).gold.get("answers") or ())
     if not answers:
         raise DataError(f"record {number}: has no answers to compare with")
     return Asked(str(record.get("id", number)), context, str(question), answers)
