@@ -12,7 +12,10 @@ _MATHS = re.compile(  # dollars as pandoc reads them: in "$2 = $18" they are mon
     r"\$(?=[^\s$])([^$\n]*?(?<=\S))\$(?!\d)|\$\s([^$\n]+)\s\$(?!\s*\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
 )
 _REMARK = re.compile(r"^(.*?\d.*?)[,;]\s+(?!(?:or|and)\b)[A-Za-z]{2,}.*$")  # 18 dollars, since 9 * 2 = 18
-_EITHER = re.compile(r"(cooperat\w*|defect\w*)\s*(?:\bor\b|\band\b|/)\s*(to\s+)?(cooperat|defect|not\b)", re.IGNORECASE)
+_EITHER = re.compile(
+    r"(?:cooperat|defect)\w*(?:\s+or\s+(?:to\s+)?(?:cooperat|defect|not\b)|(?:\s+and\s+|\s*/\s*)(?:cooperat|defect))",
+    re.IGNORECASE,
+)
 _DECIDES = re.compile(
     r"(?P<no>(?:\b(?:not|never|cannot|refuse|avoid|instead\s+of)|n['’]t)\s+(?:\w+\s+){0,2})?\b(?P<verb>co-?operat|defect)",
     re.IGNORECASE,

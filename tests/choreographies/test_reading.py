@@ -97,6 +97,7 @@ def test_votes(text, number):
         ("cooperate / defect", None),
         ("cooperate and defect", None),
         ("decide to cooperate or not", None),
+        ("cooperate and not defect", "cooperate"),
         ("be uncooperative", None),
     ],
 )
