@@ -110,6 +110,16 @@ def test_damaged_traces_are_refused(traces, tmp_path):
         (tmp_path / "traces.jsonl").write_text(text + "\n")
         with pytest.raises(DataError, match=words):
             read_traces(tmp_path)
+    good = (out / "traces.jsonl").read_text().splitlines()[0]
+    for wrong in (5, None, "x", [], json.loads(good) | {"answer": 99}, json.loads(good) | {"answer": -1}):
+        (tmp_path / "traces.jsonl").write_text(json.dumps(wrong) + "\n")
+        with pytest.raises(DataError, match="damaged trace"):
+            read_traces(tmp_path)
+    (tmp_path / "traces.jsonl").write_text(good + "\n\n")
+    assert len(read_traces(tmp_path)[1]) == 1
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(DataError, match="lacks"):
+        read_traces(tmp_path)
 
 
 def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path, talker_folder):

@@ -51,6 +51,12 @@ def test_the_same_seed_gives_the_same_records_however_many_run_at_once(talker, t
     assert seed_of(0, "m1") != seed_of(0, "m2") != seed_of(1, "m2")
 
 
+def test_two_examples_of_one_id_are_refused(talker, tmp_path):
+    folder = Folder(tmp_path, {})
+    with pytest.raises(DataError, match=r"have the ids \['m1'\]"):
+        run_conditions(talker, find("direct"), [MATH[0], MATH[0]], {}, folder, sampling=SamplingParams())
+
+
 def test_a_run_goes_on_where_it_stopped(talker, tmp_path):
     whole = run(talker, tmp_path)
     file = tmp_path / "choreographed.jsonl"
