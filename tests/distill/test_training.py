@@ -136,6 +136,23 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(adapter, tmp_
     assert again == parts
 
 
+def test_a_checkpoint_that_lacks_a_part_is_passed_over(adapter, tmp_path):
+    config = TrainConfig(**FAST, epochs=3, validations=2)
+    train(adapter, LEARN, CHECK, tmp_path / "whole", config)
+
+    def stop(done, most):
+        if done == 10:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(adapter, LEARN, CHECK, tmp_path / "parts", config, on_update=stop)
+    (tmp_path / "parts" / "checkpoint-9" / "optimizer.pt").unlink()
+    made = []
+    train(adapter, LEARN, CHECK, tmp_path / "parts", config, on_update=lambda done, most: made.append(done))
+    assert made == list(range(7, 19))
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
 def test_patience_is_not_forgotten_between_two_processes(adapter, tmp_path):
     config = TrainConfig(**FAST | {"rate": 0.5}, epochs=30, patience=3)
     whole = train(adapter, LEARN, CHECK, tmp_path / "whole", config)
