@@ -6,7 +6,6 @@ traces, checkpoints and records; a run that was stopped goes on. `--only name ..
 """
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +26,12 @@ from choreograph.distill.lessons import Lesson, baseline_lessons
 from choreograph.distill.losses import losses
 from choreograph.evaluation.data import Example, example, games, load, pairs, records
 from choreograph.evaluation.fidelity import drift_rows, drifts
-from choreograph.evaluation.folder import Folder
+from choreograph.evaluation.folder import Folder, read_settings, write_settings
 from choreograph.evaluation.runs import run_conditions, settings_of
 from choreograph.evaluation.statistics import Estimate, difference, mean, ratio
 from choreograph.evaluation.summary import interval, summarize, table
 from choreograph.onepass.calls import TracedCall
+from choreograph.places import make_folder
 from choreograph.report import show_table
 from choreograph.types import SamplingParams
 from choreograph.viz.charts import learning_curves
@@ -348,10 +348,9 @@ def begun(out: Path) -> Mapping[str, str]:
     """The code that drew and trained first; what goes on or measures later may be newer."""
     file = out / "begun.json"
     if not file.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(provenance()))
-    found: Mapping[str, str] = json.loads(file.read_text())
-    return found
+        make_folder(out)
+        write_settings(file, provenance())
+    return read_settings(file)
 
 
 def opened(source: str, dtype: str = "float32") -> Engine:

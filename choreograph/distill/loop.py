@@ -30,7 +30,7 @@ from .setting import TrainConfig
 
 _NAMES = {f.name for f in fields(TrainingArguments)}
 _MEASURED = ("loss", "eval_loss", "eval_divergence", "eval_learned", "learning_rate", "grad_norm")
-PARTS = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")  # of a checkpoint
+_PARTS = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")  # of a checkpoint
 _CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in _NAMES)
 
 
@@ -213,7 +213,7 @@ def last_checkpoint(out: Path) -> Path | None:
             state = json.loads((Path(found) / "trainer_state.json").read_text())
         except (OSError, json.JSONDecodeError):
             state = None
-        if not isinstance(state, dict) or not all((Path(found) / name).is_file() for name in PARTS):
+        if not isinstance(state, dict) or not all((Path(found) / name).is_file() for name in _PARTS):
             shutil.rmtree(found)
             continue
         _find_best(out, Path(found) / "trainer_state.json", state)

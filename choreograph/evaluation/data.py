@@ -17,6 +17,7 @@ from ..choreographies.reading import boxed
 from ..errors import DataError
 
 Record = Mapping[str, Any]
+ENDS = tuple("?.!:。？！：")  # of questions that need no further mark
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ def _text(name: str, value: object) -> str:
 
 
 def _asked(name: str, value: object) -> str:
-    if not _text(name, value).strip():
+    if not (text := _text(name, value)).strip():
         raise _wrong(name, value, "ask something")
-    return str(value)
+    return text
 
 
 def _answer(name: str, value: object) -> str:
@@ -148,9 +149,6 @@ def with_context(question: str, r: Record) -> str:
     asked = f"Question: {question}" if question else ""
     asked += "?" if asked and question.rstrip()[-1:] not in ENDS else ""
     return "\n\n".join([*texts, asked]).strip()
-
-
-ENDS = tuple("?.!:。？！：")  # of what needs no further mark
 
 
 def _document(given: object) -> str:

@@ -36,6 +36,7 @@ ANSWERS = [
     ("The answer is \\[18\\]", "18"),
     ("The answer is 18 dollars, since 9 * 2 = 18.", "18 dollars"),
     ("The answer is 1, 2, and 3.", "1, 2, and 3"),
+    ("The answer is [0, infinity).", "[0, infinity)"),
 ]
 
 
