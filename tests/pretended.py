@@ -392,7 +392,7 @@ def pretended(memory: int = 1 << 26, programs: Iterable[tuple[Any, str]] = ()) -
         for module, names in ((torch.cuda, stand_ins), (torch.cuda.random, state)):
             for name, value in names.items():
                 stack.enter_context(patch.object(module, name, value))
-        for module, name in [(attention, "attend"), (attention, "merge"), *programs]:
+        for module, name in [*((attention, name) for name in ("write", "attend", "merge")), *programs]:
             stack.enter_context(patch.object(module, name, Program(getattr(module, name))))
         stack.enter_context(patch.object(torch.nn.Module, "to", _moved))
         stack.enter_context(patch.object(threading.Thread, "run", in_thread))

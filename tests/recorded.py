@@ -6,7 +6,7 @@ import pytest
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.models import graphed
-from choreograph.ops import fixed, triton
+from choreograph.ops import attend, fixed, triton
 
 
 @pytest.fixture
@@ -15,6 +15,7 @@ def boards(monkeypatch):
     for name, count in {"ITEMS": 2, "PIECES": 8, "READS": 16, "PARTIALS": 3, "SHIFTS": 4}.items():
         monkeypatch.setattr(fixed, name, count)
     monkeypatch.setattr(triton, "run", played.run)
+    monkeypatch.setattr(triton, "write", attend.write)
 
 
 def again(work):

@@ -1,4 +1,5 @@
-"""Triton programs of placed attention: a tile of rows over pieces of runs, and the merging of partial softmaxes.
+"""Triton programs of placed attention: rows' own keys and values into their slots, a tile of rows over pieces of runs,
+and the merging of partial softmaxes.
 
 What the numbers of items, pieces and reads mean is said where they are made (`ops/tiles.py`).
 """
@@ -10,6 +11,22 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LONG = tl.constexpr(512)  # slots of a piece from which on whole tiles of it are worth a loop of their own
 AT_ONCE = tl.constexpr(32)  # partial results that are loaded together, since each load waits for the one before
+
+
+@triton.jit
+def write(
+    key, value, slots, keys, values, key_head, key_row, value_head, value_row, slot_stride, count,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one key-value head into their slots."""
+    row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    d = tl.arange(0, WIDE)
+    mask = (row < count)[:, None] & (d < WIDTH)[None, :]
+    slot = tl.load(slots + row, mask=row < count, other=0) * slot_stride + head * WIDTH
+    k = tl.load(key + head * key_head + row[:, None] * key_row + d[None, :], mask=mask, other=0.0)
+    v = tl.load(value + head * value_head + row[:, None] * value_row + d[None, :], mask=mask, other=0.0)
+    tl.store(keys + slot[:, None] + d[None, :], k, mask=mask)
+    tl.store(values + slot[:, None] + d[None, :], v, mask=mask)
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from ..ops.attend import Step
 from .adapter import Adapter
 
 if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
     from ..ops.fixed import Fixed
 
 OPTIONS: dict[str, Any] = {
@@ -119,13 +121,14 @@ def _tracing() -> Iterator[None]:
         products.fp32_precision = before
 
 
-def compiled_model(adapter: Adapter, name: str, *, dynamic: bool = False) -> Any:
+def compiled_model(adapter: Adapter, name: str, *, dynamic: bool = False, once: "CustomGraphPass | None" = None) -> Any:
     """The model as one graph, of any number of rows where it is `dynamic`. name: its own, for dynamo keeps one list of
-    graphs per code object."""
+    graphs per code object. once: a pass over the graph."""
     model = adapter.model
 
     def forward(ids: Tensor, positions: Tensor, step: OpaqueStep) -> Tensor:
         return model(input_ids=ids, position_ids=positions, use_cache=False, step=step).logits
 
     forward.__code__ = forward.__code__.replace(co_name=name)
-    return torch.compile(forward, fullgraph=True, dynamic=dynamic, options=OPTIONS)
+    options = OPTIONS if once is None else OPTIONS | {"post_grad_custom_pre_pass": once}
+    return torch.compile(forward, fullgraph=True, dynamic=dynamic, options=options)

@@ -23,6 +23,7 @@ from ..ops.plan import Plan
 from ..ops.tiles import Arrays, arrays
 from .adapter import Adapter
 from .compiled import OpaqueStep, compiled_model
+from .joined import Once, as_one, join
 
 MOST = 40  # graphs that are kept; further steps run eagerly
 TRIES = 3  # recordings that may fail before no more is tried
@@ -99,6 +100,7 @@ class GraphedForward:
         self.buckets = tuple(sorted({max(2, size) for size in buckets}))  # what is traced of one row serves no others
         self._adapter, self._record = adapter, record or CudaRecorder()
         self._compiled = _traced(adapter) if through_compiler else None
+        self._joined = join(adapter.model) if through_compiler else []
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._failed: set[tuple[object, ...]] = set()
         self.refused: str | None = None  # why the last recording failed
@@ -178,7 +180,8 @@ class GraphedForward:
 
         graph = _Graph(fixed, lambda: torch.empty(0))
         graph.fill(laid, tokens, positions)  # what is computed while it is recorded is this step
-        return graph._replace(play=self._record(work))
+        with as_one(self._joined):
+            return graph._replace(play=self._record(work))
 
     def _eager(self, fixed: Fixed) -> Tensor:
         found: Tensor = self._adapter.model(
@@ -196,6 +199,6 @@ def _traced(adapter: Adapter) -> Callable[..., Tensor]:
     known = _TRACED.get(adapter.model)
     found = known() if known is not None else None
     if found is None:
-        found = cast(Callable[..., Tensor], compiled_model(adapter, "forward_graphed", dynamic=True))
+        found = cast(Callable[..., Tensor], compiled_model(adapter, "forward_graphed", dynamic=True, once=Once()))
         _TRACED[adapter.model] = ref(found)
     return found

@@ -40,12 +40,18 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
 
-class WriteThenRead:
-    """A backend made of a function that only reads."""
+def write(slots: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Puts rows' own keys and values, (G, N, D), into their slots."""
+    keys[slots] = key.transpose(0, 1)
+    values[slots] = value.transpose(0, 1)
 
-    def __init__(self, name: str, read: Callable[..., Tensor]) -> None:
+
+class WriteThenRead:
+    """A backend made of a function that only reads, and one that writes."""
+
+    def __init__(self, name: str, read: Callable[..., Tensor], write: Callable[..., None] = write) -> None:
         self.name = name
-        self._read = read
+        self._read, self._write = read, write
 
     def __call__(
         self,
@@ -59,9 +65,7 @@ class WriteThenRead:
         kind: Kind,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        slots = _slots(plan, keys.device)
-        keys[slots] = key.transpose(0, 1)
-        values[slots] = value.transpose(0, 1)
+        self._write(_slots(plan, keys.device), key, value, keys, values)
         return self._read(plan, query, keys, values, scale, kind, sinks)
 
 
@@ -144,7 +148,7 @@ def _triton(device: torch.device) -> Backend:
         raise native.BackendUnavailable(
             f"device {device} is no GPU, and Triton's interpreter (TRITON_INTERPRET=1) is off"
         )
-    return WriteThenRead("triton", triton.attend)
+    return WriteThenRead("triton", triton.attend, triton.write)
 
 
 @dataclass(eq=False)

@@ -109,8 +109,7 @@ class Fixed:
     ) -> Float[Tensor, "1 N H D"]:
         (keys, values), work = (there() for there in self._arena[layer]), self.boards[self._which[layer]].work
         assert keys is not None and values is not None
-        keys[self._slots] = key[0].transpose(0, 1)
-        values[self._slots] = value[0].transpose(0, 1)
+        triton.write(self._slots, key[0], value[0], keys, values)
         return triton.run(work, query[0], keys, values, scale, self._kinds[layer], sinks)[None]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 import triton
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels import attention as kernels
@@ -50,6 +50,26 @@ def attend(
     heads = Heads(query.shape[0], keys.shape[1], keys.shape[2])
     tile = tile_of(heads, query.shape[1], keys.element_size())
     return run(_work(plan, kind, tile, keys.shape[1], keys.device), query, keys, values, scale, kind, sinks)
+
+
+def write(
+    slots: Int[Tensor, "N"],
+    key: Float[Tensor, "G N D"],
+    value: Float[Tensor, "G N D"],
+    keys: Float[Tensor, "S G D"],
+    values: Float[Tensor, "S G D"],
+) -> None:
+    """Puts rows' own keys and values into their slots."""
+    groups, count, width = key.shape
+    key, value = (one if one.stride(2) == 1 else one.contiguous() for one in (key, value))
+    rows = 8 if count <= 64 else 16
+    kernels.write[triton.cdiv(count, rows), groups](
+        *(key, value, slots, keys, values, key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+        *(keys.stride(0), count),
+        ROWS=rows,
+        WIDTH=width,
+        WIDE=_padded(width),
+    )
 
 
 def tile_of(heads: Heads, rows: int, size: int) -> int:

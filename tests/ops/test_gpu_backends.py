@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from many import many
 from test_attend import build, plans, special, specials, tensors
 
-from choreograph import SamplingParams
-from choreograph.ops import gathered, reference, tiles, triton
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.ops import attend, gathered, reference, tiles, triton
 from choreograph.ops.attend import Backend, WriteThenRead, make_backend
 from choreograph.ops.kind import Heads, Kind
 from choreograph.ops.plan import Read, make_plan
@@ -103,12 +103,29 @@ def test_queries_of_large_tiles_go_through_memory(interleaved, monkeypatch):
         torch.testing.assert_close(got.float().cpu(), wanted, atol=5e-3, rtol=5e-3)
 
 
+@pytest.mark.parametrize(("rows", "groups", "width"), [(1, 1, 16), (7, 2, 20), (70, 3, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_written_into_their_slots(rows, groups, width, dtype):
+    """From where a product of several matrices left them: rows lie apart, heads too."""
+    noise = torch.Generator().manual_seed(rows)
+    made = torch.randn(rows, 3 * groups * width, generator=noise).to(DEVICE, dtype)
+    key, value = (made[:, i * groups * width :][:, : groups * width].view(rows, groups, width) for i in (0, 2))
+    slots = torch.randperm(100, generator=noise)[:rows].to(DEVICE)
+    key, value = key.transpose(0, 1), value.transpose(0, 1)
+    arenas = [[torch.zeros(100, groups, width, dtype=dtype, device=DEVICE) for _ in range(2)] for _ in range(2)]
+    for write, arena in zip((triton.write, attend.write), arenas, strict=True):
+        write(slots, key, value, *arena)
+    for got, wanted in zip(*arenas, strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("name", ["triton", "flex"])
 def test_an_engine_says_the_same_with_them(name):
     greedy = SamplingParams(temperature=0, max_tokens=4)
 
     def talk(backend: str) -> list[list[int]]:
-        engine = tiny.engine(backend=backend, tokens=256)
+        config = EngineConfig(backend=backend, cache=CacheConfig(tokens=256, page_size=4, poison=True))
+        engine = Engine.from_pretrained(tiny.model(), device=DEVICE, config=config)
         with engine.session() as session:
             first, second = session.prefill([5, 9, 17, 3]), session.prefill([44, 21])
             both = [
