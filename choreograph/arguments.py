@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from .engine.call import State
@@ -30,7 +31,7 @@ def make_each(
     calls: Iterable[Mapping[str, Any]], make: Callable[..., Message], beside: dict[str, Any]
 ) -> list[Message]:
     """Makes every call of a list. What stands beside the list would be lost, so it is refused."""
-    known = inspect.signature(make).parameters
+    known = _arguments(getattr(make, "__func__", make))
     first = next(iter(known))
     for name, value in beside.items():
         default = known[name].default
@@ -46,6 +47,12 @@ def make_each(
         if first not in call:
             raise CallError(f"{dict(call)!r}: a call needs {first!r}")
     return [make(**call) for call in calls]
+
+
+@cache
+def _arguments(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """What a function takes, but for the object whose method it is."""
+    return {name: one for name, one in inspect.signature(function).parameters.items() if name != "self"}
 
 
 def refuse_empty(ids: list[int], what: str) -> None:
@@ -113,6 +120,14 @@ def check_shares(mode: str) -> None:
     """A mode in which models take what others encoded."""
     if mode != "choreographed":
         raise CallError(f"there is no partial prefill in {mode} mode, where nothing is shared")
+
+
+def check_tokens(tokens: Iterable[object], what: str, size: int) -> list[int]:
+    """Token ids below `size`."""
+    given = list(tokens)
+    if given and set(map(type, given)) == {int} and min(given) >= 0 and max(given) < size:  # type: ignore[type-var, operator]
+        return given  # type: ignore[return-value]  # looked at one by one they took longer than all else of a call
+    return [check_token(token, what, size) for token in given]
 
 
 def check_token(token: object, what: str, size: int) -> int:

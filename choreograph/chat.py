@@ -6,8 +6,9 @@ answer is written otherwise than those before it, a whole turn is one of those b
 is the last.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -16,6 +17,8 @@ from .errors import BadTokens, ConfigError
 
 ROLES = ("system", "user", "assistant", "tool")
 _MARK = "\u2063mark\u2063"
+SHORT = 200  # characters: headers are said again and again, and what becomes of so short a text is kept
+KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._short_ids = lru_cache(KEPT)(lambda text, _: tuple(self._tokenized(text)))
+        self._short_rendered = lru_cache(KEPT)(lambda turns, prompt, _: self._by_template(turns, prompt))
 
     def encode(self, turn: Turn, *, opening: bool) -> list[int]:
         """The whole turn: header, text, footer."""
@@ -84,7 +89,13 @@ class ChatFormat:
             raise BadTokens(
                 f"text {text[:60]!r}: {problem.reason} at {problem.start}: replace what is no character"
             ) from None
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if len(text) > SHORT:
+            return self._tokenized(text)
+        return list(self._short_ids(text, len(self._tokenizer))) if text else []
+
+    def _tokenized(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     @property
     def has_template(self) -> bool:
@@ -171,6 +182,11 @@ class ChatFormat:
         return rendered if rendered is None or prompt else rendered.removesuffix(self._closing)
 
     def _rendered(self, turns: list[Turn], prompt: bool = False) -> str | None:
+        if sum(len(turn.text) for turn in turns) > SHORT:
+            return self._by_template(turns, prompt)
+        return self._short_rendered(tuple(turns), prompt, self._tokenizer.chat_template)
+
+    def _by_template(self, turns: Sequence[Turn], prompt: bool) -> str | None:
         messages = [{"role": t.role, "content": t.text} for t in turns]
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)

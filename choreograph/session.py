@@ -13,7 +13,7 @@ from .arguments import (
     check_parents,
     check_position,
     check_shares,
-    check_token,
+    check_tokens,
     is_calls,
     make_each,
     refuse_empty,
@@ -364,7 +364,7 @@ class Session(Turns):
             raise BadTokens(f"{what}={given!r}: give a string, token ids or a chat turn")
         else:
             size = self._runner.adapter.facts.vocab_size
-            ids = [check_token(token, what, size) for token in given]
+            ids = check_tokens(given, what, size)
         if not empty:
             refuse_empty(ids, what)
         return ids
