@@ -73,6 +73,23 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         ): "Qwen2.5-Coder-0.5B with an adapter: first token behind 4096 tokens that its base encoded in another "
         "process, half of the layers computed again: speed against a prefill of its own",
     },
+    "gpu": {
+        (
+            "decode step, batch 8: share of the limit",
+            None,
+        ): "H200, Llama 3.1 8B's shape: decode step of 8 calls, share of what copying as many bytes allows",
+        ("triton, prefill: SDPA over it", None): "H200: attention of a prefill of 2048 tokens, speed against SDPA",
+        **{
+            (f"{title}: {measure}", None): f"H200: {title}, {words}, prefix mode over choreographed"
+            for title, measure, words in (
+                ("Tree of Thoughts", "TTFT", "time to first token"),
+                ("iterative debate", "TTFT", "time to first token"),
+                ("parallel debate", "TTFT", "time to first token"),
+                ("Tree of Thoughts, large", "end to end", "256 branches and 4 voters, end to end"),
+            )
+        },
+        ("Prompt Cache: no reuse over modules", None): "H200: first token, 5120 tokens in cached modules and 32 new",
+    },
     "distill": {
         (
             "multi_qa, trivia, qwen2.5-coder-0.5b-instruct-q4_k_m: gap closed",

@@ -1,5 +1,5 @@
 """The GPU path in one table, within minutes: what a device reaches, decode steps against the bytes that must move, the
-attention kernels against SDPA, Prompt Cache, DroidSpeak, KVFlow and the papers' workflows. Not run on a GPU yet.
+attention kernels against SDPA, Prompt Cache, DroidSpeak, KVFlow and the papers' workflows.
 
 `make bench NAME=gpu`. Weights are random, in the exact shape of Llama-3.1-8B: times depend on shapes alone. Every
 figure stands beside the one that was worked out before (`docs/performance.md`). `--predict h200` prints those alone, on

@@ -17,7 +17,7 @@ from .predictions import PRESETS, REACHED, Device, Model, Reached
 from .shape import Shape
 
 HEAD = ("measure", "measured", "95%", "predicted", "paper", "must", "aim")
-UNMEASURED = "not measured yet: no GPU has been at hand"
+UNMEASURED = "not measured"
 
 
 Counts = Mapping[str, Mapping[str, Counted]]
