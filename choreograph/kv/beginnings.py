@@ -28,6 +28,8 @@ class Beginnings:
             count = common(other.tokens, 0, known, tokens, 0, len(tokens) - 1)
             if count >= LEAST and (best is None or count > best.count):
                 best = Sight(other, 0, count, start)
+            if count == len(tokens) - 1:
+                break  # none begins longer alike
         return best
 
     def add(self, salt: str, encoding: Encoding) -> None:
