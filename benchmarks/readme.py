@@ -7,6 +7,7 @@ from .common import RESULTS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -->"
+SHAPE = "H200, Llama 3.1 8B's shape with random weights"
 SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
     "decode": {
         (
@@ -77,10 +78,10 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         (
             "decode step, batch 8: share of the limit",
             None,
-        ): "H200, Llama 3.1 8B's shape: decode step of 8 calls, share of what copying as many bytes allows",
-        ("triton, prefill: SDPA over it", None): "H200: attention of a prefill of 2048 tokens, speed against SDPA",
+        ): f"{SHAPE}: decode step of 8 calls, share of what copying as many bytes allows",
+        ("triton, prefill: SDPA over it", None): f"{SHAPE}: attention of a prefill of 2048 tokens, speed against SDPA",
         **{
-            (f"{title}: {measure}", None): f"H200: {title}, {words}, prefix mode over choreographed"
+            (f"{title}: {measure}", None): f"{SHAPE}: {title}, {words}, prefix mode over choreographed"
             for title, measure, words in (
                 ("Tree of Thoughts", "TTFT", "time to first token"),
                 ("iterative debate", "TTFT", "time to first token"),
@@ -88,7 +89,10 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
                 ("Tree of Thoughts, large", "end to end", "256 branches and 4 voters, end to end"),
             )
         },
-        ("Prompt Cache: no reuse over modules", None): "H200: first token, 5120 tokens in cached modules and 32 new",
+        (
+            "Prompt Cache: no reuse over modules",
+            None,
+        ): f"{SHAPE}: first token, 5120 tokens in cached modules and 32 new",
     },
     "distill": {
         (

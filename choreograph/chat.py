@@ -6,9 +6,9 @@ answer is written otherwise than those before it, a whole turn is one of those b
 is the last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -17,8 +17,9 @@ from .errors import BadTokens, ConfigError
 
 ROLES = ("system", "user", "assistant", "tool")
 _MARK = "\u2063mark\u2063"
-SHORT = 200  # characters: headers are said again and again, and what becomes of so short a text is kept
-KEPT = 1024
+_PLACE = "x"  # stands for any text
+SHORT, KEPT = 200, 1024  # characters of a header whose tokens are kept, since it is said again and again; how many
+TIMED = "strftime_now"  # what a template with it gives is of its day
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Turn:
             raise BadTokens(f"text={self.text!r}: a turn holds a string")
 
 
-_USER = Turn("user", "x")
+_USER = Turn("user", _PLACE)
 
 
 class Turns:
@@ -57,8 +58,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._short_ids = lru_cache(KEPT)(lambda text, _: tuple(self._tokenized(text)))
-        self._short_rendered = lru_cache(KEPT)(lambda turns, prompt, _: self._by_template(turns, prompt))
+        self._kept: dict[Any, Any] = {}
 
     def encode(self, turn: Turn, *, opening: bool) -> list[int]:
         """The whole turn: header, text, footer."""
@@ -75,27 +75,41 @@ class ChatFormat:
                 header = (self._front if opening else "") + self._prompt
             if not header:
                 raise ConfigError("the chat template puts nothing in front of an answer: give the turn its first words")
-        return self._ids(header + turn.text), self._ids(footer)
+        return self._ids(header + turn.text, keep=True), self._ids(footer, keep=True)
 
     def plain(self, text: str, *, opening: bool) -> list[int]:
         """Text without roles; the beginning-of-sequence token in front only where it opens a conversation."""
         ids = self._ids(text)
         return [*self.beginning, *ids] if opening else ids
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, text: str, *, keep: bool = False) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as problem:
             raise BadTokens(
                 f"text {text[:60]!r}: {problem.reason} at {problem.start}: replace what is no character"
             ) from None
-        if len(text) > SHORT:
-            return self._tokenized(text)
-        return list(self._short_ids(text, len(self._tokenizer))) if text else []
+        if not text:
+            return []
+        if not keep or len(text) > SHORT:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._once((text, self._state), lambda: self._ids(text)))
 
-    def _tokenized(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    @property
+    def _state(self) -> tuple[object, ...]:
+        """What may change about a tokenizer: of other states nothing that is kept is used."""
+        t = self._tokenizer
+        names = ("bos_token", "eos_token", "split_special_tokens")
+        size = len(t) if hasattr(t, "__len__") else 0
+        return (size, str(getattr(t, "chat_template", None)), *(str(getattr(t, name, None)) for name in names))
+
+    def _once(self, key: object, make: Callable[[], Any]) -> Any:
+        if (known := self._kept.get(key, self)) is not self:
+            return known
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
+        found = self._kept[key] = make()
+        return found
 
     @property
     def has_template(self) -> bool:
@@ -129,7 +143,7 @@ class ChatFormat:
 
     def _after(self, turn: Turn, last: bool) -> str:
         """What the template adds for a turn behind a conversation in which it may stand. last: nothing follows it."""
-        talk = [_USER, Turn("assistant", "x")]
+        talk = [_USER, Turn("assistant", _PLACE)]
         for before in ([_USER], talk) if turn.role == "assistant" else (talk, [_USER]):
             start, both = self._render(before), self._render([*before, turn])
             if start is not None and both is not None and both.startswith(start):
@@ -153,7 +167,7 @@ class ChatFormat:
     @cached_property
     def _has_system(self) -> bool:
         """A template that takes no system turn in front of a user's may take one elsewhere, unawares."""
-        return any(self._render([Turn("system", "x"), *more]) is not None for more in ([], [_USER]))
+        return any(self._render([Turn("system", _PLACE), *more]) is not None for more in ([], [_USER]))
 
     @cached_property
     def _prompt(self) -> str:
@@ -165,7 +179,7 @@ class ChatFormat:
     def _closing(self) -> str:
         """The end token, where the template writes it behind a whole conversation and not behind its turns (Phi-3)."""
         end = str(getattr(self._tokenizer, "eos_token", None) or "")
-        one, two = self._rendered([_USER]), self._rendered([_USER, Turn("assistant", "x")])
+        one, two = self._rendered([_USER]), self._rendered([_USER, Turn("assistant", _PLACE)])
         if not end or not one or not two or two.startswith(one) or not (one.endswith(end) and two.endswith(end)):
             return ""
         return end if two.startswith(one.removesuffix(end)) else ""
@@ -182,11 +196,13 @@ class ChatFormat:
         return rendered if rendered is None or prompt else rendered.removesuffix(self._closing)
 
     def _rendered(self, turns: list[Turn], prompt: bool = False) -> str | None:
-        if sum(len(turn.text) for turn in turns) > SHORT:
+        state = self._state
+        if TIMED in str(state) or any(turn.text not in (_PLACE, _MARK) for turn in turns):
             return self._by_template(turns, prompt)
-        return self._short_rendered(tuple(turns), prompt, self._tokenizer.chat_template)
+        text: str | None = self._once((*turns, prompt, state), lambda: self._by_template(turns, prompt))
+        return text
 
-    def _by_template(self, turns: Sequence[Turn], prompt: bool) -> str | None:
+    def _by_template(self, turns: list[Turn], prompt: bool) -> str | None:
         messages = [{"role": t.role, "content": t.text} for t in turns]
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)

@@ -329,3 +329,19 @@ def test_a_turn_may_leave_out_what_opens_a_conversation(talker):
         header = session.decode(session.assistant("So", opening=False), sampling=SamplingParams(max_tokens=1))
         wanted = session.decode(session.assistant("So"), [rules], sampling=SamplingParams(max_tokens=1))
         assert header.tokens[:-1][:4] == wanted.tokens[:-1][:4]
+
+
+def test_what_is_kept_of_headers_is_of_the_tokenizer_as_it_is(tokenizer):
+    """Another template, another token, several templates, one with the time of the day."""
+    chat, turn = ChatFormat(with_template(tokenizer, CHATML)), Turn("assistant", "So")
+    mine = chat._tokenizer
+    before = chat.open(turn, opening=True)
+    assert chat.open(turn, opening=True) == before
+    before[0].clear()  # whoever is given it may change it
+    assert chat.open(turn, opening=True)[0]
+    mine.chat_template = CHATML.replace("<|im_start|>", "<|eot|>")
+    assert mine.decode(chat.open(turn, opening=True)[0]).startswith("<|eot|>")
+    mine.chat_template = {"default": CHATML}
+    assert mine.decode(chat.open(turn, opening=True)[0]).startswith("<|im_start|>")
+    mine.chat_template = "{{ strftime_now('%f') }} " + CHATML
+    assert len({tuple(chat.encode(Turn("user", "hi"), opening=True)) for _ in range(5)}) > 1

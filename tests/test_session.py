@@ -1,6 +1,7 @@
 """What a caller sees of sessions and messages: laziness, streams, footers, endings, usage, release, reuse."""
 
 import asyncio
+import itertools
 
 import pytest
 import torch
@@ -662,3 +663,8 @@ def test_nothing_but_text_and_calls(session):
     for bad in ([], (), {}, [[]], "", None):
         with pytest.raises((BadTokens, ConfigError)):
             session.prefill(bad)
+
+
+def test_token_ids_without_an_end_are_looked_at_as_they_come(engine):
+    with engine.session() as session, pytest.raises(BadTokens, match="outside the vocabulary"):
+        session.prefill(itertools.count())

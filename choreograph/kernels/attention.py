@@ -19,10 +19,10 @@ def write(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one key-value head into their slots."""
-    row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, WIDE)
     mask = (row < count)[:, None] & (d < WIDTH)[None, :]
-    slot = tl.load(slots + row, mask=row < count, other=0) * slot_stride + head * WIDTH
+    slot = tl.load(slots + row, mask=row < count, other=0).to(tl.int64) * slot_stride + head * WIDTH
     k = tl.load(key + head * key_head + row[:, None] * key_row + d[None, :], mask=mask, other=0.0)
     v = tl.load(value + head * value_head + row[:, None] * value_row + d[None, :], mask=mask, other=0.0)
     tl.store(keys + slot[:, None] + d[None, :], k, mask=mask)

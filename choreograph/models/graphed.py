@@ -8,7 +8,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
 import torch._dynamo
@@ -23,7 +23,7 @@ from ..ops.plan import Plan
 from ..ops.tiles import Arrays, arrays
 from .adapter import Adapter
 from .compiled import OpaqueStep, compiled_model
-from .joined import Once, as_one, join
+from .joined import Group, Once, as_one, join, leave
 
 MOST = 40  # graphs that are kept; further steps run eagerly
 TRIES = 3  # recordings that may fail before no more is tried
@@ -99,8 +99,13 @@ class GraphedForward:
     ) -> None:
         self.buckets = tuple(sorted({max(2, size) for size in buckets}))  # what is traced of one row serves no others
         self._adapter, self._record = adapter, record or CudaRecorder()
-        self._compiled = _traced(adapter) if through_compiler else None
-        self._joined = join(adapter.model) if through_compiler else []
+        self._compiled: Callable[..., Tensor] | None = None
+        self._joined: list[Group] = []
+        if through_compiler:
+            self._compiled = _traced(adapter)
+            with adapter.hooked():  # nobody traces the model meanwhile
+                self._joined = join(adapter.model)
+            finalize(self._compiled, leave, self._joined)
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._failed: set[tuple[object, ...]] = set()
         self.refused: str | None = None  # why the last recording failed

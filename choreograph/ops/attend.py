@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import gathered, native, reference, sdpa
@@ -40,8 +40,14 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
 
-def write(slots: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Puts rows' own keys and values, (G, N, D), into their slots."""
+def write(
+    slots: Int[Tensor, "N"],
+    key: Float[Tensor, "G N D"],
+    value: Float[Tensor, "G N D"],
+    keys: Float[Tensor, "S G D"],
+    values: Float[Tensor, "S G D"],
+) -> None:
+    """Puts rows' own keys and values into their slots."""
     keys[slots] = key.transpose(0, 1)
     values[slots] = value.transpose(0, 1)
 

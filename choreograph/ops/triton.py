@@ -61,6 +61,8 @@ def write(
 ) -> None:
     """Puts rows' own keys and values into their slots."""
     groups, count, width = key.shape
+    assert key.dtype == value.dtype == keys.dtype == values.dtype and slots.is_contiguous()
+    assert keys.stride() == values.stride() and keys.stride()[1:] == (width, 1)
     key, value = (one if one.stride(2) == 1 else one.contiguous() for one in (key, value))
     rows = 8 if count <= 64 else 16
     kernels.write[triton.cdiv(count, rows), groups](
