@@ -14,6 +14,7 @@ from .engine.copies import Copy, copy_out, pin, unpin
 from .engine.modes import resolve_offsets
 from .engine.runner import Runner
 from .errors import BadPosition, CallError, ConfigError
+from .kv.store import MOMENT
 from .types import FinishReason, Share, Timing, TokenLogprob, Usage, whole_number
 
 if TYPE_CHECKING:
@@ -263,10 +264,15 @@ class Message:
 
     async def _drive(self) -> "Message":
         """Runs steps, giving other tasks their turn in between, so that awaited messages share steps."""
+        runner = self._runner
         while not self._finished() and self._call.state not in (State.FAILED, State.CANCELLED):
-            if not self._runner.step():
+            hopeless = not runner.store.busy  # asked before the step, which takes note of what has ended
+            if runner.step(wait=not runner.real_time):
+                await asyncio.sleep(0)
+            elif hopeless:
                 break
-            await asyncio.sleep(0)
+            else:  # a transfer or a pin: other tasks go on, and may lift it
+                await asyncio.sleep(MOMENT)
         self._wait_done()
         return self
 

@@ -3,6 +3,7 @@ Owns the handler of SIGINT while the main thread holds any of them; then the int
 changes nothing that counts is `interruptible`."""
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +24,15 @@ class _Interrupts:
             self.before = signal.signal(signal.SIGINT, self._note)
 
     def open(self) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
-            self.before = None
+        before, self.before = self.before, None
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
         if self.noted:
             self.noted = False
-            signal.raise_signal(signal.SIGINT)
+            if callable(before):  # alone: an event loop has heard of the signal when it came
+                before(signal.SIGINT, sys._getframe())
+            else:
+                signal.raise_signal(signal.SIGINT)
 
     def _note(self, *_: object) -> None:
         self.noted = True

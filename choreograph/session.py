@@ -27,7 +27,6 @@ from .engine.text import make_detokenizer
 from .errors import (
     BadTokens,
     CallError,
-    ChoreographError,
     ConfigError,
     ForeignMessage,
     ReleasedMessage,
@@ -311,20 +310,18 @@ class Session(Turns):
         """All or none; a refused call takes no seed from the session."""
         for message in messages:
             self.versions.show(message)
-        before = self._seeds.getstate()
-        for generation in (m._call.generation for m in messages):
+        calls = [message._call for message in messages]
+        self._runner.submit(*calls, accepted=lambda: self._seed(calls))
+        self._enter(*messages)
+        self._runner.events.deliver()
+        return messages
+
+    def _seed(self, calls: Iterable[Call]) -> None:
+        for generation in (call.generation for call in calls):
             if generation is not None:
                 own = generation.sampling.seed
                 seed = self._seeds.getrandbits(63) if own is None else int(own)
                 generation.random.manual_seed(seed % (1 << 63))
-        try:
-            self._runner.submit(*(m._call for m in messages))
-        except ChoreographError:
-            self._seeds.setstate(before)
-            raise
-        self._enter(*messages)
-        self._runner.events.deliver()
-        return messages
 
     def _keep(self, message: Message) -> Message:
         """Of a message that needs no computing."""

@@ -2,12 +2,13 @@
 
 import asyncio
 import itertools
+import threading
 
 import pytest
 import torch
 
 from choreograph import SamplingParams, Turn
-from choreograph.errors import BadTokens, CallError, ConfigError, ReleasedMessage, SessionClosed
+from choreograph.errors import BadTokens, CacheFull, CallError, ConfigError, ReleasedMessage, SessionClosed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -308,6 +309,25 @@ def test_a_refused_call_takes_no_seed(tiny_engine):
     assert run(True) == run(False)
 
 
+def test_calls_that_another_thread_is_refused_give_nobody_a_seed_twice(tiny_engine):
+    engine, stop = tiny_engine(tokens=64), threading.Event()
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+
+    def refused() -> None:
+        while not stop.is_set():
+            with pytest.raises(CacheFull):
+                session.decode([1] * 10, sampling=SamplingParams(max_tokens=200))
+
+    with engine.session(seed=3) as session:
+        other = threading.Thread(target=refused)
+        other.start()
+        said = [tuple(session.decode([5], sampling=sampling).generated) for _ in range(30)]
+        stop.set()
+        other.join()
+    with tiny_engine().session(seed=3) as session:
+        assert said == [tuple(session.decode([5], sampling=sampling).generated) for _ in range(30)]
+
+
 # -- streams, awaiting ---------------------------------------------------------------------------------------
 
 
@@ -375,6 +395,22 @@ async def test_awaited_messages_share_steps(engine, session):
     assert engine.runner.steps <= 2 * GREEDY.max_tokens
     engine.check()
     assert [one.tokens for one in gathered] == [session.decode([i], sampling=GREEDY).tokens for i in range(6)]
+
+
+async def test_other_tasks_go_on_while_a_pin_is_waited_for(tiny_engine):
+    """One of them gives it up."""
+    engine = tiny_engine(tokens=64)
+    with engine.session() as session:
+        pinned = session.prefill(list(range(1, 41))).pin(seconds=60)
+        answer = session.decode([1], sampling=SamplingParams(max_tokens=30, ignore_eos=True))
+
+        async def lift() -> None:
+            await asyncio.sleep(0.05)
+            pinned.unpin()
+
+        async with asyncio.timeout(20):
+            await asyncio.gather(answer, lift())
+        assert len(answer.generated) == 30
 
 
 async def test_awaiting_a_released_message_fails(session):

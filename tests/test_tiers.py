@@ -1,7 +1,10 @@
 """Memory under pressure, end to end: whatever leaves the device, by whichever policy, results are the same."""
 
+import atexit
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -555,3 +558,27 @@ def test_an_idle_prefix_goes_when_what_hangs_on_it_lies_in_a_full_tier():
         for number in range(6):
             assert session.decode([20 + number] * 40, sampling=GREEDY).tokens
             engine.check()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_child_computes_and_leaves_its_parents_files(tmp_path):
+    """The thread that copies is not in the child."""
+    engine = tiny.engine(tokens=112, host=256, disk=1024, disk_folder=tmp_path)
+
+    def flow() -> list[list[int]]:
+        with engine.session(seed=1) as session:
+            parents = [session.prefill([i + 1] * 24) for i in range(6)]
+            for parent in parents:
+                parent.result()
+            return [session.decode([40], [p], sampling=SamplingParams(max_tokens=6)).generated for p in parents]
+
+    wanted, (folder,) = flow(), tmp_path.iterdir()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        same = flow() == wanted
+        atexit._run_exitfuncs()
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert folder.exists() and flow() == wanted
+    engine.check()

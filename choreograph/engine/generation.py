@@ -69,10 +69,12 @@ class Generation:
         del self._points[-1:]
         last = len(self.tokens) >= self.limit
         stop = token in self.stop_tokens and (last if self.forced is not None else allowed)
-        settled = len(self.text)
+        text = self.text
         if self.detokenizer is not None and not stop:
-            self.text += self.detokenizer.step(token)
-        cut = (last or self.forced is None) and allowed and self._cut_at_stop_string(settled)
+            text += self.detokenizer.step(token)
+        end = self._stop_string(text) if (last or self.forced is None) and allowed else None
+        cut = end is not None
+        self.text = text[:end]  # at once: other threads read it, and what a stop string takes back must not be seen
         if not (stop or cut or last):
             return None
         if self.detokenizer is not None and not cut:
@@ -81,13 +83,12 @@ class Generation:
             return "stop"
         return "length" if self.forced is None else "forced"
 
-    def _cut_at_stop_string(self, settled: int) -> bool:
-        """Only a stop string that ends behind `settled` counts: an earlier one fell under `min_tokens`."""
-        found = (self.text.find(s, max(0, settled - len(s) + 1)) for s in self.sampling.stop)
-        places = [at for at in found if at >= 0]
-        if places:
-            self.text = self.text[: min(places)]
-        return bool(places)
+    def _stop_string(self, text: str) -> int | None:
+        """Where one begins in the text so far with a new piece. Only what ends in the piece counts: what ended before
+        fell under `min_tokens`."""
+        settled = len(self.text)
+        found = (text.find(s, max(0, settled - len(s) + 1)) for s in self.sampling.stop)
+        return min((at for at in found if at >= 0), default=None)
 
     @property
     def settled_text(self) -> str:

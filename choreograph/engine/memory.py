@@ -3,16 +3,19 @@
 Several processes that compute a model together get equal ones.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..config import EngineConfig
+from ..config import EngineConfig, budget
 from ..events import EventLog
 from ..kv.arena import Arena
 from ..kv.store import Store
 from ..kv.tiers import make_tiers
 from ..kv.transfers import InlineMover
 from ..models.adapter import Adapter
+
+MUCH = 1 << 26  # bytes of a cache that is worth looking for memory
 
 
 def make_store(adapter: Adapter, config: EngineConfig, events: EventLog, sleep: Callable[[float], object]) -> Store:
@@ -21,6 +24,8 @@ def make_store(adapter: Adapter, config: EngineConfig, events: EventLog, sleep: 
     if ranks is not None:
         folders_apart = replace(config, cache=replace(cache, disk_folder=None))
         ranks.same("options", (folders_apart, facts.layers, facts.max_positions, facts.dtype))
+    if cache.tokens is None or budget(cache.tokens, facts.kv_bytes_per_token) * facts.kv_bytes_per_token >= MUCH:
+        gc.collect()  # engines that nobody has any more refer to themselves, and their memory is wanted now
     arena = Arena(
         pages=adapter.arena_tokens(cache.tokens) // cache.page_size,
         page_size=cache.page_size,

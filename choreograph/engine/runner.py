@@ -73,13 +73,15 @@ class Runner:
         self.steps = 0
         self.rows = 0
         self.closed = False
+        self.real_time = True  # as everywhere but on a virtual clock
         self.give_turn: Callable[[], bool] | None = None  # set while many programs run together
         self.new_id = itertools.count(1).__next__
 
     # -- submission ---------------------------------------------------------------------------------------
 
-    def submit(self, *calls: Call) -> None:
-        """Queues validated calls, all or none; costs no computing. What no empty cache could hold is refused.
+    def submit(self, *calls: Call, accepted: Callable[[], None] = lambda: None) -> None:
+        """Queues validated calls, all or none; costs no computing. What no empty cache could hold is refused; nothing
+        refuses them any more where `accepted` is called, and no other thread submits meanwhile.
 
         Whoever submits delivers the events, once it keeps the calls; so with `release`.
         """
@@ -91,6 +93,7 @@ class Runner:
                 if gone is not None:
                     raise ReleasedMessage(f"parent {gone.id} was released: keep it until its last use")
                 self._refuse_what_never_fits(call)
+            accepted()
             for call in calls:
                 self._queue(call)
 

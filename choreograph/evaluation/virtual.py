@@ -153,5 +153,6 @@ def virtual_engine(machine: Machine, config: EngineConfig, *, positions: int = 1
     engine = Engine(model, config)
     engine.runner.store.traffic.mover = model.mover
     engine.runner.store.pins.clock = clock
+    engine.runner.real_time = False
     engine.runner.store.sleep = lambda seconds: clock.until(clock.now + seconds)
     return engine, clock

@@ -136,7 +136,7 @@ class DiskTier:
             Path(folder).mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="choreograph-", dir=folder))
         self._names = itertools.count(1)
-        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.close = weakref.finalize(self, _remove, self.folder, os.getpid())
 
     def keep_inputs(self, layers: Iterable[int], width: int) -> None:
         pass  # a file holds what there is
@@ -268,3 +268,9 @@ def _checksum(staging: dict[str, np.ndarray]) -> int:
     for name in sorted(staging):
         value = zlib.crc32(staging[name].data, value)
     return value
+
+
+def _remove(folder: Path, process: int) -> None:
+    """In the process that made it: a forked child ends too."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

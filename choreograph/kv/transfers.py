@@ -5,6 +5,7 @@ are not made here: whoever started a transfer asks for the ended ones and acts o
 """
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
@@ -69,6 +70,10 @@ class Transfer:
     def cancel(self) -> None:
         self.cancelled = True
 
+    def fail(self, problem: BaseException) -> None:
+        """Of one that nobody carries out any more, whoever held its lock."""
+        self.error, self.ended, self._changed = problem, True, threading.Condition()
+
     def wait_for(self, layer: int) -> None:
         """Returns when a layer has arrived; raises the error of a transfer that failed."""
         with self._changed:
@@ -115,6 +120,16 @@ def _close_all() -> None:
         mover.close()
 
 
+def _begin_again() -> None:
+    """In the child of a fork, where no thread of its parent's goes on."""
+    for mover in list(_MOVERS):
+        mover.begin_again()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_again)
+
+
 class ThreadMover:
     """One background thread, started with the first transfer and ended when there is nothing to do for a while."""
 
@@ -134,6 +149,13 @@ class ThreadMover:
                 self._thread = threading.Thread(target=self._serve, name="choreograph-transfers", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def begin_again(self) -> None:
+        """Without the thread that there was: what it had under way has failed."""
+        for transfer in (*filter(None, (self._running,)), *self._queue):
+            transfer.fail(InterruptedError("the process was forked"))
+        self._queue.clear()
+        self._changed, self._thread, self._running = threading.Condition(), None, None
 
     def _serve(self) -> None:
         while True:

@@ -1,5 +1,6 @@
 """An interrupt between two lines that belong together waits for the end of the step; one in the model does not."""
 
+import asyncio
 import signal
 import threading
 import time
@@ -53,6 +54,21 @@ def test_an_interrupt_waits_until_the_lock_is_given_back():
     with pytest.raises(KeyboardInterrupt):
         work()
     assert seen == ["still here", "and here"] and not lock._is_owned() and not other._is_owned()
+
+
+def test_an_event_loop_hears_of_an_interrupt_once():
+    heard = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, lambda: heard.append(1))
+        with QuietLock():
+            signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.05)
+        loop.remove_signal_handler(signal.SIGINT)
+
+    asyncio.run(main())
+    assert heard == [1]
 
 
 def test_what_may_be_interrupted_is():

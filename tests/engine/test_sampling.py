@@ -339,6 +339,20 @@ def test_a_stop_string_cuts_the_text():
     assert (one.text, reasons, one.tokens) == ("a", [None, None, "stop"], [0, 1, 2])
 
 
+def test_text_that_a_stop_string_takes_back_is_never_seen():
+    seen = []
+
+    class Watched(Generation):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "text":
+                seen.append(value)
+            super().__setattr__(name, value)
+
+    made = Watched(SamplingParams(stop="cd"), [], frozenset(), torch.Generator(), detokenizer=Letters())
+    assert [made.accept(token) for token in range(4)] == [None, None, None, "stop"]
+    assert seen[1:] == ["a", "ab", "abc", "ab"]  # never "abcd"; "c" is not settled
+
+
 def test_the_earliest_stop_string_wins():
     one, reasons = written([0, 1, 2], stop=["c", "abc", "bc"])
     assert (one.text, reasons[-1]) == ("", "stop")
