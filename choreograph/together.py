@@ -38,15 +38,19 @@ def together(
     queue = enumerate(programs)
     live: dict[int, greenlet] = {}
     hub, moved = getcurrent(), True
+    program: greenlet | None = None  # whose turn it is
 
     def give_turn() -> bool:
+        """Until others have had theirs. Who is no program (a caller, a listener, another thread) steps itself."""
+        if getcurrent() is not program:
+            return runner.step()
         hub.switch()
         return moved
 
     def turn(index: int) -> Outcome | None:
         """Lets a program run until it waits again or ends."""
-        nonlocal hub
-        program, hub = live[index], getcurrent()
+        nonlocal hub, program
+        hub, program = getcurrent(), live[index]
         program.parent = hub
         try:
             value = program.switch()
@@ -66,10 +70,10 @@ def together(
                 if ended := turn(index):
                     yield ended
             while more and len(live) < at_once and runner.scheduler.able < calls:
-                index, program = next(queue, (-1, None))
-                more = program is not None
-                if program is not None:
-                    live[index] = greenlet(program)
+                index, job = next(queue, (-1, None))
+                more = job is not None
+                if job is not None:
+                    live[index] = greenlet(job)
                     live[index].gr_context = copy_context()  # an agent's block around all of them is around each
                     if ended := turn(index):
                         yield ended

@@ -1,11 +1,15 @@
 """Programs that share steps: the same results as alone, in a fixed order, and nothing left behind."""
 
+import threading
+
 import pytest
 import tiny
 
 from choreograph import SamplingParams
 from choreograph.errors import ConfigError
 from choreograph.together import together
+
+BRIEF = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def program(engine, number, rounds=3):
@@ -101,3 +105,57 @@ def test_one_set_at_a_time_and_sane_numbers():
     with pytest.raises(ConfigError, match="at_once=0"):
         next(together(engine, [], at_once=0))
     assert list(together(engine, [])) == []
+
+
+def read(engine):
+    """What somebody else than a program reads, by a session of its own."""
+    with engine.session(seed=5) as s:
+        return s.decode([3], sampling=BRIEF).generated
+
+
+def test_who_takes_the_outcomes_may_read_between_them():
+    engine = tiny.engine()
+    alone, said = [program(engine, n)() for n in range(5)], read(engine)
+    values = {}
+    for outcome in together(engine, [program(engine, n) for n in range(5)]):
+        values[outcome.index] = outcome.value
+        assert read(engine) == said
+    assert values == dict(enumerate(alone))
+    engine.check()
+
+
+def test_a_listener_may_read_between_steps():
+    engine, heard = tiny.engine(), []
+    alone, said = [program(engine, n)() for n in range(3)], read(engine)
+
+    def listen(event):
+        if event.kind == "finished" and not heard:
+            heard.append(None)  # its own reading makes events too
+            heard[0] = read(engine)
+
+    engine.events.listen(listen)
+    found = list(together(engine, [program(engine, n) for n in range(3)]))
+    assert {o.index: o.value for o in found} == dict(enumerate(alone)) and heard == [said]
+
+
+def test_other_threads_may_read_meanwhile():
+    engine, found = tiny.engine(), []
+    alone, said = [program(engine, n)() for n in range(4)], read(engine)
+
+    def in_a_thread():
+        thread = threading.Thread(target=lambda: found.append(read(engine)))
+        thread.start()
+        return thread
+
+    def starts_one():
+        value = program(engine, 3)()
+        in_a_thread().join()
+        return value
+
+    running = together(engine, [program(engine, 0), program(engine, 1), program(engine, 2), starts_one])
+    values = {(first := next(running)).index: first.value}
+    thread = in_a_thread()
+    values |= {o.index: o.value for o in running}
+    thread.join()
+    assert values == dict(enumerate(alone)) and found == [said, said]
+    engine.check()

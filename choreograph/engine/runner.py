@@ -313,7 +313,7 @@ class Runner:
     # -- driving ------------------------------------------------------------------------------------------
 
     def run_until(self, call: Call, done: Callable[[], bool]) -> None:
-        """Steps until `done()`; raises the call's error, or says why it can never be done."""
+        """Steps until `done()`, or lets others step; raises the call's error, or says why it can never be done."""
         while not done():
             if call.error is not None:
                 raise call.error
@@ -321,8 +321,8 @@ class Runner:
                 raise ReleasedMessage(
                     f"message {call.id} was released before it was known: read it first, inside its session"
                 )
-            advanced = self.step() if self.give_turn is None else self.give_turn()
-            if not advanced and not done() and call.state not in (State.FAILED, State.CANCELLED):
+            advance = self.give_turn or self.step  # looked at once: another thread may be ending it
+            if not advance() and not done() and call.state not in (State.FAILED, State.CANCELLED):
                 raise CallFailed(f"message {call.id} cannot run: nothing can be computed any more")
         if call.error is not None:
             raise call.error
