@@ -6,6 +6,7 @@ share a step never depends on threads or clocks.
 """
 
 from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,11 @@ def together(
         del live[index]
         return Outcome(index, value)
 
+    def end(one: greenlet) -> None:
+        """Ends a program where it stands; its session closes."""
+        one.parent = getcurrent()
+        one.throw()
+
     runner.give_turn = give_turn
     try:
         more = True
@@ -79,6 +85,7 @@ def together(
                         yield ended
             moved = runner.step()
     finally:
-        for index in list(live):
-            live.pop(index).throw()  # ends the program where it stands; its session closes
-        runner.give_turn = None
+        runner.give_turn = None  # a program that reads while it ends steps itself
+        with ExitStack() as endings:  # each is ended, whatever others raise
+            for one in reversed(live.values()):
+                endings.callback(end, one)

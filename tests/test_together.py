@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import tiny
+from greenlet import GreenletExit, greenlet
 
 from choreograph import SamplingParams
 from choreograph.errors import ConfigError
@@ -93,6 +94,60 @@ def test_leaving_early_closes_every_session():
     engine.clear_cache()
     engine.check()
     assert program(engine, 1)() == program(engine, 1)()
+
+
+def test_what_ends_early_may_still_read():
+    engine, said = tiny.engine(), []
+    alone = read(engine)
+
+    def reads_in_the_end():
+        try:
+            read(engine)
+        finally:
+            said.append(read(engine))
+
+    def goes_on():
+        for _ in range(3):
+            try:
+                said.append(read(engine))
+            except BaseException as problem:
+                said.append(type(problem))
+
+    running = together(engine, [reads_in_the_end, goes_on, reads_in_the_end, lambda: None])
+    next(running)
+    running.close()
+    assert said == [alone, GreenletExit, alone, alone, alone]
+    engine.clear_cache()
+    engine.check()
+    assert list(together(engine, [])) == []
+
+
+def test_a_program_that_breaks_while_it_ends_keeps_no_other_from_ending():
+    engine, ended = tiny.engine(), []
+
+    def breaks():
+        try:
+            read(engine)
+        finally:
+            ended.append(len(ended))
+            raise ValueError("no")
+
+    running = together(engine, [breaks, breaks, lambda: None])
+    next(running)
+    with pytest.raises(ValueError, match="no"):
+        running.close()
+    assert ended == [0, 1] and list(together(engine, [])) == []
+    engine.clear_cache()
+    engine.check()
+
+
+def test_leaving_early_comes_back_to_whoever_left():
+    engine = tiny.engine()
+    running = together(engine, [program(engine, 0), lambda: None])
+    next(running)
+    leaving = greenlet(running.close)
+    leaving.switch()
+    assert leaving.dead and list(together(engine, [])) == []
 
 
 def test_one_set_at_a_time_and_sane_numbers():
