@@ -5,6 +5,7 @@ have, one step computes what they wait for, packed together, and the turns go ro
 share a step never depends on threads or clocks.
 """
 
+from asyncio import AbstractEventLoop, _get_running_loop
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -40,18 +41,20 @@ def together(
     live: dict[int, greenlet] = {}
     hub, moved = getcurrent(), True
     program: greenlet | None = None  # whose turn it is
+    loop: AbstractEventLoop | None = None  # that runs around all of them, as in a notebook
 
     def give_turn() -> bool:
-        """Until others have had theirs. Who is no program (a caller, a listener, another thread) steps itself."""
-        if getcurrent() is not program:
+        """Until others have had theirs. Who is no program (a caller, a listener, another thread) steps itself, and so
+        does a program inside an event loop of its own: a thread runs one loop at a time."""
+        if getcurrent() is not program or _get_running_loop() is not loop:
             return runner.step()
         hub.switch()
         return moved
 
     def turn(index: int) -> Outcome | None:
         """Lets a program run until it waits again or ends."""
-        nonlocal hub, program
-        hub, program = getcurrent(), live[index]
+        nonlocal hub, program, loop
+        hub, program, loop = getcurrent(), live[index], _get_running_loop()
         program.parent = hub
         try:
             value = program.switch()

@@ -1,5 +1,6 @@
 """Programs that share steps: the same results as alone, in a fixed order, and nothing left behind."""
 
+import asyncio
 import threading
 
 import pytest
@@ -148,6 +149,40 @@ def test_leaving_early_comes_back_to_whoever_left():
     leaving = greenlet(running.close)
     leaving.switch()
     assert leaving.dead and list(together(engine, [])) == []
+
+
+def in_a_loop(engine, number):
+    """A program of tasks, which read and await."""
+
+    async def task(k):
+        with engine.session(seed=number) as s:
+            first = s.decode([7, k], sampling=BRIEF)
+            return first.generated, (await s.decode([8, k], [first], sampling=BRIEF)).generated
+
+    async def tasks():
+        return await asyncio.gather(task(1), task(2))
+
+    return lambda: asyncio.run(tasks())
+
+
+def test_programs_may_run_event_loops():
+    engine = tiny.engine()
+    programs = [make(engine, n) for n in range(3) for make in (in_a_loop, program)]
+    alone = [one() for one in programs]
+    found = list(together(engine, programs))
+    assert {o.index: o.value for o in found} == dict(enumerate(alone))
+    engine.check()
+
+
+def test_inside_an_event_loop_they_share_the_same_steps():
+    def run():
+        engine = tiny.engine()
+        return [o.index for o in together(engine, [program(engine, n) for n in range(8)])], engine.runner.steps
+
+    async def inside():
+        return run()
+
+    assert asyncio.run(inside()) == run()
 
 
 def test_one_set_at_a_time_and_sane_numbers():
