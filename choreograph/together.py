@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
+from threading import Thread, current_thread
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -27,11 +28,43 @@ class Outcome:
     error: Exception | None = None
 
 
+class _InOneThread(Generator[Outcome, None, None]):
+    """Outcomes for the thread that took the first: its programs cannot go on in another, nor end there."""
+
+    def __init__(self, outcomes: Generator[Outcome, None, None]) -> None:
+        self._outcomes = outcomes
+        self._thread: Thread | None = None
+
+    def send(self, value: None) -> Outcome:
+        return self._here().send(value)
+
+    def throw(self, *problem: Any) -> Outcome:
+        return self._here().throw(*problem)
+
+    def close(self) -> None:
+        self._here().close()
+
+    def _here(self) -> Generator[Outcome, None, None]:
+        here = current_thread()
+        self._thread = self._thread or here
+        if self._thread is not here and self._thread.is_alive():
+            raise ConfigError(f"these programs run in thread {self._thread.name!r}: take outcomes and close there")
+        return self._outcomes
+
+
 def together(
     engine: Engine, programs: Iterable[Callable[[], Any]], *, at_once: int = 32, calls: int = 128
 ) -> Generator[Outcome, None, None]:
-    """Yields outcomes as programs end. At most `at_once` run; one more starts while fewer than `calls` calls could
-    compute: those that wait for what others have yet to say do not count."""
+    """Yields outcomes as programs end, all in one thread. At most `at_once` run; one more starts while fewer than
+    `calls` calls could compute: those that wait for what others have yet to say do not count.
+
+    Closed early, it ends every program where it stands. Anybody else may read messages of the engine meanwhile."""
+    return _InOneThread(_outcomes(engine, programs, at_once, calls))
+
+
+def _outcomes(
+    engine: Engine, programs: Iterable[Callable[[], Any]], at_once: int, calls: int
+) -> Generator[Outcome, None, None]:
     if at_once < 1 or calls < 1:
         raise ConfigError(f"at_once={at_once}, calls={calls}: use 1 or more")
     runner = engine.runner

@@ -185,6 +185,47 @@ def test_inside_an_event_loop_they_share_the_same_steps():
     assert asyncio.run(inside()) == run()
 
 
+def elsewhere(act):
+    """What comes of an act in another thread."""
+    found = []
+
+    def run():
+        try:
+            found.append(act())
+        except Exception as problem:
+            found.append(problem)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("act", ["__next__", "close"])
+def test_another_thread_is_refused_and_nothing_happens(act):
+    engine = tiny.engine()
+    alone = [program(engine, n)() for n in range(4)]
+    running = together(engine, [program(engine, n) for n in range(4)])
+    values = {(first := next(running)).index: first.value}
+    refused = elsewhere(getattr(running, act))
+    assert isinstance(refused, ConfigError) and "MainThread" in str(refused)
+    values |= {o.index: o.value for o in running}
+    assert values == dict(enumerate(alone))
+    engine.clear_cache()
+    engine.check()
+    given = together(engine, [program(engine, 0)])
+    assert elsewhere(lambda: [o.value for o in given]) == alone[:1]  # it may begin anywhere
+
+
+def test_where_its_thread_has_gone_the_engine_is_free():
+    engine = tiny.engine()
+    running = together(engine, [program(engine, 0), lambda: None])
+    elsewhere(lambda: next(running))
+    with pytest.raises(ValueError, match="different thread"):  # greenlet's own word
+        running.close()
+    assert [o.value for o in together(engine, [program(engine, 0)])] == [program(engine, 0)()]
+
+
 def test_one_set_at_a_time_and_sane_numbers():
     engine = tiny.engine()
     running = together(engine, [program(engine, n) for n in range(3)])
