@@ -4,12 +4,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
+
+from .spite import call_all
 
 
 class Event(NamedTuple):
     """kind: submitted admitted hit miss step token known finished failed cancelled released rebuilding restored, and of
-    encodings: evicted offloaded loaded lowered prefetch failed_transfer, and of models that share: shared recomputed.
+    encodings: evicted offloaded loaded lowered prefetch failed_transfer left_behind, and of models that share: shared
+    recomputed.
 
     A hit is a prefill that is known; `where` says in which memory, or that it was dropped and has to be rebuilt. A miss
     is one that is not known, or no longer. evicted: `to` where, by which policy, and what that knew: steps until an
@@ -58,13 +62,7 @@ class EventLog:
 
     def _tell(self, event: Event) -> list[Exception]:
         """What went wrong in those who heard."""
-        problems: list[Exception] = []
-        for listener in list(self._listeners):
-            try:
-                listener(event)
-            except Exception as problem:
-                problems.append(problem)
-        return problems
+        return call_all(partial(listener, event) for listener in list(self._listeners))
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Adds a listener; returns a function that takes it off again."""

@@ -36,6 +36,7 @@ from .errors import (
 from .makers import maker_of
 from .message import Message, Part, whole
 from .pattern import Pattern, read_pattern
+from .spite import call_all, close_behind
 from .types import BASE, SHARES, Mode, SamplingParams, Share
 from .versions import Versions
 
@@ -73,8 +74,8 @@ class Session(Turns):
     def __enter__(self) -> "Session":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, problem: BaseException | None, *_: object) -> None:
+        close_behind(self.close, problem)
 
     @property
     def messages(self) -> list[Message]:
@@ -82,14 +83,15 @@ class Session(Turns):
         return list(self._messages.values())
 
     def close(self) -> None:
-        """Releases every message, the youngest first. Values that are known stay readable."""
+        """Releases every message, the youngest first. Values that are known stay readable.
+
+        What goes wrong keeps nothing from being released; the first problem is raised when all is."""
         self.closed = True
-        for close in list(self.on_close):
-            close()
-        for message in reversed(self.messages):
-            message._let_go()
+        problems = call_all(list(self.on_close))
+        problems += call_all(message._let_go for message in reversed(self.messages))
         unpin_all(self._runner, self.id)  # of what is released, another thread pins nothing more
-        self._runner.events.deliver()
+        for problem in problems + call_all([self._runner.events.deliver]):
+            raise problem
 
     # -- calls --------------------------------------------------------------------------------------------
 

@@ -224,6 +224,50 @@ def test_a_listener_that_raises_orphans_nothing(kind):
     assert engine.runner.store.counts["held_encodings"] == 0
 
 
+def test_a_session_releases_everything_whatever_goes_wrong_and_raises_the_first_problem(monkeypatch):
+    engine = tiny.engine()
+    session = engine.session()
+    messages = [session.prefill([i] * 4).pin() for i in range(3)]
+    release = engine.runner.release
+
+    def broken(call):
+        release(call)
+        raise ValueError(f"message {call.id}")
+
+    def told(event):
+        raise ValueError("later")
+
+    monkeypatch.setattr(engine.runner, "release", broken)
+    engine.events.listen(told)
+    with pytest.raises(ValueError, match=f"message {messages[-1].id}"):
+        session.close()
+    assert engine.runner.store.counts["held_encodings"] == 0 and not engine.runner.store.pins
+    engine.check()
+
+
+def test_what_closing_a_session_raises_does_not_take_the_place_of_a_problem_inside():
+    engine = tiny.engine()
+
+    def broken(event):
+        if event.kind == "released":
+            raise ValueError("the listener's")
+
+    def block(problem):
+        with engine.session() as session:
+            session.prefill([1, 2]).result()
+            engine.events.listen(broken)
+            if problem:
+                raise problem
+
+    mine = KeyError("mine")
+    with pytest.raises(KeyError, match="mine"):
+        block(mine)
+    assert "the listener's" in mine.__notes__[0]
+    with pytest.raises(ValueError, match="the listener's"):
+        block(None)
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
 def test_the_first_problem_of_listeners_is_raised_when_all_have_heard():
     engine, heard = tiny.engine(), []
     for name in ("first", "second"):

@@ -368,6 +368,51 @@ def test_a_tier_that_cannot_be_written_is_given_up_for_what_it_refused():
         assert s.decode([3], [first], sampling=TWO).tokens
 
 
+def stuck(path, missing_ok=False):
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("how", ["unlink", "file", "folder"])
+def test_a_disk_that_gives_nothing_back_leads_to_the_same_results_and_loses_no_memory(how, monkeypatch, tmp_path):
+    """It cannot unlink; a folder stands where a file was; a file stands where the folder was."""
+    engine, roomy = tiny.engine(tokens=112, disk=1024, disk_folder=tmp_path), tiny.engine()
+    folder = engine.runner.store.traffic.tiers[-1].folder
+
+    def flow(engine, breaks=lambda: None):
+        with engine.session(seed=1) as session:
+            seen = [session.prefill([i + 1] * 24).result() for i in range(6)]
+            breaks()
+            answers = [session.decode([40], [message], sampling=GREEDY).generated for message in seen]
+        engine.clear_cache()
+        return answers
+
+    def breaks() -> None:
+        files = list(folder.glob("*.safetensors"))
+        assert files
+        if how == "unlink":
+            monkeypatch.setattr(Path, "unlink", stuck)
+        elif how == "file":
+            for file in files:
+                file.unlink()
+                file.mkdir()
+        else:
+            shutil.rmtree(folder)
+            folder.write_text("")
+
+    expected = flow(roomy)
+    assert flow(engine, breaks) == expected
+    assert engine.events.counts["left_behind"]
+    engine.check()
+    for _ in range(3):
+        assert flow(engine) == expected
+        engine.check()
+    monkeypatch.undo()
+    assert flow(engine) == expected
+    counts = engine.runner.store.counts
+    assert counts["held_encodings"] == counts["idle_encodings"] == 0 and counts["free_pages"] == counts["pages"]
+    engine.check()
+
+
 def test_a_pin_that_others_wait_for_can_be_taken_back_by_another_thread():
     engine = tiny.engine(tokens=40)
     with engine.session(seed=0) as s, engine.session(seed=0) as t:

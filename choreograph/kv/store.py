@@ -351,8 +351,6 @@ class Store:
         failed = []
         for move in self.traffic.ended():
             encoding = move.encoding
-            if encoding.id not in self._encodings:  # it went with a prefix that could not be loaded
-                continue
             if move.way == "load" and move.transfer.error is None:
                 encoding.encoded = encoding.scheduled = len(encoding.tokens)
             elif move.way == "load":

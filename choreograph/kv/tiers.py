@@ -63,7 +63,8 @@ class Tier(Protocol):
 
     def reserve(self, tokens: int) -> Copy: ...
 
-    def free(self, copy: Copy) -> None: ...
+    def free(self, copy: Copy) -> None:
+        """Its room is free, even if OSError says that what it was could not be removed."""
 
     def put(self, source: Arena, pages: Sequence[int], copy: Copy) -> Work: ...
 
@@ -153,11 +154,13 @@ class DiskTier:
         return Copy(self.name, tokens, file=self.folder / f"{next(self._names)}.safetensors")
 
     def free(self, copy: Copy) -> None:
-        if copy.file is not None:
-            self._used -= copy.tokens
-            for file in (copy.file, copy.file.with_suffix(".part")):
+        file, copy.file = copy.file, None
+        if file is not None:
+            self._used -= copy.tokens  # whatever the disk says
+            try:
+                file.with_suffix(".part").unlink(missing_ok=True)
+            finally:
                 file.unlink(missing_ok=True)
-            copy.file = None
 
     def put(self, source: Arena, pages: Sequence[int], copy: Copy) -> Work:
         staging: dict[str, np.ndarray] = {}

@@ -4,7 +4,7 @@ KVFlow, section 3.2. A transfer only copies; what it means is settled here, in t
 ended. A failed or cancelled one rolls back: what it had reserved is free again and the encoding is where it was.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -112,33 +112,40 @@ class Traffic:
         self.moves.append(move)
         self.mover.start(move.transfer)
 
-    def ended(self) -> list[Move]:
-        """The moves that have ended since the last time. Copies that they made are the encodings' now; what failed
-        has been rolled back, but for the device pages of a load, which are the store's."""
-        done = [move for move in self.moves if move.transfer.ended]
-        self.moves = [move for move in self.moves if not move.transfer.ended]
-        for move in done:
+    def ended(self) -> Iterator[Move]:
+        """The moves that have ended since the last time, one by one: the next one is under way until it is asked for.
+        Copies that they made are the encodings' now; what failed has been rolled back, but for the device pages of a
+        load, which are the store's."""
+        for move in [move for move in self.moves if move.transfer.ended]:
+            self.moves.remove(move)
             move.encoding.moving = None
-            error = move.transfer.error
-            if error is not None:
-                if not (move.way == "load" and move.transfer.cancelled):  # what a load could not read is of no use
-                    self.free(move.encoding, move.tier, move.copy)
-                if move.way != "load" and not move.transfer.cancelled:  # not tried for ever: a disk may be full
-                    move.encoding.refused.add(move.tier.name)
-                self._events.write("failed_transfer", encoding=move.encoding.id, way=move.way, why=repr(error))
-                continue
-            if move.way != "load":
-                move.encoding.copies[move.tier.name] = move.copy
-            if move.source is not None:
-                self.free(move.encoding, move.source, move.encoding.copies[move.source.name])
-            kind = {"load": "loaded", "offload": "offloaded", "lower": "lowered"}[move.way]
-            self._events.write(kind, encoding=move.encoding.id, tokens=move.copy.tokens, tier=move.tier.name)
-        return done
+            self._end(move)
+            yield move
+
+    def _end(self, move: Move) -> None:
+        error = move.transfer.error
+        if error is not None:
+            if not (move.way == "load" and move.transfer.cancelled):  # what a load could not read is of no use
+                self.free(move.encoding, move.tier, move.copy)
+            if move.way != "load" and not move.transfer.cancelled:  # not tried for ever: a disk may be full
+                move.encoding.refused.add(move.tier.name)
+            self._events.write("failed_transfer", encoding=move.encoding.id, way=move.way, why=repr(error))
+            return
+        if move.way != "load":
+            move.encoding.copies[move.tier.name] = move.copy
+        if move.source is not None:
+            self.free(move.encoding, move.source, move.encoding.copies[move.source.name])
+        kind = {"load": "loaded", "offload": "offloaded", "lower": "lowered"}[move.way]
+        self._events.write(kind, encoding=move.encoding.id, tokens=move.copy.tokens, tier=move.tier.name)
 
     def free(self, encoding: Encoding, tier: Tier | Elsewhere, copy: Copy) -> None:
-        tier.free(copy)
+        """Gives a copy up. A file that the disk does not give back stays, known to nobody, until the tier ends."""
         if encoding.copies.get(tier.name) is copy:
             del encoding.copies[tier.name]
+        try:
+            tier.free(copy)
+        except OSError as problem:
+            self._events.write("left_behind", encoding=encoding.id, tokens=copy.tokens, why=repr(problem))
 
     def forget(self, encoding: Encoding) -> None:
         """Frees every copy; nothing may be moving."""

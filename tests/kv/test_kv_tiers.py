@@ -224,6 +224,28 @@ def test_a_damaged_file_is_found_out(damage, tmp_path):
     assert store._events.counts["failed_transfer"] == 1
 
 
+def test_a_transfer_that_cannot_be_settled_takes_no_other_with_it(monkeypatch):
+    mover = ManualMover()
+    store = make(pages=4, host=16, mover=mover)
+    encodings = [whole(store, 2, name)[0] for name in "abc"]
+    for encoding in encodings:
+        store.traffic.offload(encoding, store.traffic.tiers[0])
+    mover.run()
+    with monkeypatch.context() as broken:
+        broken.setattr(store._events, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.settle()
+    assert len(store.traffic.moves) == 2
+    store.check()
+    store.settle()
+    assert [encoding.state for encoding in encodings[1:]] == ["host", "host"] and not store.traffic.moves
+    store.check()
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
 def test_host_memory_gives_to_disk_and_disk_to_nothing(tmp_path):
     store = make(pages=4, host=8, disk=8, folder=tmp_path)
     names = "abcde"
