@@ -33,7 +33,7 @@ class EventLog:
     def __init__(self, keep: int = 4096) -> None:
         self.recent: deque[Event] = deque(maxlen=keep)
         self.counts: Counter[str] = Counter()
-        self._listeners: list[Callable[[Event], None]] = []
+        self._listeners: dict[object, Callable[[Event], None]] = {}
         self._undelivered: deque[Event] = deque()
         self._delivering = threading.Lock()
 
@@ -62,9 +62,14 @@ class EventLog:
 
     def _tell(self, event: Event) -> list[Exception]:
         """What went wrong in those who heard."""
-        return call_all(partial(listener, event) for listener in list(self._listeners))
+        return call_all(partial(listener, event) for listener in list(self._listeners.values()))
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Adds a listener; returns a function that takes it off again."""
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+        """Adds a listener; returns a function that takes it off again, and does nothing where it is off."""
+        place = object()  # one listener may be added twice
+        self._listeners[place] = listener
+
+        def forget() -> None:
+            self._listeners.pop(place, None)
+
+        return forget

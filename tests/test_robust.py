@@ -224,6 +224,15 @@ def test_a_listener_that_raises_orphans_nothing(kind):
     assert engine.runner.store.counts["held_encodings"] == 0
 
 
+def test_a_listener_is_taken_off_once_however_often_that_is_asked():
+    engine, heard = tiny.engine(), []
+    forget, _ = (engine.events.listen(heard.append) for _ in range(2))
+    forget()
+    forget()
+    engine.session().prefill([1])
+    assert [event.kind for event in heard] == ["submitted"], "who listens twice and stops once hears once"
+
+
 def test_a_session_releases_everything_whatever_goes_wrong_and_raises_the_first_problem(monkeypatch):
     engine = tiny.engine()
     session = engine.session()
