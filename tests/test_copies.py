@@ -43,6 +43,31 @@ def test_a_copy_is_of_its_tokens_alone(engine):
         engine.check()
 
 
+def test_a_copy_that_was_made_by_hand_is_refused_in_words(engine):
+    with engine.session() as session:
+        copy = session.prefill(TOKENS).copy_out()
+        for field, values in {
+            "start": (None, "0", 0.5, -1, 1 << 70, torch.zeros(1)),
+            "layers": (None, 3, [None, None], [layer[:1] for layer in copy.layers], by_numpy(copy)),
+            "maker": (None, 3),
+            "name": (None, 3, b"x"),
+        }.items():
+            for value in values:
+                with pytest.raises(CallError, match=rf"copy.{field} is .*copy_out"):
+                    session.restore(TOKENS, copy._replace(**{field: value}))
+        for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.float64):
+            odd = copy._replace(layers=[(keys, values.to(dtype)) for keys, values in copy.layers])
+            with pytest.raises(CallError, match=rf"{dtype}.*the cache in torch.float32"):
+                session.restore(TOKENS, odd)
+        lists = copy._replace(layers=tuple(list(layer) for layer in copy.layers))
+        assert session.restore(TOKENS, lists).usage.cached_tokens == 4
+    assert engine.runner.store.counts["held_encodings"] == 0
+
+
+def by_numpy(copy):
+    return [(keys.numpy(), values.numpy()) for keys, values in copy.layers]
+
+
 def test_a_copy_is_of_what_its_tokens_saw(engine):
     with engine.session() as session:
         seen, other = session.prefill([1, 2, 3]), session.prefill([3, 2, 1])

@@ -681,6 +681,16 @@ def test_sizes_of_the_cache_beyond_the_memory(name, size):
         Engine.from_pretrained(tiny.model(), config=EngineConfig(cache=CacheConfig(**{name: size})))
 
 
+@pytest.mark.parametrize("what", ["pathlib.Path.mkdir", "tempfile.mkdtemp"])
+def test_a_folder_for_the_disk_tier_that_takes_no_files_is_refused(what, tmp_path, monkeypatch):
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(what, read_only)
+    with pytest.raises(e.ConfigError, match=rf"{tmp_path}.*Read-only file system.*another"):
+        tiny.engine(disk=96, disk_folder=tmp_path / "below")
+
+
 def test_a_folder_for_the_disk_tier_may_be_made_later(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (None, tmp_path, tmp_path / "new" / "below", "new", "."):

@@ -1,8 +1,11 @@
 """What is done with encodings beside computing them: shared, kept on the device, copied out and in again."""
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+from torch import Tensor
 
 from ..errors import BadPosition, CacheFull, CallError, ReleasedMessage, RoomLater, SessionClosed
 from ..kv.arena import Layer
@@ -147,6 +150,7 @@ def _check_copy(runner: Runner, call: Call, copy: object) -> None:
     """It is a copy of this very work: of its model, its tokens, and what they see."""
     if not isinstance(copy, Copy):
         raise CallError(f"copy is of type {type(copy).__name__}: use what Message.copy_out gave")
+    _check_fields(copy)
     if copy.maker != runner.family.identity(call.model):
         raise CallError(f"the copy was computed by another model than {call.model!r}: name the one that made it")
     work, arena = _place(runner, call), runner.store.arena
@@ -160,12 +164,32 @@ def _check_copy(runner: Runner, call: Call, copy: object) -> None:
             f"the copy has keys and values {given[:1]} in {len(given)} layers, these {len(work.tokens)} tokens have "
             f"{wanted[:1]} in {len(wanted)}: give the tokens that it was made of"
         )
+    kinds, own = {tensor.dtype for layer in copy.layers for tensor in layer}, arena.keys[0].dtype
+    if kinds != {own}:
+        raise CallError(f"the copy is in {sorted(map(str, kinds))}, the cache in {own}: use what Message.copy_out gave")
     name = _name(runner, work.tokens, work.start, work.sights, call.model)
     if copy.name != name:
         raise CallError(
             f"the copy is of work {copy.name[:12]}, these tokens and parents are {name[:12]}: "
             "give the tokens, parents and offsets that it was made of"
         )
+
+
+def _check_fields(copy: Copy) -> None:
+    """Of the kinds that copy_out gives: it may have been made or changed by hand."""
+    kinds = {
+        "start": type(copy.start) is int and 0 <= copy.start < 1 << 31,
+        "layers": isinstance(copy.layers, (list, tuple)) and all(map(_is_layer, copy.layers)),
+        "maker": isinstance(copy.maker, str),
+        "name": isinstance(copy.name, str),
+    }
+    for field, sound in kinds.items():
+        if not sound:
+            raise CallError(f"copy.{field} is {reprlib.repr(getattr(copy, field))}: use what Message.copy_out gave")
+
+
+def _is_layer(layer: object) -> bool:
+    return isinstance(layer, (list, tuple)) and len(layer) == 2 and all(isinstance(one, Tensor) for one in layer)
 
 
 def _name(runner: Runner, tokens: list[int], start: int, context: Iterable[Sight], model: str) -> str:

@@ -22,6 +22,8 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from ..config import CacheConfig, budget
+from ..errors import ConfigError
+from ..places import make_folder
 from .arena import Arena
 
 
@@ -130,12 +132,18 @@ class DiskTier:
     name = "disk"
 
     def __init__(self, device: Arena, tokens: int, folder: str | os.PathLike[str] | None = None) -> None:
+        """Raises ConfigError for a folder that takes no files."""
         self._token_bytes = device.bytes_per_token
         self._limit = tokens
         self._used = 0
         if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="choreograph-", dir=folder))
+            make_folder(Path(folder))
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="choreograph-", dir=folder))
+        except OSError as problem:
+            raise ConfigError(
+                f"disk_folder={folder!r}: nothing can be written there ({problem}); use another"
+            ) from None
         self._names = itertools.count(1)
         self.close = weakref.finalize(self, _remove, self.folder, os.getpid())
 
