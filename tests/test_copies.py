@@ -6,7 +6,9 @@ import tiny
 import torch
 
 from choreograph import Engine, SamplingParams
-from choreograph.errors import CallError
+from choreograph.engine import copies
+from choreograph.errors import CallError, SessionClosed
+from choreograph.kv.tiers import Work
 from choreograph.models.facts import weights_checksum
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -66,6 +68,24 @@ def test_a_copy_that_was_made_by_hand_is_refused_in_words(engine):
 
 def by_numpy(copy):
     return [(keys.numpy(), values.numpy()) for keys, values in copy.layers]
+
+
+def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
+    with tiny.engine().session() as session:
+        copy = session.prefill(TOKENS).copy_out()
+    with engine.session() as session:
+        coming, work, nothing = session._prefill_call([1, 2, 3])._call, Work(lambda layer: None), frozenset()
+        encoding = copies.reserve(engine.runner, coming)
+        engine.close()
+        with pytest.raises(SessionClosed):
+            session.restore(TOKENS, copy)
+        with pytest.raises(SessionClosed):
+            copies.receive(engine.runner, coming, encoding, 0, work, inputs=nothing, absent=nothing)
+        engine.check()
+        engine.clear_cache()
+        counts = engine.runner.store.counts
+        assert counts["held_encodings"] == counts["idle_encodings"] == 0 and counts["free_pages"] == counts["pages"]
+        engine.check()
 
 
 def test_a_copy_is_of_what_its_tokens_saw(engine):

@@ -130,19 +130,15 @@ def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
         encoding = reserve(runner, call)
         if encoding is None:
             return call.ended
-        if copy.start != encoding.start and not runner.adapter.facts.movable:
-            runner.store.let_go(encoding, call.message_holder)
-            raise BadPosition(
-                f"the copy was encoded at {copy.start}, and learned positions keep it from {encoding.start}"
-            )
-        try:
+        with _given_up_if_it_breaks(runner, call, encoding):
+            if copy.start != encoding.start and not runner.adapter.facts.movable:
+                raise BadPosition(
+                    f"the copy was encoded at {copy.start}, and learned positions keep it from {encoding.start}"
+                )
             runner.store.arena.write(encoding.slots, copy.layers)
-        except BaseException:
-            runner.store.let_go(encoding, call.message_holder)
-            raise
-        encoding.scheduled = encoding.encoded = len(encoding.tokens)
-        runner.events.write("restored", call=call.id, tokens=len(encoding.tokens))
-        _take_over(runner, call, encoding, copy.start)
+            encoding.scheduled = encoding.encoded = len(encoding.tokens)
+            runner.events.write("restored", call=call.id, tokens=len(encoding.tokens))
+            _take_over(runner, call, encoding, copy.start)
     return True
 
 
@@ -216,7 +212,7 @@ def receive(
 ) -> None:
     """Ends a prefill whose encoding, which was reserved, comes from elsewhere while others compute. start: its home
     there. inputs, absent: what comes beside keys and values, and the layers of which those do not come."""
-    with runner.lock:
+    with runner.lock, _given_up_if_it_breaks(runner, call, encoding):
         encoding.inputs, encoding.absent, encoding.rebuildable = inputs, absent, False
         runner.store.traffic.receive(encoding, work)
         _take_over(runner, call, encoding, start)
@@ -258,6 +254,16 @@ def _take_over(runner: Runner, call: Call, encoding: Encoding, start: int) -> No
     assert encoding.key is not None
     runner.store.publish(encoding, encoding.key)
     share(runner, call, encoding)
+
+
+@contextmanager
+def _given_up_if_it_breaks(runner: Runner, call: Call, encoding: Encoding) -> Iterator[None]:
+    """What was reserved is held no longer where the block raises."""
+    try:
+        yield
+    except BaseException:
+        give_up(runner, call, encoding)
+        raise
 
 
 def give_up(runner: Runner, call: Call, encoding: Encoding) -> None:
