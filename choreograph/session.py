@@ -198,17 +198,19 @@ class Session(Turns):
         new_offset: int | None = None,
         *,
         model: str | None = None,
+        check: bool = True,
     ) -> Message:
         """`prefill` with keys and values that were copied out before (`Message.copy_out`); computes nothing.
 
-        Raises CallError for a copy of anything else than these tokens in sight of these parents. Completes the parents
-        first. Falls back to computing where there is no room just now.
+        Raises CallError for a copy of anything else than these tokens in sight of these parents, and for a damaged one;
+        check=False does not read it for damage: of one that never left this process, or that others vouch for.
+        Completes the parents first. Falls back to computing where there is no room just now.
         """
         message = self._prefill_call(tokens, parents, offsets, new_offset, model)
         if self.mode == "choreographed":
             for parent in self.versions.show(message):
                 whole(parent).encode()
-            if copy_in(self._runner, message._call, copy):
+            if copy_in(self._runner, message._call, copy, check=check):
                 return self._keep(message)
         return self._submit([message])[0]
 

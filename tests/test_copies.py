@@ -7,6 +7,7 @@ import torch
 
 from choreograph import Engine, SamplingParams
 from choreograph.engine import copies
+from choreograph.engine.copies import Copy
 from choreograph.errors import CallError, SessionClosed
 from choreograph.kv.tiers import Work
 from choreograph.models.facts import weights_checksum
@@ -53,6 +54,7 @@ def test_a_copy_that_was_made_by_hand_is_refused_in_words(engine):
             "layers": (None, 3, [None, None], [layer[:1] for layer in copy.layers], by_numpy(copy)),
             "maker": (None, 3),
             "name": (None, 3, b"x"),
+            "checksum": ("7", 7.0),
         }.items():
             for value in values:
                 with pytest.raises(CallError, match=rf"copy.{field} is .*copy_out"):
@@ -68,6 +70,38 @@ def test_a_copy_that_was_made_by_hand_is_refused_in_words(engine):
 
 def by_numpy(copy):
     return [(keys.numpy(), values.numpy()) for keys, values in copy.layers]
+
+
+def flipped(copy, layer, part):
+    """One bit of it is another."""
+    layers = [tuple(tensor.clone() for tensor in pair) for pair in copy.layers]
+    layers[layer][part].view(torch.uint8)[2, 1, -1] ^= 1
+    return copy._replace(layers=layers)
+
+
+def test_a_damaged_copy_is_found_out(engine):
+    with tiny.engine().session() as session:
+        copy = session.prefill(TOKENS).copy_out()
+    layers = [tuple(tensor.permute(1, 0, 2).contiguous().permute(1, 0, 2) for tensor in pair) for pair in copy.layers]
+    with engine.session() as session:
+        for damaged in (flipped(copy, 0, 0), flipped(copy, 1, 1), copy._replace(start=3), copy._replace(checksum=7)):
+            with pytest.raises(CallError, match="damaged"):
+                session.restore(TOKENS, damaged)
+        assert not engine.runner.store.counts["idle_encodings"]
+        message = session.restore(TOKENS, copy._replace(layers=layers))
+        assert message.usage.cached_tokens == 4 and message.copy_out().checksum == copy.checksum
+    engine.check()
+
+
+def test_a_copy_without_a_checksum_is_taken_where_somebody_vouches_for_it(engine):
+    with tiny.engine().session() as session:
+        copy = session.prefill(TOKENS).copy_out()
+    old = Copy(*copy[:4])  # as it was written once
+    with engine.session() as session:
+        with pytest.raises(CallError, match=r"no checksum.*copy_out.*check=False"):
+            session.restore(TOKENS, old)
+        assert session.restore(TOKENS, old, check=False).usage.cached_tokens == 4
+    engine.check()
 
 
 def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):

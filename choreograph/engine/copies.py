@@ -1,5 +1,6 @@
 """What is done with encodings beside computing them: shared, kept on the device, copied out and in again."""
 
+import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..errors import BadPosition, CacheFull, CallError, ReleasedMessage, RoomLater, SessionClosed
 from ..kv.arena import Layer
 from ..kv.encoding import Encoding, Sight, work_name
-from ..kv.tiers import Work
+from ..kv.tiers import Work, checksum, raw
 from ..types import Usage
 from .call import Call, State
 from .modes import PLACE, Placement
@@ -20,13 +21,15 @@ from .runner import Runner
 class Copy(NamedTuple):
     """Keys and values of a message, layer by layer, in host memory. start: the home that the keys are rotated to,
     which need not be where the message stands: equal work is shared wherever it is placed. maker: what computed it.
-    name: of its tokens and what they saw, the same in every process and for every client.
+    name: of its tokens and what they saw, the same in every process and for every client. checksum: of start and
+    layers; without one nobody can say that they are what was copied out.
     """
 
     start: int
     layers: list[Layer]
     maker: str
     name: str
+    checksum: int | None = None
 
 
 def share(runner: Runner, call: Call, encoding: Encoding) -> None:
@@ -50,7 +53,8 @@ def copy_out(runner: Runner, call: Call) -> Copy:
     with runner.lock, on_device(runner, call) as encoding:
         maker = runner.family.identity(encoding.model)
         name = _name(runner, encoding.tokens, encoding.start, encoding.context, encoding.model)
-        return Copy(encoding.start, runner.store.arena.read(encoding.slots), maker, name)
+        start, layers = encoding.start, runner.store.arena.read(encoding.slots)
+    return Copy(start, layers, maker, name, _checksum(start, layers))
 
 
 @contextmanager
@@ -122,11 +126,15 @@ def unpin_all(runner: Runner, session: int) -> None:
         runner.store.pins.unpin_where(lambda owner: isinstance(owner, tuple) and owner[0] == session)
 
 
-def copy_in(runner: Runner, call: Call, copy: Copy) -> bool:
-    """Ends a prefill, never queued, whose encoding was computed before; False if there is no room for it now."""
+def copy_in(runner: Runner, call: Call, copy: Copy, *, check: bool) -> bool:
+    """Ends a prefill, never queued, whose encoding was computed before; False if there is no room for it now. check:
+    whether to read all of the copy for damage."""
     runner.family.identity(call.model)
     with runner.lock:
         _check_copy(runner, call, copy)
+    if check:  # nobody else waits for that
+        _check_content(copy)
+    with runner.lock:
         encoding = reserve(runner, call)
         if encoding is None:
             return call.ended
@@ -178,10 +186,26 @@ def _check_fields(copy: Copy) -> None:
         "layers": isinstance(copy.layers, (list, tuple)) and all(map(_is_layer, copy.layers)),
         "maker": isinstance(copy.maker, str),
         "name": isinstance(copy.name, str),
+        "checksum": copy.checksum is None or isinstance(copy.checksum, int),
     }
     for field, sound in kinds.items():
         if not sound:
             raise CallError(f"copy.{field} is {reprlib.repr(getattr(copy, field))}: use what Message.copy_out gave")
+
+
+def _check_content(copy: Copy) -> None:
+    if copy.checksum is None:
+        raise CallError(
+            "the copy has no checksum, an older version or a hand made it: make a new one with Message.copy_out, or "
+            "vouch for it with check=False"
+        )
+    if copy.checksum != _checksum(copy.start, copy.layers):
+        raise CallError("the copy is damaged, its checksum is another than when it was copied out: make a new one")
+
+
+def _checksum(start: int, layers: list[Layer]) -> int:
+    content = (raw(tensor.cpu().contiguous()).data for layer in layers for tensor in layer)
+    return checksum(itertools.chain([str(start).encode()], content))
 
 
 def _is_layer(layer: object) -> bool:

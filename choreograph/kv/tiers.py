@@ -177,10 +177,10 @@ class DiskTier:
 
         def copy_layer(layer: int) -> None:
             for name, tensor in source.tensors(layer).items():
-                staging[f"{name}.{layer}"] = np.concatenate([_raw(tensor[a : a + n].cpu()) for a, _, n in moves])
+                staging[f"{name}.{layer}"] = np.concatenate([raw(tensor[a : a + n].cpu()) for a, _, n in moves])
 
         def finish() -> None:
-            copy.checksum = _checksum(staging)
+            copy.checksum = checksum(staging[name].data for name in sorted(staging))
             part = file.with_suffix(".part")
             save_file(staging, part)
             os.replace(part, file)
@@ -198,17 +198,17 @@ class DiskTier:
                 staging.update(load_file(copy.file))
             except (OSError, SafetensorError, ValueError) as problem:
                 raise Damaged(f"cannot be read: {problem}") from problem
-            if _checksum(staging) != copy.checksum:
+            if checksum(staging[name].data for name in sorted(staging)) != copy.checksum:
                 raise Damaged("its checksum is another")
 
         def copy_layer(layer: int) -> None:
             for name, tensor in target.tensors(layer).items():
-                raw, at = staging.pop(f"{name}.{layer}", None), 0
-                if raw is None and name == "inputs":  # nobody kept them when the copy was made
+                content, at = staging.pop(f"{name}.{layer}", None), 0
+                if content is None and name == "inputs":  # nobody kept them when the copy was made
                     continue
-                assert raw is not None
+                assert content is not None
                 for slot, _, count in moves:
-                    _fill(tensor[slot : slot + count], raw[at : at + count])
+                    _fill(tensor[slot : slot + count], content[at : at + count])
                     at += count
 
         return Work(copy_layer, prepare=prepare, finish=staging.clear)
@@ -236,7 +236,7 @@ def _between(source: Arena, from_pages: Sequence[int], target: Arena, to_pages: 
         for old, new in ((from_[name], to[name]) for name in from_ if name in to):
             for a, b, count in moves:
                 if old.device.type == new.device.type == "cpu":
-                    _fill(new[b : b + count], _raw(old[a : a + count]))
+                    _fill(new[b : b + count], raw(old[a : a + count]))
                 else:
                     new[b : b + count].copy_(old[a : a + count], non_blocking=True)
 
@@ -261,23 +261,24 @@ def _moves(
     return moves
 
 
-def _raw(slots: Tensor) -> np.ndarray:
+def raw(slots: Tensor) -> np.ndarray:
     """Bytes of some slots in host memory, as numpy sees them: (count, bytes of a slot)."""
     return slots.detach().reshape(len(slots), -1).view(torch.uint8).numpy()
 
 
-def _fill(slots: Tensor, raw: np.ndarray) -> None:
+def _fill(slots: Tensor, content: np.ndarray) -> None:
     """Writes bytes into slots. In host memory with one thread: torch would take all cores from the step."""
     if slots.device.type == "cpu":
-        _raw(slots)[:] = raw
+        raw(slots)[:] = content
     else:
-        slots.copy_(torch.from_numpy(raw).view(slots.dtype).reshape(slots.shape))
+        slots.copy_(torch.from_numpy(content).view(slots.dtype).reshape(slots.shape))
 
 
-def _checksum(staging: dict[str, np.ndarray]) -> int:
+def checksum(parts: Iterable[bytes | memoryview]) -> int:
+    """Of all parts in their order. Reads gigabytes a second, and lets other threads run meanwhile."""
     value = 0
-    for name in sorted(staging):
-        value = zlib.crc32(staging[name].data, value)
+    for part in parts:
+        value = zlib.crc32(part, value)
     return value
 
 
