@@ -318,8 +318,8 @@ def test_what_is_submitted_while_another_thread_closes_the_session_is_released()
     engine = tiny.engine()
     session, submit = engine.session(), engine.runner.submit
 
-    def closing(*calls):
-        submit(*calls)
+    def closing(*calls, **given):
+        submit(*calls, **given)
         in_another_thread(session.close)
 
     engine.runner.submit = closing
