@@ -12,6 +12,8 @@ from choreograph.errors import CacheFull, CallFailed, ReleasedMessage, SessionCl
 from choreograph.ops import native
 from choreograph.ops.kind import Kind
 from choreograph.ops.plan import make_plan
+from choreograph.pml import PromptCache
+from choreograph.reuse.storage import ContextStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
@@ -252,6 +254,34 @@ def test_a_session_releases_everything_whatever_goes_wrong_and_raises_the_first_
         session.close()
     assert engine.runner.store.counts["held_encodings"] == 0 and not engine.runner.store.pins
     engine.check()
+
+
+def kept_in_a_store(engine, session):
+    with ContextStore(engine) as store:
+        yield store.store_kv(session.prefill([1, 2]))
+
+
+def kept_in_a_cache(engine, session):
+    with PromptCache(engine, '<schema name="s"><module name="m">1 2</module></schema>') as cache:
+        yield cache.warm()
+
+
+@pytest.mark.parametrize("keep", [kept_in_a_store, kept_in_a_cache])
+def test_what_closing_a_store_raises_does_not_take_the_place_of_a_problem_inside(keep, embedded):
+    engine = embedded if keep is kept_in_a_cache else tiny.engine()
+
+    def broken(event):
+        raise ValueError("the listener's")
+
+    mine = KeyError("mine")
+    with engine.session() as session:
+        block = keep(engine, session)
+        next(block)
+        forget = engine.events.listen(broken)
+        with pytest.raises(KeyError, match="mine"):
+            block.throw(mine)
+        forget()
+    assert "the listener's" in mine.__notes__[0]
 
 
 def test_what_closing_a_session_raises_does_not_take_the_place_of_a_problem_inside():

@@ -15,6 +15,7 @@ from ..engine.copies import Copy
 from ..errors import ConfigError, ForeignMessage, PromptError
 from ..message import Message, Part
 from ..session import Session
+from ..spite import close_behind
 from ..types import BASE, SamplingParams
 from . import storage
 from .layout import Layout, Path, Piece, lay_out
@@ -52,8 +53,8 @@ class PromptCache:
     def __enter__(self) -> "PromptCache":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, problem: BaseException | None, *_: object) -> None:
+        close_behind(self.close, problem)
 
     def close(self) -> None:
         """Lets go of every module; other caches and sessions keep what they hold."""

@@ -16,6 +16,7 @@ from ..kv.arena import Layer
 from ..kv.encoding import Encoding
 from ..message import Message, Part, whole
 from ..pattern import Pattern
+from ..spite import close_behind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,8 +60,8 @@ class ContextStore:
     def __enter__(self) -> "ContextStore":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, problem: BaseException | None, *_: object) -> None:
+        close_behind(self.close, problem)
 
     def close(self) -> None:
         """Forgets everything."""
