@@ -347,19 +347,26 @@ def chat(
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens, stop=stop)
     with engine.session(mode=mode.value, seed=seed, model=ADAPTED if adapter else BASE) as session:
         opening = [session.prefill(session.system(system))] if system else []
+        try:
+            [turn.result() for turn in opening]
+        except ChoreographError as problem:
+            raise ConfigError(f"--system: {problem}") from None
         history = list(opening)
         while line := _ask(console):
             if line == "/reset":
                 history = list(opening)
                 continue
-            turn = session.prefill(session.user(line), parents=history)
-            reply = session.decode(session.assistant(), parents=[*history, turn], sampling=sampling)
+            turn = None
             try:
+                turn = session.prefill(session.user(line), parents=history)
+                reply = session.decode(session.assistant(), parents=[*history, turn], sampling=sampling)
                 for piece in reply.stream():
                     console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
             except ChoreographError as problem:
-                dropped = f"{turn.error or problem}; this turn is dropped, /reset starts anew"
-                print(json.dumps({"error": dropped}), flush=True) if as_json else console.print(dropped, markup=False)
+                dropped = f"{(turn and turn.error) or problem}; this turn is dropped, /reset starts anew"
+                if as_json:
+                    print(json.dumps({"error": dropped}), flush=True)
+                console.print(dropped, markup=False, highlight=False, soft_wrap=True)
                 continue
             console.print()
             history += [turn, reply]
@@ -375,26 +382,18 @@ def _ask(console: Console) -> str:
         return ""
 
 
-def _line(problem: Exception) -> str:
-    """What is wrong, in one line that names the file."""
-    file, said = getattr(problem, "filename", None), str(problem)
-    if file is not None:
-        said = f"{file}: {getattr(problem, 'strerror', said)}"
-    elif isinstance(problem, UnicodeDecodeError):
-        said = f"not UTF-8: {said}"
-    return " ".join(said.splitlines())
-
-
 def main(command: Callable[[], None] = app) -> None:
     """The entry point: an error of the package or of a file is one line and exit code 1, never a traceback."""
     from .errors import ChoreographError
+    from .streams import line_of, prepare
 
     try:
+        prepare()
         command()
     except (ChoreographError, OSError, UnicodeDecodeError) as problem:
         console = console_of(stderr=True)
         console.print("[red]error[/red]: ", end="")
-        console.print(_line(problem), markup=False, highlight=False, soft_wrap=True)
+        console.print(line_of(problem), markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

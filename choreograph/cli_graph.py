@@ -29,7 +29,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show who waits for whom, and how many steps away each agent is."""
-    from .places import make_room
+    from .places import make_room, write_whole
     from .report import show_table
     from .viz.steps import lines, svg
     from .workflow import Progress, StepGraph
@@ -39,7 +39,7 @@ def show(
     happened = re.split(r"[,\s]+(?=[+-])", events.strip()) if events.strip() else []  # names may hold commas and spaces
     steps = found.steps(Progress.after(happened, found.agents))
     if picture is not None:
-        picture.write_text(svg(found, steps), encoding="utf-8")
+        write_whole(picture, svg(found, steps))
     if as_json:
         print(json.dumps({agent: None if value == float("inf") else value for agent, value in steps.items()}))
         return

@@ -60,7 +60,7 @@ def show(
     picture: Annotated[Path | None, typer.Option(help="Write the layout as SVG.")] = None,
 ) -> None:
     """Show where every module of a schema stands."""
-    from .places import make_room
+    from .places import make_room, write_whole
     from .report import show_table
     from .viz.schema import BAR, lines, svg
 
@@ -71,7 +71,7 @@ def show(
     bar = min(BAR, console.width // 5) if console.is_terminal else BAR
     show_table(console, title, ("module", "notes", "layout", "positions", "own tokens"), lines(layout, bar), texts=2)
     if picture is not None:
-        picture.write_text(svg(layout), encoding="utf-8")
+        write_whole(picture, svg(layout))
         console.print(f"drawn to {picture}", markup=False, highlight=False, soft_wrap=True)
 
 

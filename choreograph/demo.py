@@ -11,7 +11,7 @@ from .choreographies import find
 from .core import Engine
 from .events import Event
 from .measure import Run, RunCost, perform
-from .places import make_room
+from .places import make_room, write_whole
 from .report import milliseconds, ratio, show_table
 from .types import Mode, SamplingParams
 from .viz.graph import svg
@@ -71,7 +71,7 @@ def run_demo(
         gains = ", ".join(f"{_gain(pair):.2f}x" for pair in measured)
         console.print(f"The pair in the middle of {pairs}; end to end they are {gains}.", highlight=False)
     if picture is not None:
-        picture.write_text(shown.picture, encoding="utf-8")
+        write_whole(picture, shown.picture)
         console.print(f"\nWho saw whom, and where: {picture}", markup=False, highlight=False, soft_wrap=True)
     return _numbers(task, *middle) | {"e2e_ratios": [_gain(pair) for pair in measured]}
 

@@ -20,6 +20,20 @@ def may_be_folder(path: Path) -> bool:
     return there is not None and there.is_dir()
 
 
+def write_whole(file: Path, text: str) -> None:
+    """In place of what is there, once all of it is written."""
+    if file.exists() and not file.is_file():  # a device, a pipe
+        file.write_text(text, encoding="utf-8")
+        return
+    part = file.with_name(file.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, file)
+    except OSError as problem:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"{file}: cannot be written ({problem.strerror})") from None
+
+
 def make_room(file: Path | None) -> None:
     """Makes the folder of a file that is to be written, if one is. Raises ConfigError where it could not be."""
     if file is None:

@@ -1,6 +1,7 @@
 """The command line as its users see it: help, JSON, pipes, errors, one real run of the demo."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from choreograph.cli import app, main
 from choreograph.demo import run_demo
 from choreograph.errors import ConfigError, ModelError
+from choreograph.places import write_whole
 from choreograph.report import console_of, show_table
 
 runner = CliRunner()
@@ -263,3 +265,52 @@ def test_bad_options_name_themselves():
 def test_texts_are_shown_as_they_are(capsys):
     console_of().print("Use :key: and :x:", markup=False)
     assert capsys.readouterr().out == "Use :key: and :x:\n"
+
+
+def test_characters_that_the_output_has_no_code_for_are_replaced(talker_folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "choreograph", "chat", "--model", talker_folder, "--max-tokens", "200"],
+        input=b"hi\n",
+        capture_output=True,
+        timeout=180,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0 and b"?" in done.stdout, done.stderr
+
+
+def test_a_line_that_holds_half_a_character_is_dropped_alone(talker_folder, monkeypatch):
+    lines = iter(["hi", "h\udce9llo", "there", ""])
+    monkeypatch.setattr("choreograph.cli._ask", lambda console: next(lines))
+    result = runner.invoke(app, ["chat", "--model", talker_folder, "--max-tokens", "4", "--json"])
+    said = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
+    assert result.exit_code == 0 and ["error" in one for one in said] == [False, True, False]
+
+
+def test_a_system_prompt_beyond_the_context_is_told_before_anybody_talks(talker_folder):
+    result = runner.invoke(app, ["chat", "--model", talker_folder, "--system", "word " * 20000], input="hi\n")
+    assert isinstance(result.exception, ConfigError) and "--system" in str(result.exception)
+
+
+def test_closed_streams_are_told_in_a_line(talker_folder):
+    whole = f"{sys.executable} -m choreograph"
+    lost = subprocess.run(f"{whole} models >&-", shell=True, capture_output=True, text=True, timeout=120)
+    assert lost.returncode == 1 and "standard output is closed" in lost.stderr and "Traceback" not in lost.stderr
+    mute = subprocess.run(
+        f"{whole} chat --model {talker_folder} <&-", shell=True, capture_output=True, text=True, timeout=120
+    )
+    assert mute.returncode == 0 and "Traceback" not in mute.stderr, mute.stderr
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    file = tmp_path / "old.svg"
+    file.write_text("old")
+    write = Path.write_text
+
+    def full(self, text, **options):
+        write(self, text[:1], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match=r"old\.svg.*No space left"):
+        write_whole(file, "new")
+    assert file.read_text() == "old" and [*tmp_path.iterdir()] == [file]

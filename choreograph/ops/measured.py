@@ -133,7 +133,16 @@ def _tables() -> dict[str, Table]:
         found: dict[str, Table] = json.loads(_path().read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    tables = found if isinstance(found, dict) else {}
+    return {key: table for key, table in tables.items() if _is_table(table)}
+
+
+def _is_table(table: object) -> bool:
+    """Whether it is what `measure` gives: others may have written into the file."""
+    return isinstance(table, dict) and all(
+        isinstance(cases, dict) and cases and all(isinstance(taken, float) for taken in cases.values())
+        for cases in table.values()
+    )
 
 
 def _key(heads: Heads, dtype: torch.dtype, device: torch.device) -> str:
