@@ -128,10 +128,9 @@ def check_tokens(tokens: Iterable[object], what: str, size: int) -> list[int]:
     ids: list[int] = []
     rest = iter(tokens)
     while some := list(islice(rest, 4096)):  # plain numbers are looked at together: one by one takes ten times as long
-        plain: Any = some if set(map(type, some)) == {int} else [check_token(token, what, size) for token in some]
-        if min(plain) < 0 or max(plain) >= size:
-            plain = [check_token(token, what, size) for token in some]
-        ids += plain
+        plain: Any = some if set(map(type, some)) == {int} else ()
+        sound = plain and min(plain) >= 0 and max(plain) < size
+        ids += plain if sound else [check_token(token, what, size) for token in some]
     return ids
 
 

@@ -196,10 +196,10 @@ class ChatFormat:
         return rendered if rendered is None or prompt else rendered.removesuffix(self._closing)
 
     def _rendered(self, turns: list[Turn], prompt: bool = False) -> str | None:
-        state = self._state
-        if TIMED in str(state) or any(turn.text not in (_PLACE, _MARK) for turn in turns):
+        told = any(turn.text not in (_PLACE, _MARK) for turn in turns)
+        if told or TIMED in str(self._tokenizer.chat_template):
             return self._by_template(turns, prompt)
-        text: str | None = self._once((*turns, prompt, state), lambda: self._by_template(turns, prompt))
+        text: str | None = self._once((*turns, prompt, self._state), lambda: self._by_template(turns, prompt))
         return text
 
     def _by_template(self, turns: list[Turn], prompt: bool) -> str | None:

@@ -348,7 +348,8 @@ def chat(
     with engine.session(mode=mode.value, seed=seed, model=ADAPTED if adapter else BASE) as session:
         opening = [session.prefill(session.system(system))] if system else []
         try:
-            [turn.result() for turn in opening]
+            for turn in opening:
+                turn.result()
         except ChoreographError as problem:
             raise ConfigError(f"--system: {problem}") from None
         history = list(opening)

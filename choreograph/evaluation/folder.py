@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..errors import ConfigError, DataError
-from ..places import make_folder
+from ..places import make_folder, write_whole
 
 Record = dict[str, Any]
 
@@ -44,9 +44,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 def write_settings(file: Path, settings: Mapping[str, Any]) -> None:
     """All of it or nothing, whenever the process ends."""
-    draft = file.with_name(f"{file.name}.part")
-    draft.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    draft.replace(file)
+    write_whole(file, json.dumps(settings, indent=1) + "\n")
 
 
 def read_lines(file: Path) -> tuple[list[str], bool]:

@@ -18,9 +18,8 @@ from torch.nn.functional import linear
 
 ALIKE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of one module, and called with the same tensor
 aten = torch.ops.aten
-PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
-SHAPING = frozenset({aten.permute.default, aten.t.default, aten.view.default, aten.reshape.default})
-SHAPING |= {aten._unsafe_view.default}
+SHAPING = {aten.permute.default, aten.t.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default} | SHAPING)  # and what stands in front of them
 
 Group = tuple[nn.Linear, ...]
 
@@ -96,7 +95,7 @@ class Once(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         known = dict[Any, torch.fx.Node]()
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in PRODUCTS | SHAPING:
+            if node.op != "call_function" or node.target not in PRODUCTS:
                 continue
             first = known.setdefault((node.target, str(node.args), str(node.kwargs)), node)
             if first is not node:

@@ -4,9 +4,7 @@ Without a measurement `auto` takes what is made for the device. The table lies i
 """
 
 import json
-import os
 import platform
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,6 +15,7 @@ import torch
 from platformdirs import user_cache_path
 from torch import Tensor
 
+from ..places import make_folder, write_whole
 from .attend import FEW, Backend, BySize, make_backend
 from .kind import Heads, Kind
 from .native import BackendUnavailable
@@ -89,11 +88,8 @@ def measure(heads: Heads, kind: Kind, dtype: torch.dtype, device: torch.device, 
 def keep(table: Table, heads: Heads, dtype: torch.dtype, device: torch.device) -> Path:
     """Puts a measurement into the table of this machine."""
     path = _path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tables = _tables() | {_key(heads, dtype, device): table}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(tables, file, indent=1)
-    os.replace(file.name, path)
+    make_folder(path.parent)
+    write_whole(path, json.dumps(_tables() | {_key(heads, dtype, device): table}, indent=1))
     return path
 
 
