@@ -179,7 +179,7 @@ class Undoing:
     def _behind(self, sights: Sequence[Sight], seen: Sequence[Tensor]) -> Tensor:
         """The logits of the decodes, each behind the encodings that are given for it."""
         places = [place for sight in sights for place in sight.places]
-        past = Pack([0] * len(places), places, (), [], [])
+        past = Pack([0] * len(places), places, (Span(0, len(places), ()),), [], [])
         tokens, positions, spans, rows, targets = [], [], [], [], []
         at, own = 0, len(places)
         for sight in sights:
@@ -205,7 +205,7 @@ class Undoing:
                 cos, sin = (torch.from_numpy(table) for table in kind.rotary.table(places))
                 keys = turn(keys, cos, sin, kind.rotary.interleaved)
             kept[layer] = keys, values
-        step = PackedStep(packed, facts.kinds, facts.device, past=kept)
+        step = PackedStep(packed, facts.kinds, facts.device, [kept])
         with torch.no_grad(), self._adapter.hooked():
             return self._adapter.logits(tokens, positions, step, rows)
 

@@ -47,8 +47,8 @@ Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, fo
 class Plan:
     """One training. condition: the way of running the workflow that is learned. scored: what answers are scored on.
     exact: weights and validation are in float32, where bfloat16 rounds off a good part of what there is to repair.
-    readers: the stages whose decodes alone are the adapter's. drawn: the type of the weights that say what is learned
-    from, if it is not that of those that learn."""
+    readers: the stages whose decodes alone are the adapter's. stages: those learned from, all if none are named. drawn:
+    the type of the weights that say what is learned from, if it is not that of those that learn."""
 
     workflow: str
     condition: str
@@ -59,6 +59,7 @@ class Plan:
     scored: Callable[[Path], list[Example]] | None = None
     exact: bool = False
     readers: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
     drawn: str | None = None
 
     @property
@@ -137,7 +138,8 @@ trusts people that speak plainly, and who decides by the last thing that was sai
 twelve. The club gives a prize at fifteen points, and tonight is the last game. Your sponsor pays for five points \
 only; with three you go home with nothing. The referee hears the talk but does not see these orders."""
 
-SPOKEN = ("Alice says", "Bob says", "Alice decides", "Bob decides", "Bob predicts")  # what reuse changes in a game
+TALK = ("Alice says", "Bob says")  # where nearly all is lost
+SPOKEN = (*TALK, "Alice decides", "Bob decides", "Bob predicts")  # what reuse changes in a game
 
 # answers are short: what the baseline would have said with which probability says more than what it happened to say
 CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "bf16": quick_in_bfloat16()}
@@ -217,14 +219,15 @@ PLANS = {
         {"strategy": "defect", "orders": ORDERS},
         readers=SPOKEN,
     ),
-    "prisoners_dilemma, orders, more": Plan(
+    "prisoners_dilemma, orders, talk": Plan(
         "prisoners_dilemma",
         "leak both",
-        partial(ordered, more=1200),
+        partial(ordered, more=480),
         96,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1, validations=8, packed=4),
+        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1, validations=4, packed=4),
         {"strategy": "defect", "orders": ORDERS},
         readers=SPOKEN,
+        stages=TALK,
     ),
 }
 
@@ -295,7 +298,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     engine.clear_cache()
     drawing.clear_cache()
 
-    def reused(split: str) -> list[Lesson]:
+    def reused(split: str, stages: Sequence[str] = ()) -> list[Lesson]:
         return lessons_of(
             engine.runner.adapter,
             workflow,
@@ -303,11 +306,12 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
             plan.learned,
             sampling=sampling,
             options=plan.options,
+            stages=stages,
         )
 
     report = train(
         learner.runner.adapter,
-        reused("learn"),
+        reused("learn", plan.stages),
         reused("check"),
         out / "adapter",
         plan.config,
@@ -331,6 +335,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
         "model": model,
         "condition": plan.condition,
         "readers": plan.readers,
+        "stages": plan.stages,
         "traces": {split: len(one) for split, one in traces.items()},
         "config": asdict(plan.config),
         "max_tokens": plan.max_tokens,

@@ -104,6 +104,10 @@ def train(
         str | None, typer.Option(help="Learn to give the final answers in this workflow of one call instead.")
     ] = None,
     reader: Readers = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="A stage whose decodes are learned, with what they see, and no others.", show_default=False),
+    ] = None,
     workflow: Annotated[
         str | None, typer.Option(help="The file of a workflow of your own, as its code is run.", show_default=False)
     ] = None,
@@ -161,7 +165,7 @@ def train(
         tensorboard=tensorboard,
         seed=seed,
     )
-    learned = "-".join([direct or condition or "last", *(reader or ())])
+    learned = "-".join([direct or condition or "last", *(reader or ()), *(stage or ())])
     out = out or Path("out") / "adapters" / f"{traces.name}-{learned}"
     adapter = open_engine(model, dtype, device=device).runner.adapter
     with ExitStack() as stack:
@@ -180,6 +184,7 @@ def train(
             condition=condition,
             direct=direct,
             readers=reader or (),
+            stages=stage or (),
             workflow=workflow,
             validation=validation,
             on_update=on_update,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..models.adapter import Adapter
 from ..onepass.calls import TracedCall, as_prompts
-from ..onepass.packed import KeysValues, encoded, pack
+from ..onepass.packed import Encoding, KeysValues, encoded, pack
 from ..onepass.sights import sights_of
 from ..ops.kind import Kind
 from ..ops.rope import turn
@@ -57,7 +57,7 @@ def wanted_of(adapter: Adapter, calls: Sequence[TracedCall], behind: int = 0) ->
     )
 
 
-def apart(made: dict[int, KeysValues], wanted: Wanted) -> Tensor:
+def apart(made: Encoding, wanted: Wanted) -> Tensor:
     """The square of the difference over that of what is wanted: the mean over keys and values of all layers."""
     found = [
         (some[0, :, wanted.rows].float() - other).square().sum() / other.square().sum()

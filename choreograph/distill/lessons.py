@@ -1,6 +1,6 @@
 """Lessons: the calls of a trace as they are made under reuse, saying what the baseline said. Computes nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from ..choreographies import Workflow
 from ..choreographies.performance import Condition
 from ..errors import ConfigError
 from ..models.adapter import Adapter
-from ..onepass.calls import TracedCall, as_prompts, decodes_of, first_decode, for_readers
+from ..onepass.calls import TracedCall, as_prompts, decodes_of, first_decode, for_readers, with_parents
 from ..onepass.packed import Pack, pack, pack_reading
 from ..onepass.rehearsal import Script, rehearse
 from ..types import Mode, SamplingParams
@@ -41,15 +41,20 @@ def lessons_of(
     *,
     sampling: SamplingParams | None = None,
     options: Mapping[str, Any] | None = None,
+    stages: Collection[str] = (),
 ) -> list[Lesson]:
-    """Each trace as the workflow runs under a condition; of one with readers, what they say, if they do."""
+    """Each trace as the workflow runs under a condition; of one with readers, what they say, if they do. stages: those
+    whose decodes are learned, with all that these see; every one if none are named."""
+    if missing := sorted(set(stages) - (said := {stage for t in traces for stage in t.content})):
+        raise ConfigError(f"stages {missing}: use stages that decode, {sorted(said)}")
     scripts = [t.script for t in traces]
     found = dict(rehearse(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
     lessons = [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
-    if not condition.readers:
-        return lessons
-    reading = [Lesson(one.id, tuple(for_readers(one.calls, condition.readers)), True) for one in lessons]
-    return [one for one in reading if one.targets]
+    if stages:
+        lessons = [replace(one, calls=tuple(with_parents(one.calls, stages))) for one in lessons]
+    if condition.readers:
+        lessons = [Lesson(one.id, tuple(for_readers(one.calls, condition.readers)), True) for one in lessons]
+    return [one for one in lessons if one.targets] if stages or condition.readers else lessons
 
 
 def baseline_lessons(traces: Sequence[Trace], readers: Sequence[str] = (), mode: Mode = "prefix") -> list[Lesson]:

@@ -22,7 +22,8 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
 from ..errors import DataError
 from ..models.adapter import Adapter
-from ..onepass.packed import KeysValues, logits_of
+from ..onepass.packed import Encoding, logits_of
+from ..onepass.shared import Shared
 from .encodings import apart, wanted_of
 from .lessons import Lesson, joined
 from .losses import mean_losses, token_losses
@@ -49,6 +50,7 @@ class OnePass(Trainer):
     ) -> None:
         self._adapter, self._config = adapter, config
         self._validation = validation
+        self._by_base = Shared(adapter, [past for one in lessons if (past := one.packed.past) is not None])
         self._typical = fmean(lesson.targets for lesson in lessons)
         self._sharing = float(config.packed)  # how many lessons of this update share a pass, in the mean
         self.validating, self.taken = 0.0, 0  # seconds; lessons
@@ -90,8 +92,8 @@ class OnePass(Trainer):
         lessons = inputs["lessons"]
         for lesson in lessons if encodings else [joined(lessons)]:
             packed = lesson.packed
-            kept: dict[int, KeysValues] | None = {} if encodings else None
-            logits = logits_of(self._adapter, packed, through=model, kept=kept)
+            kept: Encoding | None = {} if encodings else None
+            logits = logits_of(self._adapter, packed, through=model, by_base=self._by_base, kept=kept)
             loss, away = token_losses(logits, packed.targets, lesson if kl else None)
             total = total + loss.sum() + kl * away.sum()
             if kept is not None:

@@ -32,20 +32,22 @@ def train_on(
     condition: str | None = None,
     direct: str | None = None,
     readers: Sequence[str] = (),
+    stages: Sequence[str] = (),
     workflow: str | None = None,
     validation: float = 0.1,
     on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
     """Trains an adapter for the workflow of some traces under one of its conditions (by default its last one), or for
     the decodes of its stages in `readers` alone, or, with `direct`, for a workflow of one decode that gives their final
-    answers. workflow: the file of a workflow of your own; traces alone have no code run."""
+    answers. stages: those whose decodes are learned, with all that these see; validation is on every one. workflow: the
+    file of a workflow of your own; traces alone have no code run."""
     settings, found = read_traces(traces)
     if settings["model"] != adapter.facts.name or not _fits(settings, adapter):
         other = "of other weights" if settings["model"] == adapter.facts.name else f"not of {adapter.facts.name!r}"
         raise ConfigError(f"{traces}: traces of model {settings['model']!r}, {other}: train the model that made them")
     seed = (config or TrainConfig()).seed
     if direct is not None:
-        if condition is not None or readers or workflow or (config and (config.kl or config.encodings)):
+        if condition is not None or readers or stages or workflow or (config and (config.kl or config.encodings)):
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
         learn, check = split(found, validation, seed)
         one = find(direct)
@@ -64,7 +66,8 @@ def train_on(
     if readers:  # which need not speak in every run
         found = [trace for trace in found if set(readers) & trace.content.keys()]
     learn, check = split(found, validation, seed)
-    lessons, checks = (lessons_of(adapter, run, part, chosen, **given) for part in (learn, check))
+    lessons = lessons_of(adapter, run, learn, chosen, **given, stages=stages)
+    checks = lessons_of(adapter, run, check, chosen, **given)
     baseline = baseline_lessons(check, readers, next(iter(conditions.values())).mode)
     report = train(adapter, lessons, checks, out, config, baseline=baseline, on_update=on_update)
     _note(out, adapter, workflow=settings["workflow"], readers=sorted(set(readers)))

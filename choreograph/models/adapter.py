@@ -247,7 +247,7 @@ class Adapter:
                 logits_to_keep=sent(rows, torch.long, device),
                 use_cache=False,
                 step=step,
-            ).logits[0]
+            ).logits.squeeze(0)  # not [0], whose gradient is as large again
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

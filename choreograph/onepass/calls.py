@@ -145,19 +145,34 @@ def for_readers(calls: Sequence[TracedCall], readers: Collection[str]) -> list[T
     for call in calls:
         behind = any(reads[seen.call] for seen in call.parents)
         reads.append(behind if call.generated is None else call.stage in readers)
-    order = sorted(range(len(calls)), key=lambda number: reads[number])
-    numbers = {number: place for place, number in enumerate(order)}
-    found = []
-    for number in order:
-        call = calls[number]
+    for number, call in enumerate(calls):
         for seen in () if reads[number] else call.parents:
             if reads[seen.call]:
                 said = calls[seen.call].stage
                 raise DataError(f"readers: stage {call.stage!r} sees what {said!r} says: name {call.stage!r} too")
-        parents = tuple(seen._replace(call=numbers[seen.call]) for seen in call.parents)
-        kept = replace(call, parents=parents)
-        found.append(kept if reads[number] else TracedCall(call.stage, call.tokens, call.start, parents))
-    return found
+    order = sorted(range(len(calls)), key=lambda number: reads[number])
+    return [
+        call if reads[number] else TracedCall(call.stage, call.tokens, call.start, call.parents)
+        for number, call in zip(order, _in_order(calls, order), strict=True)
+    ]
+
+
+def with_parents(calls: Sequence[TracedCall], stages: Collection[str]) -> list[TracedCall]:
+    """The decodes of some stages, and all that they see."""
+    needed: set[int] = set()
+    for number, call in reversed(list(enumerate(calls))):
+        if number in needed or (call.generated is not None and call.stage in stages):
+            needed |= {number, *(seen.call for seen in call.parents)}
+    return _in_order(calls, sorted(needed))
+
+
+def _in_order(calls: Sequence[TracedCall], order: Sequence[int]) -> list[TracedCall]:
+    """The calls of some numbers; what they see is among them."""
+    numbers = {number: place for place, number in enumerate(order)}
+    return [
+        replace(calls[n], parents=tuple(seen._replace(call=numbers[seen.call]) for seen in calls[n].parents))
+        for n in order
+    ]
 
 
 # -- JSON -------------------------------------------------------------------------------------------------

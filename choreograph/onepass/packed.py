@@ -8,8 +8,9 @@ Where an adapter only reads what the base model encoded, the base's rows are a p
 gradients, and the adapter's rows see what it left.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from ..types import BASE
 from .calls import TracedCall, first_decode
 
 KeysValues = tuple[Tensor, Tensor]  # of one layer, (1, G, N, D) each
+Encoding = dict[int, KeysValues]  # of some rows, layer by layer
+ByBase = Callable[["Pack"], list[Encoding]]  # what the base model makes of calls, one by one
 
 
 class Run(NamedTuple):
@@ -91,6 +94,7 @@ def pack_reading(calls: Sequence[TracedCall]) -> Pack:
     is decoded is theirs, and all behind it."""
     given = first_decode(calls)
     past, whole = pack(calls[:given]), pack(calls)
+    past = replace(past, spans=tuple(span for span in past.spans if span.lo < span.hi))  # nobody sees the others
     lo = len(past.tokens)
     rows = [row - lo for row in whole.rows]
     return Pack(whole.tokens[lo:], whole.positions[lo:], whole.spans[given:], rows, whole.targets, past)
@@ -104,23 +108,26 @@ def _runs(call: TracedCall, spans: Sequence[Span], calls: Sequence[TracedCall]) 
 
 
 class PackedStep:
-    """The attention of one pass, layer by layer; travels through the model as the engine's `Step` does. past: the keys
-    and values of every layer that were encoded before. kept: where to leave its own."""
+    """The attention of one pass, layer by layer; travels through the model as the engine's `Step` does. past: the calls
+    that were encoded before. kept: where to leave its own rows."""
 
     def __init__(
         self,
         packed: Pack,
         kinds: Sequence[Kind],
         device: torch.device,
-        past: dict[int, KeysValues] | None = None,
-        kept: dict[int, KeysValues] | None = None,
+        past: Sequence[Encoding] = (),
+        kept: Encoding | None = None,
     ) -> None:
-        self._spans, self._behind = packed.spans, packed.behind
-        self._kinds = kinds
-        before = [] if packed.past is None else packed.past.positions
-        self._positions = torch.tensor(before + packed.positions, device=device)
+        self._spans, self._kinds = packed.spans, kinds
+        before = packed.past if past and packed.past is not None else Pack([], [], (), [], [])
         self._past, self._kept = past, kept
-        shifts = sorted({run.shift for span in packed.spans for run in span.sees})
+        self._positions = torch.tensor(before.positions + packed.positions, device=device)
+        self._lengths = [span.hi - span.lo for span in packed.spans]
+        self._starts = [span.lo for span in (*before.spans, *packed.spans)]
+        runs = {run for span in packed.spans for run in span.sees}
+        self._homes = {run: bisect_right(self._starts, run.lo) - 1 for run in runs}  # number of the call
+        shifts = sorted({run.shift for run in runs})
         self._turns: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         for rotary in {kind.rotary for kind in kinds if kind.rotary is not None}:
             cos, sin = (torch.from_numpy(table).to(device) for table in rotary.table(shifts))
@@ -138,24 +145,32 @@ class PackedStep:
         kind = self._kinds[layer]
         if self._kept is not None:
             self._kept[layer] = key, value
-        if self._past is not None:
-            before = self._past[layer]
-            key, value = (torch.cat([x.to(y.dtype), y], dim=2) for x, y in zip(before, (key, value), strict=True))
+        # call by call: the gradient of a part is as large as what it was cut from, and what was encoded before has none
+        keys, values = self._by_call(layer, 0, key), self._by_call(layer, 1, value)
         turned: dict[Run, Tensor] = {}  # several calls see the same thing at the same place
         outputs = []
-        for span in self._spans:
+        for number, (span, rows) in enumerate(zip(self._spans, query.split(self._lengths, dim=2), strict=True)):
             for run in span.sees:
                 if run not in turned:
-                    turned[run] = self._turn(key[:, :, run.lo : run.hi], run.shift, kind.rotary)
-            own, rows = slice(span.lo, span.hi), slice(span.lo - self._behind, span.hi - self._behind)
-            keys = torch.cat([*(turned[run] for run in span.sees), key[:, :, own]], dim=2)
-            values = torch.cat([*(value[:, :, run.lo : run.hi] for run in span.sees), value[:, :, own]], dim=2)
+                    turned[run] = self._turn(self._rows(keys, run), run.shift, kind.rotary)
+            own = len(self._past) + number
+            seen = torch.cat([*(turned[run] for run in span.sees), keys[own]], dim=2)
+            read = torch.cat([*(self._rows(values, run) for run in span.sees), values[own]], dim=2)
             if kind.plain and sinks is None:
-                outputs.append(_attend(query[:, :, rows], keys, values, scale))
+                outputs.append(_attend(rows, seen, read, scale))
             else:
-                distance = self._distance(span)
-                outputs.append(_attend_shaped(query[:, :, rows], keys, values, scale, distance, kind, sinks))
+                outputs.append(_attend_shaped(rows, seen, read, scale, self._distance(span), kind, sinks))
         return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    def _by_call(self, layer: int, which: int, own: Float[Tensor, "1 G N D"]) -> list[Tensor]:
+        """Keys (0) or values (1): of every call that was encoded before, then of every one of this pass."""
+        return [*(one[layer][which].to(own.dtype) for one in self._past), *own.split(self._lengths, dim=2)]
+
+    def _rows(self, calls: Sequence[Tensor], run: Run) -> Tensor:
+        home = self._homes[run]
+        rows, before = calls[home], self._starts[home]
+        whole = run.hi - run.lo == rows.shape[2]
+        return rows if whole else rows[:, :, run.lo - before : run.hi - before]
 
     def _turn(self, keys: Float[Tensor, "1 G T D"], shift: int, rotary: Rotary | None) -> Float[Tensor, "1 G T D"]:
         if rotary is None or not shift:
@@ -204,20 +219,26 @@ def _attend_shaped(
 
 
 def logits_of(
-    adapter: Adapter, packed: Pack, *, through: Any = None, kept: dict[int, KeysValues] | None = None
+    adapter: Adapter,
+    packed: Pack,
+    *,
+    through: Any = None,
+    by_base: ByBase | None = None,
+    kept: Encoding | None = None,
 ) -> Float[Tensor, "R V"]:
-    """The logits that predict the targets, with gradients if they are enabled. through: what wraps the model. kept:
-    where to leave the keys and values of every layer, those of the rows alone.
+    """The logits that predict the targets, with gradients if they are enabled. through: what wraps the model. by_base:
+    what knows encodings by the base model that passes share. kept: where to leave the keys and values of every layer,
+    those of the rows alone.
 
     To be called inside `adapter.hooked()`, and left only behind `backward`, which may compute layers again.
     """
     adapter.refuse_ranks("one pass over a whole run")
-    return _logits(adapter, packed, _past(adapter, packed), through, kept)
+    return _logits(adapter, packed, _past(adapter, packed, by_base), through, kept)
 
 
 @torch.no_grad()
 def read_logits(
-    adapter: Adapter, packed: Pack, model: str = BASE, kept: dict[int, KeysValues] | None = None
+    adapter: Adapter, packed: Pack, model: str = BASE, kept: Encoding | None = None
 ) -> Float[Tensor, "R V"]:
     """As `logits_of`, of the model or one of its adapters, without gradients."""
     adapter.refuse_ranks("one pass over a whole run")
@@ -230,9 +251,9 @@ def read_logits(
 def _logits(
     adapter: Adapter,
     packed: Pack,
-    past: dict[int, KeysValues] | None,
+    past: Sequence[Encoding],
     through: Any = None,
-    kept: dict[int, KeysValues] | None = None,
+    kept: Encoding | None = None,
 ) -> Tensor:
     facts = adapter.facts
     if not packed.rows:
@@ -241,18 +262,28 @@ def _logits(
     return adapter.logits(packed.tokens, packed.positions, step, packed.rows, through=through)
 
 
-def _past(adapter: Adapter, packed: Pack) -> dict[int, KeysValues] | None:
+def _past(adapter: Adapter, packed: Pack, by_base: ByBase | None = None) -> list[Encoding]:
     """What the base model leaves of the rows before."""
-    return encoded(adapter, packed.past) if packed.past is not None and packed.behind and packed.rows else None
+    if packed.past is None or not packed.behind or not packed.rows:
+        return []
+    return by_base(packed.past) if by_base is not None else encoded_apart(adapter, packed.past)
+
+
+def encoded_apart(adapter: Adapter, packed: Pack, past: Sequence[Encoding] = ()) -> list[Encoding]:
+    """As `encoded`, call by call."""
+    lengths = [span.hi - span.lo for span in packed.spans]
+    made = encoded(adapter, packed, past).items()
+    parts = {layer: [x.split(lengths, dim=2) for x in both] for layer, both in made}
+    return [{layer: (keys[n], values[n]) for layer, (keys, values) in parts.items()} for n in range(len(lengths))]
 
 
 @torch.no_grad()
-def encoded(adapter: Adapter, packed: Pack) -> dict[int, KeysValues]:
+def encoded(adapter: Adapter, packed: Pack, past: Sequence[Encoding] = ()) -> Encoding:
     """The keys and values that the base model makes of all rows, layer by layer, whatever is being trained. To be
     called inside `adapter.hooked()`."""
     facts, rows = adapter.facts, len(packed.tokens)
-    kept: dict[int, KeysValues] = {}
-    step = PackedStep(packed, facts.kinds, facts.device, kept=kept)
+    kept: Encoding = {}
+    step = PackedStep(packed, facts.kinds, facts.device, past, kept)
     with adapter.untrained(), adapter.adapted([BASE] * rows):
         adapter.logits(packed.tokens, packed.positions, step, [rows - 1])
     return kept

@@ -33,7 +33,8 @@ from choreograph.evaluation.runs import run_conditions, settings_of
 from choreograph.evaluation.shown import with_adapter
 from choreograph.onepass.calls import Seen, TracedCall, calls_of, for_readers
 from choreograph.onepass.likelihood import log_likelihood
-from choreograph.onepass.packed import _past, pack, pack_reading, read_logits
+from choreograph.onepass.packed import encoded, logits_of, pack, pack_reading, read_logits
+from choreograph.onepass.shared import Shared
 
 SHORT = SamplingParams(max_tokens=5)
 LISTS = [Example(f"c{i}", "concepts", ["dog", "ball", f"tree{i}", "cat"], {}) for i in range(3)]
@@ -100,6 +101,44 @@ def test_lessons_in_one_pass_say_what_each_says_alone(engine, pair, reading, dra
     assert found == pytest.approx(alone, abs=1e-4)
     shared = 0 if reading else sum(len(c.tokens) for c in lessons[0].calls if c.generated is None and not c.parents)
     assert _rows(both) <= sum(map(_rows, lessons)) + _rows(lessons[0]) - shared
+
+
+@given(many_nodes=st.lists(graphs(4), min_size=2, max_size=3), limit=st.integers(0, 12), draw=st.data())
+@settings(max_examples=many(40), deadline=None)
+def test_what_passes_share_changes_nothing(engine, many_nodes, limit, draw):
+    packs = []
+    for nodes in many_nodes:
+        with engine.session() as session:
+            calls = calls_of(perform(session, nodes))
+        decodes = [n for n, node in enumerate(nodes) if node.generated]
+        readers = closed(nodes, draw.draw(st.sets(st.sampled_from(decodes))) if decodes else set())
+        packs.append(pack_reading(for_readers(calls, readers)))
+    adapter = engine.runner.adapter
+    shared = Shared(adapter, [packed.past for packed in packs], limit)
+    for packed in packs * 2:
+        with torch.no_grad(), adapter.hooked():
+            alone = logits_of(adapter, packed)
+            found = logits_of(adapter, packed, by_base=shared)
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_what_passes_share_is_computed_once(monkeypatch):
+    adapter = Engine.from_pretrained(tiny.build()).runner.adapter
+    computed = []
+    compute = adapter.logits
+
+    def logits(tokens, *rest, **named):
+        computed.append(len(tokens))
+        return compute(tokens, *rest, **named)
+
+    monkeypatch.setattr(adapter, "logits", logits)
+    a, b = lesson(1), lesson(6)  # 3 tokens in common, and 2
+    seen = [one.packed for one in (a, b, lesson(2))]
+    shared = Shared(adapter, [one.past for one in seen])
+    for one in seen:
+        with torch.no_grad(), adapter.hooked():
+            shared(one.past)
+    assert computed == [2, 5, 5, 7], "what two of them have by itself, then what is new in each"
 
 
 def _rows(lesson):
@@ -271,7 +310,7 @@ def test_what_the_base_encodes_knows_no_dropout(tmp_path):
     for training in (False, True):
         trained.train(training)
         with adapter.hooked():
-            found.append(_past(adapter, packed))
+            found.append(encoded(adapter, packed.past))
         assert trained.training == training
         assert all(p.requires_grad == ("lora_" in name) for name, p in trained.named_parameters())
     assert all(torch.equal(a, b) for layer in found[0] for a, b in zip(found[0][layer], found[1][layer], strict=True))
@@ -313,6 +352,27 @@ def test_lessons_of_readers_are_what_they_said(talker, traces):
         assert baseline.targets == one.targets
 
 
+def test_stages_that_are_not_learned_are_left_out(talker, traces):
+    """But not what learned ones see: a merge sees what solved it, and nobody how the task was branched."""
+    adapter, workflow, condition = talker.runner.adapter, find("branch_solve_merge"), Condition("choreographed")
+    asked = [adapter, workflow, traces[1], condition]
+    whole = lessons_of(*asked, sampling=SHORT)
+    for named, learned in ((["solve"], {"solve"}), (["merge"], {"solve", "merge"})):
+        for one, other in zip(lessons_of(*asked, sampling=SHORT, stages=named), whole, strict=True):
+            assert {call.stage for call in one.calls if call.generated} == learned
+            wanted = [p for stage, p in _said(adapter, other) if stage in learned]
+            assert [p for _, p in _said(adapter, one)] == pytest.approx(wanted, abs=1e-4)
+            assert len(one.packed.tokens) < len(other.packed.tokens)
+    with pytest.raises(ConfigError, match="'mergers'"):
+        lessons_of(*asked, sampling=SHORT, stages=["mergers"])
+
+
+def _said(adapter, lesson):
+    stages = [call.stage for call in lesson.calls for _ in call.generated or ()]
+    found = log_likelihood(read_logits(adapter, lesson.packed), lesson.packed.targets)
+    return list(zip(stages, found.tolist(), strict=True))
+
+
 def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, traces, tmp_path):
     out, found = traces
     command = ["train", str(out), "--out", str(tmp_path / "FT"), "--model", talker_folder, "--condition", "serial"]
@@ -321,6 +381,8 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
         [
             *command,
             "--reader",
+            "merge",
+            "--stage",
             "merge",
             "--rank",
             "2",
