@@ -335,7 +335,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
         "model": model,
         "condition": plan.condition,
         "readers": plan.readers,
-        "stages": plan.stages,
+        "learned from": plan.stages,
         "traces": {split: len(one) for split, one in traces.items()},
         "config": asdict(plan.config),
         "max_tokens": plan.max_tokens,

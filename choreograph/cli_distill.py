@@ -106,7 +106,9 @@ def train(
     reader: Readers = None,
     stage: Annotated[
         list[str] | None,
-        typer.Option(help="A stage whose decodes are learned, with what they see, and no others.", show_default=False),
+        typer.Option(
+            help="A stage whose decodes are learned, with those they see; all by default.", show_default=False
+        ),
     ] = None,
     workflow: Annotated[
         str | None, typer.Option(help="The file of a workflow of your own, as its code is run.", show_default=False)
@@ -165,7 +167,7 @@ def train(
         tensorboard=tensorboard,
         seed=seed,
     )
-    learned = "-".join([direct or condition or "last", *(reader or ()), *(stage or ())])
+    learned = "-".join([direct or condition or "last", *(reader or ()), *(f"of-{one}" for one in stage or ())])
     out = out or Path("out") / "adapters" / f"{traces.name}-{learned}"
     adapter = open_engine(model, dtype, device=device).runner.adapter
     with ExitStack() as stack:

@@ -44,9 +44,8 @@ def lessons_of(
     stages: Collection[str] = (),
 ) -> list[Lesson]:
     """Each trace as the workflow runs under a condition; of one with readers, what they say, if they do. stages: those
-    whose decodes are learned, with all that these see; every one if none are named."""
-    if missing := sorted(set(stages) - (said := {stage for t in traces for stage in t.content})):
-        raise ConfigError(f"stages {missing}: use stages that decode, {sorted(said)}")
+    whose decodes are learned, with those that these see; every one if none are named."""
+    check_stages(stages, traces, condition)
     scripts = [t.script for t in traces]
     found = dict(rehearse(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
     lessons = [Lesson(t.id, _with_readings(found[t.id], t.calls)) for t in traces]
@@ -55,6 +54,15 @@ def lessons_of(
     if condition.readers:
         lessons = [Lesson(one.id, tuple(for_readers(one.calls, condition.readers)), True) for one in lessons]
     return [one for one in lessons if one.targets] if stages or condition.readers else lessons
+
+
+def check_stages(stages: Collection[str], traces: Sequence[Trace], condition: Condition) -> None:
+    """Raises ConfigError for a stage to learn that says nothing, or that is no reader where some are."""
+    said = {stage for trace in traces for stage in trace.content}
+    known = said & set(condition.readers) if condition.readers else said
+    if missing := sorted(set(stages) - known):
+        what = "readers" if condition.readers else "stages that decode"
+        raise ConfigError(f"stages {missing}: use {what}, {sorted(known)}")
 
 
 def baseline_lessons(traces: Sequence[Trace], readers: Sequence[str] = (), mode: Mode = "prefix") -> list[Lesson]:

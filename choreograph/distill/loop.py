@@ -50,7 +50,7 @@ class OnePass(Trainer):
     ) -> None:
         self._adapter, self._config = adapter, config
         self._validation = validation
-        self._by_base = Shared(adapter, [past for one in lessons if (past := one.packed.past) is not None])
+        self.shared = Shared(adapter, (past for one in lessons if one.reading and (past := one.packed.past)))
         self._typical = fmean(lesson.targets for lesson in lessons)
         self._sharing = float(config.packed)  # how many lessons of this update share a pass, in the mean
         self.validating, self.taken = 0.0, 0  # seconds; lessons
@@ -93,7 +93,7 @@ class OnePass(Trainer):
         for lesson in lessons if encodings else [joined(lessons)]:
             packed = lesson.packed
             kept: Encoding | None = {} if encodings else None
-            logits = logits_of(self._adapter, packed, through=model, by_base=self._by_base, kept=kept)
+            logits = logits_of(self._adapter, packed, through=model, by_base=self.shared, kept=kept)
             loss, away = token_losses(logits, packed.targets, lesson if kl else None)
             total = total + loss.sum() + kl * away.sum()
             if kept is not None:

@@ -15,7 +15,7 @@ from ..evaluation.folder import write_settings
 from ..evaluation.runs import source_of
 from ..models.adapter import Adapter
 from ..types import SamplingParams
-from .lessons import answer_lessons, baseline_lessons, lessons_of
+from .lessons import answer_lessons, baseline_lessons, check_stages, lessons_of
 from .setting import TrainConfig, TrainReport
 from .traces import Trace, read_traces
 from .training import train
@@ -39,8 +39,8 @@ def train_on(
 ) -> TrainReport:
     """Trains an adapter for the workflow of some traces under one of its conditions (by default its last one), or for
     the decodes of its stages in `readers` alone, or, with `direct`, for a workflow of one decode that gives their final
-    answers. stages: those whose decodes are learned, with all that these see; validation is on every one. workflow: the
-    file of a workflow of your own; traces alone have no code run."""
+    answers. stages: those whose decodes are learned, with those that these see; validation is on what the adapter
+    computes. workflow: the file of a workflow of your own; traces alone have no code run."""
     settings, found = read_traces(traces)
     if settings["model"] != adapter.facts.name or not _fits(settings, adapter):
         other = "of other weights" if settings["model"] == adapter.facts.name else f"not of {adapter.facts.name!r}"
@@ -63,14 +63,15 @@ def train_on(
     conditions = conditions_of(run)
     chosen = replace(choose(conditions, condition), readers=tuple(readers))
     chosen.check_readers(stage for trace in found for stage in trace.content)
-    if readers:  # which need not speak in every run
-        found = [trace for trace in found if set(readers) & trace.content.keys()]
+    check_stages(stages, found, chosen)
+    if taught := set(stages or readers):  # which need not speak in every run
+        found = [trace for trace in found if taught & trace.content.keys()]
     learn, check = split(found, validation, seed)
-    lessons = lessons_of(adapter, run, learn, chosen, **given, stages=stages)
+    lessons = lessons_of(adapter, run, [*learn, *check], chosen, **given, stages=stages)[: len(learn)]  # some are rare
     checks = lessons_of(adapter, run, check, chosen, **given)
     baseline = baseline_lessons(check, readers, next(iter(conditions.values())).mode)
     report = train(adapter, lessons, checks, out, config, baseline=baseline, on_update=on_update)
-    _note(out, adapter, workflow=settings["workflow"], readers=sorted(set(readers)))
+    _note(out, adapter, workflow=settings["workflow"], readers=sorted(set(readers)), stages=sorted(set(stages)))
     return report
 
 

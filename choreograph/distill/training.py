@@ -97,6 +97,7 @@ def _trained_in(
             trainer.state = ended
             model.load_adapter(ended.best_model_checkpoint, "default")
         seconds = time.perf_counter() - began - trainer.validating
+        trainer.shared.forget()
         log = history(out)
         best = best_of(out, trainer.state)
         if not math.isfinite(best["eval_learned"]):

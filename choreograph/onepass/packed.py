@@ -11,6 +11,7 @@ gradients, and the adapter's rows see what it left.
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +64,27 @@ class Pack:
         """How many rows were encoded before."""
         return 0 if self.past is None else len(self.past.tokens)
 
+    @cached_property
+    def calls(self) -> tuple[Span, ...]:
+        """Those that were encoded before, and the spans."""
+        return self.spans if self.past is None else (*self.past.spans, *self.spans)
+
+    def home(self, run: Run) -> tuple[int, slice]:
+        """The number of the call that a run is a part of, and which part."""
+        number = bisect_right(self.calls, run.lo, key=lambda span: span.lo) - 1
+        call = self.calls[number]
+        assert call.lo <= run.lo <= run.hi <= call.hi, f"{run} is of several calls"
+        return number, slice(run.lo - call.lo, run.hi - call.lo)
+
     def check(self) -> None:
         """Spans tile the sequence, and see only what stands before them."""
+        if self.past is not None:
+            self.past.check()
         assert [s.lo for s in self.spans] == [self.behind, *(s.hi for s in self.spans)][:-1]
-        assert not self.spans or self.spans[-1].hi - self.behind == len(self.tokens) == len(self.positions)
-        assert all(0 <= run.lo <= run.hi <= span.lo for span in self.spans for run in span.sees)
+        assert (
+            (self.spans[-1].hi if self.spans else self.behind) - self.behind == len(self.tokens) == len(self.positions)
+        )
+        assert all(0 <= run.lo <= run.hi <= span.lo and self.home(run) for span in self.spans for run in span.sees)
         assert len(self.rows) == len(self.targets)
 
 
@@ -120,13 +137,13 @@ class PackedStep:
         kept: Encoding | None = None,
     ) -> None:
         self._spans, self._kinds = packed.spans, kinds
-        before = packed.past if past and packed.past is not None else Pack([], [], (), [], [])
+        before = [] if packed.past is None else packed.past.positions
+        assert len(past) == len(packed.calls) - len(packed.spans), "every call that was encoded before"
         self._past, self._kept = past, kept
-        self._positions = torch.tensor(before.positions + packed.positions, device=device)
+        self._positions = torch.tensor(before + packed.positions, device=device)
         self._lengths = [span.hi - span.lo for span in packed.spans]
-        self._starts = [span.lo for span in (*before.spans, *packed.spans)]
         runs = {run for span in packed.spans for run in span.sees}
-        self._homes = {run: bisect_right(self._starts, run.lo) - 1 for run in runs}  # number of the call
+        self._homes = {run: packed.home(run) for run in runs}
         shifts = sorted({run.shift for run in runs})
         self._turns: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         for rotary in {kind.rotary for kind in kinds if kind.rotary is not None}:
@@ -146,7 +163,9 @@ class PackedStep:
         if self._kept is not None:
             self._kept[layer] = key, value
         # call by call: the gradient of a part is as large as what it was cut from, and what was encoded before has none
-        keys, values = self._by_call(layer, 0, key), self._by_call(layer, 1, value)
+        before = [tuple(x.to(key.dtype) for x in one[layer]) for one in self._past]
+        keys = [*(k for k, _ in before), *key.split(self._lengths, dim=2)]
+        values = [*(v for _, v in before), *value.split(self._lengths, dim=2)]
         turned: dict[Run, Tensor] = {}  # several calls see the same thing at the same place
         outputs = []
         for number, (span, rows) in enumerate(zip(self._spans, query.split(self._lengths, dim=2), strict=True)):
@@ -162,15 +181,9 @@ class PackedStep:
                 outputs.append(_attend_shaped(rows, seen, read, scale, self._distance(span), kind, sinks))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
-    def _by_call(self, layer: int, which: int, own: Float[Tensor, "1 G N D"]) -> list[Tensor]:
-        """Keys (0) or values (1): of every call that was encoded before, then of every one of this pass."""
-        return [*(one[layer][which].to(own.dtype) for one in self._past), *own.split(self._lengths, dim=2)]
-
     def _rows(self, calls: Sequence[Tensor], run: Run) -> Tensor:
-        home = self._homes[run]
-        rows, before = calls[home], self._starts[home]
-        whole = run.hi - run.lo == rows.shape[2]
-        return rows if whole else rows[:, :, run.lo - before : run.hi - before]
+        number, part = self._homes[run]
+        return calls[number] if run.hi - run.lo == calls[number].shape[2] else calls[number][:, :, part]
 
     def _turn(self, keys: Float[Tensor, "1 G T D"], shift: int, rotary: Rotary | None) -> Float[Tensor, "1 G T D"]:
         if rotary is None or not shift:

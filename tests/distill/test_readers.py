@@ -1,6 +1,7 @@
 """Adapters that only read what the base model encoded: one pass is the engine, training is what is served."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -103,26 +104,30 @@ def test_lessons_in_one_pass_say_what_each_says_alone(engine, pair, reading, dra
     assert _rows(both) <= sum(map(_rows, lessons)) + _rows(lessons[0]) - shared
 
 
-@given(many_nodes=st.lists(graphs(4), min_size=2, max_size=3), limit=st.integers(0, 12), draw=st.data())
+@given(many_nodes=st.lists(graphs(4), min_size=1, max_size=3), tokens=st.integers(0, 30), draw=st.data())
 @settings(max_examples=many(40), deadline=None)
-def test_what_passes_share_changes_nothing(engine, many_nodes, limit, draw):
-    packs = []
-    for nodes in many_nodes:
+def test_what_passes_share_changes_nothing(engine, many_nodes, tokens, draw):
+    """Every graph comes twice, alone and with another one in its pass."""
+    lessons = []
+    for number, nodes in enumerate(many_nodes):
         with engine.session() as session:
             calls = calls_of(perform(session, nodes))
         decodes = [n for n, node in enumerate(nodes) if node.generated]
         readers = closed(nodes, draw.draw(st.sets(st.sampled_from(decodes))) if decodes else set())
-        packs.append(pack_reading(for_readers(calls, readers)))
+        lessons.append(Lesson(str(number), tuple(for_readers(calls, readers)), True))
+    packs = [one.packed for one in (*lessons, joined([lessons[0], lessons[-1]]))]
     adapter = engine.runner.adapter
-    shared = Shared(adapter, [packed.past for packed in packs], limit)
-    for packed in packs * 2:
+    shared = Shared(adapter, [packed.past for packed in packs], tokens)
+    shared.check()
+    for packed in packs:
         with torch.no_grad(), adapter.hooked():
             alone = logits_of(adapter, packed)
             found = logits_of(adapter, packed, by_base=shared)
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+        shared.check()
 
 
-def test_what_passes_share_is_computed_once(monkeypatch):
+def test_what_passes_share_is_computed_once_and_comes_out_the_same(monkeypatch):
     adapter = Engine.from_pretrained(tiny.build()).runner.adapter
     computed = []
     compute = adapter.logits
@@ -132,13 +137,30 @@ def test_what_passes_share_is_computed_once(monkeypatch):
         return compute(tokens, *rest, **named)
 
     monkeypatch.setattr(adapter, "logits", logits)
-    a, b = lesson(1), lesson(6)  # 3 tokens in common, and 2
-    seen = [one.packed for one in (a, b, lesson(2))]
-    shared = Shared(adapter, [one.past for one in seen])
-    for one in seen:
+    pasts = [one.packed.past for one in (lesson(1), lesson(6), lesson(2))]  # the first two have a text of 2 tokens
+    made = []
+    for order in (pasts, pasts[::-1]):
+        shared = Shared(adapter, pasts)
         with torch.no_grad(), adapter.hooked():
-            shared(one.past)
-    assert computed == [2, 5, 5, 7], "what two of them have by itself, then what is new in each"
+            made.append([shared(one) for one in order])
+    assert computed == [2, 5, 5, 7, 7, 2, 5, 5], "what two of them have by itself, then what is new in each"
+    for one, other in zip(made[0], made[1][::-1], strict=True):
+        assert all(torch.equal(a[n][i], b[n][i]) for a, b in zip(one, other, strict=True) for n in a for i in (0, 1))
+    shared.forget()
+
+
+def test_names_of_long_talks_stay_short():
+    """Where every call sees all before it, a name that told all names in it would be as long as a power of two."""
+    calls = [TracedCall("text", [1, 2], 0)]
+    for n in range(1, 60):
+        calls.append(TracedCall("text", [n, 3], 2 * n, tuple(Seen(m, 0, 2, 2 * m) for m in range(n))))
+    calls.append(TracedCall("answer", [4], 120, tuple(Seen(m, 0, 2, 2 * m) for m in range(60)), [5]))
+    adapter = Engine.from_pretrained(tiny.build()).runner.adapter
+    packed = pack_reading(calls)
+    shared = Shared(adapter, [packed.past, packed.past])
+    with torch.no_grad(), adapter.hooked():
+        found, alone = logits_of(adapter, packed, by_base=shared), logits_of(adapter, packed)
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
 def _rows(lesson):
@@ -212,9 +234,10 @@ def test_a_reader_need_not_speak_in_every_run(talker, tmp_path):
     tasks = [Example(f"t{i}", "text", f"{i} or so") for i in range(6)]
     collect(talker, str(file), find(str(file)), tasks, tmp_path / "traces", sampling=SHORT)
     config = TrainConfig(rank=2, lessons=1, epochs=1)
-    asked = {"readers": ["answer"], "workflow": str(file)}
-    report = train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / "FT", config, **asked)
-    assert report.updates == 1
+    for named in ("readers", "stages"):
+        asked = {named: ["answer"], "workflow": str(file)}
+        report = train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / named, config, **asked)
+        assert report.updates == 1
     with pytest.raises(ConfigError, match="anser"):
         train_on(talker.runner.adapter, tmp_path / "traces", tmp_path / "x", workflow=str(file), readers=["anser"])
 
@@ -330,6 +353,10 @@ def test_every_family_reads_in_one_pass(name):
     whole = log_likelihood(read_logits(adapter, pack(calls)), [6, 7, 9, 10, 11]).tolist()
     reading = pack_reading(for_readers(calls, ["answer"]))
     assert log_likelihood(read_logits(adapter, reading), [9, 10, 11]).tolist() == pytest.approx(whole[2:], abs=1e-4)
+    shared = Shared(adapter, [reading.past, pack(calls[:1])])  # which have the text
+    with torch.no_grad(), adapter.hooked():
+        found = log_likelihood(logits_of(adapter, reading, by_base=shared), [9, 10, 11]).tolist()
+    assert found == pytest.approx(whole[2:], abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -363,8 +390,13 @@ def test_stages_that_are_not_learned_are_left_out(talker, traces):
             wanted = [p for stage, p in _said(adapter, other) if stage in learned]
             assert [p for _, p in _said(adapter, one)] == pytest.approx(wanted, abs=1e-4)
             assert len(one.packed.tokens) < len(other.packed.tokens)
-    with pytest.raises(ConfigError, match="'mergers'"):
-        lessons_of(*asked, sampling=SHORT, stages=["mergers"])
+    reading = [*asked[:3], replace(condition, readers=("merge",))]
+    for one in lessons_of(*reading, sampling=SHORT, stages=["merge"]):
+        assert [call.stage for call in one.calls if call.generated] == ["merge"]
+        assert not [call for call in one.calls if call.stage == "branch"]
+    for them, stages in ((asked, ["mergers"]), (reading, ["solve", "merge"])):
+        with pytest.raises(ConfigError, match=re.escape(f"stages ['{stages[0]}']")):
+            lessons_of(*them, sampling=SHORT, stages=stages)
 
 
 def _said(adapter, lesson):
