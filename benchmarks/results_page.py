@@ -146,8 +146,11 @@ def stories() -> str:
     lines = []
     for condition, found in one["conditions"].items():
         cells = [interval(found["scores"][k], 100) for k in ("coverage", "story 1", "story 2")]
-        lines.append([condition, *cells, interval(found["differences"].get("coverage"), 100, sign=True), str(one["n"])])
-    return markdown(["implementation", "concepts %", "of story 1", "of story 2", "difference", "n"], lines)
+        gap = interval(found["differences"].get("coverage"), 100, sign=True)
+        cut = [f"{100 * found['cut'][stage] / found['calls'][stage]:.0f}" for stage in ("solve", "merge")]
+        lines.append([condition, *cells, gap, " / ".join(cut), str(one["n"])])
+    head = ["implementation", "concepts %", "of story 1", "of story 2", "difference", "stories / merges cut %", "n"]
+    return markdown(head, lines)
 
 
 def games() -> dict[str, Any]:

@@ -51,11 +51,12 @@ def quality(runs: Runs) -> tuple[list[str], list[list[str]]]:
         if "pooled" in (found or {}) and len(sets) > 1:
             sets.append(("all", found["pooled"]))
         for data, one in sets:
+            n = str(one["own"]["n"])
             f1 = [interval(one[how], 100) for how in ("sent", "own", "partial", "reused")]
             points = [interval(one[how], sign=True) for how in ("partial loss", "reused loss")]
-            lines.append([title, data, f"{found['pattern']} ({100 * found['share']:.0f}%)", *f1, *points])
+            lines.append([title, data, f"{found['pattern']} ({100 * found['share']:.0f}%)", *f1, *points, n])
     head = ["pair, model", "data", "layers computed", "sender F1", "receiver F1", "partial", "all reused"]
-    return [*head, "partial loses", "full reuse loses"], lines
+    return [*head, "partial loses", "full reuse loses", "n"], lines
 
 
 def times(runs: Runs) -> tuple[list[str], list[list[str]]]:
@@ -83,18 +84,27 @@ def transfer(runs: Runs) -> tuple[list[str], list[list[str]]]:
 
 
 def stream(runs: Runs) -> tuple[list[str], list[list[str]]]:
-    """The rates, and what the requests of each waited."""
+    """The rates, and what the requests of each waited. A knee is known from one rate that was tried to the next."""
     lines = []
     for title, run in runs.items():
         found = run.get("stream")
         for way, points in found["rates"].items() if found else ():
             cells = [f"{1e3 * one['ttft']:,.0f} / {1e3 * one['e2e']:,.0f}" for one in points]
-            base = found["knee"]["recompute"]
             most = points[0]["rate"] / FACTORS[0]
-            lines.append(
-                [title, way, f"{most:.2f}", *cells, f"{found['knee'][way]:.2f}", f"{found['knee'][way] / base:.2f}"]
-            )
+            (low, high), (least, last) = (_knee(found, one) for one in (way, "recompute"))
+            later = "1" if way == "recompute" else _between(low / last if last else 0.0, high and high / least)
+            lines.append([title, way, f"{most:.2f}", *cells, _between(low, high), later])
     return ["pair, model", "way", "full prefills, 1/s", *(f"{f}x" for f in FACTORS), "knee, 1/s", "later"], lines
+
+
+def _knee(found: Mapping[str, Any], way: str) -> tuple[float, float | None]:
+    """The highest rate that was below it, and the next one that was tried, if any was."""
+    rates, low = [point["rate"] for point in found["rates"][way]], found["knee"][way]
+    return low, next((rate for rate in rates if rate > low), None)
+
+
+def _between(low: float, high: float | None) -> str:
+    return f"{low:.2f} or more" if high is None else f"{low:.2f} to {high:.2f}"
 
 
 def choice(runs: Runs) -> tuple[list[str], list[list[str]]]:
