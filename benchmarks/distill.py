@@ -222,9 +222,9 @@ PLANS = {
     "prisoners_dilemma, orders, talk": Plan(
         "prisoners_dilemma",
         "leak both",
-        partial(ordered, more=480),
+        partial(ordered, more=60),
         96,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1, validations=4, packed=4),
+        TrainConfig(**SOFTLY | {"rate": 8e-4}, dropout=0.0, epochs=2, validations=3, packed=4),
         {"strategy": "defect", "orders": ORDERS},
         readers=SPOKEN,
         stages=TALK,
