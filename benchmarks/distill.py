@@ -222,7 +222,7 @@ PLANS = {
     "prisoners_dilemma, orders, talk": Plan(
         "prisoners_dilemma",
         "leak both",
-        partial(ordered, more=60),
+        partial(ordered, more=39),
         96,
         TrainConfig(**SOFTLY | {"rate": 8e-4}, dropout=0.0, epochs=2, validations=3, packed=4),
         {"strategy": "defect", "orders": ORDERS},
