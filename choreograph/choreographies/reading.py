@@ -22,6 +22,12 @@ _DECIDES = re.compile(
 )
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _MARKS = " \t\n.,;:!*`\"'"
+_UNIT = re.compile(  # 12 dollars; not 12 million, 3 and a half, 2 pi, 5 x
+    r"^\$?(?P<number>-?[\d,]*\.?\d+(?:/\d+)?)\s+(?!.*\b(?:and|or|pi|half|halves|thirds?|quarters?|dozens?|hundreds?|"
+    r"thousands?|[mbtr]+illions?|[a-ceiknpqrtx-z])\b)[A-Za-z ]+$",
+    re.IGNORECASE,
+)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def boxed(text: str) -> str | None:
@@ -72,8 +78,19 @@ def majority(answers: Iterable[str | None]) -> str | None:
 
 def plain(answer: str) -> str:
     """An answer without what does not change it, for comparing answers of one problem with each other."""
-    bare = re.sub(r"\\(?:left|right|,|!|;)|[\s$]", "", answer).strip(_MARKS)
+    bare = re.sub(r"\\(?:left|right|,|!|;)|[\s$]", "", without_unit(answer.strip(_MARKS))).strip(_MARKS)
+    bare = re.sub(r"\\[dt]?frac(\d)(\d)", r"\\frac{\1}{\2}", without_thousands(bare))
     return re.sub(r"^[a-zA-Z]=", "", bare).replace(r"\dfrac", r"\frac").lower()
+
+
+def without_unit(answer: str) -> str:
+    """The number alone of "12 dollars"; what a word makes another number (12 million) stays as it is."""
+    return _UNIT.sub(r"\g<number>", answer)
+
+
+def without_thousands(text: str) -> str:
+    """5000 for 5,000."""
+    return _THOUSANDS.sub("", text)
 
 
 def choice(text: str, most: int) -> int | None:
@@ -94,8 +111,13 @@ def decision(text: str) -> str | None:
 
 
 def yes_or_no(text: str) -> bool | None:
-    found = re.search(r"\b(yes|no)\b", text, re.IGNORECASE)
-    return None if found is None else found[0].lower() == "yes"
+    """The first of these words."""
+    return next(iter(yes_or_nos(text)), None)
+
+
+def yes_or_nos(text: str) -> list[bool]:
+    """Every yes, and every no, in order."""
+    return [word.lower() == "yes" for word in re.findall(r"\b(?:yes|no)\b", text, re.IGNORECASE)]
 
 
 def groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]] | None:

@@ -6,7 +6,7 @@ parents, offsets and log-probabilities, and which call is the answer. A run that
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ NAME = "traces"
 
 @dataclass(frozen=True)
 class Trace:
-    """One run of a workflow. answer: the number of the call that gave the answer."""
+    """One run of a workflow. answer: the number of the call that gave the answer; findings: what the workflow noted."""
 
     id: str
     task: Any
     seed: int
     calls: tuple[TracedCall, ...]
     answer: int
+    findings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def content(self) -> Content:
@@ -89,6 +90,7 @@ def collect(
             "task": example.task,
             "seed": seed_of(seed, example.id),
             "answer": decodes[said.index(answer.id)],
+            "findings": p.findings,
             "calls": to_json(calls),
         }
 
@@ -125,7 +127,8 @@ def read_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
                 answer = range(len(calls))[record["answer"]]
                 if answer != record["answer"] or calls[answer].generated is None:
                     raise ValueError(f"answer {record['answer']} is no decode")
-                found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, answer)
+                findings = dict(record.get("findings", {}))
+                found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, answer, findings)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise DataError(f"{file}: a damaged trace ({problem!r}); remove the line") from None
     known = read_settings(settings)
