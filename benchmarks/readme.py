@@ -73,7 +73,8 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         ("2048/32/32: over host, reactive", None): "the same agents: step graph over loading when a call needs it",
     },
     "kvflow_peer": {
-        ("8 desks: over device only", None): "eight desks of four agents, room for half: the same over the same",
+        ("8 desks: over device only", None): "eight desks of four agents, room for half: step graph with host memory "
+        "over LRU that recomputes",
         ("8 desks: over host, reactive", None): "the same desks: step graph over loading when a call needs it",
     },
     "reuse": {

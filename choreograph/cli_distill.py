@@ -167,7 +167,7 @@ def train(
         tensorboard=tensorboard,
         seed=seed,
     )
-    learned = "-".join([direct or condition or "last", *(reader or ()), *(f"of-{one}" for one in stage or ())])
+    learned = "-".join([direct or condition or "reused", *(reader or ()), *(f"of-{one}" for one in stage or ())])
     out = out or Path("out") / "adapters" / f"{traces.name}-{learned}"
     adapter = open_engine(model, dtype, device=device).runner.adapter
     with ExitStack() as stack:

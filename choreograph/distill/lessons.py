@@ -6,7 +6,7 @@ from typing import Any
 
 from ..choreographies import Workflow
 from ..choreographies.performance import Condition
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..models.adapter import Adapter
 from ..onepass.calls import TracedCall, as_prompts, decodes_of, first_decode, for_readers, with_parents
 from ..onepass.packed import Pack, pack, pack_reading
@@ -99,12 +99,15 @@ def answer_lessons(
 
 def _answer(model: Adapter, trace: Trace) -> list[int]:
     """The final message; of a workflow that reads its answer out of that, the answer as a sentence (footnote 14)."""
+    if trace.findings is None:
+        raise DataError(f"{trace.id}: a trace that does not tell what the workflow noted: make the traces again")
     if "answer" not in trace.findings:
         return trace.calls[trace.answer].generated or []
     if (answer := trace.findings["answer"]) is None:
         return []
     said = model.tokenizer(f"The answer is \\boxed{{{answer}}}.", add_special_tokens=False)["input_ids"]
-    return [*said, *model.end_tokens[:1]]
+    ends, usual = model.end_tokens, model.tokenizer.eos_token_id
+    return [*said, *([usual] if usual in ends else ends[:1])]
 
 
 def joined(lessons: Sequence[Lesson]) -> Lesson:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..choreographies import Workflow, conditions_of, find, names, options_of
 from ..choreographies.performance import Condition
@@ -15,11 +15,12 @@ from ..evaluation.folder import write_settings
 from ..evaluation.runs import source_of
 from ..models.adapter import Adapter
 from ..types import SamplingParams
-from .lessons import answer_lessons, baseline_lessons, check_stages, lessons_of
+from .lessons import Lesson, answer_lessons, baseline_lessons, check_stages, lessons_of
 from .setting import TrainConfig, TrainReport
 from .traces import Trace, read_traces
 from .training import train
 
+T = TypeVar("T", Trace, Lesson)
 LEARNED = "learned.json"  # beside the adapter
 
 
@@ -49,10 +50,9 @@ def train_on(
     if direct is not None:
         if condition is not None or readers or stages or workflow or (config and (config.kl or config.encodings)):
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
-        learn, check = split(found, validation, seed)
         one = find(direct)
         given = {name: value for name, value in settings["options"].items() if name in options_of(one)}
-        lessons, checks = (answer_lessons(adapter, one, part, options=given) for part in (learn, check))
+        lessons, checks = split(answer_lessons(adapter, one, found, options=given), validation, seed)
         report = train(adapter, lessons, checks, out, config, on_update=on_update)
         _note(out, adapter, workflow=direct)
         return report
@@ -135,7 +135,7 @@ def choose(conditions: Any, name: str | None) -> Condition:
     return conditions[name or known[-1]]
 
 
-def split(traces: Sequence[Trace], share: float, seed: int) -> tuple[list[Trace], list[Trace]]:
+def split(traces: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
     """Some for learning and the others, at least one, for validation."""
     if not 0 < share < 1:
         raise ConfigError(f"validation={share}: use a share between 0 and 1")

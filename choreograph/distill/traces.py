@@ -6,7 +6,7 @@ parents, offsets and log-probabilities, and which call is the answer. A run that
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,15 @@ NAME = "traces"
 
 @dataclass(frozen=True)
 class Trace:
-    """One run of a workflow. answer: the number of the call that gave the answer; findings: what the workflow noted."""
+    """One run of a workflow. answer: the number of the call that gave the answer; findings: what the workflow noted, if
+    that is known."""
 
     id: str
     task: Any
     seed: int
     calls: tuple[TracedCall, ...]
     answer: int
-    findings: Mapping[str, Any] = field(default_factory=dict)
+    findings: Mapping[str, Any] | None = None
 
     @property
     def content(self) -> Content:
@@ -127,8 +128,8 @@ def read_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
                 answer = range(len(calls))[record["answer"]]
                 if answer != record["answer"] or calls[answer].generated is None:
                     raise ValueError(f"answer {record['answer']} is no decode")
-                findings = dict(record.get("findings", {}))
-                found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, answer, findings)
+                noted = dict(record["findings"]) if "findings" in record else None
+                found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, answer, noted)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise DataError(f"{file}: a damaged trace ({problem!r}); remove the line") from None
     known = read_settings(settings)

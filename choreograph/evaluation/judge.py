@@ -18,10 +18,12 @@ HEADER = "The better answer is"
 
 
 class Verdict(NamedTuple):
-    """1 for a win of the second answer in both orders, -1 for the first, 0 for a tie; unread: orders not understood."""
+    """1 for a win of the second answer in both orders, -1 for the first, 0 for a tie; unread: orders not understood;
+    problem: why they could not be asked."""
 
     score: int
     unread: int
+    problem: str = ""
 
 
 def verdicts(
@@ -51,7 +53,7 @@ def verdicts(
             yield outcome.index, outcome.value
         elif isinstance(outcome.error, ChoreographError):
             first_error = first_error or outcome.error
-            yield outcome.index, Verdict(0, 2)
+            yield outcome.index, Verdict(0, 2, f"{type(outcome.error).__name__}: {outcome.error}")
         else:
             raise outcome.error
     if first_error is not None and not read:
@@ -59,10 +61,10 @@ def verdicts(
 
 
 def _ask(engine: Engine, request: str, a: str, b: str) -> str | None:
-    """A or B, the first that the judge names as a word of its own, which the article is not; greedy."""
+    """A or B, the first that the judge names as a word of its own; greedy."""
     with engine.session(mode="prefix") as s:
         question = s.prefill(s.user(ASK.format(request=request, a=a, b=b)))
         sampling = SamplingParams(temperature=0, max_tokens=8)
         text = s.decode(s.assistant(HEADER), [question], sampling=sampling).text
-    named = re.search(r"\b(B|A(?!\s+[a-z]))\b", text)
+    named = re.search(r"\b([AB])\b", text)
     return named and named[1]

@@ -35,10 +35,12 @@ def settings_of(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """All that a result depends on, but for the code of the package below the workflow. Raises ConfigError for options
-    that the conditions are there to set."""
-    fixed = {name for condition in conditions_of(workflow).values() for name in condition.options}
-    if twice := sorted(fixed & options.keys()):
-        raise ConfigError(f"options {twice}: the workflow's conditions set them: choose conditions (--condition)")
+    that every condition but the baseline sets itself."""
+    _, *others = conditions_of(workflow).values()
+    if twice := sorted(options.keys() & set.intersection(*(set(c.options) for c in others)) if others else ()):
+        raise ConfigError(
+            f"options {twice}: they tell the workflow's conditions apart: leave them out, name conditions"
+        )
     asked = json.dumps([[e.id, e.task] for e in examples], ensure_ascii=False)
     return {
         "workflow": name,

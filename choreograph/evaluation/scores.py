@@ -100,11 +100,13 @@ def _qa(e: Example, r: Record) -> Scores:
 
 
 def _pair(e: Example, r: Record) -> Scores:
-    """Where both ask for a yes or a no, each has a word of its own, in their order."""
+    """Where both ask for a yes or a no, each has a word of its own, in their order: the first of its line, if there are
+    several lines."""
     known, texts = [e.gold[k]["answers"] for k in ("first", "second")], [r["answer"]] * 2
     if all(map(_are_yes_or_no, known)):
-        said = ["yes" if yes else "no" for yes in yes_or_nos(r["answer"])]
-        texts = [*said, "", ""][:2]
+        lines = [line for line in r["answer"].splitlines() if line.strip()]
+        words = yes_or_nos(r["answer"]) if len(lines) < 2 else filter(lambda x: x is not None, map(yes_or_no, lines))
+        texts = [*("yes" if word else "no" for word in words), "", ""][:2]
     first, second = (float(answers_right(text, one)) for text, one in zip(texts, known, strict=True))
     return {"first": first, "second": second, "both": first * second, "either": max(first, second)}
 

@@ -95,7 +95,8 @@ def evaluate(
             at_once=at_once,
             on_done=lambda condition, record: tick(),
         )
-    before = _report(out, settings) if done == len(examples) * len(conditions) else {}
+    new = sum(1 for some in records.values() for r in some if not r.get("error")) - done
+    before = {} if new else _report(out, settings)
     later = {what: before[what] for what in LATER if what in before}  # measured of these very records
     report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens), **later}
     head, lines = table(report)
@@ -190,6 +191,9 @@ def judged(
             w: mean([float(votes[i].score == s) for i in range(len(sound))]) for w, s in (("lost", -1), ("won", 1))
         }
         unread = sum(v.unread for v in votes.values())
+        if problems := [votes[i].problem for i in sorted(votes) if votes[i].problem]:
+            lost = f"{name}: {len(problems)} pairs could not be asked, the first: {problems[0]}"
+            console.print(lost, markup=False, highlight=False, soft_wrap=True)
         found[name] = {k: asdict(v) for k, v in shares.items()} | {"unread": unread}
         lines.append([name, interval(shares["lost"], 100), interval(shares["won"], 100), str(unread), str(len(sound))])
     head = ["condition", "baseline wins %", "condition wins %", "unread votes", "n"]
@@ -199,12 +203,9 @@ def judged(
 
 def request_of(e: Example) -> str:
     """What was asked, to somebody who has not seen the workflow's prompts."""
-    if isinstance(e.task, str):
-        return e.task
-    listed = "; ".join(map(str, e.task))
-    return {"concepts": f"Write a story that uses these concepts: {listed}.", "pair": f"Answer both: {listed}"}.get(
-        e.kind, listed
-    )
+    listed = e.task if isinstance(e.task, str) else "; ".join(map(str, e.task))
+    asked = {"concepts": f"Write a story that uses these concepts: {listed}.", "pair": f"Answer both: {listed}"}
+    return asked.get(e.kind, listed)
 
 
 def bench(

@@ -100,10 +100,11 @@ def unread(condition: Mapping[str, Any], n: int) -> str:
 def interval(
     estimate: Mapping[str, Any] | Estimate | None, scale: float = 1, *, sign: bool = False, places: int = 1
 ) -> str:
-    """`56.4 (51.9, 60.8)`; empty for no estimate, without an interval where one value is all there is."""
+    """`56.4 (51.9, 60.8)`; empty for no estimate, without an interval where one value tells of none."""
     if estimate is None:
         return ""
     values = asdict(estimate) if isinstance(estimate, Estimate) else estimate
     plus = "+" if sign else ""
     value, low, high = (f"{values[k] * scale:{plus}.{places}f}" for k in ("value", "low", "high"))
-    return f"{value} ({low}, {high})" if values.get("n") != 1 else value
+    alone = values.get("n") == 1 and values["low"] == values["high"]
+    return value if alone else f"{value} ({low}, {high})"
