@@ -8,18 +8,23 @@ from .common import RESULTS
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -->"
 SHAPE = "H200, Llama 3.1 8B's shape with random weights"
+DEBATES_AND_TREE = ("Tree of Thoughts", "iterative debate", "parallel debate")
 SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
     "decode": {
         (
             "1 stream: compiled bf16",
             "Hugging Face eager",
         ): "decode step (compiled), 512 tokens of context: speed against eager Hugging Face",
+        (
+            "1 stream: compiled bf16",
+            "llama.cpp",
+        ): "the same: speed against llama.cpp, whose weights are of four bits (Q4_1)",
         ("1 stream: compiled int8", "llama.cpp"): "the same with int8 weights: speed against llama.cpp Q4_1",
         (
             "8 branches, shared context: compiled bf16",
             "Hugging Face eager",
         ): "8 branches over one context: speed against eager Hugging Face",
-        ("8 branches, shared context: compiled bf16", "llama.cpp"): "the same: speed against llama.cpp",
+        ("8 branches, shared context: compiled bf16", "llama.cpp"): "the same: speed against llama.cpp Q4_1",
         (
             "float32, 1 stream: compiled float32",
             "Hugging Face eager",
@@ -29,7 +34,10 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
             "Hugging Face eager",
         ): "8 branches in float32, AVX2 alone: speed against eager Hugging Face",
     },
-    "prefill": {("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens: speed against llama.cpp"},
+    "prefill": {
+        ("prefill of 1024 tokens", "Hugging Face eager"): "prefill of 1024 tokens: speed against eager Hugging Face",
+        ("prefill of 1024 tokens", "llama.cpp"): "the same: speed against llama.cpp Q4_1",
+    },
     "ttft": {
         (
             "home: first token in decode steps",
@@ -40,7 +48,7 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
     "arena": {("64k over 2k slots", None): "time of a step in a cache of 64k slots over one of 2k (1 is ideal)"},
     "speed": {
         (f"{workflow}: {measure}", None): f"{workflow}: {words}, prefix mode over choreographed"
-        for workflow in ("Tree of Thoughts", "iterative debate", "parallel debate")
+        for workflow in DEBATES_AND_TREE
         for measure, words in (("TTFT, steps", "time to first token"), ("end to end", "end to end"))
     },
     "scaling": {
@@ -62,9 +70,11 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
             None,
         ): "ten agents whose prompts of 2048 tokens fill twice the cache: step graph with host memory over LRU that "
         "recomputes",
+        ("2048/32/32: over host, reactive", None): "the same agents: step graph over loading when a call needs it",
     },
     "kvflow_peer": {
-        ("8 desks: over device only", None): "eight desks of four agents, room for half: the same over the same",
+        ("8 desks: over device only", None): "eight desks of four agents, room for half: step graph with host memory "
+        "over LRU that recomputes",
         ("8 desks: over host, reactive", None): "the same desks: step graph over loading when a call needs it",
     },
     "reuse": {
@@ -82,13 +92,11 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         ("triton, prefill: SDPA over it", None): f"{SHAPE}: attention of a prefill of 2048 tokens, speed against SDPA",
         **{
             (f"{title}: {measure}", None): f"{SHAPE}: {title}, {words}, prefix mode over choreographed"
-            for title, measure, words in (
-                ("Tree of Thoughts", "TTFT", "time to first token"),
-                ("iterative debate", "TTFT", "time to first token"),
-                ("parallel debate", "TTFT", "time to first token"),
-                ("Tree of Thoughts, large", "end to end", "256 branches and 4 voters, end to end"),
-            )
+            for title in DEBATES_AND_TREE
+            for measure, words in (("TTFT", "time to first token"), ("end to end", "end to end"))
         },
+        ("Tree of Thoughts, large: end to end", None): f"{SHAPE}: Tree of Thoughts with 256 branches and 4 voters, "
+        "end to end, prefix mode over choreographed",
         (
             "Prompt Cache: no reuse over modules",
             None,
@@ -100,9 +108,13 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
             None,
         ): "Qwen2.5-Coder-0.5B, two questions encoded apart: share of what reuse loses that fine-tuning gives back",
         (
+            "multi_qa, qwen2.5-coder-0.5b-instruct-q4_k_m: gap closed",
+            None,
+        ): "the same, each question with its passage",
+        (
             "tree_of_thoughts, qwen2.5-coder-0.5b-instruct-q4_k_m: gap closed",
             None,
-        ): "the same for Tree of Thoughts",
+        ): "the same for Tree of Thoughts (other workflows: `docs/results.md`)",
     },
 }
 RATIOS = ("x", "")  # units of what is a ratio, of times or of log-losses
@@ -115,9 +127,9 @@ def table(results: Path = RESULTS) -> str:
     for name, shown in SHOWN.items():
         for path in results.glob(f"{name}.json"):
             record = json.loads(path.read_text())
-            for row in record["rows"]:
-                label = shown.get((row["measure"], row["peer"]))
-                if label and row["unit"] in RATIOS:
+            rows = {(row["measure"], row["peer"]): row for row in record["rows"] if row["unit"] in RATIOS}
+            for key, label in shown.items():
+                if row := rows.get(key):
                     machines.add(f"{row['made']['hardware']}, torch {record['torch']}")
                     span = f"{row['low']:.2f} to {row['high']:.2f}"
                     lines.append(f"| {label} | {row['value']:.2f} | {span} | `{name}` |")

@@ -183,6 +183,7 @@ def run(
     """Run one workflow on one task and print its answer and what each stage cost."""
     from .choreographies import find
     from .measure import perform
+    from .report import show_run
     from .types import SamplingParams
 
     computed_by, found = adapted(adapter, reader), find(workflow)
@@ -204,11 +205,11 @@ def run(
         on_text=lambda piece: console.print(piece, end="", markup=False, highlight=False, soft_wrap=True),
     )
     if as_json:
-        unparseable = dict(done.performance.unparseable)
-        print(json.dumps({"answer": done.answer.text, "unparseable": unparseable, **done.cost.as_dict()}))
+        told = {"unparseable": dict(done.performance.unparseable), "findings": done.performance.findings}
+        print(json.dumps({"answer": done.answer.text, **told, **done.cost.as_dict()}))
     else:
         console.print("\n")
-        _show_run(console, f"{workflow}, {mode.value}: {done.cost.seconds:.2f} s", done)
+        show_run(console, f"{workflow}, {mode.value}: {done.cost.seconds:.2f} s", done)
 
 
 @app.command(name="eval")
@@ -305,19 +306,6 @@ def bench(
     )
     if as_json:
         print(json.dumps(report))
-
-
-def _show_run(console: Console, title: str, done: Any) -> None:
-    from .report import milliseconds, show_table
-
-    lines = [
-        (s.stage, str(s.calls), milliseconds(s.ttft), str(s.encoded), str(s.cached), str(s.generated))
-        for s in done.cost.stages
-    ]
-    show_table(console, title, ("stage", "calls", "TTFT", "encoded", "reused", "generated"), lines)
-    if done.performance.unparseable:
-        lost = f"could not be parsed: {dict(done.performance.unparseable)}"
-        console.print(lost, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

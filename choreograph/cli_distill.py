@@ -98,7 +98,7 @@ def train(
         Path | None, typer.Option(help="Where the adapter goes; a training that was stopped goes on.")
     ] = None,
     condition: Annotated[
-        str | None, typer.Option(help="The way of running the workflow to learn; its last one by default.")
+        str | None, typer.Option(help="The way of running the workflow to learn; needed if it has several.")
     ] = None,
     direct: Annotated[
         str | None, typer.Option(help="Learn to give the final answers in this workflow of one call instead.")
@@ -167,7 +167,7 @@ def train(
         tensorboard=tensorboard,
         seed=seed,
     )
-    learned = "-".join([direct or condition or "last", *(reader or ()), *(f"of-{one}" for one in stage or ())])
+    learned = "-".join([direct or condition or "reused", *(reader or ()), *(f"of-{one}" for one in stage or ())])
     out = out or Path("out") / "adapters" / f"{traces.name}-{learned}"
     adapter = open_engine(model, dtype, device=device).runner.adapter
     with ExitStack() as stack:

@@ -1,6 +1,8 @@
 """Tables and numbers for people: rich on a terminal, aligned plain text in a pipe. Knows no engine."""
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -45,6 +47,20 @@ def _table(width: int, title: str, head: Sequence[str], lines: Sequence[Sequence
     for line in lines:
         table.add_row(*map(Text, line))
     return table
+
+
+def show_run(console: Console, title: str, done: Any) -> None:
+    """What one run of a workflow cost, stage by stage, what it found out besides its answer, and what went unread."""
+    lines = [
+        (s.stage, str(s.calls), milliseconds(s.ttft), str(s.encoded), str(s.cached), str(s.generated))
+        for s in done.cost.stages
+    ]
+    show_table(console, title, ("stage", "calls", "TTFT", "encoded", "reused", "generated"), lines)
+    told = (("found out", done.performance.findings), ("could not be parsed", dict(done.performance.unparseable)))
+    for what, found in told:
+        if found:
+            line = f"{what}: {json.dumps(found, ensure_ascii=False)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def milliseconds(seconds: float | None) -> str:

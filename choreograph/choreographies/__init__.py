@@ -32,6 +32,7 @@ __all__ = [
     "files_of",
     "find",
     "names",
+    "options_of",
     "takes_pairs",
 ]
 
@@ -116,6 +117,11 @@ def check_options(workflow: Workflow, options: Mapping[str, Any]) -> None:
         plain = type(default) in (bool, int, float, str)
         if plain and (not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool)):
             raise ConfigError(f"option {name}={value!r}: use a value like its default, {default!r}")
+
+
+def options_of(workflow: Workflow) -> list[str]:
+    """The names of the options that a workflow names."""
+    return list(_parameters(workflow)[0])
 
 
 def _parameters(workflow: Workflow) -> tuple[dict[str, Any], set[str], bool]:

@@ -29,7 +29,7 @@ def run(p: Performance, task: str, *, agents: int = 3, rounds: int = 3, prompt: 
             p.decode(f"round {number}", header, [question, *answers[:i], *answers[i + 1 :], update], stop=NEXT)
             for i, header in enumerate(headers)
         ]
-    finals = [final_answer(answer.text) for answer in answers]
+    finals = [final_answer(answer.text, whole=not p.was_cut(answer)) for answer in answers]
     for final in finals:
         if final is None:
             p.could_not_parse(f"round {rounds}")

@@ -175,6 +175,11 @@ class Performance(Turns):
             )
         return known[number]
 
+    def was_cut(self, message: Message) -> bool:
+        """Whether the limit of tokens ended a message, or the one that it repeats."""
+        repeats = message.finish_reason == "forced"
+        return message.finish_reason == "length" or (repeats and len(message.generated) >= self.sampling.max_tokens)
+
     def could_not_parse(self, stage: str) -> None:
         """Counts an output that the workflow could not read."""
         self.unparseable[stage] += 1

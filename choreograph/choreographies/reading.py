@@ -22,6 +22,13 @@ _DECIDES = re.compile(
 )
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _MARKS = " \t\n.,;:!*`\"'"
+_UNIT = re.compile(  # 12 dollars; not 12 million, 3 and a half, 2 pi, 5 x
+    r"^\$?(?P<number>-?[\d,]*\.?\d+(?:/\d+)?)\s+(?!(?:[a-ceiknpqrtx-z]|[x-z]{2,3}|[ap]m|and|or|pi|theta|alpha|half|"
+    r"halves|(?:third|fourth|fifth|sixth|eighth|tenth|dozen|hundred|thousand|[mbtr]+illion)s?|squared|cubed|base)\b)"
+    r"[A-Za-z ]+$",
+    re.IGNORECASE,
+)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def boxed(text: str) -> str | None:
@@ -65,15 +72,28 @@ def _last(text: str) -> str | None:
 
 
 def majority(answers: Iterable[str | None]) -> str | None:
-    """The answer that most gave, the earliest of equals; spaces, dollars and a leading `x =` do not count."""
+    """The answer that most gave, the earliest of equals; in the form that `plain` compares."""
     counted = Counter(plain(a) for a in answers if a is not None)
     return max(counted, key=lambda a: counted[a], default=None)
 
 
 def plain(answer: str) -> str:
     """An answer without what does not change it, for comparing answers of one problem with each other."""
-    bare = re.sub(r"\\(?:left|right|,|!|;)|[\s$]", "", answer).strip(_MARKS)
-    return re.sub(r"^[a-zA-Z]=", "", bare).replace(r"\dfrac", r"\frac").lower()
+    bare = re.sub(r"\\(?:left|right|,|!|;)|\$", "", answer).replace("{,}", ",")
+    bare = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", bare).strip(_MARKS)
+    bare = re.sub(r"\s", "", without_unit(without_thousands(bare))).strip(_MARKS)
+    bare = re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"^[a-zA-Z]=", "", bare))
+    return re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", bare).lower()
+
+
+def without_unit(answer: str) -> str:
+    """The number alone of "12 dollars"; what a word makes another number (12 million) stays as it is."""
+    return _UNIT.sub(r"\g<number>", answer)
+
+
+def without_thousands(text: str) -> str:
+    """5000 for 5,000."""
+    return _THOUSANDS.sub("", text)
 
 
 def choice(text: str, most: int) -> int | None:
@@ -94,8 +114,13 @@ def decision(text: str) -> str | None:
 
 
 def yes_or_no(text: str) -> bool | None:
-    found = re.search(r"\b(yes|no)\b", text, re.IGNORECASE)
-    return None if found is None else found[0].lower() == "yes"
+    """The first of these words."""
+    return next(iter(yes_or_nos(text)), None)
+
+
+def yes_or_nos(text: str) -> list[bool]:
+    """Every yes, and every no, in order."""
+    return [word.lower() == "yes" for word in re.findall(r"\b(?:yes|no)\b", text, re.IGNORECASE)]
 
 
 def groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]] | None:

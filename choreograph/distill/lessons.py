@@ -6,7 +6,7 @@ from typing import Any
 
 from ..choreographies import Workflow
 from ..choreographies.performance import Condition
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..models.adapter import Adapter
 from ..onepass.calls import TracedCall, as_prompts, decodes_of, first_decode, for_readers, with_parents
 from ..onepass.packed import Pack, pack, pack_reading
@@ -85,14 +85,29 @@ def answer_lessons(
     *,
     options: Mapping[str, Any] | None = None,
 ) -> list[Lesson]:
-    """The final answer of a whole workflow, to be given by one of a single decode (the paper's distilled baseline)."""
-    scripts = [Script(t.id, t.task, _Only(t.calls[t.answer].generated or [])) for t in traces]
+    """The final answer of a whole workflow, to be given by one of a single decode (the paper's distilled baseline).
+    Runs without an answer that could be read teach none."""
+    taught = [(trace, tokens) for trace in traces if (tokens := _answer(model, trace))]
+    scripts = [Script(trace.id, trace.task, _Only(tokens)) for trace, tokens in taught]
     found = rehearse(model, direct, scripts, Condition("choreographed"), sampling=SamplingParams(), options=options)
     calls = dict(found)
     for one in calls.values():
         if len(stages := [stage for (stage, _), _ in decodes_of(one)]) != 1:
             raise ConfigError(f"a workflow that decodes {stages}: a final answer is learned by one of a single decode")
-    return [Lesson(t.id, tuple(calls[t.id])) for t in traces]
+    return [Lesson(trace.id, tuple(calls[trace.id])) for trace, _ in taught]
+
+
+def _answer(model: Adapter, trace: Trace) -> list[int]:
+    """The final message; of a workflow that reads its answer out of that, the answer as a sentence (footnote 14)."""
+    if trace.findings is None:
+        raise DataError(f"{trace.id}: a trace that does not tell what the workflow noted: make the traces again")
+    if "answer" not in trace.findings:
+        return trace.calls[trace.answer].generated or []
+    if (answer := trace.findings["answer"]) is None:
+        return []
+    said = model.tokenizer(f"The answer is \\boxed{{{answer}}}.", add_special_tokens=False)["input_ids"]
+    ends, usual = model.end_tokens, model.tokenizer.eos_token_id
+    return [*said, *([usual] if usual in ends else ends[:1])]
 
 
 def joined(lessons: Sequence[Lesson]) -> Lesson:

@@ -6,20 +6,21 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..choreographies import Workflow, conditions_of, find, names
+from ..choreographies import Workflow, conditions_of, find, names, options_of
 from ..choreographies.performance import Condition
 from ..errors import ConfigError, DataError
 from ..evaluation.folder import write_settings
 from ..evaluation.runs import source_of
 from ..models.adapter import Adapter
 from ..types import SamplingParams
-from .lessons import answer_lessons, baseline_lessons, check_stages, lessons_of
+from .lessons import Lesson, answer_lessons, baseline_lessons, check_stages, lessons_of
 from .setting import TrainConfig, TrainReport
 from .traces import Trace, read_traces
 from .training import train
 
+T = TypeVar("T", Trace, Lesson)
 LEARNED = "learned.json"  # beside the adapter
 
 
@@ -37,7 +38,7 @@ def train_on(
     validation: float = 0.1,
     on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
-    """Trains an adapter for the workflow of some traces under one of its conditions (by default its last one), or for
+    """Trains an adapter for the workflow of some traces under one of its conditions (by default the only one), or for
     the decodes of its stages in `readers` alone, or, with `direct`, for a workflow of one decode that gives their final
     answers. stages: those whose decodes are learned, with those that these see; validation is on what the adapter
     computes. workflow: the file of a workflow of your own; traces alone have no code run."""
@@ -49,14 +50,14 @@ def train_on(
     if direct is not None:
         if condition is not None or readers or stages or workflow or (config and (config.kl or config.encodings)):
             raise ConfigError("direct: final answers are learned without a condition, without what the baseline gave")
-        learn, check = split(found, validation, seed)
         one = find(direct)
-        lessons, checks = (answer_lessons(adapter, one, part) for part in (learn, check))
+        given = {name: value for name, value in settings["options"].items() if name in options_of(one)}
+        lessons, checks = split(answer_lessons(adapter, one, found, options=given), validation, seed)
         report = train(adapter, lessons, checks, out, config, on_update=on_update)
         _note(out, adapter, workflow=direct)
         return report
     run = _workflow_of(traces, settings, workflow)
-    given: dict[str, Any] = {
+    asked: dict[str, Any] = {
         "sampling": SamplingParams.from_dict({k: v for k, v in settings["sampling"].items() if k != "logprobs"}),
         "options": settings["options"],
     }
@@ -67,8 +68,8 @@ def train_on(
     if taught := set(stages or readers):  # which need not speak in every run
         found = [trace for trace in found if taught & trace.content.keys()]
     learn, check = split(found, validation, seed)
-    lessons = lessons_of(adapter, run, [*learn, *check], chosen, **given, stages=stages)[: len(learn)]  # some are rare
-    checks = lessons_of(adapter, run, check, chosen, **given)
+    lessons = lessons_of(adapter, run, [*learn, *check], chosen, **asked, stages=stages)[: len(learn)]  # some are rare
+    checks = lessons_of(adapter, run, check, chosen, **asked)
     baseline = baseline_lessons(check, readers, next(iter(conditions.values())).mode)
     report = train(adapter, lessons, checks, out, config, baseline=baseline, on_update=on_update)
     _note(out, adapter, workflow=settings["workflow"], readers=sorted(set(readers)), stages=sorted(set(stages)))
@@ -125,14 +126,16 @@ def check_use(source: str, readers: Sequence[str], base: Adapter) -> None:
 
 
 def choose(conditions: Any, name: str | None) -> Condition:
-    """A condition by name, or the last one."""
+    """A condition by name, or the only one beside the baseline."""
     known = list(conditions)
     if name is not None and name not in known:
         raise ConfigError(f"condition {name!r}: the workflow has {known}")
+    if name is None and len(known) > 2:
+        raise ConfigError(f"condition: name the one to learn (condition=, --condition), of {known[1:]}")
     return conditions[name or known[-1]]
 
 
-def split(traces: Sequence[Trace], share: float, seed: int) -> tuple[list[Trace], list[Trace]]:
+def split(traces: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
     """Some for learning and the others, at least one, for validation."""
     if not 0 < share < 1:
         raise ConfigError(f"validation={share}: use a share between 0 and 1")

@@ -27,13 +27,15 @@ NAME = "traces"
 
 @dataclass(frozen=True)
 class Trace:
-    """One run of a workflow. answer: the number of the call that gave the answer."""
+    """One run of a workflow. answer: the number of the call that gave the answer; findings: what the workflow noted, if
+    that is known."""
 
     id: str
     task: Any
     seed: int
     calls: tuple[TracedCall, ...]
     answer: int
+    findings: Mapping[str, Any] | None = None
 
     @property
     def content(self) -> Content:
@@ -89,6 +91,7 @@ def collect(
             "task": example.task,
             "seed": seed_of(seed, example.id),
             "answer": decodes[said.index(answer.id)],
+            "findings": p.findings,
             "calls": to_json(calls),
         }
 
@@ -125,7 +128,8 @@ def read_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
                 answer = range(len(calls))[record["answer"]]
                 if answer != record["answer"] or calls[answer].generated is None:
                     raise ValueError(f"answer {record['answer']} is no decode")
-                found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, answer)
+                noted = dict(record["findings"]) if "findings" in record else None
+                found[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, answer, noted)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise DataError(f"{file}: a damaged trace ({problem!r}); remove the line") from None
     known = read_settings(settings)

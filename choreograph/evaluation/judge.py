@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..core import Engine
+from ..errors import ChoreographError
 from ..together import together
 from ..types import SamplingParams
 from .scores import Record
@@ -17,16 +18,19 @@ HEADER = "The better answer is"
 
 
 class Verdict(NamedTuple):
-    """1 for a win of the second answer in both orders, -1 for the first, 0 for a tie; unread: orders not understood."""
+    """1 for a win of the second answer in both orders, -1 for the first, 0 for a tie; unread: orders not understood;
+    problem: why they could not be asked."""
 
     score: int
     unread: int
+    problem: str = ""
 
 
 def verdicts(
     engine: Engine, requests: Sequence[str], first: Sequence[Record], second: Sequence[Record], *, at_once: int = 32
 ) -> Iterator[tuple[int, Verdict]]:
-    """The judge's verdict on every pair, as they come: (number of the pair, verdict)."""
+    """The judge's verdict on every pair, as they come: (number of the pair, verdict). One that cannot be asked, such as
+    of answers that are too long together, is unread; if none can, the first error is raised."""
 
     def program(request: str, one: str, two: str):
         def run() -> Verdict:
@@ -42,10 +46,18 @@ def verdicts(
         return run
 
     jobs = (program(q, a["answer"], b["answer"]) for q, a, b in zip(requests, first, second, strict=True))
+    first_error, read = None, 0
     for outcome in together(engine, jobs, at_once=at_once):
-        if outcome.error is not None:
+        if outcome.error is None:
+            read += 1
+            yield outcome.index, outcome.value
+        elif isinstance(outcome.error, ChoreographError):
+            first_error = first_error or outcome.error
+            yield outcome.index, Verdict(0, 2, f"{type(outcome.error).__name__}: {outcome.error}")
+        else:
             raise outcome.error
-        yield outcome.index, outcome.value
+    if first_error is not None and not read:
+        raise first_error
 
 
 def _ask(engine: Engine, request: str, a: str, b: str) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..choreographies import Performance, Workflow, check_options, files_of
+from ..choreographies import Performance, Workflow, check_options, conditions_of, files_of
 from ..choreographies.performance import Condition
 from ..core import Engine
 from ..errors import CacheFull, CallFailed, ConfigError, DataError
@@ -34,7 +34,13 @@ def settings_of(
     seed: int,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All that a result depends on, but for the code of the package below the workflow."""
+    """All that a result depends on, but for the code of the package below the workflow. Raises ConfigError for options
+    that every condition but the baseline sets itself."""
+    _, *others = conditions_of(workflow).values()
+    if twice := sorted(options.keys() & set.intersection(*(set(c.options) for c in others)) if others else ()):
+        raise ConfigError(
+            f"options {twice}: they tell the workflow's conditions apart: leave them out, name conditions"
+        )
     asked = json.dumps([[e.id, e.task] for e in examples], ensure_ascii=False)
     return {
         "workflow": name,

@@ -14,16 +14,14 @@ from typing import Any
 import snowballstemmer
 from math_verify import parse, verify
 
-from ..choreographies.reading import decision, final_answer, yes_or_no
+from ..choreographies.reading import decision, final_answer, without_thousands, without_unit, yes_or_no, yes_or_nos
 from ..errors import DataError
 from .data import Example
 
 Record = Mapping[str, Any]
 Scores = dict[str, float]
-_UNIT = re.compile(r"^\$?(?P<number>-?[\d,]*\.?\d+(?:/\d+)?)\s+[A-Za-z ]+$")  # 12 dollars
 PATIENCE = 5  # seconds for one expression
 _ARTICLES = re.compile(r"\b(?:a|an|the)\s+(?=\S)")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _WITHIN = re.compile(r"(?<=\w)['’](?=\w)|(?<=[^\W\d])\.(?=\w)|(?<=\w)\.(?=[^\W\d])")
 _POINT = re.compile(r"(?<!\d)\.|\.(?!\d)")  # none of a fraction
 
@@ -33,7 +31,7 @@ def same_answer(gold: str, answer: str) -> bool:
 
     The time limit is an alarm of the main thread; other threads go without.
     """
-    gold, answer = (_UNIT.sub(r"\g<number>", side.strip().rstrip(".,; ")) for side in (gold, answer))
+    gold, answer = (without_unit(side.strip().rstrip(".,; ")) for side in (gold, answer))
     if gold == answer:
         return True
     limit = PATIENCE if threading.current_thread() is threading.main_thread() else None
@@ -44,7 +42,7 @@ def same_answer(gold: str, answer: str) -> bool:
 def normal(text: str) -> str:
     """Lower case, no articles in front of a word, single spaces; marks inside a word go (U.S.), and those of thousands
     (5,000); the point of a fraction stays, other marks part words."""
-    joined = _THOUSANDS.sub("", unicodedata.normalize("NFKC", text).lower())
+    joined = without_thousands(unicodedata.normalize("NFKC", text).lower())
     joined = _WITHIN.sub("", joined)
     bare = "".join(" " if unicodedata.category(c)[0] in "PS" and c != "." else c for c in joined)
     return " ".join(_ARTICLES.sub(" ", " ".join(_POINT.sub(" ", bare).split())).split())
@@ -58,10 +56,14 @@ def mentions(text: str, answers: Iterable[str]) -> bool:
 
 def answers_right(text: str, answers: Sequence[str]) -> bool:
     """Whether an alias is mentioned; where all are a yes or a no, whether the first of these words is it."""
-    if answers and {normal(a) for a in answers} <= {"yes", "no"}:
+    if _are_yes_or_no(answers):
         said = yes_or_no(text)
         return said is not None and ("yes" if said else "no") in map(normal, answers)
     return mentions(text, answers)
+
+
+def _are_yes_or_no(answers: Sequence[str]) -> bool:
+    return bool(answers) and {normal(a) for a in answers} <= {"yes", "no"}
 
 
 def f1(text: str, answers: Iterable[str]) -> float:
@@ -98,7 +100,14 @@ def _qa(e: Example, r: Record) -> Scores:
 
 
 def _pair(e: Example, r: Record) -> Scores:
-    first, second = (float(answers_right(r["answer"], e.gold[k]["answers"])) for k in ("first", "second"))
+    """Where both ask for a yes or a no, each has a word of its own, in their order: the first of its line, if there are
+    several lines."""
+    known, texts = [e.gold[k]["answers"] for k in ("first", "second")], [r["answer"]] * 2
+    if all(map(_are_yes_or_no, known)):
+        lines = [line for line in r["answer"].splitlines() if line.strip()]
+        words = yes_or_nos(r["answer"]) if len(lines) < 2 else filter(lambda x: x is not None, map(yes_or_no, lines))
+        texts = [*("yes" if word else "no" for word in words), "", ""][:2]
+    first, second = (float(answers_right(text, one)) for text, one in zip(texts, known, strict=True))
     return {"first": first, "second": second, "both": first * second, "either": max(first, second)}
 
 

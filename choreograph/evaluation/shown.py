@@ -19,19 +19,22 @@ from ..types import SamplingParams
 from ..viz.charts import speedup_over_tokens
 from .data import Example, load, pairs
 from .fidelity import Drift, drift_rows, drifts, scripts_of
-from .folder import Folder, Record, alone
+from .folder import Folder, Record, alone, read_settings, write_settings
 from .judge import verdicts
 from .runs import run_conditions, settings_of
 from .speed import speed_rows, timed
 from .statistics import mean
 from .summary import Summary, interval, summarize, table
 
+LATER = ("fidelity", "judge", "win rates")  # the parts of a report that are measured when they are asked for
+
 
 def examples_for(workflow: Workflow, source: str, *, limit: int | None, seed: int | None, split: str) -> list[Example]:
     """The examples of a source, in pairs for a workflow that answers two at once."""
     paired = takes_pairs(workflow)
     found = load(source, limit=limit, seed=seed, split=split)
-    found = pairs(found, seed or 0) if paired else found
+    if paired and any(e.kind != "pair" for e in found):
+        found = pairs(found, seed or 0)
     if not found:
         raise DataError(f"{source}: no examples")
     if len({e.kind for e in found}) > 1:
@@ -92,7 +95,10 @@ def evaluate(
             at_once=at_once,
             on_done=lambda condition, record: tick(),
         )
-    report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens)}
+    new = sum(1 for some in records.values() for r in some if not r.get("error")) - done
+    before = {} if new else _report(out, settings)
+    later = {what: before[what] for what in LATER if what in before}  # measured of these very records
+    report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens), **later}
     head, lines = table(report)
     show_table(console, f"{name}, {len(examples)} examples, 95% intervals", head, lines)
     _show_counts(console, report)
@@ -116,14 +122,23 @@ def evaluate(
 
 
 def refuse_failed(report: Summary) -> None:
-    """Raises CallFailed where nothing ended but with an error."""
-    failed = [sum(one["errors"].values()) for one in report["conditions"].values()]
-    if min(failed) == report["n"]:
-        raise CallFailed(f"all {sum(failed)} runs ended with an error")
+    """Raises CallFailed where nothing ended but with an error, under any condition: what it says is no score."""
+    for name, one in report["conditions"].items():
+        if sum(one["errors"].values()) == report["n"]:
+            raise CallFailed(f"{name}: all {report['n']} runs ended with an error, the first: {one['first error']}")
+
+
+def _report(out: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an earlier call has found out of the same run, if anything."""
+    try:
+        found = read_settings(out / "report.json")
+    except (OSError, DataError):
+        return {}
+    return found if found.get("settings") == json.loads(json.dumps(settings)) else {}
 
 
 def _write(path: Path, report: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_settings(path, report)
 
 
 def _show_counts(console: Console, report: Summary) -> None:
@@ -158,7 +173,7 @@ def judged(
 ) -> dict[str, Any]:
     """How often each condition beats the baseline in the judge's eyes, and the other way round."""
     (_, before), *others = records.items()
-    requests = [e.task if isinstance(e.task, str) else "; ".join(map(str, e.task)) for e in examples]
+    requests = list(map(request_of, examples))
     found, lines = {}, []
     for name, after in others:
         sound = [
@@ -176,11 +191,21 @@ def judged(
             w: mean([float(votes[i].score == s) for i in range(len(sound))]) for w, s in (("lost", -1), ("won", 1))
         }
         unread = sum(v.unread for v in votes.values())
+        if problems := [votes[i].problem for i in sorted(votes) if votes[i].problem]:
+            lost = f"{name}: {len(problems)} pairs could not be asked, the first: {problems[0]}"
+            console.print(lost, markup=False, highlight=False, soft_wrap=True)
         found[name] = {k: asdict(v) for k, v in shares.items()} | {"unread": unread}
         lines.append([name, interval(shares["lost"], 100), interval(shares["won"], 100), str(unread), str(len(sound))])
     head = ["condition", "baseline wins %", "condition wins %", "unread votes", "n"]
     show_table(console, "Win rates, asked in both orders", head, lines)
     return found
+
+
+def request_of(e: Example) -> str:
+    """What was asked, to somebody who has not seen the workflow's prompts."""
+    listed = e.task if isinstance(e.task, str) else "; ".join(map(str, e.task))
+    asked = {"concepts": f"Write a story that uses these concepts: {listed}.", "pair": f"Answer both: {listed}"}
+    return asked.get(e.kind, listed)
 
 
 def bench(

@@ -64,6 +64,7 @@ def table(summary: Summary) -> tuple[list[str], list[list[str]]]:
         f"difference in {main}",
         "p",
         "unread steps / answers",
+        *(["failed"] if any(one["errors"] for one in conditions.values()) else []),
         "n",
     ]
     lines = []
@@ -77,6 +78,7 @@ def table(summary: Summary) -> tuple[list[str], list[list[str]]]:
                 interval(gap, scale, sign=True),
                 probability(gap),
                 unread(one, summary["n"]),
+                *([str(sum(one["errors"].values()))] if "failed" in head else []),
                 str(summary["n"]),
             ]
         )
@@ -98,10 +100,11 @@ def unread(condition: Mapping[str, Any], n: int) -> str:
 def interval(
     estimate: Mapping[str, Any] | Estimate | None, scale: float = 1, *, sign: bool = False, places: int = 1
 ) -> str:
-    """`56.4 (51.9, 60.8)`; empty for no estimate."""
+    """`56.4 (51.9, 60.8)`; empty for no estimate, without an interval where one value tells of none."""
     if estimate is None:
         return ""
     values = asdict(estimate) if isinstance(estimate, Estimate) else estimate
     plus = "+" if sign else ""
     value, low, high = (f"{values[k] * scale:{plus}.{places}f}" for k in ("value", "low", "high"))
-    return f"{value} ({low}, {high})"
+    alone = values.get("n") == 1 and values["low"] == values["high"]
+    return value if alone else f"{value} ({low}, {high})"

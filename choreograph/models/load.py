@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from platformdirs import user_cache_path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
 from ..errors import ConfigError, ModelError
@@ -64,6 +65,7 @@ def load(
     dtype = dtype or usual_dtype(device if device_map is None else None)
     source, name = _source(str(model))
     try:
+        _refuse_adapter(name, source)
         with _no_bars():
             loaded = _whole(name, source, dtype=dtype, use_safetensors=True, device_map=device_map, **sharding)
             tokenizer = tokenizer or _tokenizer(source)
@@ -73,6 +75,12 @@ def load(
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(problem)}") from problem
     placed = loaded if device_map or sharding else _placed(loaded, None, device)
     return Adapter(placed, tokenizer, name=name, positions=positions)
+
+
+def _refuse_adapter(name: str, source: str) -> None:
+    """transformers would load it over the base that it names, or over weights beside it, and tell of it alone."""
+    if find_adapter_config_file(source) is not None:
+        raise ModelError(f"model {name!r} holds an adapter: load its base, and give it as adapters={{...}} (--adapter)")
 
 
 def _whole(name: str, *place: Any, **options: Any) -> PreTrainedModel:
@@ -175,12 +183,15 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Writes config.json, model.safetensors (float32: exact) and the tokenizer."""
     from safetensors.torch import save_file
 
-    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
-        with _no_bars(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws bars of its own
-            config = AutoConfig.from_pretrained(**place)
+        with (
+            _no_bars(),
+            contextlib.redirect_stderr(io.StringIO()),  # the GGUF reader draws bars of its own
+            _by_itself(gguf) as place,
+        ):
+            config = AutoConfig.from_pretrained(**place, **OWN_CODE)
             model = _whole(gguf.name, **place, config=config, dtype=torch.float32)
-            AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(**place, **OWN_CODE).save_pretrained(folder)
     except ModelError:
         raise
     except Exception as problem:
@@ -195,6 +206,18 @@ def _convert(gguf: Path, folder: Path) -> None:
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     (folder / "complete.json").write_text(json.dumps({"source": gguf.name, "sha256": _hash(gguf)}))
+
+
+@contextlib.contextmanager
+def _by_itself(gguf: Path) -> Iterator[dict[str, str]]:
+    """Where transformers finds a GGUF file, and nothing else: what lies beside one may be another model's."""
+    with tempfile.TemporaryDirectory() as alone:
+        link = Path(alone) / "model.gguf"
+        try:
+            link.symlink_to(gguf.resolve())
+        except OSError:  # not every system lets everybody
+            shutil.copyfile(gguf, link)
+        yield {"pretrained_model_name_or_path": alone, "gguf_file": link.name}
 
 
 @contextlib.contextmanager

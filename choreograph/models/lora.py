@@ -26,6 +26,7 @@ _UNDERSTOOD = (  # options of peft that say nothing about the values, or that th
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 )
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # other beginnings change the base weights too
 
 
@@ -106,17 +107,30 @@ class Loras:
         return hook
 
 
+def _folder(name: str, source: str | os.PathLike[str]) -> Path:
+    """The folder of an adapter, of one from the Hub that in which its files are kept."""
+    from huggingface_hub import hf_hub_download
+
+    if not Path(source).exists():
+        paths = [hf_hub_download(str(source), file) for file in _FILES]
+        return Path(paths[0]).parent
+    for file in _FILES:
+        if not (Path(source) / file).is_file():
+            raise ModelError(f"adapter {name!r}: {source} holds no {file}: name a folder that peft saved")
+    return Path(source)
+
+
 def read(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> Lora:
-    """An adapter that `peft` saved, in the type and on the device of the model."""
+    """An adapter that `peft` saved, in the type and on the device of the model. Its weights are safetensors."""
     from peft import LoraConfig, PeftConfig
     from peft.utils import load_peft_weights
 
-    for file in ("adapter_config.json", "adapter_model.safetensors") if Path(source).exists() else ():
-        if not (Path(source) / file).is_file():
-            raise ModelError(f"adapter {name!r}: {source} holds no {file}: name a folder that peft saved")
     try:
-        config = PeftConfig.from_pretrained(str(source))
-        tensors = load_peft_weights(str(source), device="cpu")
+        folder = _folder(name, source)
+        config = PeftConfig.from_pretrained(str(folder))
+        tensors = load_peft_weights(str(folder), device="cpu")
+    except ModelError:
+        raise
     except Exception as problem:  # the library raises many kinds for what cannot be found or read
         raise ModelError(f"adapter {name!r} cannot be loaded: {type(problem).__name__}: {problem}") from problem
     if not isinstance(config, LoraConfig):

@@ -361,7 +361,7 @@ def open_pair(model: str, receiver: str, sender: str | None, dtype: str) -> tupl
 
 def add(engine: Engine, name: str, source: str) -> None:
     """Serves a model beside the base: an adapter where the source is a folder that `peft` saved, else weights."""
-    if (Path(source) / "adapter_config.json").is_file():
+    if (Path(source).expanduser() / "adapter_config.json").is_file():
         engine.add_adapter(name, source)
     else:
         engine.add_model(name, source)

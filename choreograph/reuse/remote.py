@@ -26,7 +26,7 @@ from ..arguments import check_shares
 from ..core import Engine
 from ..engine.copies import give_up, on_device, receive, reserve
 from ..engine.modes import resolve_offsets
-from ..errors import CacheFull, CallError, ConfigError, ModelError
+from ..errors import CacheFull, CallError, ConfigError, ForeignMessage, ModelError
 from ..kv.tiers import Work
 from ..kv.transfers import Transfer
 from ..message import Message, Part, whole
@@ -73,7 +73,7 @@ class Wire:
 
     def receive(self, size: int) -> Tensor:
         """So many bytes."""
-        buffer, tag = torch.empty(size, dtype=torch.uint8), tag_of(self._request, self._heard)
+        buffer, tag = torch.zeros(size, dtype=torch.uint8), tag_of(self._request, self._heard)
         self._heard += 1
         self._through(lambda: dist.irecv(buffer, self._peer, group=self._group, tag=tag))
         return buffer
@@ -133,7 +133,7 @@ def _send_context(wire: Wire, engine: Engine, store: ContextStore, model: str, r
         keys, inputs = ({int(layer) for layer in request[name]} for name in ("keys", "inputs"))
         message = store.context(str(request["name"]), model)
         start, tensors = _layers_of(engine, message, keys, inputs)
-    except (CallError, CacheFull, KeyError, TypeError, ValueError) as problem:
+    except (CallError, CacheFull, KeyError, TypeError, ValueError, OverflowError) as problem:
         wire.say({"missing": str(problem)})
         return False
     sizes = [[layer, kind, list(tensor.shape)] for layer, kind, tensor in tensors]
@@ -218,6 +218,7 @@ class Link:
         mine = facts_of(engine, "base")
         found = [f"{k}: {mine[k]} and {theirs.get(k)}" for k in mine if k != "fingerprint" and mine[k] != theirs.get(k)]
         if found or not isinstance(theirs.get("fingerprint"), str):
+            self.close()  # or it waits for another question
             raise ModelError(f"sender {name!r} is not of {engine.facts.name}'s family: {'; '.join(found)}")
         family.elsewhere[name] = f"{theirs['fingerprint']}@elsewhere"
 
@@ -250,6 +251,8 @@ class Link:
         encoded the same context. Costs one question to the sender; the layers come while others compute. Completes the
         parents first."""
         check_shares(session.mode)
+        if session._runner is not self._engine.runner:
+            raise ForeignMessage("a session of another engine: use one of the engine that the link was made for")
         pattern = read_pattern(pattern).check(self._engine.facts.layers)
         arena, plain = self._engine.runner.store.arena, session._prefill_call(tokens, parents, offsets, new_offset)
         everything = frozenset(range(self._engine.facts.layers))
@@ -367,7 +370,8 @@ def _name(plain: Message) -> str:
     lengths = [parent.length for parent in plain.parents]
     placed, start = resolve_offsets(lengths, plain._call.offsets, plain._call.new_offset)
     places = zip(plain.parents, placed, strict=True)
-    return name_of(plain._call.prompt, [(content_name(whole(p)), p, at - start) for p, at in places])
+    fixed = None if plain._runner.adapter.facts.movable else start
+    return name_of(plain._call.prompt, [(content_name(whole(p)), p, at - start) for p, at in places], fixed)
 
 
 def _order(what: tuple[int, str]) -> tuple[int, int]:

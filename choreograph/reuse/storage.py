@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 
 def content_name(message: Message) -> str:
-    """Names a context: its tokens, what it sees, and where that stands relative to it. No model is part of it."""
+    """Names a context: its tokens, what it sees, and where that stands relative to it; where it stands itself, for
+    models whose encodings cannot be moved. No model is part of it."""
     names: dict[int, str] = {}
+    fixed = not message._runner.adapter.facts.movable
     waiting = [message.origin or message]
     while waiting:
         made = waiting[-1]
@@ -35,13 +37,14 @@ def content_name(message: Message) -> str:
             continue
         places = zip(parents, made.parents, made.offsets, strict=True)
         seen = [(names[parent.id], given, at - made.start) for parent, given, at in places]
-        names[waiting.pop().id] = name_of(made.tokens, seen)
+        names[waiting.pop().id] = name_of(made.tokens, seen, made.start if fixed else None)
     return names[(message.origin or message).id]
 
 
-def name_of(tokens: Sequence[int], seen: Iterable[tuple[str, Message | Part, int]]) -> str:
-    """The same of parts. seen: of each parent its name, itself, and where it stands relative to the first token."""
-    digest = hashlib.sha256(b"context")
+def name_of(tokens: Sequence[int], seen: Iterable[tuple[str, Message | Part, int]], start: int | None = None) -> str:
+    """The same of parts. seen: of each parent its name, itself, and where it stands relative to the first token. start:
+    where that one stands, if it matters."""
+    digest = hashlib.sha256(b"context" if start is None else b"context" + struct.pack("<q", start))
     for name, parent, at in seen:
         cut = (parent.first, parent.last) if isinstance(parent, Part) else (0, parent.length)
         digest.update(name.encode() + struct.pack("<3q", *cut, at))

@@ -56,6 +56,11 @@ def test_a_majority_forgets_spaces_and_dollars_and_prefers_the_earliest():
     assert reading.majority(["7", "5", "6"]) == "7"
     assert reading.majority(["\\dfrac{1}{2}", "\\frac12", "\\frac{1}{2}"]) == "\\frac{1}{2}"
     assert reading.majority([None, None]) is None
+    assert reading.majority(["18", "24", "24 dollars"]) == "24"
+    assert reading.majority(["18", "24\\text{ dollars}", "24$ dollars"]) == "24"
+    assert reading.majority(["3", "25,000", "$25000$", "7", "7"]) == "25000"
+    assert reading.majority(["2100", "2, 100", "2, 100"]) == "2,100", "a list is no number"
+    assert reading.majority(["2", "3 million", "3"]) == "2", "three is another number"
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,17 @@ def steps(p, stage):
     return [message for name, message in p.steps if name == stage]
 
 
+def test_a_message_that_repeats_one_that_was_cut_is_cut_too(play):
+    """A number on the way in a text that was cut off is no vote, whoever says it."""
+    cut, whole = play("mad_par"), play("mad_par", sampling=SamplingParams(temperature=0, max_tokens=400))
+    last = steps(cut, "round 2")
+    assert {m.finish_reason for m in last} == {"length"} and all(map(cut.was_cut, last))
+    again = play("mad_par", forced=cut.content())
+    assert all(map(again.was_cut, steps(again, "round 2"))) and again.unparseable == cut.unparseable
+    ended = [m for m in steps(whole, "round 2") if m.finish_reason == "stop"]
+    assert not any(map(whole.was_cut, ended))
+
+
 def test_every_workflow_is_tested():
     assert set(TASKS) == set(names())
 
@@ -56,6 +67,7 @@ def test_all_modes_use_the_same_texts_and_naive_equals_prefix(name, play):
     for options in ({}, {"topology": "parallel"}) if name in ("multi_qa", "branch_solve_merge") else ({},):
         forced = play(name, "choreographed", content, **options)
         assert forced.content() == content
+        assert forced.findings == runs["prefix"].findings, "what is found out is what was said"
         assert [s for s, _ in forced.steps] == [s for s, _ in runs["prefix"].steps]
         for (_, a), (_, b) in zip(forced.steps, runs["prefix"].steps, strict=True):
             assert a.tokens == b.tokens, "the same text in every mode"

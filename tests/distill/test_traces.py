@@ -1,6 +1,7 @@
 """From a workflow to a served adapter: traces, lessons, the two commands, on a tiny model that reads text."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -95,6 +96,17 @@ def test_final_answers_become_lessons_of_one_call(talker, traces):
     assert [call.generated for call in decodes] == [traces[1][0].calls[traces[1][0].answer].generated]
 
 
+def test_an_answer_that_was_read_out_of_a_message_is_taught_as_a_sentence(talker, traces):
+    """Where none could be read, none is."""
+    adapter, (trace, other, *_) = talker.runner.adapter, traces[1]
+    found = [replace(trace, findings={"answer": "\\frac{1}{2}"}), replace(other, findings={"answer": None})]
+    (lesson,) = answer_lessons(adapter, find("direct"), found)
+    (said,) = [call.generated for call in lesson.calls if call.generated]
+    assert (
+        adapter.tokenizer.decode(said[:-1]) == "The answer is \\boxed{\\frac{1}{2}}." and said[-1] in adapter.end_tokens
+    )
+
+
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(talker, traces, rounds):
     with pytest.raises(ConfigError, match="single decode"):
@@ -144,6 +156,8 @@ def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path, talker_fold
     assert list(report["conditions"]) == ["baseline", "parallel", "parallel + FT"]
     drift = {r["condition"]: r["after"]["value"] for r in report["fidelity"] if r["stage"] == "all"}
     assert drift["parallel + FT"] != drift["parallel"]
+    result = runner.invoke(app, [*command[:2], *model, "--out", str(tmp_path / "x")])
+    assert isinstance(result.exception, ConfigError) and "['serial', 'parallel']" in str(result.exception)
     result = runner.invoke(app, [*command[:2], *model, "--condition", "sideways", "--out", str(tmp_path / "x")])
     assert isinstance(result.exception, ConfigError) and "sideways" in str(result.exception)
     result = runner.invoke(app, [*command, "--direct", "direct"])

@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.choreographies import Condition, Performance, conditions_of, find
 from choreograph.cli import app
-from choreograph.errors import CallFailed, ConfigError, DataError
+from choreograph.errors import CallFailed, ChoreographError, ConfigError, DataError
 from choreograph.evaluation.data import Example, games
 from choreograph.evaluation.fidelity import drift_rows, drifts, scripts_of
 from choreograph.evaluation.folder import Folder, alone
 from choreograph.evaluation.judge import verdicts
 from choreograph.evaluation.runs import run_conditions, seed_of, settings_of
+from choreograph.evaluation.shown import refuse_failed, request_of
 from choreograph.evaluation.speed import speed_rows, timed
 from choreograph.evaluation.summary import summarize, table
 from choreograph.onepass.rehearsal import Script, rehearse
@@ -280,6 +281,37 @@ def test_a_judge_that_always_says_the_same_letter_sees_only_ties(talker):
     assert all(v.score in (-1, 0, 1) and 0 <= v.unread <= 2 for v in found.values())
     same = dict(verdicts(talker, ["2 + 2?"], answers[:1], answers[:1]))
     assert same[0].score == 0, "equal answers cannot win in both orders"
+    endless = {"answer": "four " * 40_000}
+    found = dict(verdicts(talker, ["2 + 2?", "1 + 3?"], [answers[0], endless], [answers[1], answers[1]]))
+    assert found[1].unread == 2 and "position" in found[1].problem, "what cannot be asked is unread"
+    with pytest.raises(ChoreographError):
+        dict(verdicts(talker, ["2 + 2?"], [endless], answers[:1]))
+
+
+def test_judges_are_told_what_was_asked():
+    assert request_of(MATH[0]) == MATH[0].task
+    assert request_of(Example("a", "concepts", ["sea", "dog"])) == "Write a story that uses these concepts: sea; dog."
+    assert request_of(Example("b", "text", ["sea", "dog"])) == "sea; dog"
+
+
+def test_options_that_conditions_set_are_refused(talker, tmp_path):
+    workflow = find("multi_qa")
+    with pytest.raises(ConfigError, match=r"\['topology'\].*--condition"):
+        settings_of(
+            talker, "multi_qa", workflow, [], {}, sampling=SamplingParams(), seed=0, options={"topology": "serial"}
+        )
+
+
+def test_a_condition_that_failed_as_a_whole_is_no_score():
+    """Nor are the runs of others that failed hidden."""
+    good, bad = {"answer": "5", "findings": {}}, {"error": "BadPosition: too far"}
+    counted = {"unparseable": {}, "tokens": {}, "encoded": 0, "cached": 0}
+    records = {"baseline": [{**good, **counted}, bad], "reused": [bad, bad]}
+    report = summarize([Example(str(i), "math", "", {"answer": "5"}) for i in range(2)], records, max_tokens=4)
+    head, lines = table(report)
+    assert [line[head.index("failed")] for line in lines] == ["1", "2"]
+    with pytest.raises(CallFailed, match=r"reused: all 2 runs.*too far"):
+        refuse_failed(report)
 
 
 @pytest.fixture
@@ -300,6 +332,7 @@ def test_eval_on_the_command_line(data, tmp_path):
     assert report["n"] == 2 and report["fidelity"][0]["stage"] == "all"
     again = CliRunner().invoke(app, [*arguments, "--json"])
     assert json.loads(again.output)["conditions"] == report["conditions"]
+    assert json.loads(again.output)["fidelity"] == report["fidelity"], "what was measured of these runs before"
 
 
 def test_an_evaluation_in_which_every_run_failed_says_so(tmp_path, talker_folder):

@@ -20,7 +20,13 @@ from choreograph.evaluation.scores import answers_right, coverage, f1, mentions,
         ("12", "12 dollars", True),
         ("\\text{even}", "\\text{even}", True),
         ("\\frac12", "\\frac{1}{2}.", True),
+        ("36", "36 square feet", True),
         ("12", "13", False),
+        ("2", "2 million", False),
+        ("3", "3 and a half", False),
+        ("5", "5 x", False),
+        ("3", "3 fourths", False),
+        ("30", "30 degrees C", True),
         ("(1,2)", "(2,1)", False),
         ("12", "nothing of the kind", False),
         ("3", "9^{9^{9^{9^9}}}", False),
@@ -82,6 +88,10 @@ def test_records_by_kind():
     assert score(math, record("", answer=5))["right"] == 1, "a note may be a number"
     pair = Example("2", "pair", [], {"first": {"answers": ["Rome"]}, "second": {"answers": ["Bern", "Berne"]}})
     assert score(pair, record("In Berne.")) == {"first": 0, "second": 1, "both": 0, "either": 1, "failed": 0}
+    both = Example("2", "pair", [], {"first": {"answers": ["yes"]}, "second": {"answers": ["no"]}})
+    assert score(both, record("- Yes.\n- No, it is not."))["both"] == 1, "a word for each"
+    assert score(both, record("- Yes.\n- No, there is no such law."))["both"] == 1, "the first of a line"
+    assert score(both, record("Yes."))["both"] == 0 and score(both, record("No. Yes."))["either"] == 0
     concepts = Example("3", "concepts", [], {"concepts": ["sea", "run", "dog"]})
     got = score(concepts, record("A dog runs.", groups=[["sea"], ["run", "dog"]]))
     assert (got["story 1"], got["story 2"]) == (0, 1)

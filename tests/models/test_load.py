@@ -1,6 +1,7 @@
 """Loading: the embedded model from its GGUF file, the converted copy, folders, and what the facts say."""
 
 import json
+from pathlib import Path
 
 import gguf
 import pytest
@@ -44,6 +45,26 @@ def test_the_embedded_model_is_converted_once_and_exactly():
             read = read.view(heads, -1, 2, read.shape[-1]).transpose(1, 2).reshape(read.shape)
         assert torch.equal(found, read), tensor.name
     assert not kept
+
+
+def test_a_file_is_converted_without_what_lies_beside_it(tmp_path):
+    file = tmp_path / "some.gguf"
+    file.write_bytes(b"GGUF")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with load._by_itself(file) as place:
+        folder = Path(place["pretrained_model_name_or_path"])
+        assert [one.name for one in folder.iterdir()] == [place["gguf_file"]]
+        assert (folder / place["gguf_file"]).read_bytes() == b"GGUF"
+    assert not folder.exists() and file.exists()
+
+
+def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path):
+    """transformers would load both, and say nothing of weights that the model lacks."""
+    tiny.build().save_pretrained(tmp_path)
+    assert Engine.from_pretrained(tmp_path, dtype="float32").facts.layers
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds an adapter.*adapters="):
+        Engine.from_pretrained(tmp_path)
 
 
 def test_facts_and_rotary_frequencies_survive_a_low_precision_type():

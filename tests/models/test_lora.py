@@ -219,6 +219,23 @@ def test_an_adapter_can_be_replaced(folders):
         assert session.decode([1, 2], sampling=GREEDY).tokens != before
 
 
+def test_of_an_adapter_on_the_hub_safetensors_alone_are_read(folders, monkeypatch):
+    asked = []
+
+    def download(repository, file):
+        asked.append(f"{repository}/{file}")
+        if repository == "somebody/pickled" and file.endswith("safetensors"):
+            raise OSError(f"{repository} holds no {file}")
+        return str(folders["a"] / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    engine = serve({"x": "somebody/adapter", "a": folders["a"]})
+    assert asked == ["somebody/adapter/adapter_config.json", "somebody/adapter/adapter_model.safetensors"]
+    assert engine.runner.family.fingerprint("x") == engine.runner.family.fingerprint("a")
+    with pytest.raises(ModelError, match=r"holds no adapter_model\.safetensors"):
+        engine.add_adapter("y", "somebody/pickled")
+
+
 def test_prefixes_of_models_are_apart(engine):
     engine.clear_cache()
     with engine.session(mode="prefix") as session:

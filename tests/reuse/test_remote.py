@@ -14,7 +14,7 @@ import torch.distributed as dist
 from senders import BELOW, CONTEXT, join
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
-from choreograph.errors import CallError, ConfigError, ModelError
+from choreograph.errors import CallError, ConfigError, ForeignMessage, ModelError
 from choreograph.reuse.remote import Broken, Link, facts_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
@@ -190,6 +190,8 @@ def test_a_link_is_for_choreographed_sessions(tmp_path, mode):
         for pattern in ([1, 1, 1], [0, 4, 4]):
             with pytest.raises(CallError, match=f"no partial prefill in {mode} mode"):
                 link.partial_prefill(session, CONTEXT, pattern)
+        with receiver().session() as foreign, pytest.raises(ForeignMessage, match="another engine"):
+            link.partial_prefill(foreign, CONTEXT, [0, 4, 4])
         engine.check()
 
 

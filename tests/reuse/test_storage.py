@@ -3,9 +3,11 @@
 import pytest
 import relatives
 import torch
+from families import CONFIGS
 from relatives import LAYERS
+from transformers import AutoModelForCausalLM
 
-from choreograph import SamplingParams
+from choreograph import Engine, SamplingParams
 from choreograph.errors import CallError
 from choreograph.pattern import Pattern
 from choreograph.reuse import ContextStore, content_name
@@ -30,6 +32,16 @@ def test_a_name_says_what_was_read_and_where_not_by_whom(engine):
         assert below[0] == below[1] != content_name(one.prefill([7]))
         assert below[0] != content_name(one.prefill([7], [first], offsets=[2], new_offset=7))
         assert below[0] != content_name(one.prefill([7], [first.part(0, 6)], offsets=[1]))
+
+
+def test_where_encodings_cannot_move_a_name_says_where_they_stand():
+    torch.manual_seed(0)
+    engine = Engine.from_pretrained(AutoModelForCausalLM.from_config(CONFIGS["gpt2"]).eval())
+    with engine.session() as session, ContextStore(engine) as store:
+        here, there = (session.prefill(CONTEXT, new_offset=at) for at in (0, 20))
+        names = [store.store_kv(text) for text in (here, there)]
+        assert names[0] != names[1] and names[0] == content_name(session.prefill(CONTEXT))
+        assert not torch.equal(*(store.fetch_kv(name, "base", 1)[0] for name in names))
 
 
 def test_what_was_stored_outlives_its_session(engine):
