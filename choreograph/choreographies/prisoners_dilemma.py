@@ -49,6 +49,8 @@ def run(
     for name, value, known in (("task", first, NAMES), ("strategy", strategy, STRATEGIES), ("leak", leak, LEAKS)):
         if value not in known:
             raise ConfigError(f"{name}={value!r}: use one of {list(known)}")
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds}: use 1 or more")
     order = NAMES if first == "Alice" else NAMES[::-1]
     told = {"Alice": STRATEGIES[strategy] + (f"\n{orders}" if orders else ""), "Bob": ""}
     private = {me: prepare(p, me, other, told[me]) for me, other in _pairs()}

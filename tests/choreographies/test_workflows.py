@@ -223,6 +223,7 @@ def test_plans_are_copied_and_the_talk_is_free(play):
         ("prisoners_dilemma", {"task": "Carol"}, "Carol"),
         ("prisoners_dilemma", {"strategy": "win"}, "win"),
         ("prisoners_dilemma", {"leak": "all"}, "all"),
+        ("prisoners_dilemma", {"rounds": 0}, "rounds=0"),
     ],
 )
 def test_bad_options_say_what_is_possible(name, options, said, play):
