@@ -296,7 +296,7 @@ def test_judges_are_told_what_was_asked():
 
 def test_options_that_conditions_set_are_refused(talker, tmp_path):
     workflow = find("multi_qa")
-    with pytest.raises(ConfigError, match=r"\['topology'\].*--condition"):
+    with pytest.raises(ConfigError, match=r"\['topology'\].*conditions"):
         settings_of(
             talker, "multi_qa", workflow, [], {}, sampling=SamplingParams(), seed=0, options={"topology": "serial"}
         )
