@@ -102,7 +102,7 @@ def evaluate(
     head, lines = table(report)
     show_table(console, f"{name}, {len(examples)} examples, 95% intervals", head, lines)
     _show_counts(console, report)
-    _write(out / "report.json", report)
+    write_settings(out / "report.json", report)
     if fidelity:
         some = examples[:fidelity]
         traces = {r["id"]: r for r in next(iter(records.values()))}
@@ -113,11 +113,11 @@ def evaluate(
                 found.append(drift)
                 tick()
         report["fidelity"] = show_drift(console, name, found)
-        _write(out / "report.json", report)
+        write_settings(out / "report.json", report)
     if judge is not None:
         report["judge"] = judge.facts.name
         report["win rates"] = judged(judge, console, examples, records)
-        _write(out / "report.json", report)
+        write_settings(out / "report.json", report)
     return report
 
 
@@ -135,10 +135,6 @@ def _report(out: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     except (OSError, DataError):
         return {}
     return found if found.get("settings") == json.loads(json.dumps(settings)) else {}
-
-
-def _write(path: Path, report: Mapping[str, Any]) -> None:
-    write_settings(path, report)
 
 
 def _show_counts(console: Console, report: Summary) -> None:
@@ -269,7 +265,7 @@ def bench(
         )
     report["points"] = points(costs, baseline, others[0][0])
     speedup_over_tokens({name: report["points"]}, out / "speed.svg")
-    _write(out / "speed.json", report)
+    write_settings(out / "speed.json", report)
     return report
 
 

@@ -65,6 +65,15 @@ def closed(nodes, wanted):
         wanted = wanted - late
 
 
+def lesson_on(engine, nodes, draw, reading=True):
+    """Of a graph's calls; some of its decodes, which only such see, are readers'."""
+    with engine.session() as session:
+        calls = calls_of(perform(session, nodes))
+    decodes = [n for n, node in enumerate(nodes) if node.generated]
+    readers = closed(nodes, draw.draw(st.sets(st.sampled_from(decodes))) if decodes else set())
+    return Lesson("a graph", tuple(for_readers(calls, readers) if reading else calls), reading)
+
+
 @given(nodes=graphs(), draw=st.data())
 @settings(max_examples=many(60), deadline=None)
 def test_one_pass_of_readers_is_the_engine_step_by_step(engine, nodes, draw):
@@ -86,13 +95,7 @@ def test_one_pass_of_readers_is_the_engine_step_by_step(engine, nodes, draw):
 @settings(max_examples=many(40), deadline=None)
 def test_lessons_in_one_pass_say_what_each_says_alone(engine, pair, reading, draw):
     """Equal prefills are rows of both; what a reader computes is never the base's."""
-    lessons = []
-    for number, nodes in enumerate(pair):
-        with engine.session() as session:
-            calls = calls_of(perform(session, nodes))
-        decodes = [n for n, node in enumerate(nodes) if node.generated]
-        readers = closed(nodes, draw.draw(st.sets(st.sampled_from(decodes))) if decodes else set())
-        lessons.append(Lesson(str(number), tuple(for_readers(calls, readers) if reading else calls), reading))
+    lessons = [lesson_on(engine, nodes, draw, reading) for nodes in pair]
     both, model = joined([*lessons, lessons[0]]), "FT" if reading else "base"
     both.packed.check()
     alone, found = [], []
@@ -108,13 +111,7 @@ def test_lessons_in_one_pass_say_what_each_says_alone(engine, pair, reading, dra
 @settings(max_examples=many(40), deadline=None)
 def test_what_passes_share_changes_nothing(engine, many_nodes, tokens, draw):
     """Every graph comes twice, alone and with another one in its pass."""
-    lessons = []
-    for number, nodes in enumerate(many_nodes):
-        with engine.session() as session:
-            calls = calls_of(perform(session, nodes))
-        decodes = [n for n, node in enumerate(nodes) if node.generated]
-        readers = closed(nodes, draw.draw(st.sets(st.sampled_from(decodes))) if decodes else set())
-        lessons.append(Lesson(str(number), tuple(for_readers(calls, readers)), True))
+    lessons = [lesson_on(engine, nodes, draw) for nodes in many_nodes]
     packs = [one.packed for one in (*lessons, joined([lessons[0], lessons[-1]]))]
     adapter = engine.runner.adapter
     shared = Shared(adapter, [packed.past for packed in packs], tokens)

@@ -294,7 +294,7 @@ def test_judges_are_told_what_was_asked():
     assert request_of(Example("b", "text", ["sea", "dog"])) == "sea; dog"
 
 
-def test_options_that_conditions_set_are_refused(talker, tmp_path):
+def test_options_that_conditions_set_are_refused(talker):
     workflow = find("multi_qa")
     with pytest.raises(ConfigError, match=r"\['topology'\].*conditions"):
         settings_of(
