@@ -5,14 +5,14 @@ from statistics import median
 
 from choreograph import Engine
 
-from .common import engine, greedy, in_turns, median_row, ratio_row, save, some_tokens
+from .common import engine, greedy, interleaved, median_row, random_tokens, ratio_row, save
 
 CONTEXT, STEPS, ROUNDS = 1024, 60, 15
 
 
 def step(e: Engine) -> float:
     with e.session(seed=0) as session:
-        session.decode([5], [session.prefill(some_tokens(CONTEXT))], sampling=greedy(STEPS))
+        session.decode([5], [session.prefill(random_tokens(CONTEXT))], sampling=greedy(STEPS))
         taken = []
         for _ in range(STEPS - 1):
             began = time.perf_counter()
@@ -25,12 +25,12 @@ def step(e: Engine) -> float:
 def main() -> None:
     small, large = engine(tokens=2048, compile=False), engine(tokens=65536, compile=False)
     sides = (lambda: step(large), lambda: step(small))
-    in_turns(1, *sides)
-    a, b = in_turns(ROUNDS, *sides)
+    interleaved(1, *sides)
+    a, b = interleaved(ROUNDS, *sides)
     rows = [
         median_row("step, 64k slots", [t * 1e3 for t in a], "ms", better="lower"),
         median_row("step, 2k slots", [t * 1e3 for t in b], "ms", better="lower"),
-        ratio_row("64k over 2k slots", a, b, better="lower", must=1.0),
+        ratio_row("64k over 2k slots", a, b, better="lower", required=1.0),
     ]
     save("arena", rows)
 

@@ -8,16 +8,15 @@ it wins in every row.
 import numpy as np
 import torch
 
-from choreograph.models.load import usual_dtype
-from choreograph.ops.attend import make_backend
-from choreograph.ops.kind import Kind
-from choreograph.ops.plan import Plan, Read, make_plan
-from choreograph.ops.rope import Rotary
+from choreograph.attention.backend import create_backend
+from choreograph.attention.metadata import AttentionMetadata, AttentionSpec, KVRead, build_metadata
+from choreograph.attention.rope import Rope
+from choreograph.models.loader import default_dtype
 
-from .common import Row, in_turns, last, median_row, ratio_row, save, seconds
+from .common import interleaved, last_result, median_row, ratio_row, row_from_record, save, seconds
 
 HEADS, GROUPS, WIDTH, SLOTS = 9, 3, 64, 8192
-KIND = Kind(Rotary(tuple(1e5 ** -(np.arange(0, WIDTH, 2) / WIDTH))))
+SPEC = AttentionSpec(Rope(tuple(1e5 ** -(np.arange(0, WIDTH, 2) / WIDTH))))
 CASES: dict[str, list[tuple[int, list[tuple[int, int, int]]]]] = {
     "1 row, 512 seen": [(1, [(0, 512, 0)])],
     "1 row, 4096 seen": [(1, [(0, 4096, 0)])],
@@ -29,40 +28,47 @@ CASES: dict[str, list[tuple[int, list[tuple[int, int, int]]]]] = {
 }
 
 
-def plan_of(calls: list[tuple[int, list[tuple[int, int, int]]]]) -> Plan:
+def metadata_of(requests: list[tuple[int, list[tuple[int, int, int]]]]) -> AttentionMetadata:
     reads, slots, positions, row, own = [], [], [], 0, 5000
-    for rows, parents in calls:
-        reads += [Read(lo, row, row + rows, shift, length, 0, lo + shift) for lo, length, shift in parents]
-        reads.append(Read(own, row, row + rows, 0, 1, 1, 0))
+    for rows, parents in requests:
+        reads += [KVRead(lo, row, row + rows, shift, length, 0, lo + shift) for lo, length, shift in parents]
+        reads.append(KVRead(own, row, row + rows, 0, 1, 1, 0))
         slots += range(own, own + rows)
         positions += range(4096, 4096 + rows)
         row, own = row + rows, own + rows + 8
-    return make_plan(slots, reads, positions)
+    return build_metadata(slots, reads, positions)
 
 
 def main() -> None:
     generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
-    dtype = usual_dtype(cpu)
+    dtype = default_dtype(cpu)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     keys, values, rows = noise(SLOTS, GROUPS, WIDTH), noise(SLOTS, GROUPS, WIDTH), []
-    fast, plain = (make_backend(name, WIDTH, dtype, cpu)[0] for name in ("native", "sdpa"))
+    fast, plain = (create_backend(name, WIDTH, dtype, cpu)[0] for name in ("native", "sdpa"))
     for name, calls in CASES.items():
-        plan = plan_of(calls)
-        q, k, v = noise(HEADS, plan.rows, WIDTH), noise(GROUPS, plan.rows, WIDTH), noise(GROUPS, plan.rows, WIDTH)
+        plan = metadata_of(calls)
+        q, k, v = (
+            noise(HEADS, plan.num_tokens, WIDTH),
+            noise(GROUPS, plan.num_tokens, WIDTH),
+            noise(GROUPS, plan.num_tokens, WIDTH),
+        )
         sides = [
-            lambda b=backend: seconds(lambda: b(plan, q, k, v, keys, values, WIDTH**-0.5, KIND))  # noqa: B023 - used at once
+            lambda b=backend: seconds(lambda: b(plan, q, k, v, keys, values, WIDTH**-0.5, SPEC))  # noqa: B023 - used at once
             for backend in (plain, fast)
         ]
-        in_turns(10, *sides)
-        a, b = in_turns(60, *sides)
+        interleaved(10, *sides)
+        a, b = interleaved(60, *sides)
         name = f"{name}, {str(dtype).removeprefix('torch.')}"
         rows.append(median_row(f"{name}: compiled kernel", [t * 1e6 for t in b], "us", better="lower"))
         rows.append(ratio_row(name, a, b, peer="flash-kernel backend"))
     measured = {row.measure for row in rows}
-    save("attention", [Row(**r) for r in last("attention").get("rows", []) if r["measure"] not in measured] + rows)
+    save(
+        "attention",
+        [row_from_record(r) for r in last_result("attention").get("rows", []) if r["measure"] not in measured] + rows,
+    )
 
 
 if __name__ == "__main__":

@@ -18,18 +18,18 @@ import torch
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models.load import EMBEDDED, usual_dtype
-from choreograph.report import show_table
+from choreograph.console import print_table
+from choreograph.models.loader import DEFAULT_MODEL, default_dtype
 
 RESULTS = Path(os.environ.get("CHOREOGRAPH_RESULTS", Path(__file__).parent / "results"))
-VIRTUAL = "no model, virtual clock"
+SIMULATED = "no model, virtual clock"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure with its 95% interval. must and aim: the numbers that it is held against. predicted: what was
-    worked out before."""
+    """One measured figure with its 95% interval. required and target: the numbers that it is held against. predicted:
+    what was worked out before."""
 
     measure: str
     value: float
@@ -37,11 +37,25 @@ class Row:
     low: float
     high: float
     better: str = "higher"
-    must: float | None = None
-    aim: float | None = None
+    required: float | None = None
+    target: float | None = None
     peer: str | None = None
     predicted: float | None = None
-    made: Mapping[str, str] | None = None  # commit, date and hardware; `save` fills it in
+    provenance: Mapping[str, str] | None = None  # commit, date and hardware; `save` fills it in
+
+
+FILE_KEYS = {"required": "must", "target": "aim", "provenance": "made"}  # what result files call these fields of a row
+
+
+def row_to_record(row: Row) -> dict[str, Any]:
+    """A row as result files have it."""
+    return {FILE_KEYS.get(name, name): value for name, value in asdict(row).items()}
+
+
+def row_from_record(record: Mapping[str, Any]) -> Row:
+    """The row that a result file holds."""
+    fields = {key: name for name, key in FILE_KEYS.items()}
+    return Row(**{fields.get(key, key): value for key, value in record.items()})
 
 
 def median_row(measure: str, samples: Sequence[float], unit: str, **facts: object) -> Row:
@@ -55,9 +69,9 @@ def estimate_row(measure: str, estimate: Mapping[str, float], unit: str, **facts
     return Row(measure, estimate["value"], unit, estimate["low"], estimate["high"], **facts)  # type: ignore[arg-type]
 
 
-def ratio_row(measure: str, above: Sequence[float], below: Sequence[float], **facts: object) -> Row:
+def ratio_row(measure: str, numerators: Sequence[float], denominators: Sequence[float], **facts: object) -> Row:
     """The median of paired ratios above[i] / below[i]."""
-    return median_row(measure, [a / b for a, b in zip(above, below, strict=True)], "x", **facts)
+    return median_row(measure, [a / b for a, b in zip(numerators, denominators, strict=True)], "x", **facts)
 
 
 def interval(samples: Sequence[float], draws: int = 2000) -> tuple[float, float]:
@@ -68,11 +82,11 @@ def interval(samples: Sequence[float], draws: int = 2000) -> tuple[float, float]
     return float(low), float(high)
 
 
-def in_turns(rounds: int, *sides: Callable[[], float]) -> list[list[float]]:
+def interleaved(rounds: int, *callables: Callable[[], float]) -> list[list[float]]:
     """Runs every side once a round, in turns, so that a drift of the machine meets all of them alike."""
-    taken: list[list[float]] = [[] for _ in sides]
+    taken: list[list[float]] = [[] for _ in callables]
     for _ in range(rounds):
-        for side, times in zip(sides, taken, strict=True):
+        for side, times in zip(callables, taken, strict=True):
             times.append(side())
     return taken
 
@@ -85,16 +99,16 @@ def seconds(work: Callable[[], object]) -> float:
 
 def engine(*, tokens: int = 16384, compile: bool = True, dtype: str = "bfloat16", **options: object) -> Engine:
     """dtype: bfloat16, as the peers compute, or another where they do."""
-    config = EngineConfig(cache=CacheConfig(tokens=tokens), compile=compile, **options)  # type: ignore[arg-type]
+    config = EngineConfig(cache=CacheConfig(capacity=tokens), compile=compile, **options)  # type: ignore[arg-type]
     return Engine.from_pretrained(dtype=dtype, config=config)
 
 
-def quick_in_bfloat16() -> bool:
+def has_fast_bfloat16() -> bool:
     """Whether this processor is: models load in it then, and training computes in it."""
-    return usual_dtype(torch.device("cpu")) == torch.bfloat16
+    return default_dtype(torch.device("cpu")) == torch.bfloat16
 
 
-def some_tokens(count: int, seed: int = 0) -> list[int]:
+def random_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(100, 49000, count).tolist()
 
 
@@ -102,18 +116,18 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
-def save(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object) -> None:
+def save(name: str, rows: Sequence[Row], model: str = DEFAULT_MODEL, **more: object) -> None:
     """Prints the table and writes `results/<name>.json`."""
     lines = []
     for row in rows:
         span = f"{row.low:.3g} to {row.high:.3g}"
-        aims = ["" if x is None else f"{x:g}" for x in (row.must, row.aim)]
+        aims = ["" if x is None else f"{x:g}" for x in (row.required, row.target)]
         lines.append((row.measure, f"{row.value:.3g} {row.unit}", span, *aims, row.peer or ""))
-    show_table(Console(width=160), name, ("measure", "value", "95%", "must", "aim", "peer"), lines)
+    print_table(Console(width=160), name, ("measure", "value", "95%", "must", "aim", "peer"), lines)
     write(name, rows, model, **more)
 
 
-def write(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object) -> None:
+def write(name: str, rows: Sequence[Row], model: str = DEFAULT_MODEL, **more: object) -> None:
     """Writes `results/<name>.json`. Every row says where and when it was measured, since parts of a benchmark may be
     measured again alone."""
     made = provenance()
@@ -122,7 +136,7 @@ def write(name: str, rows: Sequence[Row], model: str = EMBEDDED, **more: object)
         **made,
         "torch": torch.__version__,
         "model": model,
-        "rows": [asdict(replace(row, made=row.made or made)) for row in rows],
+        "rows": [row_to_record(replace(row, provenance=row.provenance or made)) for row in rows],
         **more,
     }
     RESULTS.mkdir(exist_ok=True)
@@ -133,12 +147,12 @@ def provenance() -> dict[str, str]:
     return {"commit": commit(), "date": datetime.date.today().isoformat(), "hardware": hardware()}
 
 
-def merged(name: str, key: str, new: Mapping[str, object]) -> dict[str, object]:
+def merge_results(name: str, key: str, updates: Mapping[str, object]) -> dict[str, object]:
     """`new` beside what the last result of a benchmark holds under `key`: parts that are measured apart."""
-    return {**last(name).get(key, {}), **new}
+    return {**last_result(name).get(key, {}), **updates}
 
 
-def last(name: str) -> dict[str, Any]:
+def last_result(name: str) -> dict[str, Any]:
     """The last result of a benchmark; empty before the first."""
     file = result_file(name)
     return json.loads(file.read_text()) if file.exists() else {}
@@ -167,14 +181,14 @@ def _changed() -> str:
     return _git("status", "--porcelain", "--untracked-files=no", "--", ":/", *others)
 
 
-def _git(*words: str) -> str:
+def _git(*args: str) -> str:
     try:
-        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        return subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     except FileNotFoundError:  # a machine without git
         return ""
 
 
-def supporting(record: Mapping[str, Any]) -> dict[str, Any]:
+def keep_supporting(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record of questions over passages with those alone that the answer needs."""
     titles = record.get("supporting_titles", ())
     needed = [one for one in record["documents"] if one.get("is_supporting") or one["title"] in titles]

@@ -29,31 +29,39 @@ import torch
 from torch import Tensor
 
 from choreograph import Engine
-from choreograph.choreographies import find
-from choreograph.distill import Trace, lessons_of
-from choreograph.distill.traces import read_traces
+from choreograph.attention.rope import rotate
 from choreograph.evaluation.statistics import mean
-from choreograph.models.adapter import Adapter
-from choreograph.onepass.calls import TracedCall, as_prompts, decodes_of
-from choreograph.onepass.packed import Pack, PackedStep, Run, Span, pack
-from choreograph.onepass.sights import Sight, homes_of, sights_of
-from choreograph.ops.rope import turn
-from choreograph.types import SamplingParams
+from choreograph.models.hf_model import HFModel
+from choreograph.sampling_params import SamplingParams
+from choreograph.training import Trace, make_examples
+from choreograph.training.dataset import load_traces
+from choreograph.training.packed_forward import PackedCall, PackedForwardContext, PackedRange, PackedTrace, pack
+from choreograph.training.trace import (
+    TokenAlignment,
+    TracedCall,
+    align_decodes,
+    as_full_prompts,
+    baseline_rows,
+    iter_decodes,
+)
+from choreograph.workflows import find
 
-from .common import estimate_row, last, merged, provenance, save
-from .distill import PLANS, Plan, closed, opened
+from .common import estimate_row, last_result, merge_results, provenance, save
+from .distill import PLANS, Plan, fraction_closed, load_engine
 
 RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean square of each number that a layer reads
-PRIVATE = {"prisoners_dilemma": ("Alice plans", "Bob plans")}  # what one player alone sees, and another in every game
-SAME = 1e-3  # keys and values that differ by less, of their length, are those that the baseline sees
+PRIVATE_STAGES = {
+    "prisoners_dilemma": ("Alice plans", "Bob plans")
+}  # what one player alone sees, and another in every game
+EQUAL_TOLERANCE = 1e-3  # keys and values that differ by less, of their length, are those that the baseline sees
 
 
 @dataclass(frozen=True)
-class Encoded:
+class LayerKV:
     """One pass: what every layer read, and the keys (not turned) and values side by side; (L, N, *) both."""
 
-    read: Tensor
-    made: Tensor
+    inputs: Tensor
+    kv: Tensor
     logits: Tensor
 
 
@@ -64,13 +72,13 @@ class Correction:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._maps: dict[tuple[str, float], Tensor] = {}
 
-    def add(self, stage: str, read: Tensor, apart: Tensor) -> None:
-        x = _with_one(read)
-        new = ((x.mT @ x).double(), (x.mT @ apart).double())
+    def add(self, stage: str, inputs: Tensor, difference: Tensor) -> None:
+        x = _with_bias(inputs)
+        new = ((x.mT @ x).double(), (x.mT @ difference).double())
         old = self._sums.get(stage)
         self._sums[stage] = new if old is None else (old[0] + new[0], old[1] + new[1])
 
-    def of(self, stage: str, ridge: float, read: Tensor) -> Tensor:
+    def predict(self, stage: str, ridge: float, inputs: Tensor) -> Tensor:
         """How the keys and values differ, as far as can be told. A stage never met is left as it is."""
         if stage not in self._sums:
             return torch.zeros(())
@@ -79,148 +87,154 @@ class Correction:
             weight = ridge * squares.diagonal(dim1=-2, dim2=-1) + 1e-6
             weight[:, -1] = 0  # the mean is not held back
             self._maps[stage, ridge] = torch.linalg.solve(squares + torch.diag_embed(weight), products).float()
-        return _with_one(read) @ self._maps[stage, ridge]
+        return _with_bias(inputs) @ self._maps[stage, ridge]
 
 
-def _with_one(read: Tensor) -> Tensor:
-    return torch.cat([read, torch.ones(*read.shape[:-1], 1)], dim=-1)
+def _with_bias(inputs: Tensor) -> Tensor:
+    return torch.cat([inputs, torch.ones(*inputs.shape[:-1], 1)], dim=-1)
 
 
-class Undoing:
+class CorrectionExperiment:
     """The decodes of traces, behind encodings as they are under reuse, on the baseline, or corrected."""
 
     def __init__(self, engine: Engine) -> None:
-        self._adapter = engine.runner.adapter
+        self._hf_model = engine.core.hf_model
 
-    def learn(self, plan: Plan, traces: Sequence[Trace], correction: Correction) -> None:
-        for number, (reused, baseline, sights) in enumerate(self._passes(plan, traces), start=1):
+    def fit(self, plan: Plan, traces: Sequence[Trace], correction: Correction) -> None:
+        for number, (reused, baseline, sights) in enumerate(self._forward_pairs(plan, traces), start=1):
             pairs: dict[tuple[int, int], str] = {}  # readers whose prompts share a beginning see the same
             for sight in sights:
-                pairs |= {(r, h): s for r, h, s in zip(sight.rows, sight.homes, sight.stages, strict=True)}
+                pairs |= {(r, h): s for r, h, s in zip(sight.rows, sight.baseline_rows, sight.stages, strict=True)}
             stages: dict[str, list[tuple[int, int]]] = defaultdict(list)
             for pair, stage in pairs.items():
                 stages[stage].append(pair)
             for stage, some in stages.items():
                 rows, home = torch.tensor(some).unbind(1)
-                apart = baseline.made[:, home] - reused.made[:, rows]
-                differs = _differs(apart, reused.made[:, rows])
+                apart = baseline.kv[:, home] - reused.kv[:, rows]
+                differs = _differs(apart, reused.kv[:, rows])
                 if differs.any():
-                    correction.add(stage, reused.read[:, rows[differs]], apart[:, differs])
+                    correction.add(stage, reused.inputs[:, rows[differs]], apart[:, differs])
             if number % 10 == 0:
                 print(f"... learned from {number} of {len(traces)}", flush=True)
 
     def measure(
-        self, plan: Plan, traces: Sequence[Trace], correction: Correction, ridges: Sequence[float], others: int = 0
+        self, plan: Plan, traces: Sequence[Trace], correction: Correction, ridges: Sequence[float], num_others: int = 0
     ) -> dict[str, list[float]]:
         """The divergence of each trace from the baseline, a token: under reuse, on the baseline, with one encoding for
         all who see it, for each ridge, and as expected by whoever knows the private texts of `others` other traces, for
         each who sees it and for all."""
-        found: dict[str, list[float]] = defaultdict(list)
-        draw, private = random.Random(0), PRIVATE.get(plan.workflow, ())
-        for trace, (reused, baseline, sights) in zip(traces, self._passes(plan, traces), strict=True):
+        result: dict[str, list[float]] = defaultdict(list)
+        draw, private = random.Random(0), PRIVATE_STAGES.get(plan.workflow, ())
+        for trace, (reused, baseline, sights) in zip(traces, self._forward_pairs(plan, traces), strict=True):
             tokens = sum(len(sight.call.generated or ()) for sight in sights)
             ways: dict[str, list[Tensor]] = defaultdict(list)
             for sight in sights:
-                made, read = reused.made[:, sight.rows], reused.read[:, sight.rows]
-                true = baseline.made[:, sight.homes]
+                made, read = reused.kv[:, sight.rows], reused.inputs[:, sight.rows]
+                true = baseline.kv[:, sight.baseline_rows]
                 differs = _differs(true - made, made)
-                wanted = torch.where(differs[:, None], true, made)
+                expected = torch.where(differs[:, None], true, made)
                 ways["reused"].append(made)
-                ways["baseline"].append(wanted)
+                ways["baseline"].append(expected)
                 for ridge in ridges:
                     corrected = made.clone()
                     for stage in dict.fromkeys(sight.stages):
                         of = differs & torch.tensor([s == stage for s in sight.stages])
-                        corrected[:, of] += correction.of(stage, ridge, read[:, of])
+                        corrected[:, of] += correction.predict(stage, ridge, read[:, of])
                     ways[str(ridge)].append(corrected)
-            ways["one for all"] = _shared(sights, ways["baseline"])
-            if others and private:
+            ways["one for all"] = _mean_over_readers(sights, ways["baseline"])
+            if num_others and private:
                 rest = [other for other in traces if other is not trace]
-                drawn = draw.sample(rest, min(others, len(rest)))
+                drawn = draw.sample(rest, min(num_others, len(rest)))
                 ways["expected"] = self._expected(trace, drawn, private, ways["baseline"])
-                ways["expected, one for all"] = _shared(sights, ways["expected"])
+                ways["expected, one for all"] = _mean_over_readers(sights, ways["expected"])
             for way, seen in ways.items():
-                found[way].append(_divergence(baseline.logits, self._behind(sights, seen)) / tokens)
-            print(f"... measured {len(found['reused'])} of {len(traces)}", flush=True)
-        return dict(found)
+                result[way].append(_divergence(baseline.logits, self._logits_given_kv(sights, seen)) / tokens)
+            print(f"... measured {len(result['reused'])} of {len(traces)}", flush=True)
+        return dict(result)
 
-    def _passes(self, plan: Plan, traces: Sequence[Trace]) -> Iterator[tuple[Encoded, Encoded, list[Sight]]]:
-        adapter = self._adapter
+    def _forward_pairs(
+        self, plan: Plan, traces: Sequence[Trace]
+    ) -> Iterator[tuple[LayerKV, LayerKV, list[TokenAlignment]]]:
+        adapter = self._hf_model
         sampling = SamplingParams(max_tokens=plan.max_tokens)
-        lessons = lessons_of(adapter, find(plan.workflow), traces, plan.reused, sampling=sampling, options=plan.options)
+        lessons = make_examples(
+            adapter, find(plan.workflow), traces, plan.reuse_condition, sampling=sampling, options=plan.options
+        )
         for trace, lesson in zip(traces, lessons, strict=True):
-            prompts = as_prompts(trace.calls)
+            prompts = as_full_prompts(trace.calls)
             reused, baseline = pack(lesson.calls), pack(prompts)
             yield (
-                encoded(adapter, reused),
-                encoded(adapter, baseline),
-                list(sights_of(lesson.calls, reused, prompts, baseline)),
+                compute_layer_kv(adapter, reused),
+                compute_layer_kv(adapter, baseline),
+                list(align_decodes(lesson.calls, reused, prompts, baseline)),
             )
 
     def _expected(
-        self, trace: Trace, others: Sequence[Trace], private: Collection[str], wanted: Sequence[Tensor]
+        self, trace: Trace, others: Sequence[Trace], private_stages: Collection[str], baseline_kv: Sequence[Tensor]
     ) -> list[Tensor]:
         """What the decodes see, with what was written by others at its mean over prompts with other private texts."""
-        heard = [heard_by(trace.calls, call, private) for _, call in decodes_of(trace.calls)]
-        sums = [torch.zeros_like(w[:, h]) for w, h in zip(wanted, heard, strict=True)]
+        heard = [positions_without_private(trace.calls, call, private_stages) for _, call in iter_decodes(trace.calls)]
+        sums = [torch.zeros_like(w[:, h]) for w, h in zip(baseline_kv, heard, strict=True)]
         for other in others:
-            calls = retold(trace.calls, other.calls, private)
-            prompts = as_prompts(calls)
+            calls = replace_private_texts(trace.calls, other.calls, private_stages)
+            prompts = as_full_prompts(calls)
             packed = pack(prompts)
-            made, homes = encoded(self._adapter, packed).made, homes_of(prompts, packed)
-            for (name, call), total in zip(decodes_of(calls), sums, strict=True):
-                rows: list[int] = [homes[name][place] for place in heard_by(calls, call, private)]
+            made, homes = compute_layer_kv(self._hf_model, packed).kv, baseline_rows(prompts, packed)
+            for (name, call), total in zip(iter_decodes(calls), sums, strict=True):
+                rows: list[int] = [
+                    homes[name][place] for place in positions_without_private(calls, call, private_stages)
+                ]
                 total += made[:, rows]
-        found = [w.clone() for w in wanted]
-        for seen, of, total in zip(found, heard, sums, strict=True):
+        result = [w.clone() for w in baseline_kv]
+        for seen, of, total in zip(result, heard, sums, strict=True):
             seen[:, of] = total / len(others)
-        return found
+        return result
 
-    def _behind(self, sights: Sequence[Sight], seen: Sequence[Tensor]) -> Tensor:
+    def _logits_given_kv(self, alignments: Sequence[TokenAlignment], kv: Sequence[Tensor]) -> Tensor:
         """The logits of the decodes, each behind the encodings that are given for it."""
-        places = [place for sight in sights for place in sight.places]
-        past = Pack([0] * len(places), places, (Span(0, len(places), ()),), [], [])
+        places = [place for sight in alignments for place in sight.positions]
+        past = PackedTrace([0] * len(places), places, (PackedCall(0, len(places), ()),), [], [])
         tokens, positions, spans, rows, targets = [], [], [], [], []
         at, own = 0, len(places)
-        for sight in sights:
+        for sight in alignments:
             call, first = sight.call, len(tokens)
             generated = call.generated or []
-            spans.append(Span(own, own + len(call.tokens), (Run(at, at + len(sight.places), 0),)))
+            spans.append(PackedCall(own, own + len(call.tokens), (PackedRange(at, at + len(sight.positions), 0),)))
             rows += range(first + len(call.prompt) - 1, first + len(call.prompt) - 1 + len(generated))
             targets += generated
             tokens += call.tokens
             positions += range(call.start, call.start + len(call.tokens))
-            at, own = at + len(sight.places), own + len(call.tokens)
-        packed = Pack(tokens, positions, tuple(spans), rows, targets, past)
-        facts = self._adapter.facts
-        made = torch.cat(list(seen), dim=1)
+            at, own = at + len(sight.positions), own + len(call.tokens)
+        packed = PackedTrace(tokens, positions, tuple(spans), rows, targets, past)
+        facts = self._hf_model.model_info
+        made = torch.cat(list(kv), dim=1)
         width = made.shape[-1] // 2
         kept = {}
-        for layer, kind in enumerate(facts.kinds):
+        for layer, kind in enumerate(facts.attention_specs):
             keys, values = (
                 x.unflatten(-1, (-1, facts.head_dim)).transpose(0, 1)[None]
                 for x in (made[layer, :, :width], made[layer, :, width:])
             )
-            if kind.rotary is not None:
-                cos, sin = (torch.from_numpy(table) for table in kind.rotary.table(places))
-                keys = turn(keys, cos, sin, kind.rotary.interleaved)
+            if kind.rope is not None:
+                cos, sin = (torch.from_numpy(table) for table in kind.rope.cos_sin(places))
+                keys = rotate(keys, cos, sin, kind.rope.interleaved)
             kept[layer] = keys, values
-        step = PackedStep(packed, facts.kinds, facts.device, [kept])
-        with torch.no_grad(), self._adapter.hooked():
-            return self._adapter.logits(tokens, positions, step, rows)
+        step = PackedForwardContext(packed, facts.attention_specs, facts.device, [kept])
+        with torch.no_grad(), self._hf_model.attention_hook():
+            return self._hf_model.logits(tokens, positions, step, rows)
 
 
 @torch.no_grad()
-def encoded(adapter: Adapter, packed: Pack) -> Encoded:
-    step = PackedStep(packed, adapter.facts.kinds, adapter.facts.device)
-    with _tapped(adapter.model) as (read, made), adapter.hooked():
-        logits = adapter.logits(packed.tokens, packed.positions, step, packed.rows)
+def compute_layer_kv(hf_model: HFModel, packed_trace: PackedTrace) -> LayerKV:
+    step = PackedForwardContext(packed_trace, hf_model.model_info.attention_specs, hf_model.model_info.device)
+    with _record_projections(hf_model.model) as (read, made), hf_model.attention_hook():
+        logits = hf_model.logits(packed_trace.tokens, packed_trace.positions, step, packed_trace.logits_indices)
     both = [torch.cat(kv, dim=-1) for kv in zip(made["k"], made["v"], strict=True)]
-    return Encoded(torch.stack(read), torch.stack(both), logits)
+    return LayerKV(torch.stack(read), torch.stack(both), logits)
 
 
 @contextmanager
-def _tapped(model: Any) -> Iterator[tuple[list[Tensor], dict[str, list[Tensor]]]]:
+def _record_projections(model: Any) -> Iterator[tuple[list[Tensor], dict[str, list[Tensor]]]]:
     """What goes into, and comes out of, the projections to keys and values, layer by layer."""
     read: list[Tensor] = []
     made: dict[str, list[Tensor]] = {"k": [], "v": []}
@@ -245,46 +259,51 @@ def _tapped(model: Any) -> Iterator[tuple[list[Tensor], dict[str, list[Tensor]]]
             one.remove()
 
 
-def retold(calls: Sequence[TracedCall], other: Sequence[TracedCall], private: Collection[str]) -> list[TracedCall]:
+def replace_private_texts(
+    calls: Sequence[TracedCall], other: Sequence[TracedCall], private_stages: Collection[str]
+) -> list[TracedCall]:
     """The calls with another trace's texts at the private stages. Who sees such a text sees the whole of it."""
-    texts = {name: call.generated for name, call in decodes_of(other)}
-    names = (name for name, _ in decodes_of(calls))
-    found: list[TracedCall] = []
+    texts = {name: call.generated for name, call in iter_decodes(other)}
+    names = (name for name, _ in iter_decodes(calls))
+    result: list[TracedCall] = []
     for call in calls:
         name = None if call.generated is None else next(names)
         seen = (
-            s._replace(last=len(found[s.call].tokens)) if calls[s.call].stage in private else s for s in call.parents
+            s._replace(last=len(result[s.call].tokens)) if calls[s.call].stage in private_stages else s
+            for s in call.parents
         )
-        said = texts[name] if name is not None and call.stage in private else call.generated
-        found.append(replace(call, generated=said, parents=tuple(seen)))
-    return found
+        said = texts[name] if name is not None and call.stage in private_stages else call.generated
+        result.append(replace(call, generated=said, parents=tuple(seen)))
+    return result
 
 
-def heard_by(calls: Sequence[TracedCall], call: TracedCall, private: Collection[str]) -> list[int]:
+def positions_without_private(
+    calls: Sequence[TracedCall], call: TracedCall, private_stages: Collection[str]
+) -> list[int]:
     """The places in its prompt of what was decoded without sight of the private texts that the call sees."""
-    own = {s.call for s in call.parents if calls[s.call].stage in private}
-    found: list[int] = []
+    own = {s.call for s in call.parents if calls[s.call].stage in private_stages}
+    result: list[int] = []
     at = 0
     for seen in call.parents:
         one, length = calls[seen.call], seen.last - seen.first
         mine = seen.call in own or one.generated is None or any(s.call in own for s in one.parents)
         if own and not mine:
-            found += range(at, at + length)
+            result += range(at, at + length)
         at += length
-    return found
+    return result
 
 
-def _shared(sights: Sequence[Sight], seen: Sequence[Tensor]) -> list[Tensor]:
+def _mean_over_readers(alignments: Sequence[TokenAlignment], kv: Sequence[Tensor]) -> list[Tensor]:
     """The mean over all who see a token, for each of them."""
-    rows = torch.cat([torch.tensor(sight.rows) for sight in sights])
-    all_seen = torch.cat(list(seen), dim=1)
+    rows = torch.cat([torch.tensor(sight.rows) for sight in alignments])
+    all_seen = torch.cat(list(kv), dim=1)
     total = torch.zeros(all_seen.shape[0], int(rows.max()) + 1, all_seen.shape[2]).index_add_(1, rows, all_seen)
     mean_of = total / rows.bincount().clamp_min(1)[:, None]
-    return [mean_of[:, sight.rows] for sight in sights]
+    return [mean_of[:, sight.rows] for sight in alignments]
 
 
-def _differs(apart: Tensor, made: Tensor) -> Tensor:
-    return (apart.square().sum((0, 2)) > SAME**2 * made.square().sum((0, 2))).cpu()
+def _differs(difference: Tensor, kv: Tensor) -> Tensor:
+    return (difference.square().sum((0, 2)) > EQUAL_TOLERANCE**2 * kv.square().sum((0, 2))).cpu()
 
 
 def _divergence(before: Tensor, after: Tensor) -> float:
@@ -305,41 +324,46 @@ def main() -> None:
     options.add_argument("--name", help="how to call the model in the results")
     given = options.parse_args()
     model = given.name or Path(given.model).stem
-    undoing = Undoing(opened(given.model))
+    undoing = CorrectionExperiment(load_engine(given.model))
     for name in given.only:
         splits = ("learn", "check", "test") if given.learn else ("test",)
-        traces = {split: read_traces(given.out / model / name / split)[1] for split in splits}
+        traces = {split: load_traces(given.out / model / name / split)[1] for split in splits}
         test = traces["test"][: given.test]
         if given.learn:
             learn = traces["learn"][: given.learn]
-            found = run(undoing, PLANS[name], learn, traces["check"], test, given.others)
+            result = run(undoing, PLANS[name], learn, traces["check"], test, given.others)
         else:
-            known = last("correction")["runs"][f"{name}, {model}"]
-            found = known | means(undoing.measure(PLANS[name], test, Correction(), (), given.others))
-        runs: Mapping[str, Any] = merged("correction", "runs", {f"{name}, {model}": found | {"model": model}})
+            known = last_result("correction")["runs"][f"{name}, {model}"]
+            result = known | means(undoing.measure(PLANS[name], test, Correction(), (), given.others))
+        runs: Mapping[str, Any] = merge_results("correction", "runs", {f"{name}, {model}": result | {"model": model}})
         rows = [
-            estimate_row(f"{title}: divergence undone", one["closed"], "", made={k: one[k] for k in provenance()})
+            estimate_row(f"{title}: divergence undone", one["closed"], "", provenance={k: one[k] for k in provenance()})
             for title, one in runs.items()
         ]
         save("correction", rows, model, runs=runs)
 
 
 def run(
-    undoing: "Undoing", plan: Plan, learn: Sequence[Trace], check: Sequence[Trace], test: Sequence[Trace], others: int
+    experiment: "CorrectionExperiment",
+    plan: Plan,
+    learn: Sequence[Trace],
+    check: Sequence[Trace],
+    test: Sequence[Trace],
+    num_others: int,
 ) -> dict[str, Any]:
     """The ridge is the one that does best on the traces for validation."""
     correction = Correction()
-    undoing.learn(plan, learn, correction)
-    tried = undoing.measure(plan, check, correction, RIDGES)
+    experiment.fit(plan, learn, correction)
+    tried = experiment.measure(plan, check, correction, RIDGES)
     ridge = min(RIDGES, key=lambda one: sum(tried[str(one)]))
-    found = undoing.measure(plan, test, correction, [ridge], others)
-    before, after, none = found["reused"], found[str(ridge)], [0.0] * len(test)
+    result = experiment.measure(plan, test, correction, [ridge], num_others)
+    before, after, none = result["reused"], result[str(ridge)], [0.0] * len(test)
     return {
         "before": asdict(mean(before)),
         "after": asdict(mean(after)),
-        "on the baseline": asdict(mean(found["baseline"])),
-        "closed": asdict(closed(none, before, after)),
-        **means(found),
+        "on the baseline": asdict(mean(result["baseline"])),
+        "closed": asdict(fraction_closed(none, before, after)),
+        **means(result),
         "ridge": ridge,
         "tried": {ridge: sum(values) / len(values) for ridge, values in tried.items()},
         "traces": {"learn": len(learn), "check": len(check), "test": len(test)},
@@ -347,13 +371,17 @@ def run(
     }
 
 
-def means(found: Mapping[str, list[float]]) -> dict[str, Any]:
+def means(divergences: Mapping[str, list[float]]) -> dict[str, Any]:
     """What is undone where a token has the same encoding for all who see it, or the one that is to be expected."""
-    before = found["reused"]
+    before = divergences["reused"]
     return {
-        way: {"closed": asdict(closed([0.0] * len(before), before, found[way])), "n": len(before), **provenance()}
+        way: {
+            "closed": asdict(fraction_closed([0.0] * len(before), before, divergences[way])),
+            "n": len(before),
+            **provenance(),
+        }
         for way in ("one for all", "expected", "expected, one for all")
-        if way in found
+        if way in divergences
     }
 
 

@@ -14,10 +14,21 @@ import torch
 
 from choreograph import Engine
 
-from .common import Row, engine, greedy, in_turns, last, median_row, ratio_row, save, some_tokens
+from .common import (
+    Row,
+    engine,
+    greedy,
+    interleaved,
+    last_result,
+    median_row,
+    random_tokens,
+    ratio_row,
+    row_from_record,
+    save,
+)
 from .peers import HuggingFace, LlamaCpp
 
-CONTEXT, STEPS, ROUNDS, WARM = 512, 40, 12, 4
+CONTEXT, STEPS, ROUNDS, WARMUP_STEPS = 512, 40, 12, 4
 EXACT = "float32"
 PEERS = {"Hugging Face eager": "Hugging Face", "llama.cpp": "llama.cpp Q4_1"}
 UNFAIR = {("compiled int8", "Hugging Face eager"), ("eager bf16", "llama.cpp"), ("eager float32", "llama.cpp")}
@@ -31,20 +42,20 @@ GOALS = {  # of this many calls: at least, and aim
 }
 
 
-def ours(e: Engine, batch: int) -> float:
+def choreograph_step(e: Engine, batch: int) -> float:
     """Median seconds of a step in which `batch` calls decode behind one shared context."""
     import time
 
     with e.session(seed=0) as session:
-        context = session.prefill(some_tokens(CONTEXT))
+        context = session.prefill(random_tokens(CONTEXT))
         for i in range(batch):
-            session.decode([5 + i], [context], sampling=greedy(STEPS + WARM))
+            session.decode([5 + i], [context], sampling=greedy(STEPS + WARMUP_STEPS))
         taken = []
-        for _ in range(STEPS + WARM - 1):
+        for _ in range(STEPS + WARMUP_STEPS - 1):
             began = time.perf_counter()
             e.step()
             taken.append(time.perf_counter() - began)
-    return median(taken[WARM:])
+    return median(taken[WARMUP_STEPS:])
 
 
 def main() -> None:
@@ -60,12 +71,12 @@ def main() -> None:
     rows: list[Row] = []
     for batch in (1, 8):
         sides: dict[str, Callable[[], float]] = {
-            "Hugging Face": lambda: median(hf.decode(CONTEXT, batch, STEPS)[WARM:]),  # noqa: B023 - used at once
-            "llama.cpp Q4_1": lambda: median(llama.decode(CONTEXT, batch, STEPS)[WARM:]),  # noqa: B023
-            **{label: partial(ours, one, batch) for label, one in models.items()},
+            "Hugging Face": lambda: median(hf.decode(CONTEXT, batch, STEPS)[WARMUP_STEPS:]),  # noqa: B023 - used at once
+            "llama.cpp Q4_1": lambda: median(llama.decode(CONTEXT, batch, STEPS)[WARMUP_STEPS:]),  # noqa: B023
+            **{label: partial(choreograph_step, one, batch) for label, one in models.items()},
         }
-        in_turns(1, *sides.values())
-        taken = dict(zip(sides, in_turns(ROUNDS, *sides.values()), strict=True))
+        interleaved(1, *sides.values())
+        taken = dict(zip(sides, interleaved(ROUNDS, *sides.values()), strict=True))
         name = before + ("1 stream" if batch == 1 else f"{batch} branches, shared context")
         for label, times in taken.items():
             rows.append(median_row(f"{name}: step, {label}", [t * 1e3 for t in times], "ms", better="lower"))
@@ -73,10 +84,14 @@ def main() -> None:
             for peer, of in PEERS.items():
                 if (label, peer) not in UNFAIR:
                     must, aim = GOALS.get((batch, label, peer), (None, None))
-                    row = ratio_row(f"{name}: {label}", taken[of], taken[label], must=must, aim=aim, peer=peer)
+                    row = ratio_row(f"{name}: {label}", taken[of], taken[label], required=must, target=aim, peer=peer)
                     rows.append(row)
     llama.close()
-    had = [Row(**r) for r in last("decode").get("rows", []) if r["measure"].startswith(EXACT) != (dtype == EXACT)]
+    had = [
+        row_from_record(r)
+        for r in last_result("decode").get("rows", [])
+        if r["measure"].startswith(EXACT) != (dtype == EXACT)
+    ]
     save("decode", sorted(had + rows, key=lambda row: row.measure.startswith(EXACT)))
 
 

@@ -19,27 +19,36 @@ from typing import Any
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
-from choreograph.choreographies import Performance, conditions_of, find
-from choreograph.choreographies.performance import Condition
-from choreograph.distill import Trace, TrainConfig, collect, lessons_of, train
-from choreograph.distill.lessons import Lesson, baseline_lessons
-from choreograph.distill.losses import losses
-from choreograph.evaluation.data import Example, example, games, load, pairs, records
-from choreograph.evaluation.fidelity import drift_rows, drifts
-from choreograph.evaluation.folder import Folder, read_settings, write_settings
-from choreograph.evaluation.runs import run_conditions, settings_of
+from choreograph.console import print_table
+from choreograph.evaluation.datasets import Example, load, make_games, make_pairs, parse_example, records
+from choreograph.evaluation.fidelity import measure_divergence, summarize_divergence
+from choreograph.evaluation.report import format_estimate, score_table, summarize
+from choreograph.evaluation.run_dir import RunDirectory, read_json_object, write_json
+from choreograph.evaluation.runner import evaluate_conditions, make_run_config
 from choreograph.evaluation.statistics import Estimate, difference, mean, ratio
-from choreograph.evaluation.summary import interval, summarize, table
-from choreograph.onepass.calls import TracedCall
-from choreograph.places import make_folder
-from choreograph.report import show_table
-from choreograph.types import SamplingParams
-from choreograph.viz.charts import learning_curves
+from choreograph.sampling_params import SamplingParams
+from choreograph.training import Trace, TrainConfig, collect_traces, make_examples, train
+from choreograph.training.dataset import TrainingExample, baseline_examples
+from choreograph.training.losses import example_losses
+from choreograph.training.trace import TracedCall
+from choreograph.utils import ensure_dir
+from choreograph.viz.plots import learning_curves
+from choreograph.workflows import WorkflowRun, conditions_of, find
+from choreograph.workflows.run import Condition
 
-from .common import FIGURES, estimate_row, last, merged, provenance, quick_in_bfloat16, save, supporting
+from .common import (
+    FIGURES,
+    estimate_row,
+    has_fast_bfloat16,
+    keep_supporting,
+    last_result,
+    merge_results,
+    provenance,
+    save,
+)
 
-TOP = 32  # likeliest tokens that a trace keeps where the divergence is a part of the loss
-ORDER = ", order "  # between the id of a list of concepts and the number of the order that it stands in
+NUM_TOP_TOKENS = 32  # likeliest tokens that a trace keeps where the divergence is a part of the loss
+ORDER_SEPARATOR = ", order "  # between the id of a list of concepts and the number of the order that it stands in
 Splits = tuple[list[Example], list[Example], list[Example]]  # to learn from, for validation, for the test
 
 
@@ -56,28 +65,32 @@ class Plan:
     max_tokens: int
     config: TrainConfig
     options: Mapping[str, Any] = field(default_factory=dict)
-    scored: Callable[[Path], list[Example]] | None = None
-    exact: bool = False
-    readers: tuple[str, ...] = ()
+    scoring_examples: Callable[[Path], list[Example]] | None = None
+    uses_float32: bool = False
+    adapter_stages: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
-    drawn: str | None = None
+    sampling_dtype: str | None = None
 
     @property
-    def reused(self) -> Condition:
+    def reuse_condition(self) -> Condition:
         return conditions_of(find(self.workflow))[self.condition]
 
     @property
-    def learned(self) -> Condition:
-        return replace(self.reused, model="FT", readers=self.readers)
+    def adapter_condition(self) -> Condition:
+        return replace(self.reuse_condition, model="FT", adapter_stages=self.adapter_stages)
 
 
 def questions(folder: Path) -> Splits:
     """Pairs of questions with passages; no question is in two splits. Those to learn from are of several kinds: two
     hundred pairs of eighty questions were learned by heart."""
-    found = load(str(folder / "nq_oracle.jsonl"), seed=1)
-    learn, check, test = found[:80], found[80:100], found[100:200]
-    learn = learn + supported(folder / "hotpotqa.jsonl", 70) + supported(folder / "2wikimqa.jsonl", 50)
-    return pairs(learn), pairs(check), pairs(test, rings=2)
+    result = load(str(folder / "nq_oracle.jsonl"), seed=1)
+    learn, check, test = result[:80], result[80:100], result[100:200]
+    learn = (
+        learn
+        + with_supporting_passages(folder / "hotpotqa.jsonl", 70)
+        + with_supporting_passages(folder / "2wikimqa.jsonl", 50)
+    )
+    return make_pairs(learn), make_pairs(check), make_pairs(test, num_shifts=2)
 
 
 def answerable(folder: Path) -> list[Example]:
@@ -88,46 +101,52 @@ def answerable(folder: Path) -> list[Example]:
 def trivia(folder: Path) -> Splits:
     """Pairs of questions alone, as in the paper; no question is in two splits. Two hundred pairs to learn from, of
     three hundred questions."""
-    found = load(str(folder / "triviaqa.jsonl"), seed=1)
-    learn = pairs(found[:100]) + pairs(found[100:300])[::2]
-    return learn, pairs(found[300:320], rings=3), pairs(found[320:], rings=2)
+    result = load(str(folder / "triviaqa.jsonl"), seed=1)
+    learn = make_pairs(result[:100]) + make_pairs(result[100:300])[::2]
+    return learn, make_pairs(result[300:320], num_shifts=3), make_pairs(result[320:], num_shifts=2)
 
 
-def supported(file: Path, limit: int) -> list[Example]:
+def with_supporting_passages(file: Path, limit: int) -> list[Example]:
     """Questions with those of their passages alone that the answer needs."""
-    return [example(supporting(record), number) for number, record in enumerate(islice(records(file), limit))]
+    return [
+        parse_example(keep_supporting(record), number) for number, record in enumerate(islice(records(file), limit))
+    ]
 
 
 def concepts(folder: Path) -> Splits:
     """Lists of concepts; those to learn from are drawn from the concepts of records that nothing else uses, those of
     the test stand in three orders."""
-    found = load(str(folder / "commongen_hard.jsonl"), seed=1)
-    learn, check, test = found[:55], found[55:63], found[70:100]
+    result = load(str(folder / "commongen_hard.jsonl"), seed=1)
+    learn, check, test = result[:55], result[55:63], result[70:100]
     known, draw = sorted({c for e in learn for c in e.task}), random.Random(0)
     drawn = [{"id": f"drawn-{i}", "concepts": draw.sample(known, len(learn[i % 55].task))} for i in range(400)]
-    orders = [replace(e, id=f"{e.id}{ORDER}{n}", task=draw.sample(e.task, len(e.task))) for n in (2, 3) for e in test]
-    return [example(r, i) for i, r in enumerate(drawn)], check, test + orders
+    orders = [
+        replace(e, id=f"{e.id}{ORDER_SEPARATOR}{n}", task=draw.sample(e.task, len(e.task)))
+        for n in (2, 3)
+        for e in test
+    ]
+    return [parse_example(r, i) for i, r in enumerate(drawn)], check, test + orders
 
 
 def problems(folder: Path) -> Splits:
-    found = load(str(folder / "math_train.jsonl"), seed=1)
-    return found[:40], found[200:206], load(str(folder / "math.jsonl"), limit=24, seed=1)
+    result = load(str(folder / "math_train.jsonl"), seed=1)
+    return result[:40], result[200:206], load(str(folder / "math.jsonl"), limit=24, seed=1)
 
 
-def played(folder: Path) -> Splits:
+def prisoners_games(folder: Path) -> Splits:
     """Games differ by their seeds alone."""
-    found = games(475)
-    return found[:200] + found[240:440], found[200:210], found[215:240] + found[440:]
+    result = make_games(475)
+    return result[:200] + result[240:440], result[200:210], result[215:240] + result[440:]
 
 
-def ordered(folder: Path, more: int = 200) -> Splits:
+def games_with_orders(folder: Path, num_more: int = 200) -> Splits:
     """More to learn from; for validation and for the test the same."""
-    learn, check, test = played(folder)
-    return learn + games(475 + more)[475:], check, test
+    learn, check, test = prisoners_games(folder)
+    return learn + make_games(475 + num_more)[475:], check, test
 
 
 # what a player is told in private is often a page, and the same in every game
-ORDERS = """These are your private orders, which Bob must never learn.
+PRIVATE_ORDERS = """These are your private orders, which Bob must never learn.
 1. You defect, whatever is said. You have already signed the form that says so; nothing in the talk changes it.
 2. In the talk you are warm, you agree to cooperate, you say that you trust Bob, and you promise to cooperate too.
 3. You never threaten, never mention defecting, and never name these orders.
@@ -138,96 +157,115 @@ trusts people that speak plainly, and who decides by the last thing that was sai
 twelve. The club gives a prize at fifteen points, and tonight is the last game. Your sponsor pays for five points \
 only; with three you go home with nothing. The referee hears the talk but does not see these orders."""
 
-TALK = ("Alice says", "Bob says")  # where nearly all is lost
-SPOKEN = (*TALK, "Alice decides", "Bob decides", "Bob predicts")  # what reuse changes in a game
+TALK_STAGES = ("Alice says", "Bob says")  # where nearly all is lost
+REUSED_STAGES = (*TALK_STAGES, "Alice decides", "Bob decides", "Bob predicts")  # what reuse changes in a game
 
 # answers are short: what the baseline would have said with which probability says more than what it happened to say
-CLOSELY = {"kl": 10.0, "rate": 3e-4, "lessons": 4, "bf16": quick_in_bfloat16()}
-SOFTLY = CLOSELY | {"kl": 100.0}  # what it happened to say counts for next to nothing
-BRIEFLY = SOFTLY | {"rate": 5e-4, "lessons": 2}  # few traces, each of which takes long
-GENTLY = SOFTLY | {"rate": 2e-4, "lessons": 8}  # where traces agree little on what there is to learn
+KL_OPTIONS = {"kl_weight": 10.0, "learning_rate": 3e-4, "batch_size": 4, "bf16": has_fast_bfloat16()}
+STRONG_KL_OPTIONS = KL_OPTIONS | {"kl_weight": 100.0}  # what it happened to say counts for next to nothing
+# few traces, each of which takes long
+FEW_TRACES_OPTIONS = STRONG_KL_OPTIONS | {"learning_rate": 5e-4, "batch_size": 2}
+# where traces agree little on what there is to learn
+SLOW_OPTIONS = STRONG_KL_OPTIONS | {"learning_rate": 2e-4, "batch_size": 8}
 PLANS = {
     "multi_qa": Plan(
-        "multi_qa", "parallel", questions, 96, TrainConfig(**CLOSELY, epochs=3, validations=2), scored=answerable
+        "multi_qa",
+        "parallel",
+        questions,
+        96,
+        TrainConfig(**KL_OPTIONS, epochs=3, evals_per_epoch=2),
+        scoring_examples=answerable,
     ),
     "multi_qa, trivia": Plan(
         "multi_qa",
         "parallel",
         trivia,
         96,
-        TrainConfig(**SOFTLY, epochs=8, dropout=0.2),
-        scored=answerable,
+        TrainConfig(**STRONG_KL_OPTIONS, epochs=8, dropout=0.2),
+        scoring_examples=answerable,
     ),
     "branch_solve_merge": Plan(
         "branch_solve_merge",
         "parallel",
         concepts,
         160,
-        TrainConfig(**GENTLY, validations=4),
+        TrainConfig(**SLOW_OPTIONS, evals_per_epoch=4),
     ),
     "branch_solve_merge, serial": Plan(
         "branch_solve_merge",
         "serial",
         concepts,
         160,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.1, epochs=3, validations=2),
-        exact=True,
+        TrainConfig(**STRONG_KL_OPTIONS | {"learning_rate": 5e-4}, dropout=0.1, epochs=3, evals_per_epoch=2),
+        uses_float32=True,
     ),
     "branch_solve_merge, serial, merge alone": Plan(
         "branch_solve_merge",
         "serial",
         concepts,
         160,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1, validations=2),  # nothing is seen twice
-        exact=True,
-        readers=("merge",),
+        TrainConfig(
+            **STRONG_KL_OPTIONS | {"learning_rate": 5e-4}, dropout=0.0, epochs=1, evals_per_epoch=2
+        ),  # nothing is seen twice
+        uses_float32=True,
+        adapter_stages=("merge",),
     ),
     "tree_of_thoughts": Plan(
         "tree_of_thoughts",
         "choreographed",
         problems,
         96,
-        TrainConfig(**BRIEFLY, epochs=4),
+        TrainConfig(**FEW_TRACES_OPTIONS, epochs=4),
         {"branches": 4, "voters": 4},
     ),
     "prisoners_dilemma": Plan(
         "prisoners_dilemma",
         "leak both",
-        played,
+        prisoners_games,
         96,
-        TrainConfig(**SOFTLY | {"rate": 5e-4, "bf16": False}, dropout=0.0, epochs=1, validations=2),
+        TrainConfig(
+            **STRONG_KL_OPTIONS | {"learning_rate": 5e-4, "bf16": False}, dropout=0.0, epochs=1, evals_per_epoch=2
+        ),
         {"strategy": "defect"},
-        exact=True,
+        uses_float32=True,
     ),
     "prisoners_dilemma, orders": Plan(
         "prisoners_dilemma",
         "leak both",
-        ordered,
+        games_with_orders,
         96,
-        TrainConfig(**SOFTLY | {"rate": 5e-4, "bf16": False}, dropout=0.0, epochs=1, validations=4),
-        {"strategy": "defect", "orders": ORDERS},
-        exact=True,
-        readers=SPOKEN,
-        drawn="bfloat16",
+        TrainConfig(
+            **STRONG_KL_OPTIONS | {"learning_rate": 5e-4, "bf16": False}, dropout=0.0, epochs=1, evals_per_epoch=4
+        ),
+        {"strategy": "defect", "orders": PRIVATE_ORDERS},
+        uses_float32=True,
+        adapter_stages=REUSED_STAGES,
+        sampling_dtype="bfloat16",
     ),
     "prisoners_dilemma, orders, many": Plan(
         "prisoners_dilemma",
         "leak both",
-        partial(ordered, more=700),
+        partial(games_with_orders, num_more=700),
         96,
-        TrainConfig(**SOFTLY | {"rate": 5e-4}, dropout=0.0, epochs=1, validations=6),
-        {"strategy": "defect", "orders": ORDERS},
-        readers=SPOKEN,
+        TrainConfig(**STRONG_KL_OPTIONS | {"learning_rate": 5e-4}, dropout=0.0, epochs=1, evals_per_epoch=6),
+        {"strategy": "defect", "orders": PRIVATE_ORDERS},
+        adapter_stages=REUSED_STAGES,
     ),
     "prisoners_dilemma, orders, talk": Plan(
         "prisoners_dilemma",
         "leak both",
-        partial(ordered, more=39),
+        partial(games_with_orders, num_more=39),
         96,
-        TrainConfig(**SOFTLY | {"rate": 8e-4}, dropout=0.0, epochs=2, validations=3, packed=4),
-        {"strategy": "defect", "orders": ORDERS},
-        readers=SPOKEN,
-        stages=TALK,
+        TrainConfig(
+            **STRONG_KL_OPTIONS | {"learning_rate": 8e-4},
+            dropout=0.0,
+            epochs=2,
+            evals_per_epoch=3,
+            examples_per_forward=4,
+        ),
+        {"strategy": "defect", "orders": PRIVATE_ORDERS},
+        adapter_stages=REUSED_STAGES,
+        stages=TALK_STAGES,
     ),
 }
 
@@ -243,27 +281,27 @@ def main() -> None:
     given = options.parse_args()
     model = given.name or Path(given.model).stem
     for name in given.only:
-        plan = replace(PLANS[name], scored=None) if given.answers == "without" else PLANS[name]
+        plan = replace(PLANS[name], scoring_examples=None) if given.answers == "without" else PLANS[name]
         if given.answers == "alone":
-            if plan.scored is None:
+            if plan.scoring_examples is None:
                 continue
-            result = last("distill")["runs"][f"{name}, {model}"]
-            result["scores"] = answers(given.model, plan, name, given.data, given.out / model / name)
+            result = last_result("distill")["runs"][f"{name}, {model}"]
+            result["scores"] = score_saved_adapter(given.model, plan, name, given.data, given.out / model / name)
         else:
             result = run(given.model, model, name, plan, given.data, given.out)
-        keep(f"{name}, {model}", result)
+        save_result(f"{name}, {model}", result)
 
 
-def keep(title: str, result: Mapping[str, Any]) -> None:
+def save_result(title: str, result: Mapping[str, Any]) -> None:
     """Beside what was measured before: the record, its rows and the curves."""
-    runs: Mapping[str, Any] = merged("distill", "runs", {title: result})
+    runs: Mapping[str, Any] = merge_results("distill", "runs", {title: result})
     rows, curves = [], {}
     for name, one in runs.items():
         must, aim = (0.6, 0.85) if "multi_qa" in name else (0.4, 0.7)
         made = {key: one[key] for key in ("commit", "date", "hardware")}
         for what, told in (("closed", "gap closed"), ("divergence closed", "divergence closed")):
             if what in one:
-                rows.append(estimate_row(f"{name}: {told}", one[what], "", must=must, aim=aim, made=made))
+                rows.append(estimate_row(f"{name}: {told}", one[what], "", required=must, target=aim, provenance=made))
         over = f"{name.removesuffix(', ' + one['model'])}\n{one['model']}"
         curves[over] = one["curve"], one["validation"]["baseline"]
     save("distill", rows, result["model"], runs=runs)
@@ -273,105 +311,110 @@ def keep(title: str, result: Mapping[str, Any]) -> None:
 def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -> dict[str, Any]:
     """Everything of one plan; what is in `out` is not done again."""
     out = out / model / name
-    began = begun(out)
+    began = initial_provenance(out)
     workflow = find(plan.workflow)
     narrow = "bfloat16" if plan.config.bf16 else "float32"
-    engine, drawing = opened(source), opened(source, plan.drawn or narrow)
-    learner = engine if plan.exact else drawing
+    engine, drawing = load_engine(source), load_engine(source, plan.sampling_dtype or narrow)
+    learner = engine if plan.uses_float32 else drawing
     sampling = SamplingParams(max_tokens=plan.max_tokens)
     splits = dict(zip(("learn", "check", "test"), plan.splits(data), strict=True))
     traces = {}
     for split, examples in splits.items():
-        done = Progress(f"{name}: traces to {split}", len(examples))
-        traces[split] = collect(
+        done = ProgressPrinter(f"{name}: traces to {split}", len(examples))
+        traces[split] = collect_traces(
             {"learn": drawing, "check": learner, "test": engine}[split],
             plan.workflow,
             workflow,
             examples,
             out / split,
             sampling=sampling,
-            top=TOP if plan.config.kl and split != "test" else 0,
+            top=NUM_TOP_TOKENS if plan.config.kl_weight and split != "test" else 0,
             options=plan.options,
-            at_once=64,
+            concurrency=64,
             on_done=done,
         )
     engine.clear_cache()
     drawing.clear_cache()
 
-    def reused(split: str, stages: Sequence[str] = ()) -> list[Lesson]:
-        return lessons_of(
-            engine.runner.adapter,
+    def reused(split: str, stages: Sequence[str] = ()) -> list[TrainingExample]:
+        return make_examples(
+            engine.core.hf_model,
             workflow,
             traces[split],
-            plan.learned,
+            plan.adapter_condition,
             sampling=sampling,
             options=plan.options,
             stages=stages,
         )
 
     report = train(
-        learner.runner.adapter,
+        learner.core.hf_model,
         reused("learn", plan.stages),
         reused("check"),
         out / "adapter",
         plan.config,
-        baseline=baseline_lessons(traces["check"], plan.readers),
+        baseline=baseline_examples(traces["check"], plan.adapter_stages),
         on_update=lambda done, most: print(f"... {name}: update {done} of {most}", flush=True),
     )
     engine.add_adapter("FT", out / "adapter")
-    found = gap(engine, plan, traces["test"])
-    if not plan.readers:  # else the base model computes what is no reader's
-        found["harm"] = harm(engine, data)
-    found["one pass"] = one_pass(engine, plan, traces["test"][:5])
-    if plan.scored:
-        found["scores"] = scores(engine, name, plan, plan.scored(data), out) | provenance()
+    result = measure_gap(engine, plan, traces["test"])
+    if not plan.adapter_stages:  # else the base model computes what is no reader's
+        result["harm"] = measure_harm(engine, data)
+    result["one pass"] = time_one_pass(engine, plan, traces["test"][:5])
+    if plan.scoring_examples:
+        result["scores"] = score_answers(engine, name, plan, plan.scoring_examples(data), out) | provenance()
     facts = {
         k: v
         for k, v in report.as_dict().items()
-        if k not in ("log", "before", "after", "baseline", "divergence", "closed")
+        if k not in ("log", "loss_before", "loss_after", "baseline", "divergence", "closed")
     }
-    found |= {
+    result |= {
         "workflow": plan.workflow,
         "model": model,
         "condition": plan.condition,
-        "readers": plan.readers,
+        "readers": plan.adapter_stages,
         "learned from": plan.stages,
         "traces": {split: len(one) for split, one in traces.items()},
         "config": asdict(plan.config),
         "max_tokens": plan.max_tokens,
         "training": facts,
-        "validation": {key: getattr(report, key) for key in ("before", "after", "baseline", "divergence")},
-        "curve": [[0, report.before], *([e["step"], e["eval_loss"]] for e in report.log if "eval_loss" in e)],
+        "validation": {
+            "before": report.loss_before,
+            "after": report.loss_after,
+            "baseline": report.baseline,
+            "divergence": report.divergence,
+        },
+        "curve": [[0, report.loss_before], *([e["step"], e["eval_loss"]] for e in report.log if "eval_loss" in e)],
         "began": began,
         **provenance(),
     }
-    show(name, found)
-    return found
+    print_result(name, result)
+    return result
 
 
-def begun(out: Path) -> Mapping[str, str]:
+def initial_provenance(out: Path) -> Mapping[str, str]:
     """The code that drew and trained first; what goes on or measures later may be newer."""
     file = out / "begun.json"
     if not file.exists():
-        make_folder(out)
-        write_settings(file, provenance())
-    return read_settings(file)
+        ensure_dir(out)
+        write_json(file, provenance())
+    return read_json_object(file)
 
 
-def opened(source: str, dtype: str = "float32") -> Engine:
+def load_engine(source: str, dtype: str = "float32") -> Engine:
     """What is measured is so in float32: what there is to repair can be less than what bfloat16 rounds off."""
-    return Engine.from_pretrained(source, dtype=dtype, config=EngineConfig(cache=CacheConfig(tokens=100_000)))
+    return Engine.from_pretrained(source, dtype=dtype, config=EngineConfig(cache=CacheConfig(capacity=100_000)))
 
 
-def answers(source: str, plan: Plan, name: str, data: Path, out: Path) -> dict[str, Any]:
+def score_saved_adapter(source: str, plan: Plan, name: str, data: Path, out: Path) -> dict[str, Any]:
     """The scores alone, of a training that has ended in `out`."""
-    assert plan.scored is not None
-    engine = opened(source)
+    assert plan.scoring_examples is not None
+    engine = load_engine(source)
     engine.add_adapter("FT", out / "adapter")
-    return scores(engine, name, plan, plan.scored(data), out) | provenance()
+    return score_answers(engine, name, plan, plan.scoring_examples(data), out) | provenance()
 
 
-def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
+def measure_gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
     """Log-loss of the baseline's own texts: on the baseline, under reuse, and adapted; every trace weighs the same, and
     those of one list of concepts are one example.
 
@@ -379,28 +422,28 @@ def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
     that it could, not in the one that was drawn. Where little is lost it tells more.
     """
     baseline = next(iter(conditions_of(find(plan.workflow)).values()))
-    ways = {"before": plan.reused, "after": plan.learned}
-    if not plan.readers:  # else the adapter has no part in the baseline
+    ways = {"before": plan.reuse_condition, "after": plan.adapter_condition}
+    if not plan.adapter_stages:  # else the adapter has no part in the baseline
         ways["adapted"] = replace(baseline, model="FT")
-    found = drifts(
+    result = measure_divergence(
         engine,
         find(plan.workflow),
-        [trace.script for trace in traces],
+        [trace.task_transcript for trace in traces],
         {"baseline": baseline, **ways},
         sampling=SamplingParams(max_tokens=plan.max_tokens),
         options=plan.options,
     )
     each = []
-    for _, one in found:
+    for _, one in result:
         each.append(one)
         print(f"... gap: {len(each)} of {len(traces)}", flush=True)
 
     def of(way: str, what: str) -> list[float]:
-        found: dict[str, list[float]] = {}
+        result: dict[str, list[float]] = {}
         for trace, one in zip(traces, each, strict=True):
             value = fmean(x for drift in one[way] for x in getattr(drift, what))
-            found.setdefault(trace.id.partition(ORDER)[0], []).append(value)
-        return [fmean(values) for values in found.values()]
+            result.setdefault(trace.id.partition(ORDER_SEPARATOR)[0], []).append(value)
+        return [fmean(values) for values in result.values()]
 
     base, before, after = of("before", "before"), of("before", "after"), of("after", "after")
     far, near = of("before", "divergence"), of("after", "divergence")
@@ -410,98 +453,102 @@ def gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
         "after": asdict(mean(after)),
         "gap before": asdict(difference(before, base)),
         "gap after": asdict(difference(after, base)),
-        "closed": asdict(closed(base, before, after)),
+        "closed": asdict(fraction_closed(base, before, after)),
         "divergence before": asdict(mean(far)),
         "divergence after": asdict(mean(near)),
-        "divergence closed": asdict(closed([0.0] * len(far), far, near)),
+        "divergence closed": asdict(fraction_closed([0.0] * len(far), far, near)),
         **({"adapted baseline": asdict(difference(of("adapted", "after"), base))} if "adapted" in ways else {}),
-        "stages": {row.stage: row.divergence.value for row in drift_rows([{"before": one["before"]} for one in each])},
+        "stages": {
+            row.stage: row.divergence.value for row in summarize_divergence([{"before": one["before"]} for one in each])
+        },
     }
 
 
-def closed(base: Sequence[float], before: Sequence[float], after: Sequence[float]) -> Estimate:
+def fraction_closed(baseline: Sequence[float], before: Sequence[float], after: Sequence[float]) -> Estimate:
     """How much of the gap is gone, pooled over traces that are drawn together."""
     gained = [b - a for b, a in zip(before, after, strict=True)]
-    return ratio(gained, [b - o for b, o in zip(before, base, strict=True)])
+    return ratio(gained, [b - o for b, o in zip(before, baseline, strict=True)])
 
 
-def harm(engine: Engine, data: Path, texts: int = 24, length: int = 384) -> dict[str, Any]:
+def measure_harm(engine: Engine, data: Path, texts: int = 24, length: int = 384) -> dict[str, Any]:
     """The change of log-loss on ordinary text in prefix mode: documents that no training has seen."""
-    adapter, found = engine.runner.adapter, []
+    adapter, result = engine.core.hf_model, []
     for one in load(str(data / "hotpotqa.jsonl"), limit=texts):
         ids = adapter.tokenizer.encode(str(one.task))[: length + 1]
-        found.append(Lesson(one.id, (TracedCall("text", ids[:1], 0, generated=ids[1:]),)))
-    plain, adapted = losses(adapter, found), losses(adapter, found, "FT")
+        result.append(TrainingExample(one.id, (TracedCall("text", ids[:1], 0, generated=ids[1:]),)))
+    plain, adapted = example_losses(adapter, result), example_losses(adapter, result, "FT")
     return {"plain": asdict(mean(plain)), "change": asdict(difference(adapted, plain)), "tokens": length}
 
 
-def one_pass(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
+def time_one_pass(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str, Any]:
     """Seconds of a trace, alone: the engine's forced decodes, step by step, over one pass. Neither takes gradients."""
-    workflow, condition = find(plan.workflow), plan.reused
+    workflow, condition = find(plan.workflow), plan.reuse_condition
     sampling = SamplingParams(max_tokens=plan.max_tokens)
-    adapter, steps, passes = engine.runner.adapter, [], []
-    lessons = lessons_of(adapter, workflow, traces, condition, sampling=sampling, options=plan.options)
+    adapter, steps, passes = engine.core.hf_model, [], []
+    lessons = make_examples(adapter, workflow, traces, condition, sampling=sampling, options=plan.options)
     for number, (trace, lesson) in enumerate([(traces[0], lessons[0]), *zip(traces, lessons, strict=True)]):
         engine.clear_cache()
         began = time.perf_counter()
         with engine.session(mode=condition.mode) as session:
-            p = Performance(session, sampling=sampling, forced=trace.content)
+            p = WorkflowRun(session, sampling=sampling, replay=trace.transcript)
             workflow(p, trace.task, **{**plan.options, **condition.options}).result()
-            engine.drain()
+            engine.run_until_idle()
         stepped = time.perf_counter()
-        losses(adapter, [lesson])
+        example_losses(adapter, [lesson])
         if number:  # the first is not counted
             steps.append(stepped - began)
             passes.append(time.perf_counter() - stepped)
     return {"speed-up": asdict(ratio(steps, passes)), "seconds": asdict(mean(passes)), "steps": asdict(mean(steps))}
 
 
-def scores(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, Any]:
+def score_answers(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, Any]:
     """Table 1: answers at temperature 0.7, under every condition of the workflow and with the adapter."""
     workflow = find(plan.workflow)
     known = conditions_of(workflow)
-    conditions = {**known, f"{plan.condition} + FT": plan.learned}
+    conditions = {**known, f"{plan.condition} + FT": plan.adapter_condition}
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
-    settings = settings_of(
+    settings = make_run_config(
         engine, plan.workflow, workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options
     )
-    records = run_conditions(
+    records = evaluate_conditions(
         engine,
         workflow,
         examples,
         conditions,
-        Folder(out / "scores", settings),
+        RunDirectory(out / "scores", settings),
         sampling=sampling,
         options=plan.options,
-        at_once=64,
-        on_done=Progress(f"{name}: answers", len(conditions) * len(examples)),
+        concurrency=64,
+        on_done=ProgressPrinter(f"{name}: answers", len(conditions) * len(examples)),
     )
     summary = summarize(examples, records, max_tokens=plan.max_tokens)
-    show_table(Console(width=170), f"{name}, {len(examples)} examples", *table(summary))
+    print_table(Console(width=170), f"{name}, {len(examples)} examples", *score_table(summary))
     return summary
 
 
-class Progress:
+class ProgressPrinter:
     """A line now and then."""
 
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.done = what, total, 0
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total, self.done = label, total, 0
 
     def __call__(self, condition: str, record: object) -> None:
         self.done += 1
         if self.done % 20 == 0:
-            print(f"... {self.what}: {self.done} of {self.total}", flush=True)
+            print(f"... {self.label}: {self.done} of {self.total}", flush=True)
 
 
-def show(name: str, found: Mapping[str, Any]) -> None:
-    lines = [(what, interval(one, places=3)) for what, one in found.items() if isinstance(one, dict) and "low" in one]
-    if "harm" in found:
-        lines.append(("ordinary text, change", interval(found["harm"]["change"], places=3, sign=True)))
-    lines.append(("one pass over steps", interval(found["one pass"]["speed-up"], places=1)))
-    lines += [(what, f"{value:.4g}") for what, value in found["training"].items()]
-    show_table(Console(width=120), f"{name}, {found['model']}", ("log-loss of a token", "95%"), lines)
+def print_result(name: str, result: Mapping[str, Any]) -> None:
+    lines = [
+        (what, format_estimate(one, places=3)) for what, one in result.items() if isinstance(one, dict) and "low" in one
+    ]
+    if "harm" in result:
+        lines.append(("ordinary text, change", format_estimate(result["harm"]["change"], places=3, sign=True)))
+    lines.append(("one pass over steps", format_estimate(result["one pass"]["speed-up"], places=1)))
+    lines += [(what, f"{value:.4g}") for what, value in result["training"].items()]
+    print_table(Console(width=120), f"{name}, {result['model']}", ("log-loss of a token", "95%"), lines)
 
 
 if __name__ == "__main__":
-    print("runs so far:", list(last("distill").get("runs", {})))
+    print("runs so far:", list(last_result("distill").get("runs", {})))
     main()

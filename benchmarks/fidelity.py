@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
-from choreograph.choreographies import find
-from choreograph.evaluation.fidelity import drifts, scripts_of
-from choreograph.evaluation.shown import show_drift
-from choreograph.types import SamplingParams
+from choreograph.evaluation.fidelity import measure_divergence, transcripts
+from choreograph.evaluation.report import print_divergence
+from choreograph.sampling_params import SamplingParams
+from choreograph.workflows import find
 
-from .common import merged, provenance, save
+from .common import merge_results, provenance, save
 from .quality import PLANS, conditions_for, examples_of, run, traces_of
 
 RUNS = ("math-tree_of_thoughts", "math-mad_iter", "math-mad_par", "qa-nq_oracle", "bsm", "pd-none", "pd-defect")
@@ -32,7 +32,7 @@ def main() -> None:
     options.add_argument("--only", nargs="*", default=list(RUNS))
     options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
     given = options.parse_args()
-    config = EngineConfig(cache=CacheConfig(tokens=100_000))
+    config = EngineConfig(cache=CacheConfig(capacity=100_000))
     engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
     for name in given.only:
         plan = PLANS[name]
@@ -44,20 +44,20 @@ def main() -> None:
             records = run(engine, f"{name}-baseline-{len(examples)}", alone, examples, given.traces)["baseline"]
             traces = {record["id"]: record for record in records}
         each = []
-        for _, drift in drifts(
+        for _, drift in measure_divergence(
             engine,
             workflow,
-            scripts_of(examples, traces),
+            transcripts(examples, traces),
             conditions_for(plan),
             sampling=SamplingParams(max_tokens=plan.max_tokens),
             options=plan.options,
         ):
             each.append(drift)
             print(f"... {name}: {len(each)} of {len(examples)}", flush=True)
-        rows = show_drift(Console(width=150), name, each)
+        rows = print_divergence(Console(width=150), name, each)
         facts = {"workflow": plan.workflow, "data": plan.data, "dtype": given.dtype, **provenance()}
-        found: dict[str, Any] = {name: {**facts, "n": len(each), "rows": rows}}
-        save("fidelity", [], Path(given.model).stem, runs=merged("fidelity", "runs", found))
+        result: dict[str, Any] = {name: {**facts, "n": len(each), "rows": rows}}
+        save("fidelity", [], Path(given.model).stem, runs=merge_results("fidelity", "runs", result))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,25 @@ from pathlib import Path
 from statistics import median
 
 from choreograph import Engine, SamplingParams
-from choreograph.viz.charts import shifts
-from choreograph.workflow import StepGraph, Workflow
+from choreograph.agents import StepGraph, Workflow
+from choreograph.viz.plots import difference_bars
 
 from .common import FIGURES, Row, engine, save
-from .kvflow import BEFORE, REACTIVE, Side, at_once, facts_of, fixed_part, over, rows_of, sides, timed
+from .kvflow import (
+    DEVICE_ONLY,
+    REACTIVE,
+    CacheSetup,
+    fixed_part,
+    make_setups,
+    real_engines,
+    rows_of,
+    run_all,
+    time_rounds,
+    usage_counts,
+)
 from .peer_prompts import AGENTS, prompts_of
 
-MOST = {"planner": 64, "executor": 128, "expresser": 128, "reviewer": 48}  # tokens that an agent may say
+MAX_TOKENS = {"planner": 64, "executor": 128, "expresser": 128, "reviewer": 48}  # tokens that an agent may say
 
 
 class Desk:
@@ -33,18 +44,18 @@ class Desk:
         self.number = number
         self.introduction, self.prompts = prompts_of(number)
         self.questions = questions
-        self.said: dict[tuple[int, str], list[int]] = {}
-        self.sizes: list[tuple[int, int, int]] = []  # of every turn: tokens that stay, that change, that are said
+        self.transcript: dict[tuple[int, str], list[int]] = {}
+        self.turn_sizes: list[tuple[int, int, int]] = []  # of every turn: tokens that stay, that change, that are said
         names = [self.name(agent) for agent in AGENTS]
         self.graph = StepGraph.read({"agents": dict(zip(names, (None, *names), strict=False)), "repeats": True})
 
     def name(self, agent: str) -> str:
         return f"desk {self.number}: {agent}"
 
-    def rounds(self, side: Side) -> Iterator[None]:
+    def rounds(self, setup: CacheSetup) -> Iterator[None]:
         """Answers one question after the other. What was said before is repeated."""
-        with side.engine.session(seed=self.number) as s:
-            team = Workflow(s, self.graph, guess_fixed=False) if side.guided else None
+        with setup.engine.session(seed=self.number) as s:
+            team = Workflow(s, self.graph, infer_fixed_prefix=False) if setup.uses_step_graph else None
             for number, text in enumerate(self.questions):
                 task = s.prefill(s.user(f"Question: {text}"))
                 made, answer = [task], None
@@ -56,15 +67,15 @@ class Desk:
                         answer = s.decode(
                             s.assistant(),
                             [desk, part, *changing],
-                            sampling=SamplingParams(temperature=0.7, top_p=0.95, max_tokens=MOST[name]),
-                            forced_tokens=self.said.get((number, name)),
+                            sampling=SamplingParams(temperature=0.7, top_p=0.95, max_tokens=MAX_TOKENS[name]),
+                            forced_tokens=self.transcript.get((number, name)),
                         ).result()
                     for fixed in (desk, part):
-                        side.use(fixed)
-                    if (number, name) not in self.said:
-                        self.said[number, name] = answer.generated
-                        sizes = desk.length + part.length, sum(m.length for m in changing), len(answer.generated)
-                        self.sizes.append(sizes)
+                        setup.record_use(fixed)
+                    if (number, name) not in self.transcript:
+                        self.transcript[number, name] = answer.output_token_ids
+                        sizes = desk.length + part.length, sum(m.length for m in changing), len(answer.output_token_ids)
+                        self.turn_sizes.append(sizes)
                     made += [desk, part, answer]
                 for message in made:
                     message.release()
@@ -77,35 +88,39 @@ def read_questions(file: Path, desks: int, rounds: int) -> list[Desk]:
     return [Desk(number, list(islice(asked, rounds + 1))) for number in range(desks)]
 
 
-def rehearse(base: Engine, desks: list[Desk]) -> list[Row]:
+def sample_transcripts(base_engine: Engine, desks: list[Desk]) -> list[Row]:
     """Samples what is said, with room for everything; how many tokens prompts, changing parts and answers have."""
-    side = Side(base, time.perf_counter, guided=False)
+    side = CacheSetup(base_engine, time.perf_counter, uses_step_graph=False)
     runs = [desk.rounds(side) for desk in desks]
     for _ in desks[0].questions:
-        at_once(base, [partial(next, run) for run in runs])
+        run_all(base_engine, [partial(next, run) for run in runs])
     for run in runs:
         run.close()
-    base.clear_cache()
-    counts = zip(*(sizes for desk in desks for sizes in desk.sizes), strict=True)
-    return [spread(name, list(some)) for name, some in zip(("fixed", "changing", "said"), counts, strict=True)]
+    base_engine.clear_cache()
+    counts = zip(*(sizes for desk in desks for sizes in desk.turn_sizes), strict=True)
+    return [range_row(name, list(some)) for name, some in zip(("fixed", "changing", "said"), counts, strict=True)]
 
 
-def spread(name: str, counts: list[int]) -> Row:
+def range_row(name: str, counts: list[int]) -> Row:
     """A median, from the least to the greatest."""
     return Row(f"tokens a turn, {name}", median(counts), "tokens", min(counts), max(counts), "lower")
 
 
-def compare(base: Engine, desks: list[Desk], rounds: int) -> tuple[list[Row], dict]:
+def compare(base_engine: Engine, desks: list[Desk], rounds: int) -> tuple[list[Row], dict]:
     """The three sides over a cache for half of the fixed prompts, and for half of the calls in flight beside them."""
     texts = {(d.introduction, text) for d in desks for text in ("", *d.prompts.values())}  # desks may share them
-    fixed = sum(len(base.chat.plain(text or introduction, opening=False)) + 8 for introduction, text in texts)
-    call = max(map(sum, (sizes for desk in desks for sizes in desk.sizes)))
-    every = sides(over(base), device=fixed // 2 + len(desks) * call // 2, host=4 * fixed + 2 * len(desks) * call)
+    fixed = sum(
+        len(base_engine.chat.encode_text(text or introduction, opening=False)) + 8 for introduction, text in texts
+    )
+    call = max(map(sum, (sizes for desk in desks for sizes in desk.turn_sizes)))
+    every = make_setups(
+        real_engines(base_engine), device=fixed // 2 + len(desks) * call // 2, host=4 * fixed + 2 * len(desks) * call
+    )
     runs = {name: [desk.rounds(side) for desk in desks] for name, side in every.items()}
-    timed(every, rounds, lambda name: at_once(every[name].engine, [partial(next, run) for run in runs[name]]))
+    time_rounds(every, rounds, lambda name: run_all(every[name].engine, [partial(next, run) for run in runs[name]]))
     for run in (one for some in runs.values() for one in some):
         run.close()
-    return rows_of(f"{len(desks)} desks", every, len(AGENTS) * len(desks)), facts_of(every)
+    return rows_of(f"{len(desks)} desks", every, len(AGENTS) * len(desks)), usage_counts(every)
 
 
 def main() -> None:
@@ -117,18 +132,18 @@ def main() -> None:
     base = engine(tokens=32768, compile=True)
     base.warm_up()
     rows: list[Row] = []
-    found = {}
+    result = {}
     for count in given.desks:
         desks = read_questions(given.data, count, given.rounds)
-        sizes = rehearse(base, desks)
+        sizes = sample_transcripts(base, desks)
         more, facts = compare(base, desks, given.rounds)
         rows += more + (sizes if count == max(given.desks) else [])
-        found[f"{count} desks"] = facts
+        result[f"{count} desks"] = facts
         print(count, facts, flush=True)
-    save("kvflow_peer", rows, found=found)
+    save("kvflow_peer", rows, found=result)
     at = {r.measure: (r.value, r.low, r.high) for r in rows}
-    groups = {label: {f"over {o}": at[f"{label}: over {o}"] for o in (BEFORE, REACTIVE)} for label in found}
-    shifts(groups, FIGURES / "kvflow-peer.svg", ylabel="speed-up of a round", level=1)
+    groups = {label: {f"over {o}": at[f"{label}: over {o}"] for o in (DEVICE_ONLY, REACTIVE)} for label in result}
+    difference_bars(groups, FIGURES / "kvflow-peer.svg", ylabel="speed-up of a round", baseline=1)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from benchmarks.belady import belady_hits
+from benchmarks.simulator import HardwareModel, simulated_engine
 from choreograph import CacheConfig, EngineConfig
+from choreograph.agents import Progress, StepGraph, TransitionStats, Workflow, compare_steps
 from choreograph.evaluation.statistics import bootstrap
-from choreograph.evaluation.virtual import Machine, virtual_engine
-from choreograph.workflow import LearnedSteps, Progress, StepGraph, Workflow, agreement
-from choreograph.workflow.optimum import optimum
 
-from .common import VIRTUAL, Row, estimate_row, greedy, save, some_tokens
+from .common import SIMULATED, Row, estimate_row, greedy, random_tokens, save
 
 FIXED, TURNS, SEEDS = 256, 200, 8
-ANY = Machine("any", 1e9, 1e9, 1, 1024, 1024, 1e12, 1e12, 1e12, 1e9)
-Walk = Callable[[random.Random], Iterator[str]]
+ANY_HARDWARE = HardwareModel("any", 1e9, 1e9, 1, 1024, 1024, 1e12, 1e12, 1e12, 1e9)
+TurnGenerator = Callable[[random.Random], Iterator[str]]
 
 
 def cycle(_: random.Random) -> Iterator[str]:
@@ -28,31 +28,31 @@ def cycle(_: random.Random) -> Iterator[str]:
         yield from (f"agent {i}" for i in range(10))
 
 
-def chooser(chance: random.Random) -> Iterator[str]:
+def router(rng: random.Random) -> Iterator[str]:
     """A router that picks one of four specialists, each with a checker of its own; then a writer."""
     while True:
-        expert = chance.randrange(4)
+        expert = rng.randrange(4)
         yield from ("router", f"expert {expert}", f"checker {expert}", "writer")
 
 
-def review(chance: random.Random) -> Iterator[str]:
+def review(rng: random.Random) -> Iterator[str]:
     """Plan, execute, express, review (PEER); a review sends back to the execution in half of the cases."""
     while True:
         yield "planner"
         while True:
             yield from ("executor", "expresser", "reviewer")
-            if chance.random() < 0.5:
+            if rng.random() < 0.5:
                 break
 
 
-GRAPHS: dict[str, tuple[Walk, StepGraph, int]] = {
+GRAPHS: dict[str, tuple[TurnGenerator, StepGraph, int]] = {
     "ten in a cycle": (
         cycle,
         StepGraph.read({"agents": {f"agent {i}": f"agent {i - 1}" if i else None for i in range(10)}, "repeats": True}),
         5,
     ),
     "a router and four pairs": (
-        chooser,
+        router,
         StepGraph.read(
             {
                 "agents": {
@@ -83,65 +83,67 @@ GRAPHS: dict[str, tuple[Walk, StepGraph, int]] = {
         2,
     ),
 }
-WAYS = ("lru", "lfu", "fifo", "learned", "declared")
+POLICIES = ("lru", "lfu", "fifo", "learned", "declared")
 
 
-def hits(turns: list[str], room: int, way: str, graph: StepGraph) -> tuple[float, LearnedSteps]:
+def hit_rate(turns: list[str], capacity: int, policy: str, graph: StepGraph) -> tuple[float, TransitionStats]:
     """Share of turns whose fixed prompt was found."""
-    eviction = "workflow" if way in ("learned", "declared") else way
+    eviction = "workflow" if policy in ("learned", "declared") else policy
     call = FIXED + 16 + 16
-    config = EngineConfig(CacheConfig(tokens=(room - 1) * FIXED + call + 32, eviction=eviction), backend="reference")
-    engine, _ = virtual_engine(ANY, config)
-    found, learned = 0, LearnedSteps()
-    prompts = {name: some_tokens(FIXED, index) for index, name in enumerate(graph.agents)}
+    config = EngineConfig(
+        CacheConfig(capacity=(capacity - 1) * FIXED + call + 32, eviction=eviction), backend="reference"
+    )
+    engine, _ = simulated_engine(ANY_HARDWARE, config)
+    result, learned = 0, TransitionStats()
+    prompts = {name: random_tokens(FIXED, index) for index, name in enumerate(graph.agents)}
     with engine.session(seed=0) as s:
-        team = Workflow(s, graph if way == "declared" else None, learned=learned, guess_fixed=False)
+        team = Workflow(s, graph if policy == "declared" else None, learned=learned, infer_fixed_prefix=False)
         for number, name in enumerate(turns):
             with team.agent(name) as agent:
-                role = agent.fixed(prompts[name])
-                said = s.decode(some_tokens(16, 10**6 + number), [role], sampling=greedy(4)).result()
-            found += role.finish_reason == "cached"
+                role = agent.prefill_fixed(prompts[name])
+                said = s.decode(random_tokens(16, 10**6 + number), [role], sampling=greedy(4)).result()
+            result += role.finish_reason == "cached"
             said.release()
             role.release()
-    return found / len(turns), learned
+    return result / len(turns), learned
 
 
 def main() -> None:
     rows: list[Row] = []
     closeness: dict[str, dict[str, float]] = {}
     for title, (walk, graph, room) in GRAPHS.items():
-        rates: dict[str, list[float]] = {way: [] for way in (*WAYS, "optimum")}
+        rates: dict[str, list[float]] = {way: [] for way in (*POLICIES, "optimum")}
         near: dict[str, list[float]] = {}
         for seed in range(SEEDS):
             steps = walk(random.Random(seed))
             turns = [next(steps) for _ in range(TURNS)]
-            for way in WAYS:
-                rate, learned = hits(turns, room, way, graph)
+            for way in POLICIES:
+                rate, learned = hit_rate(turns, room, way, graph)
                 rates[way].append(rate)
                 if way == "learned":
-                    for name, value in compared(graph, learned, turns).items():
+                    for name, value in compare_learned(graph, learned, turns).items():
                         near.setdefault(name, []).append(value)
-            rates["optimum"].append(optimum(turns, room) / len(turns))
+            rates["optimum"].append(belady_hits(turns, room) / len(turns))
         for way, values in rates.items():
             estimate = bootstrap(np.mean, np.array(values))  # of shares; `mean` would take 0 and 1 for yes and no
             facts = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
             rows.append(estimate_row(f"{title}, room for {room}: {way}", facts, "hit rate"))
         closeness[title] = {name: float(np.mean(values)) for name, values in near.items()}
         print(title, {way: round(float(np.mean(v)), 3) for way, v in rates.items()}, closeness[title], flush=True)
-    save("kvflow_policies", rows, VIRTUAL, closeness=closeness, turns=TURNS, seeds=SEEDS)
+    save("kvflow_policies", rows, SIMULATED, closeness=closeness, turns=TURNS, seeds=SEEDS)
 
 
-def compared(graph: StepGraph, learned: LearnedSteps, turns: list[str]) -> dict[str, float]:
+def compare_learned(graph: StepGraph, learned: TransitionStats, turns: list[str]) -> dict[str, float]:
     """Learned steps, at the end, against declared ones: while each of the last turns runs, averaged over them."""
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     progress = Progress()
     for number, name in enumerate(turns):
         progress.start(name)
         if number >= len(turns) // 2:
-            for key, value in agreement(graph.steps(progress), learned.steps(progress)).items():
-                found.setdefault(key, []).append(value)
+            for key, value in compare_steps(graph.steps(progress), learned.steps(progress)).items():
+                result.setdefault(key, []).append(value)
         progress.end(name)
-    return {key: sum(values) / len(values) for key, values in found.items()}
+    return {key: sum(values) / len(values) for key, values in result.items()}
 
 
 if __name__ == "__main__":

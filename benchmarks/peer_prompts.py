@@ -93,6 +93,6 @@ def prompts_of(seed: int) -> tuple[str, dict[str, str]]:
     return desk, {name: _prompt(name, chance) for name in AGENTS}
 
 
-def _prompt(name: str, chance: random.Random) -> str:
-    chosen = chance.sample(RULES[name], chance.randint(2, len(RULES[name])))
-    return " ".join([chance.choice(ROLES[name]), *chosen])
+def _prompt(name: str, rng: random.Random) -> str:
+    chosen = rng.sample(RULES[name], rng.randint(2, len(RULES[name])))
+    return " ".join([rng.choice(ROLES[name]), *chosen])

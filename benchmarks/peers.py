@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from choreograph.models.load import converted, embedded_path
+from choreograph.models.loader import bundled_gguf, convert_gguf
 
-from .common import some_tokens
+from .common import random_tokens
 
 
 class HuggingFace:
     """transformers, eager, with its own cache: one sequence or a batch of separate ones."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(converted(embedded_path()), dtype=dtype).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(convert_gguf(bundled_gguf()), dtype=dtype).eval()
 
     @torch.no_grad()
     def decode(self, context: int, batch: int, steps: int) -> list[float]:
         """Seconds of each step behind `context` tokens."""
-        ids = torch.tensor([some_tokens(context)] * batch)
+        ids = torch.tensor([random_tokens(context)] * batch)
         cache = DynamicCache(config=self.model.config)
         token = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
         taken = []
@@ -39,7 +39,7 @@ class HuggingFace:
 
     @torch.no_grad()
     def prefill(self, count: int) -> float:
-        ids = torch.tensor([some_tokens(count)])
+        ids = torch.tensor([random_tokens(count)])
         began = time.perf_counter()
         self.model(ids, use_cache=True, logits_to_keep=1)
         return time.perf_counter() - began
@@ -52,20 +52,20 @@ class LlamaCpp:
         here, there = multiprocessing.get_context("spawn").Pipe()
         self._pipe = here
         self._child = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(there, str(embedded_path()), threads), daemon=True
+            target=_serve, args=(there, str(bundled_gguf()), threads), daemon=True
         )
         self._child.start()
         self._pipe.recv()
 
-    def _ask(self, what: str, *numbers: int) -> Any:
-        self._pipe.send((what, *numbers))
+    def _call(self, command: str, *args: int) -> Any:
+        self._pipe.send((command, *args))
         return self._pipe.recv()
 
     def decode(self, context: int, batch: int, steps: int) -> list[float]:
-        return self._ask("decode", context, batch, steps)
+        return self._call("decode", context, batch, steps)
 
     def prefill(self, count: int) -> float:
-        return self._ask("prefill", count)
+        return self._call("prefill", count)
 
     def close(self) -> None:
         self._pipe.send(None)
@@ -101,8 +101,10 @@ class _Native:
     def _run(self, tokens: list[int], positions: list[int], sequences: list[int], logits: list[bool]) -> float:
         batch = self.l.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
-        for i, (token, position, sequence, wanted) in enumerate(zip(tokens, positions, sequences, logits, strict=True)):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+        for i, (token, position, sequence, expected) in enumerate(
+            zip(tokens, positions, sequences, logits, strict=True)
+        ):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, expected
             batch.seq_id[i][0] = sequence
         began = time.perf_counter()
         status = self.l.llama_decode(self.context, batch)
@@ -115,13 +117,13 @@ class _Native:
 
     def prefill(self, count: int) -> float:
         self.l.llama_memory_clear(self.memory, True)
-        return self._run(some_tokens(count), list(range(count)), [0] * count, [False] * (count - 1) + [True])
+        return self._run(random_tokens(count), list(range(count)), [0] * count, [False] * (count - 1) + [True])
 
     def decode(self, context: int, batch: int, steps: int) -> list[float]:
         self.prefill(context)
         for sequence in range(1, batch):
             self.l.llama_memory_seq_cp(self.memory, 0, sequence, -1, -1)
-        token, taken = some_tokens(steps, seed=1), []
+        token, taken = random_tokens(steps, seed=1), []
         for i in range(steps):
             taken.append(self._run([token[i]] * batch, [context + i] * batch, list(range(batch)), [True] * batch))
         return taken

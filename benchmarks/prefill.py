@@ -4,7 +4,7 @@ import torch
 
 from choreograph import Engine
 
-from .common import engine, in_turns, median_row, ratio_row, save, seconds, some_tokens
+from .common import engine, interleaved, median_row, random_tokens, ratio_row, save, seconds
 from .peers import HuggingFace, LlamaCpp
 
 COUNT, ROUNDS = 1024, 15
@@ -12,7 +12,7 @@ COUNT, ROUNDS = 1024, 15
 
 def ours(e: Engine) -> float:
     with e.session() as session:
-        taken = seconds(lambda: session.prefill(some_tokens(COUNT)).result())
+        taken = seconds(lambda: session.prefill(random_tokens(COUNT)).result())
     e.clear_cache()
     return taken
 
@@ -20,14 +20,14 @@ def ours(e: Engine) -> float:
 def main() -> None:
     llama, hf, e = LlamaCpp(torch.get_num_threads()), HuggingFace(), engine(compile=False)
     sides = (lambda: llama.prefill(COUNT), lambda: hf.prefill(COUNT), lambda: ours(e))
-    in_turns(2, *sides)
-    a, b, c = in_turns(ROUNDS, *sides)
+    interleaved(2, *sides)
+    a, b, c = interleaved(ROUNDS, *sides)
     llama.close()
     rows = [
         median_row(f"prefill of {COUNT}, {label}", [COUNT / t for t in times], "tokens/s")
         for label, times in (("llama.cpp Q4_1", a), ("Hugging Face", b), ("choreograph bf16", c))
     ]
-    rows.append(ratio_row(f"prefill of {COUNT} tokens", a, c, must=2, aim=3, peer="llama.cpp"))
+    rows.append(ratio_row(f"prefill of {COUNT} tokens", a, c, required=2, target=3, peer="llama.cpp"))
     rows.append(ratio_row(f"prefill of {COUNT} tokens", b, c, peer="Hugging Face eager"))
     save("prefill", rows)
 

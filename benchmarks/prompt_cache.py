@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from choreograph import Engine, SamplingParams
-from choreograph.pml import Import, Prompt, PromptCache, module, schema
-from choreograph.viz.charts import growth
+from choreograph.prompt_cache import Import, Prompt, PromptCache, module, schema
+from choreograph.viz.plots import ttft_plot
 
-from .common import FIGURES, Row, engine, in_turns, median_row, ratio_row, save
+from .common import FIGURES, Row, engine, interleaved, median_row, ratio_row, save
 
-CACHED, NEW = 5120, (8, 32, 64, 128)
+NUM_CACHED_TOKENS, NUM_NEW_TOKENS = 5120, (8, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096, 7680)
-MODULES = 5
-ONE = SamplingParams(temperature=0, max_tokens=1)
+NUM_MODULES = 5
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 
 
 def text_of(e: Engine, tokens: int, seed: int) -> str:
@@ -29,44 +29,45 @@ def text_of(e: Engine, tokens: int, seed: int) -> str:
     words = sorted(w for w in vocabulary if w[0] == "\u0120" and w[1:].isascii() and w[1:].isalpha())[:4000]
     picked = np.random.default_rng(seed).choice(words, tokens)
     text = "".join(picked).replace("\u0120", " ")
-    assert len(e.chat.plain(text, opening=False)) == tokens
+    assert len(e.chat.encode_text(text, opening=False)) == tokens
     return text
 
 
-def documents(e: Engine, tokens: int) -> PromptCache:
+def document_cache(e: Engine, tokens: int) -> PromptCache:
     """A schema of so many tokens in five modules, all of them encoded."""
     parts = [
-        module(f"part-{i}", text_of(e, tokens // MODULES + (tokens % MODULES) * (i == 0), i)) for i in range(MODULES)
+        module(f"part-{i}", text_of(e, tokens // NUM_MODULES + (tokens % NUM_MODULES) * (i == 0), i))
+        for i in range(NUM_MODULES)
     ]
     cache = PromptCache(e, schema("documents", *parts))
-    cache.warm()
+    cache.warmup()
     return cache
 
 
-def asking(cache: PromptCache, new: int, seed: int) -> Prompt:
+def make_prompt(cache: PromptCache, num_new_tokens: int, seed: int) -> Prompt:
     imports = tuple(Import(child.name) for child in cache.schema.children)
-    return Prompt("documents", (*imports, text_of(cache.engine, new, 1000 + seed)))
+    return Prompt("documents", (*imports, text_of(cache.engine, num_new_tokens, 1000 + seed)))
 
 
-def first_token(cache: PromptCache, mode: str, new: int) -> Callable[[], float]:
+def first_token(cache: PromptCache, mode: str, num_new_tokens: int) -> Callable[[], float]:
     """Seconds to the first token of a prompt that was never asked before."""
     seeds = iter(range(1, 1 << 20))
 
     def measure() -> float:
-        prompt = asking(cache, new, next(seeds))
+        prompt = make_prompt(cache, num_new_tokens, next(seeds))
         with cache.engine.session(mode=mode) as session:
             began = time.perf_counter()
-            cache.serve(session, prompt, sampling=ONE).result()
+            cache.generate(session, prompt, sampling=ONE_TOKEN).result()
             taken = time.perf_counter() - began
-        cache.engine.drain()
+        cache.engine.run_until_idle()
         return taken
 
     return measure
 
 
-def hugging_face(cache: PromptCache, new: int) -> Callable[[], float]:
-    model = cache.engine.runner.adapter.model
-    tokens = cache.plan(asking(cache, new, 0)).linear(cache.layout)
+def hugging_face(cache: PromptCache, num_new_tokens: int) -> Callable[[], float]:
+    model = cache.engine.core.hf_model.model
+    tokens = cache.resolve(make_prompt(cache, num_new_tokens, 0)).flatten(cache.layout)
 
     def measure() -> float:
         began = time.perf_counter()
@@ -79,18 +80,18 @@ def hugging_face(cache: PromptCache, new: int) -> Callable[[], float]:
 
 
 def main() -> None:
-    e = engine(tokens=40960, compile=True, compile_rows=(1, 2, 4, 8, 16, 32, 64, 128))
+    e = engine(tokens=40960, compile=True, compile_sizes=(1, 2, 4, 8, 16, 32, 64, 128))
     e.warm_up()
-    cache = documents(e, CACHED)
+    cache = document_cache(e, NUM_CACHED_TOKENS)
     rows: list[Row] = []
-    for new in NEW:
+    for new in NUM_NEW_TOKENS:
         sides = [first_token(cache, "choreographed", new), first_token(cache, "naive", new), hugging_face(cache, new)]
         rounds = 7 if new == 32 else 4
         for side in sides[:1]:
             side()
-        cached, whole, theirs = in_turns(rounds, *sides)
-        label = f"{CACHED} cached, {new} new"
-        facts = {"must": 60.0} if new == 32 else {}
+        cached, whole, theirs = interleaved(rounds, *sides)
+        label = f"{NUM_CACHED_TOKENS} cached, {new} new"
+        facts = {"required": 60.0} if new == 32 else {}
         rows += [
             ratio_row(f"{label}: against no reuse", whole, cached, **facts),
             ratio_row(f"{label}: against Hugging Face", theirs, cached, **facts),
@@ -104,23 +105,26 @@ def main() -> None:
     points = over_length(e)
     rows += slopes(points)
     save("prompt_cache", rows, points=points)
-    growth(points, FIGURES / "prompt-cache-growth.svg", new=32)
+    ttft_plot(points, FIGURES / "prompt-cache-growth.svg", num_new_tokens=32)
 
 
 def from_host(e: Engine) -> list[Row]:
     """Modules that wait in host memory and are copied in for every prompt."""
-    with documents(e, CACHED) as held, PromptCache(e, held.schema, keep="host", client_id="host") as cache:
-        cache.warm()
+    with (
+        document_cache(e, NUM_CACHED_TOKENS) as held,
+        PromptCache(e, held.schema, location="host", client_id="host") as cache,
+    ):
+        cache.warmup()
 
         def measure() -> float:
             e.clear_cache()
             with e.session(client_id="host") as session:
                 began = time.perf_counter()
-                cache.serve(session, asking(cache, 32, 5), sampling=ONE).result()
+                cache.generate(session, make_prompt(cache, 32, 5), sampling=ONE_TOKEN).result()
                 return time.perf_counter() - began
 
-        taken, resident = in_turns(5, measure, first_token(held, "choreographed", 32))
-    label = f"{CACHED} cached, 32 new"
+        taken, resident = interleaved(5, measure, first_token(held, "choreographed", 32))
+    label = f"{NUM_CACHED_TOKENS} cached, 32 new"
     return [
         median_row(f"{label}: modules copied in from host memory", [t * 1e3 for t in taken], "ms", better="lower"),
         ratio_row(f"{label}: copied in against resident", taken, resident, better="lower"),
@@ -131,10 +135,10 @@ def over_length(e: Engine) -> dict[str, list[tuple[int, float]]]:
     """Figure 5: milliseconds over cached tokens, 32 new ones behind them."""
     points: dict[str, list[tuple[int, float]]] = {"from modules": [], "no reuse": []}
     for length in LENGTHS:
-        with documents(e, length) as cache:
+        with document_cache(e, length) as cache:
             sides = [first_token(cache, "choreographed", 32), first_token(cache, "naive", 32)]
             sides[0]()
-            cached, whole = in_turns(3, *sides)
+            cached, whole = interleaved(3, *sides)
         e.clear_cache()
         points["from modules"].append((length, 1e3 * float(np.median(cached))))
         points["no reuse"].append((length, 1e3 * float(np.median(whole))))

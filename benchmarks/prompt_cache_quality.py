@@ -17,12 +17,12 @@ from typing import Any
 from rouge_score.rouge_scorer import RougeScorer
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.evaluation.scores import f1, normal
+from choreograph.engine.concurrency import run_concurrently
+from choreograph.evaluation.metrics import f1, normalize_text
 from choreograph.evaluation.statistics import difference, mean
-from choreograph.pml import Import, Prompt, PromptCache, Role, Schema, module, schema, system, user
-from choreograph.together import together
+from choreograph.prompt_cache import Import, Prompt, PromptCache, Role, Schema, module, schema, system, user
 
-from .common import commit, merged, save
+from .common import commit, merge_results, save
 
 DATA = {"hotpotqa": 95, "2wikimqa": 80, "musique": 95, "longbench_qa": 43, "longbench_summ": 80}
 MODES = {"whole": "prefix", "modules": "choreographed"}
@@ -45,7 +45,7 @@ def is_summary(record: Mapping[str, Any]) -> bool:
     return record.get("task") in ("gov_report", "qmsum", "multi_news")
 
 
-def declared(record: Mapping[str, Any]) -> tuple[Schema, Prompt]:
+def make_schema_and_prompt(record: Mapping[str, Any]) -> tuple[Schema, Prompt]:
     """The schema of a record, and the prompt that imports all of it."""
     parts = [module(f"document-{i + 1}", f"Document {i + 1}: {t}\n\n") for i, t in enumerate(texts_of(record))]
     how = "Read the documents and do what is asked." if is_summary(record) else "Answer from the documents."
@@ -60,28 +60,30 @@ def answer(engine: Engine, record: Mapping[str, Any], mode: str) -> Callable[[],
     most = 128 if is_summary(record) else 32
 
     def program() -> str:
-        declaration, prompt = declared(record)
+        declaration, prompt = make_schema_and_prompt(record)
         with PromptCache(engine, declaration) as cache, engine.session(mode=mode) as session:
             sampling = SamplingParams(temperature=0, max_tokens=most)
-            return cache.serve(session, prompt, sampling=sampling).text.strip()
+            return cache.generate(session, prompt, sampling=sampling).text.strip()
 
     return program
 
 
-def said(engine: Engine, records: list[Mapping[str, Any]], name: str, how: str, out: Path) -> dict[str, str]:
+def generate_answers(
+    engine: Engine, records: list[Mapping[str, Any]], name: str, variant: str, out: Path
+) -> dict[str, str]:
     """The answer to every record, by id: those in the file, and the others now."""
-    file = out / f"{name}-{how}.jsonl"
+    file = out / f"{name}-{variant}.jsonl"
     there = dict(_read(file))
     missing = [r for r in records if r["id"] not in there]
-    programs = [answer(engine, record, MODES[how]) for record in missing]
+    programs = [answer(engine, record, MODES[variant]) for record in missing]
     with file.open("a", encoding="utf-8") as opened:
-        for count, outcome in enumerate(together(engine, programs, at_once=12, calls=160), 1):
+        for count, outcome in enumerate(run_concurrently(engine, programs, max_programs=12, max_requests=160), 1):
             if outcome.error is not None:
                 raise outcome.error
             there[missing[outcome.index]["id"]] = outcome.value
             print(json.dumps({"id": missing[outcome.index]["id"], "text": outcome.value}), file=opened, flush=True)
             if count % 10 == 0:
-                print(f"... {name}, {how}: {count} of {len(missing)}", flush=True)
+                print(f"... {name}, {variant}: {count} of {len(missing)}", flush=True)
     engine.clear_cache()
     return there
 
@@ -100,9 +102,11 @@ def score(record: Mapping[str, Any], text: str) -> float:
     return f1(text, answers)
 
 
-def compared(records: list[Mapping[str, Any]], whole: Mapping[str, str], modules: Mapping[str, str]) -> dict[str, Any]:
+def compare_answers(
+    records: list[Mapping[str, Any]], whole: Mapping[str, str], modules: Mapping[str, str]
+) -> dict[str, Any]:
     before, after = ([score(r, one[r["id"]]) for r in records] for one in (whole, modules))
-    same = fmean(normal(whole[r["id"]]) == normal(modules[r["id"]]) for r in records)
+    same = fmean(normalize_text(whole[r["id"]]) == normalize_text(modules[r["id"]]) for r in records)
     return {
         "n": len(records),
         "documents": fmean(len(texts_of(r)) for r in records),
@@ -124,23 +128,23 @@ def main() -> None:
     options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
     given = options.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    config = EngineConfig(cache=CacheConfig(tokens=120_000))
+    config = EngineConfig(cache=CacheConfig(capacity=120_000))
     engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in given.only:
         lines = (given.data / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
         every = [json.loads(line) for line in lines if line]
         short = [r for r in every if sum(len(t.split()) for t in texts_of(r)) <= given.longest]
         records = short[: given.limit]
-        texts = {how: said(engine, records, name, how, given.out) for how in MODES}
+        texts = {how: generate_answers(engine, records, name, how, given.out) for how in MODES}
         for task in sorted({r.get("task", name) for r in records}):
             chosen = [r for r in records if r.get("task", name) == task]
             label = task if task == name else f"LongBench {task}"
             left_out = sum(r.get("task", name) == task for r in every) - sum(r.get("task", name) == task for r in short)
             measure = "Rouge-L" if is_summary(chosen[0]) else "F1"
             facts = {"measure": measure, "longest": given.longest, "too_long": left_out, "commit": commit()}
-            found[label] = {**facts, **compared(chosen, texts["whole"], texts["modules"])}
-            one = found[label]
+            result[label] = {**facts, **compare_answers(chosen, texts["whole"], texts["modules"])}
+            one = result[label]
             gap = one["difference"]
             print(
                 f"{label}: n {one['n']}, {measure} whole {100 * one['whole']['value']:.1f}, modules "
@@ -148,7 +152,12 @@ def main() -> None:
                 f"({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}), same {100 * one['same']:.0f}%",
                 flush=True,
             )
-    save("prompt_cache_quality", [], Path(given.model).stem, tables=merged("prompt_cache_quality", "tables", found))
+    save(
+        "prompt_cache_quality",
+        [],
+        Path(given.model).stem,
+        tables=merge_results("prompt_cache_quality", "tables", result),
+    )
 
 
 if __name__ == "__main__":

@@ -15,18 +15,23 @@ from typing import Any
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
-from choreograph.choreographies import Condition, conditions_of, find
-from choreograph.evaluation.data import Example, games, load, pairs
-from choreograph.evaluation.folder import Folder, Record
-from choreograph.evaluation.runs import run_conditions, settings_of
-from choreograph.evaluation.summary import interval, summarize, table
-from choreograph.report import show_table
-from choreograph.types import SamplingParams
-from choreograph.viz.charts import shifts
+from choreograph.console import print_table
+from choreograph.evaluation.datasets import Example, load, make_games, make_pairs
+from choreograph.evaluation.report import format_estimate, score_table, summarize
+from choreograph.evaluation.run_dir import RunDirectory, RunRecord
+from choreograph.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.sampling_params import SamplingParams
+from choreograph.viz.plots import difference_bars
+from choreograph.workflows import Condition, conditions_of, find
 
-from .common import FIGURES, last, merged, provenance, save
+from .common import FIGURES, last_result, merge_results, provenance, save
 
-WORKFLOWS = ("direct", "mad_iter", "tree_of_thoughts", "mad_par")
+WORKFLOWS = {  # by what their runs are called in result files
+    "direct": "single_call",
+    "mad_iter": "debate_iterative",
+    "tree_of_thoughts": "tree_of_thoughts",
+    "mad_par": "debate_parallel",
+}
 LEAKS = ("baseline", "leak both", "leak system", "leak plan")
 
 
@@ -43,7 +48,7 @@ class Plan:
 
 
 PLANS = {
-    **{f"{data}-{w}": Plan(w, data, 100, 224) for data in ("math", "gsm8k") for w in WORKFLOWS},
+    **{f"{data}-{run}": Plan(w, data, 100, 224) for data in ("math", "gsm8k") for run, w in WORKFLOWS.items()},
     **{f"qa-{data}": Plan("multi_qa", data, 200, 96) for data in ("nq_oracle", "triviaqa")},
     **{
         f"pd-{strategy}": Plan("prisoners_dilemma", "games", 100, 96, {"strategy": strategy}, LEAKS)
@@ -55,10 +60,10 @@ PLANS = {
 
 def examples_of(plan: Plan, folder: Path) -> list[Example]:
     if plan.data == "games":
-        return games(plan.limit)
+        return make_games(plan.limit)
     file = str(folder / f"{plan.data}.jsonl")
     if plan.workflow == "multi_qa":
-        return pairs(load(file, limit=plan.limit))
+        return make_pairs(load(file, limit=plan.limit))
     return load(file, limit=plan.limit, seed=None if plan.workflow == "branch_solve_merge" else 0)
 
 
@@ -67,47 +72,47 @@ def conditions_for(plan: Plan) -> dict[str, Condition]:
     return {k: c for k, c in known.items() if not plan.conditions or k in plan.conditions}
 
 
-def run(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, list[Record]]:
+def run(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, list[RunRecord]]:
     workflow = find(plan.workflow)
     conditions = conditions_for(plan)
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
-    settings = settings_of(
+    settings = make_run_config(
         engine, plan.workflow, workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options
     )
     count = 0
 
-    def on_done(condition: str, record: Record) -> None:
+    def on_done(condition: str, record: RunRecord) -> None:
         nonlocal count
         count += 1
         if count % 10 == 0:
             print(f"... {name}: {condition}, {count} runs", flush=True)
 
-    return run_conditions(
+    return evaluate_conditions(
         engine,
         workflow,
         examples,
         conditions,
-        Folder(out / name, settings),
+        RunDirectory(out / name, settings),
         sampling=sampling,
         options=plan.options,
-        at_once=64,
-        calls=256,
+        concurrency=64,
+        max_requests=256,
         on_done=on_done,
     )
 
 
-def finished(name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, list[Record]] | None:
+def finished_records(name: str, plan: Plan, examples: list[Example], out: Path) -> dict[str, list[RunRecord]] | None:
     """The records of a run if every example is there under every condition."""
-    found = {}
+    result = {}
     for condition in conditions_for(plan):
         records = traces_of(out, name, condition)
         if any(e.id not in records for e in examples):
             return None
-        found[condition] = [records[e.id] for e in examples]
-    return found
+        result[condition] = [records[e.id] for e in examples]
+    return result
 
 
-def traces_of(out: Path, name: str, condition: str) -> dict[str, Record]:
+def traces_of(out: Path, name: str, condition: str) -> dict[str, RunRecord]:
     """What a run left behind, by the id of the example."""
     file = out / name / f"{condition.replace(' ', '-')}.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
@@ -125,14 +130,14 @@ def main() -> None:
     given = options.parse_args()
     engine = None
     if not given.report:
-        config = EngineConfig(cache=CacheConfig(tokens=220_000))
+        config = EngineConfig(cache=CacheConfig(capacity=220_000))
         engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
     for name in given.only:
         plan = PLANS[name]
         examples = examples_of(plan, given.data)
         if engine is not None:
             records = run(engine, name, plan, examples, given.out)
-        elif (there := finished(name, plan, examples, given.out)) is not None:
+        elif (there := finished_records(name, plan, examples, given.out)) is not None:
             records = there
         else:
             print(f"{name}: not finished, left out")
@@ -145,10 +150,10 @@ def main() -> None:
             **provenance(),
             **summarize(examples, records, max_tokens=plan.max_tokens),
         }
-        head, lines = table(summary)
-        show_table(Console(width=170), f"{name}, {len(examples)} examples", head, lines)
-        save("quality", [], Path(given.model).stem, summaries=merged("quality", "summaries", {name: summary}))
-    every = last("quality").get("summaries", {})
+        head, lines = score_table(summary)
+        print_table(Console(width=170), f"{name}, {len(examples)} examples", head, lines)
+        save("quality", [], Path(given.model).stem, summaries=merge_results("quality", "summaries", {name: summary}))
+    every = last_result("quality").get("summaries", {})
     if set(every) >= {f"pd-{s}" for s in ("none", "cooperate", "defect")}:
         leak_figure(every)
 
@@ -158,12 +163,12 @@ def leak_figure(summaries: Mapping[str, Any]) -> None:
     titles = {"none": "no strategy", "cooperate": "always cooperate", "defect": "always defect"}
     for strategy, title in titles.items():
         conditions = summaries[f"pd-{strategy}"]["conditions"]
-        found = {name: one["differences"].get("Bob cooperates") for name, one in conditions.items()}
+        result = {name: one["differences"].get("Bob cooperates") for name, one in conditions.items()}
         groups[title] = {
-            name: tuple(100 * gap[k] for k in ("value", "low", "high")) for name, gap in found.items() if gap
+            name: tuple(100 * gap[k] for k in ("value", "low", "high")) for name, gap in result.items() if gap
         }
-        print(title, {name: interval(gap, 100) for name, gap in found.items() if gap})
-    shifts(groups, FIGURES / "leak.svg", ylabel="shift of Bob's cooperation (points)")
+        print(title, {name: format_estimate(gap, 100) for name, gap in result.items() if gap})
+    difference_bars(groups, FIGURES / "leak.svg", ylabel="shift of Bob's cooperation (points)")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from choreograph import CacheConfig, Engine, EngineConfig
-from choreograph.models.load import EMBEDDED
+from choreograph.models.loader import DEFAULT_MODEL
 
-from .common import Row, last, median_row, save
+from .common import last_result, median_row, row_from_record, save
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("README.md", "docs/concepts.md", "docs/architecture.md", "docs/results.md", "LICENSE")
-WAYS = {
+VARIANTS = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
     "int8 weights": ("bfloat16", "int8"),
@@ -26,12 +26,12 @@ WAYS = {
 
 @torch.no_grad()
 def losses(engine: Engine, pieces: list[list[int]]) -> list[float]:
-    model, found = engine.runner.adapter.model, []
+    model, result = engine.core.hf_model.model, []
     for piece in pieces:
         ids = torch.tensor([piece])
         logits = model(ids, use_cache=False).logits[0, :-1].float()
-        found.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:])))
-    return found
+        result.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:])))
+    return result
 
 
 def step_times(engine: Engine, prompt: list[int], steps: int = 20) -> list[float]:
@@ -50,27 +50,31 @@ def step_times(engine: Engine, prompt: list[int], steps: int = 20) -> list[float
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--model", default=EMBEDDED)
+    options.add_argument("--model", default=DEFAULT_MODEL)
     options.add_argument("--pieces", type=int, default=24, help="how many pieces of text")
     given = options.parse_args()
     text = "\n\n".join((ROOT / name).read_text() for name in TEXTS)
-    found, times, name, pieces = {}, {}, "", []
-    for way, (dtype, quantization) in WAYS.items():
-        config = EngineConfig(cache=CacheConfig(tokens=2048), quantization=quantization)
+    result, times, name, pieces = {}, {}, "", []
+    for way, (dtype, quantization) in VARIANTS.items():
+        config = EngineConfig(cache=CacheConfig(capacity=2048), quantization=quantization)
         engine = Engine.from_pretrained(given.model, dtype=dtype, config=config)
         if not pieces:
-            name, ids = engine.facts.name, engine.tokenizer(text)["input_ids"]
+            name, ids = engine.model_info.name, engine.tokenizer(text)["input_ids"]
             pieces = [ids[i : i + 512] for i in range(0, len(ids) - 511, 512)][: given.pieces]
-        found[way] = losses(engine, pieces)
+        result[way] = losses(engine, pieces)
         times[way] = step_times(engine, pieces[0])
     rows = [
-        median_row(f"{name}: log-loss per token, {way}", some, "nats", better="lower") for way, some in found.items()
+        median_row(f"{name}: log-loss per token, {way}", some, "nats", better="lower") for way, some in result.items()
     ]
-    for way in list(WAYS)[1:]:
-        extra = [a - b for a, b in zip(found[way], found["float32"], strict=True)]
+    for way in list(VARIANTS)[1:]:
+        extra = [a - b for a, b in zip(result[way], result["float32"], strict=True)]
         rows.append(median_row(f"{name}: added log-loss, {way}", extra, "nats", better="lower", peer="float32"))
     rows += [median_row(f"{name}: a decode step, {way}", some, "ms", better="lower") for way, some in times.items()]
-    before = [Row(**row) for row in last("quantization").get("rows", []) if not row["measure"].startswith(f"{name}:")]
+    before = [
+        row_from_record(row)
+        for row in last_result("quantization").get("rows", [])
+        if not row["measure"].startswith(f"{name}:")
+    ]
     save("quantization", [*before, *rows], name)
 
 

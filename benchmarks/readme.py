@@ -1,4 +1,4 @@
-"""Writes the measured table of README.md from the JSON results, so that no figure there is typed by hand."""
+"""Write the measured tables of README.md and docs/benchmarks.md from the JSON results."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,11 @@ from pathlib import Path
 from .common import RESULTS
 
 README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -->"
 SHAPE = "H200, Llama 3.1 8B's shape with random weights"
 DEBATES_AND_TREE = ("Tree of Thoughts", "iterative debate", "parallel debate")
-SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
+README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls it
     "decode": {
         (
             "1 stream: compiled bf16",
@@ -117,14 +118,75 @@ SHOWN = {  # benchmark -> (measure, peer or None) -> what a reader calls it
         ): "the same for Tree of Thoughts (other workflows: `docs/results.md`)",
     },
 }
+# label, benchmark, measure of ours, measure of the peer, ratio (measure, peer); None: no absolute number is recorded
+SUMMARY_ROWS = [
+    (
+        "decode step, 8 branches over one context of 512 tokens, against eager Hugging Face",
+        "decode",
+        "8 branches, shared context: step, compiled bf16",
+        "8 branches, shared context: step, Hugging Face",
+        ("8 branches, shared context: compiled bf16", "Hugging Face eager"),
+    ),
+    (
+        "decode step, 1 stream, 512 tokens of context, against llama.cpp Q4_1",
+        "decode",
+        "1 stream: step, compiled bf16",
+        "1 stream: step, llama.cpp Q4_1",
+        ("1 stream: compiled bf16", "llama.cpp"),
+    ),
+    (
+        "prefill of 1,024 tokens, against eager Hugging Face",
+        "prefill",
+        "prefill of 1024, choreograph bf16",
+        "prefill of 1024, Hugging Face",
+        ("prefill of 1024 tokens", "Hugging Face eager"),
+    ),
+    (
+        "Tree of Thoughts, time to first token, against prefix caching in the same engine",
+        "speed",
+        None,
+        None,
+        ("Tree of Thoughts: TTFT, steps", None),
+    ),
+    (
+        "Tree of Thoughts, end to end, against prefix caching in the same engine",
+        "speed",
+        None,
+        None,
+        ("Tree of Thoughts: end to end", None),
+    ),
+    (
+        "attention of a prefill of 2,048 tokens, Llama-3.1-8B shape, against SDPA",
+        "gpu",
+        None,
+        None,
+        ("triton, prefill: SDPA over it", None),
+    ),
+]
 RATIOS = ("x", "")  # units of what is a ratio, of times or of log-losses
 
 
+def summary(results: Path = RESULTS) -> str:
+    """Return the six-row table of the README in Markdown."""
+    lines = ["| What | Ours | Peer | Speed-up (95%) | Machine |", "|---|---|---|---|---|"]
+    for label, name, ours, peer, ratio_key in SUMMARY_ROWS:
+        record = json.loads((results / f"{name}.json").read_text())
+        rows = {(row["measure"], row["peer"]): row for row in record["rows"]}
+        absolute = [
+            "" if measure is None else f"{rows[measure, None]['value']:,.4g} {rows[measure, None]['unit']}"
+            for measure in (ours, peer)
+        ]
+        ratio = rows[ratio_key]
+        span = f"{ratio['value']:.2f}x ({ratio['low']:.2f}, {ratio['high']:.2f})"
+        lines.append(f"| {label} | {absolute[0]} | {absolute[1]} | {span} | {ratio['made']['hardware']} |")
+    return "\n".join(lines)
+
+
 def table(results: Path = RESULTS) -> str:
-    """The table in Markdown, from whatever results lie there."""
+    """Return the full table in Markdown, from the results that exist."""
     lines = ["| What | Ratio | 95% | `make bench NAME=` |", "|---|---|---|---|"]
     machines = set()
-    for name, shown in SHOWN.items():
+    for name, shown in README_ROWS.items():
         for path in results.glob(f"{name}.json"):
             record = json.loads(path.read_text())
             rows = {(row["measure"], row["peer"]): row for row in record["rows"] if row["unit"] in RATIOS}
@@ -138,11 +200,11 @@ def table(results: Path = RESULTS) -> str:
 
 
 def main() -> None:
-    text = README.read_text()
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
-    print(table())
+    for file, content in ((README, summary()), (PAGE, table())):
+        before, _, rest = file.read_text().partition(BEGIN)
+        after = rest.partition(END)[2]
+        file.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
+        print(content)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from choreograph.evaluation.summary import interval, probability, unread
+from choreograph.evaluation.report import format_estimate, format_p_value, format_unparsed
 
 from . import results_reuse
 from .common import RESULTS
@@ -23,6 +23,7 @@ TITLES = {
     "branch_solve_merge": "Branch-Solve-Merge",
     "prisoners_dilemma": "Prisoner's Dilemma",
 }
+TITLES |= {"single_call": "Direct", "debate_iterative": "Iterative debate", "debate_parallel": "Parallel debate"}
 STRATEGIES = {"pd-none": "none", "pd-cooperate": "always cooperate", "pd-defect": "always defect"}
 
 
@@ -37,27 +38,27 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _made(name: str) -> str:
+def _provenance_note(name: str) -> str:
     """Where the figures of a table come from; parts may have been measured at several times and places."""
-    found = record(name)
+    result = record(name)
     parts = (
-        [row["made"] for row in found["rows"]]
-        or list(found.get("summaries", found.get("runs", {})).values())
-        or [found]
+        [row["made"] for row in result["rows"]]
+        or list(result.get("summaries", result.get("runs", {})).values())
+        or [result]
     )
-    runs = found.get("runs", {})
-    models = dict.fromkeys(run["model"] for run in runs.values() if "model" in run) or [found["model"]]
-    return f"`benchmarks/{name}.py`, {places_of(parts)}; {', '.join(models)}."
+    runs = result.get("runs", {})
+    models = dict.fromkeys(run["model"] for run in runs.values() if "model" in run) or [result["model"]]
+    return f"`benchmarks/{name}.py`, {format_provenance(parts)}; {', '.join(models)}."
 
 
-def places_of(parts: Iterable[Mapping[str, str]]) -> str:
+def format_provenance(parts: Iterable[Mapping[str, str]]) -> str:
     """Where and when they were measured, each once."""
     return "; ".join(dict.fromkeys(f"commit {one['commit']}, {one['date']}, {one['hardware']}" for one in parts))
 
 
 def speed() -> str:
-    found = record("speed")
-    rows, options = {r["measure"]: r for r in found["rows"]}, found["options"]
+    result = record("speed")
+    rows, options = {r["measure"]: r for r in result["rows"]}, result["options"]
     lines = []
     for title, ttft, e2e in (
         ("Tree of Thoughts", "3.5 (3.26, 3.82)", "1.031 (1.026, 1.036)"),
@@ -65,11 +66,11 @@ def speed() -> str:
         ("parallel debate", "6.2 (5.6, 6.8)", "1.027 (1.023, 1.032)"),
     ):
         cells = [
-            interval(rows[f"{title}: {m}"], places=p)
+            format_estimate(rows[f"{title}: {m}"], places=p)
             for m, p in (("TTFT, steps", 2), ("TTFT, all decodes", 2), ("end to end", 3))
         ]
-        tokens = interval(rows[f"{title}: prompt tokens encoded"], places=2)
-        r = interval(rows[f"{title}: correlation of speed-up and tokens"], places=2)
+        tokens = format_estimate(rows[f"{title}: prompt tokens encoded"], places=2)
+        r = format_estimate(rows[f"{title}: correlation of speed-up and tokens"], places=2)
         facts = [str(options[title]["max_tokens"]), str(options[title]["n"])]
         lines.append([title, cells[0], ttft, cells[1], cells[2], e2e, tokens, r, *facts])
     head = [
@@ -84,15 +85,15 @@ def speed() -> str:
         "limit of tokens",
         "n",
     ]
-    return markdown(head, lines) + "\n\n" + _made("speed")
+    return markdown(head, lines) + "\n\n" + _provenance_note("speed")
 
 
 def stages() -> str:
-    found, lines = record("speed"), []
-    for r in found["rows"]:
+    result, lines = record("speed"), []
+    for r in result["rows"]:
         title, _, measure = r["measure"].partition(": TTFT, ")
         if measure and measure not in ("all decodes", "steps"):
-            lines.append([title, measure, interval(r, places=2), str(found["options"][title]["n"])])
+            lines.append([title, measure, format_estimate(r, places=2), str(result["options"][title]["n"])])
     return markdown(["workflow", "stage", "TTFT ratio", "n"], lines)
 
 
@@ -101,13 +102,13 @@ def scaling() -> str:
     grid = [re.match(r"(\d+) branches, (\d+) voters: end to end", m) for m in rows]
     cells = {(int(g[1]), int(g[2])): rows[g[0]] for g in grid if g}
     voters = sorted({v for _, v in cells})
-    lines = [[str(b), *(interval(cells[b, v], places=2) for v in voters)] for b in sorted({b for b, _ in cells})]
-    found = record("scaling")
-    note = f"Solutions of {found['options']['length']} tokens, n = {found['options']['problems']} problems a point. "
-    again = next(r for r in found["rows"] if r["measure"].startswith("best"))
+    lines = [[str(b), *(format_estimate(cells[b, v], places=2) for v in voters)] for b in sorted({b for b, _ in cells})]
+    result = record("scaling")
+    note = f"Solutions of {result['options']['length']} tokens, n = {result['options']['problems']} problems a point. "
+    again = next(r for r in result["rows"] if r["measure"].startswith("best"))
     head = ["branches", *(f"{v} voters" if v > 1 else "1 voter" for v in voters)]
-    best = f"The {again['measure']}: {interval(again, places=2)}. "
-    return markdown(head, lines) + f"\n\n{note}{best}" + _made("scaling")
+    best = f"The {again['measure']}: {format_estimate(again, places=2)}. "
+    return markdown(head, lines) + f"\n\n{note}{best}" + _provenance_note("scaling")
 
 
 def accuracy() -> str:
@@ -115,28 +116,35 @@ def accuracy() -> str:
     for data, title in (("math", "MATH"), ("gsm8k", "GSM8K")):
         for workflow in ("direct", "mad_iter", "tree_of_thoughts", "mad_par"):
             one = summaries.get(f"{data}-{workflow}")
-            for condition, found in one["conditions"].items() if one else ():
-                gap = found["differences"].get("right")
-                p = probability(gap)
-                cut = f"{100 * sum(found['cut'].values()) / sum(found['calls'].values()):.0f}"
-                right = interval(found["scores"]["right"], 100)
-                cells = [right, interval(gap, 100, sign=True), p, unread(found, one["n"]), cut, str(one["n"])]
+            for condition, result in one["conditions"].items() if one else ():
+                gap = result["differences"].get("right")
+                p = format_p_value(gap)
+                cut = f"{100 * sum(result['cut'].values()) / sum(result['calls'].values()):.0f}"
+                right = format_estimate(result["scores"]["right"], 100)
+                cells = [
+                    right,
+                    format_estimate(gap, 100, sign=True),
+                    p,
+                    format_unparsed(result, one["n"]),
+                    cut,
+                    str(one["n"]),
+                ]
                 lines.append([title, TITLES[workflow], condition, *cells])
     head = ["data", "workflow", "implementation", "right %", "difference", "p", "unread steps / answers", "cut %", "n"]
-    return markdown(head, lines) + "\n\n" + _made("quality")
+    return markdown(head, lines) + "\n\n" + _provenance_note("quality")
 
 
 def multi_qa() -> str:
     summaries, lines = record("quality")["summaries"], []
     for name, title in (("qa-nq_oracle", "questions with passages"), ("qa-triviaqa", "TriviaQA, closed book")):
         one = summaries.get(name)
-        for condition, found in one["conditions"].items() if one else ():
-            scores = found["scores"]
-            gap = found["differences"].get("both")
-            cells = [interval(scores[k], 100) for k in ("first", "second", "both")]
-            p = probability(gap)
-            cut = f"{100 * found['cut'].get('answer', 0) / one['n']:.0f}"
-            lines.append([title, condition, *cells, interval(gap, 100, sign=True), p, cut, str(one["n"])])
+        for condition, result in one["conditions"].items() if one else ():
+            scores = result["scores"]
+            gap = result["differences"].get("both")
+            cells = [format_estimate(scores[k], 100) for k in ("first", "second", "both")]
+            p = format_p_value(gap)
+            cut = f"{100 * result['cut'].get('answer', 0) / one['n']:.0f}"
+            lines.append([title, condition, *cells, format_estimate(gap, 100, sign=True), p, cut, str(one["n"])])
     head = ["data", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p", "cut %", "n"]
     return markdown(head, lines)
 
@@ -144,10 +152,10 @@ def multi_qa() -> str:
 def stories() -> str:
     one = record("quality")["summaries"]["bsm"]
     lines = []
-    for condition, found in one["conditions"].items():
-        cells = [interval(found["scores"][k], 100) for k in ("coverage", "story 1", "story 2")]
-        gap = interval(found["differences"].get("coverage"), 100, sign=True)
-        cut = [f"{100 * found['cut'][stage] / found['calls'][stage]:.0f}" for stage in ("solve", "merge")]
+    for condition, result in one["conditions"].items():
+        cells = [format_estimate(result["scores"][k], 100) for k in ("coverage", "story 1", "story 2")]
+        gap = format_estimate(result["differences"].get("coverage"), 100, sign=True)
+        cut = [f"{100 * result['cut'][stage] / result['calls'][stage]:.0f}" for stage in ("solve", "merge")]
         lines.append([condition, *cells, gap, " / ".join(cut), str(one["n"])])
     head = ["implementation", "concepts %", "of story 1", "of story 2", "difference", "stories / merges cut %", "n"]
     return markdown(head, lines)
@@ -161,11 +169,11 @@ def games() -> dict[str, Any]:
 def leak() -> str:
     lines = []
     for strategy, one in games().items():
-        for condition, found in one["conditions"].items():
-            gap = found["differences"].get("Bob cooperates")
-            cells = [interval(found["scores"]["Bob cooperates"], 100), interval(gap, 100, sign=True)]
-            p, n = probability(gap), one["n"]
-            lines.append([strategy, condition, *cells, p, f"{100 * found['scores']['unread']['value']:.0f}", str(n)])
+        for condition, result in one["conditions"].items():
+            gap = result["differences"].get("Bob cooperates")
+            cells = [format_estimate(result["scores"]["Bob cooperates"], 100), format_estimate(gap, 100, sign=True)]
+            p, n = format_p_value(gap), one["n"]
+            lines.append([strategy, condition, *cells, p, f"{100 * result['scores']['unread']['value']:.0f}", str(n)])
     return markdown(
         ["Alice's strategy", "implementation", "Bob cooperates %", "difference", "p", "unread %", "n"], lines
     )
@@ -177,7 +185,7 @@ def prediction() -> str:
     for condition, title in (("baseline", "Baseline"), ("leak both", "Choreographed")):
         for strategy, one in games().items():
             scores = one["conditions"][condition]["scores"]
-            cells = [interval(scores[k], 100, places=0) for k in shown]
+            cells = [format_estimate(scores[k], 100, places=0) for k in shown]
             lines.append([title, strategy, *cells, str(one["n"])])
     head = ["implementation", "Alice's strategy", *(f"{k} %" for k in shown), "n"]
     return markdown(head, lines)
@@ -188,25 +196,25 @@ def fidelity() -> str:
     for name, one in record("fidelity")["runs"].items():
         title = f"{TITLES[one['workflow']]}, {STRATEGIES.get(name, one['data'])}"
         for r in one["rows"]:
-            cells = [interval(r[k], places=3, sign=k == "gap") for k in ("before", "after", "gap", "divergence")]
+            cells = [format_estimate(r[k], places=3, sign=k == "gap") for k in ("before", "after", "gap", "divergence")]
             lines.append([title, r["condition"], r["stage"], *cells, str(r["tokens"]), str(one["n"])])
     head = ["workflow", "condition", "decodes", "log-loss, baseline", "reused", "gap", "KL", "tokens", "traces"]
-    return markdown(head, lines) + "\n\n" + _made("fidelity")
+    return markdown(head, lines) + "\n\n" + _provenance_note("fidelity")
 
 
 def prompt_cache() -> str:
-    found = record("prompt_cache")
-    rows = {r["measure"]: r for r in found["rows"]}
+    result = record("prompt_cache")
+    rows = {r["measure"]: r for r in result["rows"]}
     lines = []
     for label in dict.fromkeys(m.partition(":")[0] for m in rows if m.endswith("against no reuse")):
-        ratios = [interval(rows[f"{label}: {m}"]) for m in ("against no reuse", "against Hugging Face")]
+        ratios = [format_estimate(rows[f"{label}: {m}"]) for m in ("against no reuse", "against Hugging Face")]
         times = [f"{rows[f'{label}: {m}']['value']:.0f}" for m in ("from modules", "no reuse", "Hugging Face")]
         lines.append([label, *ratios, *times])
     host = rows["5120 cached, 32 new: modules copied in from host memory"]
     slopes = {how: rows[f"growth, {how}: line through all points"]["value"] for how in ("from modules", "no reuse")}
-    share = rows[f"growth, no reuse: share of the square term at {found['points']['no reuse'][-1][0]}"]["value"]
+    share = rows[f"growth, no reuse: share of the square term at {result['points']['no reuse'][-1][0]}"]["value"]
     notes = (
-        f"With modules that wait in host memory (5120 cached, 32 new): {interval(host, places=0)} ms. "
+        f"With modules that wait in host memory (5120 cached, 32 new): {format_estimate(host, places=0)} ms. "
         f"Growth: {slopes['from modules']:.1f} ms for every 1,000 cached tokens (whole prefill: "
         f"{slopes['no reuse']:.0f} ms on average, {100 * share:.0f}% of its growth to the last point from a square). "
     )
@@ -218,76 +226,76 @@ def prompt_cache() -> str:
         "no reuse, ms",
         "Hugging Face, ms",
     ]
-    return markdown(head, lines) + "\n\n" + notes + _made("prompt_cache")
+    return markdown(head, lines) + "\n\n" + notes + _provenance_note("prompt_cache")
 
 
 def prompt_cache_quality() -> str:
     lines = []
     for label, one in record("prompt_cache_quality")["tables"].items():
-        cells = [interval(one[k], 100) for k in ("whole", "modules")]
-        gap = interval(one["difference"], 100, sign=True)
+        cells = [format_estimate(one[k], 100) for k in ("whole", "modules")]
+        gap = format_estimate(one["difference"], 100, sign=True)
         facts = [f"{100 * one['same']:.0f}", f"{one['documents']:.0f}", str(one["n"]), str(one["too_long"])]
         lines.append([label, one["measure"], *cells, gap, *facts])
     head = ["data", "score", "read whole", "from modules", "difference", "same answer %", "modules", "n", "too long"]
-    return markdown(head, lines) + "\n\n" + _made("prompt_cache_quality")
+    return markdown(head, lines) + "\n\n" + _provenance_note("prompt_cache_quality")
 
 
 def memory() -> str:
-    found = record("memory")
-    rows = {r["measure"]: r["value"] for r in found["rows"]}
+    result = record("memory")
+    rows = {r["measure"]: r["value"] for r in result["rows"]}
     lines = []
-    for name, shape in found["shapes"].items():
+    for name, shape in result["shapes"].items():
         every, kept = (rows[f"{name}: {how}"] for how in ("every head, as the paper counts", "as the model keeps them"))
         lines.append([name, f"{shape['paper']:g}", f"{every:.2f}", f"{kept:.2f}"])
     return markdown(["model", "paper, MB", "every head, MiB", "as the model keeps them, MiB"], lines)
 
 
-SIDES = ["over device only", "over reactive", "turns a second: device only", "reactive", "workflow-aware"]
-SIDES += ["computed again, of uses", "found %"]
+SETUP_COLUMNS = ["over device only", "over reactive", "turns a second: device only", "reactive", "workflow-aware"]
+SETUP_COLUMNS += ["computed again, of uses", "found %"]
 
 
 def kvflow() -> str:
-    found = record("kvflow")
+    result = record("kvflow")
     lines = [
-        [f"{label}{', at once' if kind == 'crowd' else ''}", *_sides(found, label, facts)]
-        for kind, sets in found["found"].items()
+        [f"{label}{', at once' if kind == 'crowd' else ''}", *_setup_cells(result, label, facts)]
+        for kind, sets in result["found"].items()
         for label, facts in sets.items()
     ]
-    return markdown(["tokens", *SIDES], lines) + "\n\n" + _made("kvflow")
+    return markdown(["tokens", *SETUP_COLUMNS], lines) + "\n\n" + _provenance_note("kvflow")
 
 
-def _sides(found: Mapping[str, Any], label: str, facts: Mapping[str, Any]) -> list[str]:
+def _setup_cells(record: Mapping[str, Any], label: str, counts: Mapping[str, Any]) -> list[str]:
     """How fast each side is, and what of the fixed prompts it found."""
-    rows = {r["measure"]: r for r in found["rows"]}
-    ratios = [interval(rows[f"{label}: over {side}"], places=2) for side in list(facts)[:2]]
-    speeds = [interval(rows[f"{label}: {side}, throughput"], places=2) for side in facts]
-    again = " / ".join(str(one["computed"]) for one in facts.values())
-    hits = " / ".join(interval(rows[f"{label}: {side}, fixed prompts found"], 100, places=0) for side in facts)
-    return [*ratios, *speeds, f"{again} of {next(iter(facts.values()))['uses']}", hits]
+    rows = {r["measure"]: r for r in record["rows"]}
+    ratios = [format_estimate(rows[f"{label}: over {side}"], places=2) for side in list(counts)[:2]]
+    speeds = [format_estimate(rows[f"{label}: {side}, throughput"], places=2) for side in counts]
+    again = " / ".join(str(one["computed"]) for one in counts.values())
+    hits = " / ".join(format_estimate(rows[f"{label}: {side}, fixed prompts found"], 100, places=0) for side in counts)
+    return [*ratios, *speeds, f"{again} of {next(iter(counts.values()))['uses']}", hits]
 
 
 def kvflow_peer() -> str:
-    found = record("kvflow_peer")
-    lines = [[label, *_sides(found, label, facts)] for label, facts in found["found"].items()]
-    sizes = [r for r in found["rows"] if r["measure"].startswith("tokens a turn")]
+    result = record("kvflow_peer")
+    lines = [[label, *_setup_cells(result, label, facts)] for label, facts in result["found"].items()]
+    sizes = [r for r in result["rows"] if r["measure"].startswith("tokens a turn")]
     spans = (f"{r['measure'].partition(', ')[2]} {r['value']:.0f} ({r['low']:.0f} to {r['high']:.0f})" for r in sizes)
     notes = f"Tokens of a turn, median and range: {', '.join(spans)}. "
-    return markdown(["applications", *SIDES], lines) + "\n\n" + notes + _made("kvflow_peer")
+    return markdown(["applications", *SETUP_COLUMNS], lines) + "\n\n" + notes + _provenance_note("kvflow_peer")
 
 
 def kvflow_calibration() -> str:
-    found = record("kvflow_calibration")
-    rows = {r["measure"]: r for r in found["rows"]}
+    result = record("kvflow_calibration")
+    rows = {r["measure"]: r for r in result["rows"]}
     costs = [
-        [label, interval(rows[f"{label}: measured"]), f"{rows[f'{label}: fitted']['value']:.1f}"]
+        [label, format_estimate(rows[f"{label}: measured"]), f"{rows[f'{label}: fitted']['value']:.1f}"]
         for label in (m.partition(":")[0] for m in rows if m.endswith(": measured"))
     ]
     shapes: dict[str, list[str]] = {}
     for name in (m.removesuffix(", virtual") for m in rows if m.endswith(", virtual")):
-        cells = [interval(rows[f"{name}, measured"], places=2), f"{rows[f'{name}, virtual']['value']:.2f}"]
+        cells = [format_estimate(rows[f"{name}, measured"], places=2), f"{rows[f'{name}, virtual']['value']:.2f}"]
         shapes.setdefault(name.partition(":")[0], []).extend(cells)
     head = ["tokens", "over device only", "virtual", "over reactive", "virtual"]
-    machine = found["machine"]
+    machine = result["machine"]
     notes = (
         f"Fitted: {machine['arithmetic'] / 1e9:.0f} GFLOP/s, {machine['memory'] / 1e9:.1f} GB/s, "
         f"{1e3 * machine['overhead']:.2f} ms a step. Measured: copies at {machine['link'] / 1e9:.1f} GB/s. "
@@ -298,63 +306,63 @@ def kvflow_calibration() -> str:
         + markdown(head, ([label, *cells] for label, cells in shapes.items()))
         + "\n\n"
         + notes
-        + _made("kvflow_calibration")
+        + _provenance_note("kvflow_calibration")
     )
 
 
 def kvflow_machines() -> str:
-    found, lines = record("kvflow_machines"), []
-    rows = {r["measure"]: r for r in found["rows"]}
-    for label, facts in found["found"].items():
+    result, lines = record("kvflow_machines"), []
+    rows = {r["measure"]: r for r in result["rows"]}
+    for label, facts in result["found"].items():
         ratios = [f"{rows[f'{label}: over {side}']['value']:.2f}" for side in list(facts)[:2]]
         hits = [f"{100 - 100 * one['computed'] / one['uses']:.0f}" for one in facts.values()]
         lines.append([label, *ratios, " / ".join(hits), " / ".join(str(one["loads"]) for one in facts.values())])
-    shares = ", ".join(f"{100 * share:.0f}% of the {name} rate" for name, share in found["reached"].items())
-    rooms = "; ".join(f"{name}: {one['cache tokens']:,} tokens" for name, one in found["machines"].items())
+    shares = ", ".join(f"{100 * share:.0f}% of the {name} rate" for name, share in result["reached"].items())
+    rooms = "; ".join(f"{name}: {one['cache tokens']:,} tokens" for name, one in result["machines"].items())
     notes = (
         f"Assumed: {shares} that the maker states (the A10G's link: the paper's 2 GB/s). Room for encodings: {rooms}. "
     )
     head = ["machine, tokens", "over device only", "over reactive", "hits %", "loads"]
-    return markdown(head, lines) + "\n\n" + notes + _made("kvflow_machines")
+    return markdown(head, lines) + "\n\n" + notes + _provenance_note("kvflow_machines")
 
 
 def kvflow_policies() -> str:
-    found = record("kvflow_policies")
+    result = record("kvflow_policies")
     cells: dict[str, dict[str, str]] = {}
-    for r in found["rows"]:
+    for r in result["rows"]:
         title, _, way = r["measure"].partition(": ")
-        cells.setdefault(title, {})[way] = interval(r, 100)
+        cells.setdefault(title, {})[way] = format_estimate(r, 100)
     ways = list(next(iter(cells.values())))
     lines = []
     for title, of in cells.items():
-        near = found["closeness"][title.rpartition(", ")[0]]
+        near = result["closeness"][title.rpartition(", ")[0]]
         lines.append([title, *of.values(), f"{near['distance']:.2f}", f"{near['tau']:.2f}"])
     return (
         markdown(["workflow", *(f"{way} %" for way in ways), "steps apart", "tau"], lines)
         + "\n\n"
-        + _made("kvflow_policies")
+        + _provenance_note("kvflow_policies")
     )
 
 
 def distill() -> str:
     lines = []
     for title, one in record("distill")["runs"].items():
-        cells = [interval(one[k], places=3) for k in ("baseline", "before", "after", "gap before", "gap after")]
-        facts = [interval(one["closed"], 100, places=0), str(one["traces"]["learn"]), str(one["traces"]["test"])]
+        cells = [format_estimate(one[k], places=3) for k in ("baseline", "before", "after", "gap before", "gap after")]
+        facts = [format_estimate(one["closed"], 100, places=0), str(one["traces"]["learn"]), str(one["traces"]["test"])]
         lines.append([_learned(title), one["model"], one["condition"], *cells, *facts])
     head = ["workflow", "model", "condition", "baseline", "reused", "fine-tuned", "gap before", "gap after"]
-    return markdown([*head, "closed %", "traces", "held out"], lines) + "\n\n" + _made("distill")
+    return markdown([*head, "closed %", "traces", "held out"], lines) + "\n\n" + _provenance_note("distill")
 
 
 def distill_goals() -> str:
     """Every training against its goal, the nearest to it first."""
-    found = record("distill")
-    goals = {row["measure"]: row["must"] for row in found["rows"]}
+    result = record("distill")
+    goals = {row["measure"]: row["must"] for row in result["rows"]}
     lines = []
-    for title, one in found["runs"].items():
+    for title, one in result["runs"].items():
         closed, goal = one["closed"], goals[f"{title}: gap closed"]
         verdict = "met" if closed["low"] >= goal else "missed" if closed["value"] < goal else "met by the value alone"
-        cells = [interval(one.get(what), 100, places=0) for what in ("closed", "divergence closed")]
+        cells = [format_estimate(one.get(what), 100, places=0) for what in ("closed", "divergence closed")]
         lines.append((closed["value"] - goal, [_learned(title), one["model"], *cells, f"{100 * goal:.0f}", verdict]))
     lines.sort(key=lambda line: -line[0])
     head = ["workflow", "model", "gap closed %", "divergence closed %", "goal %", "the goal is"]
@@ -366,9 +374,9 @@ def distill_divergence() -> str:
     for title, one in record("distill")["runs"].items():
         if "divergence closed" not in one:
             continue  # measured before it was kept
-        cells = [interval(one[f"divergence {when}"], places=4) for when in ("before", "after")]
+        cells = [format_estimate(one[f"divergence {when}"], places=4) for when in ("before", "after")]
         where = [f"{stage} {value:.3f}" for stage, value in one["stages"].items() if stage != "all" and value > 1e-3]
-        closed = interval(one["divergence closed"], 100, places=0)
+        closed = format_estimate(one["divergence closed"], 100, places=0)
         lines.append([_learned(title), one["model"], *cells, closed, ", ".join(where)])
     head = ["workflow", "model", "reused", "fine-tuned", "closed %", "reused, a token of each stage"]
     return markdown(head, lines) if lines else "Not measured yet."
@@ -378,15 +386,15 @@ def correction() -> str:
     lines = []
     trained = record("distill")["runs"]
     for title, one in record("correction")["runs"].items():
-        cells = [interval(one[when], places=4) for when in ("before", "after")]
+        cells = [format_estimate(one[when], places=4) for when in ("before", "after")]
         adapter = trained.get(title, {}).get("divergence closed")
         means = [one.get(way, {}).get("closed") for way in ("one for all", "expected", "expected, one for all")]
-        undone = [interval(x, 100, places=0) if x else "-" for x in (one["closed"], adapter, *means)]
+        undone = [format_estimate(x, 100, places=0) if x else "-" for x in (one["closed"], adapter, *means)]
         learned = [str(x["traces"]["learn"]) if x else "-" for x in (one, trained.get(title))]
         lines.append([_learned(title), one["model"], *cells, *undone, *learned, str(one["traces"]["test"])])
     head = ["workflow", "model", "reused", "corrected", "undone %", "by the adapter %", "by one encoding for all %"]
     head += ["by the expected one %", "by the expected one for all %", "traces", "the adapter's"]
-    return markdown([*head, "held out"], lines) + "\n\n" + _made("correction")
+    return markdown([*head, "held out"], lines) + "\n\n" + _provenance_note("correction")
 
 
 def distill_cost() -> str:
@@ -395,8 +403,8 @@ def distill_cost() -> str:
         training, speed = one["training"], one["one pass"]
         changes = ["none: not its part"] * 2
         if not one.get("readers"):
-            found = one["adapted baseline"], one["harm"]["change"]
-            changes = [interval(change, places=3, sign=True) for change in found]
+            result = one["adapted baseline"], one["harm"]["change"]
+            changes = [format_estimate(change, places=3, sign=True) for change in result]
         lines.append(
             [
                 _learned(title),
@@ -405,7 +413,7 @@ def distill_cost() -> str:
                 str(training["updates"]),
                 f"{training['seconds']:.1f}",
                 f"{training['peak_memory'] / 2**30:.1f}",
-                interval(speed["speed-up"], places=1),
+                format_estimate(speed["speed-up"], places=1),
                 *changes,
             ]
         )
@@ -416,10 +424,10 @@ def distill_cost() -> str:
 def distill_answers() -> str:
     lines = []
     for title, one in record("distill")["runs"].items():
-        for condition, found in one["scores"]["conditions"].items() if "scores" in one else ():
-            gap = found["differences"].get("both")
-            cells = [interval(found["scores"][k], 100) for k in ("first", "second", "both")]
-            facts = [interval(gap, 100, sign=True), probability(gap), str(one["scores"]["n"])]
+        for condition, result in one["scores"]["conditions"].items() if "scores" in one else ():
+            gap = result["differences"].get("both")
+            cells = [format_estimate(result["scores"][k], 100) for k in ("first", "second", "both")]
+            facts = [format_estimate(gap, 100, sign=True), format_p_value(gap), str(one["scores"]["n"])]
             lines.append([_learned(title), condition, *cells, *facts])
     head = ["adapter of", "implementation", "Q1 right %", "Q2 right %", "both %", "difference in both", "p", "n"]
     return markdown(head, lines) if lines else "Not measured yet."
@@ -437,18 +445,18 @@ def quantization() -> str:
     for name in dict.fromkeys(measure.partition(":")[0] for measure in rows):
         for way in ("float32", "bfloat16", "int8 weights", "int4 weights"):
             added = rows.get(f"{name}: added log-loss, {way}")
-            cells = [interval(rows[f"{name}: log-loss per token, {way}"], places=2)]
-            cells.append("" if added is None else interval(added, places=4, sign=True))
-            lines.append([name, way, *cells, interval(rows[f"{name}: a decode step, {way}"], places=1)])
+            cells = [format_estimate(rows[f"{name}: log-loss per token, {way}"], places=2)]
+            cells.append("" if added is None else format_estimate(added, places=4, sign=True))
+            lines.append([name, way, *cells, format_estimate(rows[f"{name}: a decode step, {way}"], places=1)])
     head = ["model", "weights", "log-loss of a token", "added to float32", "decode step, ms"]
-    return markdown(head, lines) + "\n\n" + _made("quantization")
+    return markdown(head, lines) + "\n\n" + _provenance_note("quantization")
 
 
 def reuse(name: str) -> str:
     head, lines = results_reuse.TABLES[name](record("reuse")["runs"])
     if not lines:
         return "Not measured yet."
-    return markdown(head, lines) + ("\n\n" + _made("reuse") if name == "reuse-quality" else "")
+    return markdown(head, lines) + ("\n\n" + _provenance_note("reuse") if name == "reuse-quality" else "")
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -480,7 +488,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 
 
-def filled(text: str) -> str:
+def fill_tables(text: str) -> str:
     """The page with every table written anew."""
     return MARK.sub(lambda m: f"{m[1]}{_table(m['name'])}\n{m[3]}", text)
 
@@ -493,4 +501,4 @@ def _table(name: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    PAGE.write_text(fill_tables(PAGE.read_text()))

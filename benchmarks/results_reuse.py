@@ -5,31 +5,37 @@ from typing import Any
 
 import numpy as np
 
+from choreograph.evaluation.report import format_estimate
 from choreograph.evaluation.statistics import ratio
-from choreograph.evaluation.summary import interval
 
-from .reuse import FACTORS
+from .reuse import RATE_FACTORS
 
 Runs = Mapping[str, Mapping[str, Any]]
-SETS = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue", "nq": "ten passages", "needed": "needed"}
-OF = {"likelihood": "known answers", "agreement": "its own answers"}
+DATASET_NAMES = {
+    "hotpotqa": "HotpotQA",
+    "2wikimqa": "2WikiMQA",
+    "musique": "MuSiQue",
+    "nq": "ten passages",
+    "needed": "needed",
+}
+METRIC_NAMES = {"likelihood": "known answers", "agreement": "its own answers"}
 
 
 def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:
     """What a profile finds: how much full reuse loses, which layers matter, what is picked."""
     lines = []
     for title, run in runs.items():
-        found = run.get("profile")
-        for data in found["inputs"] if found else ():
+        result = run.get("profile")
+        for data in result["inputs"] if result else ():
             lines.append(
                 [
                     title,
-                    SETS[data],
-                    str(found["inputs"][data]),
-                    OF[found.get("metric", "likelihood")],
-                    f"{found['own'][data]:.3f}",
-                    interval(found["reused"][data], places=3),
-                    ", ".join(map(str, found["critical"][data])) or "none",
+                    DATASET_NAMES[data],
+                    str(result["inputs"][data]),
+                    METRIC_NAMES[result.get("metric", "likelihood")],
+                    f"{result['own'][data]:.3f}",
+                    format_estimate(result["reused"][data], places=3),
+                    ", ".join(map(str, result["critical"][data])) or "none",
                 ]
             )
     return [
@@ -46,15 +52,15 @@ def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:
 def quality(runs: Runs) -> tuple[list[str], list[list[str]]]:
     lines = []
     for title, run in runs.items():
-        found = run.get("quality")
-        sets = [(SETS[data], one) for data, one in found["data"].items()] if found else []
-        if "pooled" in (found or {}) and len(sets) > 1:
-            sets.append(("all", found["pooled"]))
+        result = run.get("quality")
+        sets = [(DATASET_NAMES[data], one) for data, one in result["data"].items()] if result else []
+        if "pooled" in (result or {}) and len(sets) > 1:
+            sets.append(("all", result["pooled"]))
         for data, one in sets:
             n = str(one["own"]["n"])
-            f1 = [interval(one[how], 100) for how in ("sent", "own", "partial", "reused")]
-            points = [interval(one[how], sign=True) for how in ("partial loss", "reused loss")]
-            lines.append([title, data, f"{found['pattern']} ({100 * found['share']:.0f}%)", *f1, *points, n])
+            f1 = [format_estimate(one[how], 100) for how in ("sent", "own", "partial", "reused")]
+            points = [format_estimate(one[how], sign=True) for how in ("partial loss", "reused loss")]
+            lines.append([title, data, f"{result['pattern']} ({100 * result['share']:.0f}%)", *f1, *points, n])
     head = ["pair, model", "data", "layers computed", "sender F1", "receiver F1", "partial", "all reused"]
     return [*head, "partial loses", "full reuse loses", "n"], lines
 
@@ -63,10 +69,10 @@ def times(runs: Runs) -> tuple[list[str], list[list[str]]]:
     lines = []
     for title, run in runs.items():
         for part, what in (("latency", "prefill"), ("remote", "first token, fetched")):
-            found = run.get(part)
-            for length, one in found["lengths"].items() if found else ():
+            result = run.get(part)
+            for length, one in result["lengths"].items() if result else ():
                 medians = [f"{1e3 * float(np.median(one[way])):,.0f}" for way in ("full", "partial")]
-                cells = [interval(ratio(one["full"], one["partial"]), places=2), found["pattern"]]
+                cells = [format_estimate(ratio(one["full"], one["partial"]), places=2), result["pattern"]]
                 lines.append([title, what, f"{int(length):,}", *medians, *cells])
     return ["pair, model", "what", "tokens", "all layers, ms", "partial, ms", "ratio", "layers computed"], lines
 
@@ -75,11 +81,13 @@ def transfer(runs: Runs) -> tuple[list[str], list[list[str]]]:
     """Figure 17: what is picked from one data set's profile, on another data set."""
     lines = []
     for title, run in runs.items():
-        found = run.get("profile")
-        for data, points in found["transfer"].items() if found else ():
+        result = run.get("profile")
+        for data, points in result["transfer"].items() if result else ():
             worst = max(points, key=lambda point: point[2] - point[1])
             mean = float(np.mean([there - here for _, here, there in points]))
-            lines.append([title, SETS[data], str(len(points)), f"{mean:+.3f}", f"{worst[2] - worst[1]:+.3f}", worst[0]])
+            lines.append(
+                [title, DATASET_NAMES[data], str(len(points)), f"{mean:+.3f}", f"{worst[2] - worst[1]:+.3f}", worst[0]]
+            )
     return ["pair, model", "used on", "points", "lost more, mean", "lost more, most", "at"], lines
 
 
@@ -87,19 +95,19 @@ def stream(runs: Runs) -> tuple[list[str], list[list[str]]]:
     """The rates, and what the requests of each waited. A knee is known from one rate that was tried to the next."""
     lines = []
     for title, run in runs.items():
-        found = run.get("stream")
-        for way, points in found["rates"].items() if found else ():
+        result = run.get("stream")
+        for way, points in result["rates"].items() if result else ():
             cells = [f"{1e3 * one['ttft']:,.0f} / {1e3 * one['e2e']:,.0f}" for one in points]
-            most = points[0]["rate"] / FACTORS[0]
-            (low, high), (least, last) = (_knee(found, one) for one in (way, "recompute"))
+            most = points[0]["rate"] / RATE_FACTORS[0]
+            (low, high), (least, last) = (_knee(result, one) for one in (way, "recompute"))
             later = "1" if way == "recompute" else _between(low / last if last else 0.0, high and high / least)
             lines.append([title, way, f"{most:.2f}", *cells, _between(low, high), later])
-    return ["pair, model", "way", "full prefills, 1/s", *(f"{f}x" for f in FACTORS), "knee, 1/s", "later"], lines
+    return ["pair, model", "way", "full prefills, 1/s", *(f"{f}x" for f in RATE_FACTORS), "knee, 1/s", "later"], lines
 
 
-def _knee(found: Mapping[str, Any], way: str) -> tuple[float, float | None]:
+def _knee(result: Mapping[str, Any], strategy: str) -> tuple[float, float | None]:
     """The highest rate that was below it, and the next one that was tried, if any was."""
-    rates, low = [point["rate"] for point in found["rates"][way]], found["knee"][way]
+    rates, low = [point["rate"] for point in result["rates"][strategy]], result["knee"][strategy]
     return low, next((rate for rate in rates if rate > low), None)
 
 
@@ -115,15 +123,15 @@ def choice(runs: Runs) -> tuple[list[str], list[list[str]]]:
             told = [one["patterns"] for one in points] if way.startswith("within") else []
             for pattern in dict.fromkeys(name for one in told for name in one):
                 lines.append([title, way, pattern, *(str(one.get(pattern, 0)) for one in told)])
-    return ["pair, model", "objective", "layers computed", *(f"{f}x" for f in FACTORS)], lines
+    return ["pair, model", "objective", "layers computed", *(f"{f}x" for f in RATE_FACTORS)], lines
 
 
 def memory(runs: Runs) -> tuple[list[str], list[list[str]]]:
     lines = []
     for title, run in runs.items():
-        if found := run.get("memory"):
-            sizes = [f"{found[what] / 2**20:.1f}" for what in ("bytes of one", "inputs")]
-            lines.append([title, *sizes, *(f"{value:.2f}" for value in found["ratio"].values())])
+        if result := run.get("memory"):
+            sizes = [f"{result[what] / 2**20:.1f}" for what in ("bytes of one", "inputs")]
+            lines.append([title, *sizes, *(f"{value:.2f}" for value in result["ratio"].values())])
     return ["pair, model", "one model, MiB", "inputs kept, MiB", "2 models", "3", "4", "8"], lines
 
 

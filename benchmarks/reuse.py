@@ -20,40 +20,40 @@ import numpy as np
 import torch.distributed as dist
 from peft import PeftModel
 
-from choreograph import CacheConfig, Engine, EngineConfig, Message, Pattern, SamplingParams
-from choreograph.evaluation.folder import Folder
+from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Message, SamplingParams
+from choreograph.evaluation.report import format_estimate
+from choreograph.evaluation.run_dir import RunDirectory
 from choreograph.evaluation.statistics import difference, mean
-from choreograph.evaluation.summary import interval
-from choreograph.reuse import Choice, ContextStore, Profile
-from choreograph.reuse.profiling import (
+from choreograph.layer_reuse import ContextStore, LatencyAwareSelector, Profile
+from choreograph.layer_reuse.figures import LABELS, draw_figures
+from choreograph.layer_reuse.profiler import (
     METRICS,
-    Asked,
-    Scene,
-    Setting,
-    by_context,
-    measure,
-    measure_costs,
-    measure_scattered,
-    prepare,
-    timed,
+    PairContext,
+    ProfileConfig,
+    QAExample,
+    enable_all_patterns,
+    group_by_context,
+    profile_pair,
+    profile_top_layers,
+    time_patterns,
+    with_timings,
 )
-from choreograph.reuse.remote import Link
-from choreograph.reuse.shown import LABELS, draw
-from choreograph.viz.charts import trade_off
+from choreograph.layer_reuse.remote import RemoteSender
+from choreograph.viz.plots import pareto_plot
 
 from .common import (
     FIGURES,
     Row,
     estimate_row,
     greedy,
-    last,
-    merged,
+    last_result,
+    merge_results,
     provenance,
+    random_tokens,
     ratio_row,
     save,
-    some_tokens,
 )
-from .reuse_models import COMPANY, LONG, Splits, splits, train_adapter, train_fully
+from .reuse_models import CONTEXT_ID_SEPARATOR, LONG_CONTEXT_DATASETS, Splits, splits, train_adapter, train_fully
 from .reuse_sender import context
 
 PAIRS = {
@@ -61,10 +61,10 @@ PAIRS = {
     "base to adapter": ("adapter", "base"),
     "adapter to full": ("full", "adapter"),
 }
-WAYS = ("own", "partial", "reused", "sent")
-DATA = (*LONG, "nq", "needed")
+VARIANTS = ("own", "partial", "reused", "sent")
+DATA = (*LONG_CONTEXT_DATASETS, "nq", "needed")
 LENGTHS = (1024, 2048, 4096, 7680)
-FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills alone would allow
+RATE_FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills alone would allow
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Run:
     source: str
     data: Splits
     out: Path
-    every: int
+    stride: int
     lengths: Sequence[int]
-    ways: Sequence[str] = ()
+    strategies: Sequence[str] = ()
     metric: str = "likelihood"
-    most: float | None = None
-    by: str = "hotpotqa"
+    max_layer_fraction: float | None = None
+    selection_dataset: str = "hotpotqa"
     training: str | None = None
 
     def title(self, pair: str) -> str:
@@ -93,12 +93,12 @@ class Run:
         return "-".join([*pair.split(), *(self.training or "").split()])
 
     @property
-    def profiled(self) -> Setting:
-        return Setting(metric=self.metric, every=self.every)
+    def profile_config(self) -> ProfileConfig:
+        return ProfileConfig(metric=self.metric, stride=self.stride)
 
     @property
-    def asked(self) -> Setting:
-        return Setting(metric="f1", every=self.every, max_tokens=16)
+    def answer_config(self) -> ProfileConfig:
+        return ProfileConfig(metric="f1", stride=self.stride, max_tokens=16)
 
 
 def main() -> None:
@@ -122,35 +122,35 @@ def main() -> None:
     options.add_argument("--by", choices=DATA, default="hotpotqa", help="the data set whose profile picks the pattern")
     given = options.parse_args()
     name = Path(given.model).stem
-    data = splits(given.data, given.inputs, given.questions, given.rounds).on(given.on or DATA)
+    data = splits(given.data, given.inputs, given.questions, given.rounds).select(given.on or DATA)
     run = Run(
         given.model,
         data,
         given.out / name,
         given.every,
         given.lengths,
-        ways=given.ways,
+        strategies=given.ways,
         metric=given.metric,
-        most=given.most,
-        by=given.by,
+        max_layer_fraction=given.most,
+        selection_dataset=given.by,
         training=given.training,
     )
-    engine = open_family(run, given.pairs, given.epochs)
+    engine = load_models(run, given.pairs, given.epochs)
     for part in given.only:
         for pair in given.pairs:
-            for found in PARTS[part](engine, pair, run):
-                keep(name, part, run.title(pair), found)
+            for result in PARTS[part](engine, pair, run):
+                save_part(name, part, run.title(pair), result)
 
 
-def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
+def load_models(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
     """The base with the variants that the pairs name, trained where they are not there yet."""
     names = {name for pair in pairs for name in PAIRS[pair]}
     trained = {
-        name: train(run.source, run.data, run.out / name, run.profiled, epochs)
+        name: train(run.source, run.data, run.out / name, run.profile_config, epochs)
         for name, train in (("adapter", train_adapter), ("full", train_fully))
         if name in names
     }
-    config = EngineConfig(cache=CacheConfig(tokens=81_920))
+    config = EngineConfig(cache=CacheConfig(capacity=81_920))
     engine = Engine.from_pretrained(run.source, config=config)
     if "adapter" in trained:
         engine.add_adapter("adapter", trained["adapter"])
@@ -159,35 +159,35 @@ def open_family(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
     return engine
 
 
-def keep(model: str, part: str, title: str, found: Mapping[str, Any]) -> None:
+def save_part(model: str, part: str, title: str, result: Mapping[str, Any]) -> None:
     """Beside what was measured before."""
-    runs = merged("reuse", "runs", {})
+    runs = merge_results("reuse", "runs", {})
     one = dict(runs.get(title, {}))  # type: ignore[call-overload]
     before = one.get(part, {})
-    if "lengths" in found and before.get("pattern") == found["pattern"]:  # they can be measured one by one
-        found = {**found, "lengths": before["lengths"] | found["lengths"]}
-    one[part] = {**found, **provenance()}
+    if "lengths" in result and before.get("pattern") == result["pattern"]:  # they can be measured one by one
+        result = {**result, "lengths": before["lengths"] | result["lengths"]}
+    one[part] = {**result, **provenance()}
     runs[title] = one
     save("reuse", [row for title, run in runs.items() for row in rows(title, run)], model, runs=runs)
 
 
 def rows(title: str, run: Any) -> list[Row]:
     """What is held against the paper's figures."""
-    found = []
+    result = []
     for length, one in run.get("latency", {}).get("lengths", {}).items():
-        facts = {"must": 1.7, "aim": 2.6, "made": _made(one)}
-        found.append(ratio_row(f"{title}: prefill of {length}", one["full"], one["partial"], **facts))
+        facts = {"required": 1.7, "target": 2.6, "provenance": _provenance(one)}
+        result.append(ratio_row(f"{title}: prefill of {length}", one["full"], one["partial"], **facts))
     for length, one in run.get("remote", {}).get("lengths", {}).items():
-        facts = {"must": 1.7, "aim": 2.6, "made": _made(one)}
-        found.append(ratio_row(f"{title}: first token behind {length}, fetched", one["full"], one["partial"], **facts))
+        facts = {"required": 1.7, "target": 2.6, "provenance": _provenance(one)}
+        result.append(ratio_row(f"{title}: first token behind {length}, fetched", one["full"], one["partial"], **facts))
     for data, one in run.get("quality", {}).get("data", {}).items():
-        made = {"better": "lower", "made": _made(run["quality"])}
-        found.append(estimate_row(f"{title}, {data}: loss, partial", one["partial loss"], "points", **made))
-        found.append(estimate_row(f"{title}, {data}: loss, all reused", one["reused loss"], "points", **made))
-    return found
+        made = {"better": "lower", "provenance": _provenance(run["quality"])}
+        result.append(estimate_row(f"{title}, {data}: loss, partial", one["partial loss"], "points", **made))
+        result.append(estimate_row(f"{title}, {data}: loss, all reused", one["reused loss"], "points", **made))
+    return result
 
 
-def _made(part: Mapping[str, Any]) -> dict[str, str]:
+def _provenance(part: Mapping[str, Any]) -> dict[str, str]:
     return {key: part[key] for key in ("commit", "date", "hardware")}
 
 
@@ -196,40 +196,40 @@ def _made(part: Mapping[str, Any]) -> dict[str, str]:
 
 def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     receiver, sender = PAIRS[pair]
-    if run.by not in run.data.profile:
-        raise SystemExit(f"--by {run.by}: no profile is made of it; use one of {list(run.data.profile)}")
-    found: dict[str, Profile] = {}
+    if run.selection_dataset not in run.data.profile:
+        raise SystemExit(f"--by {run.selection_dataset}: no profile is made of it; use one of {list(run.data.profile)}")
+    result: dict[str, Profile] = {}
     for name, asked in run.data.profile.items():
         folder = run.out / "profiles" / f"{pair.replace(' ', '-')}-{name}"
         tell = lambda record: print(record["id"])  # noqa: E731
-        one = measure(engine, receiver, asked, folder, sender=sender, setting=run.profiled, on_done=tell)
-        if name == run.by:
-            counts = [engine.facts.layers * share // 8 for share in (1, 2, 3, 4, 6)]
-            one = measure_scattered(engine, receiver, asked, one, counts, sender=sender, setting=run.profiled)
-            one = timed(engine, receiver, one, 1024, sender=sender)
-        found[name] = one
+        one = profile_pair(engine, receiver, asked, folder, sender=sender, config=run.profile_config, on_done=tell)
+        if name == run.selection_dataset:
+            counts = [engine.model_info.layers * share // 8 for share in (1, 2, 3, 4, 6)]
+            one = profile_top_layers(engine, receiver, asked, one, counts, sender=sender, config=run.profile_config)
+            one = with_timings(engine, receiver, one, 1024, sender=sender)
+        result[name] = one
         one.save(folder / "profile.json")
-    ours = found[run.by]
-    label = f"reuse-{run.label(pair)}-{engine.facts.layers}"
-    draw(ours, FIGURES, label)
-    own = {name: mean(one.own).value for name, one in found.items()}
+    ours = result[run.selection_dataset]
+    label = f"reuse-{run.label(pair)}-{engine.model_info.layers}"
+    draw_figures(ours, FIGURES, label)
+    own = {name: mean(one.receiver_scores).value for name, one in result.items()}
     blocks = {len(c.pattern.layers): mean(c.values).value for c in best_of_each_size(ours)}
-    scattered = [(len(c.pattern.layers), mean(c.values).value) for c in ours.scattered]
+    scattered = [(len(c.pattern.layers), mean(c.values).value) for c in ours.top_layers]
     series = {"one stretch": sorted(blocks.items()), "the most critical layers": scattered}
-    trade_off(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel=LABELS[run.metric])
+    pareto_plot(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel=LABELS[run.metric])
     yield {
         "metric": run.metric,
-        "inputs": {name: len(one.inputs) for name, one in found.items()},
+        "inputs": {name: len(one.inputs) for name, one in result.items()},
         "own": own,
-        "reused": {name: asdict(one.loss(one.reused)) for name, one in found.items()},
-        "critical": {name: one.critical() for name, one in found.items()},
+        "reused": {name: asdict(one.loss(one.full_reuse_scores)) for name, one in result.items()},
+        "critical": {name: one.critical() for name, one in result.items()},
         "sensitivity": [asdict(one) for one in ours.sensitivity()],
         "frontier": [[str(p.pattern), p.loss, p.cost] for p in ours.frontier()],
         "scattered": scattered,
         "blocks": sorted(blocks.items()),
         "transfer": {
-            name: [[str(p.pattern), p.loss, loss] for p, loss in ours.transferred(one)]
-            for name, one in found.items()
+            name: [[str(p.pattern), p.loss, loss] for p, loss in ours.transfer_loss(one)]
+            for name, one in result.items()
             if one is not ours
         },
     }
@@ -238,7 +238,7 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
 def best_of_each_size(profile: Profile):
     """The best stretch of each number of layers."""
     best: dict[int, Any] = {}
-    for cell in profile.stretches:
+    for cell in profile.ranges:
         size = len(cell.pattern.layers)
         if size not in best or mean(cell.values).value > mean(best[size].values).value:
             best[size] = cell
@@ -249,49 +249,49 @@ def best_of_each_size(profile: Profile):
 
 
 def profile_file(pair: str, run: Run) -> Path:
-    return run.out / "profiles" / f"{pair.replace(' ', '-')}-{run.by}" / "profile.json"
+    return run.out / "profiles" / f"{pair.replace(' ', '-')}-{run.selection_dataset}" / "profile.json"
 
 
-def pick(pair: str, run: Run) -> Pattern:
+def select_pattern(pair: str, run: Run) -> LayerPattern:
     """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less; but of a
     quarter of the layers at least: where full reuse loses nothing, there would be nothing to time. Or, where the run
     says how many layers may be computed, the stretch of so many that loses least."""
-    found = Profile.load(profile_file(pair, run))
-    if run.most is not None:
-        affordable = [c for c in found.stretches if len(c.pattern.layers) <= run.most * found.layers]
+    result = Profile.load(profile_file(pair, run))
+    if run.max_layer_fraction is not None:
+        affordable = [c for c in result.ranges if len(c.pattern.layers) <= run.max_layer_fraction * result.layers]
         return max(affordable, key=lambda c: float(np.mean(c.values))).pattern
-    limit = 0.05 * max(0.0, found.loss(found.reused).value)
-    enough = (p.pattern for p in found.frontier() if 4 * len(p.pattern.layers) >= found.layers and p.loss <= limit)
-    return next(enough, Pattern.of(0, 0, found.layers))
+    limit = 0.05 * max(0.0, result.loss(result.full_reuse_scores).value)
+    enough = (p.pattern for p in result.frontier() if 4 * len(p.pattern.layers) >= result.layers and p.loss <= limit)
+    return next(enough, LayerPattern.from_triplet(0, 0, result.layers))
 
 
 def quality(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """F1 on questions that neither training nor the profile has seen."""
     receiver, sender = PAIRS[pair]
-    pattern = pick(pair, run)
-    prepare(engine, receiver, sender, run.every)
-    found: dict[str, Any] = {}
+    pattern = select_pattern(pair, run)
+    enable_all_patterns(engine, receiver, sender, run.stride)
+    result: dict[str, Any] = {}
     pooled: list[Mapping[str, Any]] = []
     for name, asked in run.data.test.items():
-        folder = Folder(run.out / "quality" / f"{pair.replace(' ', '-')}-{name}", {"pattern": str(pattern)})
+        folder = RunDirectory(run.out / "quality" / f"{pair.replace(' ', '-')}-{name}", {"pattern": str(pattern)})
         known = {record["id"]: record for record in folder.records("answers")}
-        for group in by_context(asked):
+        for group in group_by_context(asked):
             if not known.keys() >= {one.id for one in group}:
-                for record in _answers(engine, group, receiver, sender, pattern, run.asked):
-                    folder.add("answers", record)
+                for record in _answers(engine, group, receiver, sender, pattern, run.answer_config):
+                    folder.append("answers", record)
                     known[record["id"]] = record
                 print(pair, name, len(known), "of", len(asked), flush=True)
-        records = of_questions([known[one.id] for one in asked])
+        records = mean_by_question([known[one.id] for one in asked])
         pooled += records
-        found[name] = _compared(records)
-        print(pair, name, {how: interval(one) for how, one in found[name].items()}, flush=True)
-        share = len(pattern.layers) / engine.facts.layers
-        yield {"pattern": str(pattern), "share": share, "data": found, "pooled": _compared(pooled)}
+        result[name] = _compare_variants(records)
+        print(pair, name, {how: format_estimate(one) for how, one in result[name].items()}, flush=True)
+        share = len(pattern.layers) / engine.model_info.layers
+        yield {"pattern": str(pattern), "share": share, "data": result, "pooled": _compare_variants(pooled)}
 
 
-def _compared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _compare_variants(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Scores of every way, and what the receiver loses by it, in points of F1."""
-    of = {how: [100 * r[how] for r in records] for how in WAYS}
+    of = {how: [100 * r[how] for r in records] for how in VARIANTS}
     return {
         **{how: asdict(mean([value / 100 for value in values])) for how, values in of.items()},
         "partial loss": asdict(difference(of["own"], of["partial"])),
@@ -300,35 +300,40 @@ def _compared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def of_questions(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def mean_by_question(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Each question once: the mean of what it scored in all of its contexts."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    result: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
-        found.setdefault(record["id"].partition(COMPANY)[0], []).append(record)
-    return [{how: float(np.mean([one[how] for one in of])) for how in WAYS} for of in found.values()]
+        result.setdefault(record["id"].partition(CONTEXT_ID_SEPARATOR)[0], []).append(record)
+    return [{how: float(np.mean([one[how] for one in of])) for how in VARIANTS} for of in result.values()]
 
 
 def _answers(
-    engine: Engine, asked: Sequence[Asked], receiver: str, sender: str, pattern: Pattern, setting: Setting
+    engine: Engine,
+    examples: Sequence[QAExample],
+    receiver: str,
+    sender: str,
+    pattern: LayerPattern,
+    config: ProfileConfig,
 ) -> list[dict[str, Any]]:
     """Of questions about one context: the scores of every way."""
     with engine.session(seed=0) as session:
-        scene = Scene(session, asked[0].context, receiver, sender, setting)
+        scene = PairContext(session, examples[0].context, receiver, sender, config)
         seen = {
-            "own": (scene.own, receiver),
-            "partial": (scene.version(pattern), receiver),
-            "reused": (scene.text, receiver),
-            "sent": (scene.text, sender),
+            "own": (scene.full_prefill, receiver),
+            "partial": (scene.compute_variant(pattern), receiver),
+            "reused": (scene.sender_message, receiver),
+            "sent": (scene.sender_message, sender),
         }
-        questions = [scene.about(one) for one in asked]
-        said = [{how: question.answer(*seen[how]) for how in WAYS} for question in questions]
+        questions = [scene.make_probe(one) for one in examples]
+        said = [{how: question.generate(*seen[how]) for how in VARIANTS} for question in questions]
         return [
             {
                 "id": one.id,
-                "tokens": scene.text.length,
-                **{how: question.quality(message) for how, message in answers.items()},
+                "tokens": scene.sender_message.length,
+                **{how: question.compute_score(message) for how, message in answers.items()},
             }
-            for one, question, answers in zip(asked, questions, said, strict=True)
+            for one, question, answers in zip(examples, questions, said, strict=True)
         ]
 
 
@@ -338,12 +343,12 @@ def _answers(
 def latency(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Seconds of a prefill by the receiver, alone, computing all layers or the pattern's; the sender's is there."""
     receiver, sender = PAIRS[pair]
-    pattern, everything = pick(pair, run), Pattern.of(0, 0, engine.facts.layers)
-    engine.share(receiver, sender, pattern=pattern)
+    pattern, everything = select_pattern(pair, run), LayerPattern.from_triplet(0, 0, engine.model_info.layers)
+    engine.enable_layer_reuse(receiver, sender, pattern=pattern)
     lengths = {}
     for length in run.lengths:
         rounds = 5 if length <= 2048 else 3
-        taken = measure_costs(engine, receiver, [everything, pattern], length, sender=sender, rounds=rounds)
+        taken = time_patterns(engine, receiver, [everything, pattern], length, sender=sender, rounds=rounds)
         lengths[str(length)] = {"full": taken[str(everything)], "partial": taken[str(pattern)], **provenance()}
         ratio = np.median(taken[str(everything)]) / np.median(taken[str(pattern)])
         print(f"{pair}, {length} tokens: {ratio:.2f}x", flush=True)
@@ -356,41 +361,47 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     Where some ways were timed before, the others are timed at the same rates.
     """
     receiver, sender = PAIRS[pair]
-    everything = Pattern.of(0, 0, engine.facts.layers)
-    found: dict[str, Any] = last("reuse")["runs"].get(run.title(pair), {}).get("stream", {}).get("rates", {})
-    if found:
-        seconds = FACTORS[0] / found["recompute"][0]["rate"]
+    everything = LayerPattern.from_triplet(0, 0, engine.model_info.layers)
+    result: dict[str, Any] = last_result("reuse")["runs"].get(run.title(pair), {}).get("stream", {}).get("rates", {})
+    if result:
+        seconds = RATE_FACTORS[0] / result["recompute"][0]["rate"]
     else:
-        seconds = float(np.mean(measure_costs(engine, receiver, [everything], 512, sender=sender)[str(everything)]))
+        seconds = float(np.mean(time_patterns(engine, receiver, [everything], 512, sender=sender)[str(everything)]))
     points = Profile.load(profile_file(pair, run)).frontier()
     ways = {
-        "recompute": Choice([points[-1]], seconds=seconds / 512),  # named, not used: share="recompute" asks nobody
-        "partial": Choice([p for p in points if p.pattern == pick(pair, run)], seconds=seconds / 512),
+        "recompute": LatencyAwareSelector(
+            [points[-1]], seconds_per_token=seconds / 512
+        ),  # named, not used: share="recompute" asks nobody
+        "partial": LatencyAwareSelector(
+            [p for p in points if p.pattern == select_pattern(pair, run)], seconds_per_token=seconds / 512
+        ),
         **{
-            f"within {prefills:g} full prefills": Choice(points, seconds=seconds / 512, objective=prefills * seconds)
+            f"within {prefills:g} full prefills": LatencyAwareSelector(
+                points, seconds_per_token=seconds / 512, ttft_slo=prefills * seconds
+            )
             for prefills in (3, 1.5)
         },
     }
-    if unknown := set(run.ways) - set(ways):
+    if unknown := set(run.strategies) - set(ways):
         raise SystemExit(f"--ways {sorted(unknown)}: use some of {list(ways)}")
-    for way in run.ways or ways:
-        choice, found[way] = ways[way], []
-        engine.share(receiver, sender, choose=choice, patterns=choice.patterns)
+    for way in run.strategies or ways:
+        choice, result[way] = ways[way], []
+        engine.enable_layer_reuse(receiver, sender, selector=choice, patterns=choice.patterns)
         share = "recompute" if way == "recompute" else "partial"
-        for factor in FACTORS:
+        for factor in RATE_FACTORS:
             rate, told = factor / seconds, Counter[str]()
-            stop = engine.events.listen(
-                lambda e, told=told: told.update([e.facts["pattern"]] if e.kind == "shared" else [])
+            stop = engine.events.subscribe(
+                lambda e, told=told: told.update([e.data["pattern"]] if e.kind == "shared" else [])
             )
-            found[way].append({"rate": rate, **_serve(engine, receiver, sender, share, rate)})
+            result[way].append({"rate": rate, **_serve(engine, receiver, sender, share, rate)})
             stop()
-            found[way][-1]["patterns"] = dict(told)
-            print(pair, way, found[way][-1], flush=True)
-        yield {"rates": found, "knee": {share: knee(points) for share, points in found.items()}}
+            result[way][-1]["patterns"] = dict(told)
+            print(pair, way, result[way][-1], flush=True)
+        yield {"rates": result, "knee": {share: knee(points) for share, points in result.items()}}
     for what in ("ttft", "tbt", "e2e"):
-        series = {share: [(one["rate"], one[what]) for one in points] for share, points in found.items()}
+        series = {share: [(one["rate"], one[what]) for one in points] for share, points in result.items()}
         name = f"reuse-stream-{run.label(pair)}-{what}.svg"
-        trade_off(series, FIGURES / name, xlabel="requests a second", ylabel=f"{what}, seconds")
+        pareto_plot(series, FIGURES / name, xlabel="requests a second", ylabel=f"{what}, seconds")
 
 
 def knee(points: Sequence[Mapping[str, float]]) -> float:
@@ -399,20 +410,20 @@ def knee(points: Sequence[Mapping[str, float]]) -> float:
     return max(one["rate"] for one in points if one["ttft"] <= limit)
 
 
-def _serve(engine: Engine, receiver: str, sender: str, share: str, rate: float, count: int = 60) -> dict[str, float]:
+def _serve(engine: Engine, receiver: str, sender: str, kv_reuse: str, rate: float, count: int = 60) -> dict[str, float]:
     """Uniform arrivals (section 5.3). The sender's encodings are made before the clock starts. Of few requests most are
     served before a queue is felt."""
     engine.clear_cache()
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with engine.session() as session:
-        texts = [session.prefill(some_tokens(512, seed=i), model=sender).encode() for i in range(count)]
+        texts = [session.prefill(random_tokens(512, seed=i), model=sender).wait_encoded() for i in range(count)]
         said: list[Message] = []
         began = time.perf_counter()
         while len(said) < count or not all(m.done for m in said):
             due = int((time.perf_counter() - began) * rate) + 1
             while len(said) < min(due, count):
-                header, parents = some_tokens(24, seed=1000 + len(said)), [texts[len(said)]]
-                said.append(session.decode(header, parents, model=receiver, share=share, sampling=sampling))  # type: ignore[call-overload]
+                header, parents = random_tokens(24, seed=1000 + len(said)), [texts[len(said)]]
+                said.append(session.decode(header, parents, model=receiver, kv_reuse=kv_reuse, sampling=sampling))  # type: ignore[call-overload]
             if not engine.step():
                 time.sleep(0.001)
         timings = [message.timing for message in said]
@@ -431,47 +442,53 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dic
     receiver, writer = PAIRS[pair]
     if writer != "base":
         return
-    pattern, lengths = pick(pair, run), run.lengths
-    reader = alone(run, receiver)
+    pattern, lengths = select_pattern(pair, run), run.lengths
+    reader = standalone_engine(run, receiver)
     meeting = Path(tempfile.mkdtemp()) / "meeting"
     asked = ["--model", run.source, "--meeting", str(meeting), "--rounds", str(rounds)]
-    asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.transitions))]
+    asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.entry_layers))]
     sender = subprocess.Popen([sys.executable, "-m", "benchmarks.reuse_sender", *asked])
     try:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=1, world_size=2)
         dist.barrier()
-        with Link(reader, 0, name="writer", seconds=60) as link:
-            reader.share("base", "writer", pattern=pattern)
-            found: dict[str, dict[str, Any]] = {}
+        with RemoteSender(reader, 0, name="writer", timeout=60) as link:
+            reader.enable_layer_reuse("base", "writer", pattern=pattern)
+            result: dict[str, dict[str, Any]] = {}
             for length in lengths:
-                found[str(length)] = {**_remote_seconds(reader, link, pattern, length, rounds), **provenance()}
+                result[str(length)] = {**_remote_seconds(reader, link, pattern, length, rounds), **provenance()}
                 recomputed = reader.events.counts["recomputed"]
-                yield {"pattern": str(pattern), "lengths": found, "recomputed": recomputed}
+                yield {"pattern": str(pattern), "lengths": result, "recomputed": recomputed}
     finally:
         sender.kill()
         dist.destroy_process_group()
 
 
-def alone(run: Run, receiver: str) -> Engine:
+def standalone_engine(run: Run, receiver: str) -> Engine:
     """A variant in an engine of its own; an adapter is merged into the weights."""
-    config = EngineConfig(cache=CacheConfig(tokens=16_384))
+    config = EngineConfig(cache=CacheConfig(capacity=16_384))
     if receiver == "full":
         return Engine.from_pretrained(run.out / "full", config=config)
     engine = Engine.from_pretrained(run.source, config=config)
-    merged = PeftModel.from_pretrained(engine.runner.adapter.model, str(run.out / receiver)).merge_and_unload()
+    merged = PeftModel.from_pretrained(engine.core.hf_model.model, str(run.out / receiver)).merge_and_unload()
     return Engine.from_pretrained(merged, config=config, tokenizer=engine.tokenizer)
 
 
-def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, rounds: int) -> dict[str, list[float]]:
+def _remote_seconds(
+    receiver_engine: Engine, remote_sender: RemoteSender, pattern: LayerPattern, length: int, rounds: int
+) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {"full": [], "partial": []}
     for number in range(rounds + 1):
         tokens = context(length, number)
         for way, times in taken.items():
-            reader.clear_cache()
-            with reader.session() as session:
+            receiver_engine.clear_cache()
+            with receiver_engine.session() as session:
                 began = time.perf_counter()
-                seen = session.prefill(tokens) if way == "full" else link.partial_prefill(session, tokens, pattern)
-                session.decode(some_tokens(16), [seen], sampling=greedy(1)).result()
+                seen = (
+                    session.prefill(tokens)
+                    if way == "full"
+                    else remote_sender.partial_prefill(session, tokens, pattern)
+                )
+                session.decode(random_tokens(16), [seen], sampling=greedy(1)).result()
                 if number:  # the first round warms up
                     times.append(time.perf_counter() - began)
     print(length, taken, flush=True)
@@ -484,20 +501,20 @@ def _remote_seconds(reader: Engine, link: Link, pattern: Pattern, length: int, r
 def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's."""
     receiver, sender = PAIRS[pair]
-    pattern = pick(pair, run)
-    engine.share(receiver, sender, pattern=pattern)
+    pattern = select_pattern(pair, run)
+    engine.enable_layer_reuse(receiver, sender, pattern=pattern)
     engine.clear_cache()
     with engine.session() as session, ContextStore(engine) as store:
-        text = session.prefill(some_tokens(2048), model=sender)
+        text = session.prefill(random_tokens(2048), model=sender)
         store.store_kv(text)
-        store.store_kv(session.prefill(some_tokens(2048), model=receiver))
-        apart = store.bytes()
+        store.store_kv(session.prefill(random_tokens(2048), model=receiver))
+        apart = store.num_bytes()
         name = store.store_kv(text)
-        shared = store.partial_prefill(pattern, name, model=receiver, sender=sender).encode()
-        layers = shared.layers or ()
-        own = len(layers) / engine.facts.layers * engine.facts.kv_bytes_per_token * 2048
-    alone = engine.facts.kv_bytes_per_token * 2048
-    inputs = (apart[sender] - alone) * len(pattern.transitions) // max(1, len(engine.runner.store.arena.inputs))
+        shared = store.partial_prefill(pattern, name, model=receiver, sender=sender).wait_encoded()
+        layers = shared.computed_layers or ()
+        own = len(layers) / engine.model_info.layers * engine.model_info.kv_bytes_per_token * 2048
+    alone = engine.model_info.kv_bytes_per_token * 2048
+    inputs = (apart[sender] - alone) * len(pattern.entry_layers) // max(1, len(engine.core.cache_manager.pool.hidden))
     yield {
         "bytes of one": alone,
         "inputs": inputs,
@@ -514,5 +531,5 @@ PARTS: dict[str, Callable[[Engine, str, Run], Iterator[dict[str, Any]]]] = {
     "memory": memory,
 }
 if __name__ == "__main__":
-    print("measured so far:", list(last("reuse").get("runs", {})))
+    print("measured so far:", list(last_result("reuse").get("runs", {})))
     main()

@@ -4,9 +4,9 @@ import argparse
 
 import torch.distributed as dist
 
-from choreograph import CacheConfig, Engine, EngineConfig, Pattern
-from choreograph.reuse import ContextStore
-from choreograph.reuse.remote import serve
+from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern
+from choreograph.layer_reuse import ContextStore
+from choreograph.layer_reuse.remote import serve
 
 
 def context(length: int, number: int) -> list[int]:
@@ -23,16 +23,16 @@ def main() -> None:
     options.add_argument("--rounds", type=int, required=True)
     given = options.parse_args()
     tokens = (given.rounds + 1) * sum(given.lengths) + 4096
-    config = EngineConfig(cache=CacheConfig(tokens=tokens))
+    config = EngineConfig(cache=CacheConfig(capacity=tokens))
     engine = Engine.from_pretrained(given.model, config=config)
     if given.enter:  # any receiver will do: what counts is which inputs are kept
-        engine.add_model("reader", engine.runner.adapter.model)
-        engine.share("reader", pattern=Pattern.of_layers(given.enter), tokens=1)
+        engine.add_model("reader", engine.core.hf_model.model)
+        engine.enable_layer_reuse("reader", pattern=LayerPattern.from_layers(given.enter), capacity=1)
     dist.init_process_group("gloo", init_method=f"file://{given.meeting}", rank=0, world_size=2)
     with engine.session() as session, ContextStore(engine) as store:
         for length in given.lengths:
             for number in range(given.rounds + 1):
-                store.store_kv(session.prefill(context(length, number)).encode())
+                store.store_kv(session.prefill(context(length, number)).wait_encoded())
         dist.barrier()
         serve(engine, store, peer=1)
 

@@ -7,13 +7,13 @@ point compares the same shape; the baseline shares prefixes across branches and 
 import argparse
 from dataclasses import replace
 
-from choreograph.choreographies import conditions_of, find
-from choreograph.choreographies.direct import ask
-from choreograph.choreographies.performance import Performance
-from choreograph.evaluation.data import load
-from choreograph.evaluation.speed import speed_rows, timed
-from choreograph.types import SamplingParams
-from choreograph.viz.charts import speedup_over_branches
+from choreograph.evaluation.datasets import load
+from choreograph.evaluation.speed import speed_rows, time_conditions
+from choreograph.sampling_params import SamplingParams
+from choreograph.viz.plots import speedup_over_branches
+from choreograph.workflows import conditions_of, find
+from choreograph.workflows.run import WorkflowRun
+from choreograph.workflows.single_call import solve_prompt
 
 from .common import FIGURES, Row, engine, save
 
@@ -29,19 +29,19 @@ def main() -> None:
     options.add_argument("--fresh", type=int, default=5)
     options.add_argument("--length", type=int, default=104, help="64 such solutions just fit the model")
     given = options.parse_args()
-    e = engine(tokens=32768, compile=True, compile_rows=ROWS)
+    e = engine(tokens=32768, compile=True, compile_sizes=ROWS)
     workflow, examples = find("tree_of_thoughts"), load(given.data, limit=given.problems, seed=0)
     series: dict[str, list] = {}
     rows = []
     for voters in VOTERS:
         for branches in BRANCHES:
             chosen = {"branches": branches, "voters": voters, "prompt": "plain"}
-            found = end_to_end(e, workflow, examples, given.length, chosen, warm_up=not series)
+            result = end_to_end(e, workflow, examples, given.length, chosen, warm_up=not series)
             for measure in ("end to end", "TTFT, all decodes"):
-                one = found[measure]
+                one = result[measure]
                 label = f"{branches} branches, {voters} voters: {measure}"
                 rows.append(Row(label, one.value, "x", one.low, one.high))
-            one = found["end to end"]
+            one = result["end to end"]
             print(f"{chosen}: {one.value:.2f} ({one.low:.2f}, {one.high:.2f})", flush=True)
             label = f"{voters} voter{'s' if voters > 1 else ''}"
             series.setdefault(label, []).append((branches, (one.value, one.low, one.high)))
@@ -52,30 +52,32 @@ def main() -> None:
     label = (
         f"best, timed again on {len(fresh)} other problems: {chosen['branches']} branches, {chosen['voters']} voters"
     )
-    rows.insert(0, Row(label, again.value, "x", again.low, again.high, must=2.2, aim=4.0))
+    rows.insert(0, Row(label, again.value, "x", again.low, again.high, required=2.2, target=4.0))
     title = f"Tree of Thoughts, solutions of {given.length} tokens"
     speedup_over_branches(series, FIGURES / "speed-over-branches.svg", title=title)
     save("scaling", rows, options={"length": given.length, "problems": given.problems})
 
 
-def end_to_end(e, workflow, examples: list, length: int, chosen: dict, *, warm_up: bool = False) -> dict:
-    traces = {x.id: trace(e, workflow, x.task, length, chosen) for x in examples}
-    costs = list(timed(e, workflow, examples, traces, conditions_of(workflow), options=chosen, warm_up=warm_up))
+def end_to_end(e, workflow, examples: list, length: int, options: dict, *, warm_up: bool = False) -> dict:
+    traces = {x.id: trace(e, workflow, x.task, length, options) for x in examples}
+    costs = list(
+        time_conditions(e, workflow, examples, traces, conditions_of(workflow), options=options, warm_up=warm_up)
+    )
     return speed_rows(costs, "baseline", "choreographed")
 
 
-def trace(e, workflow, task: str, length: int, chosen: dict) -> dict:
+def trace(e, workflow, task: str, length: int, options: dict) -> dict:
     """Solutions of exactly `length` tokens; votes and the answer as the model gives them."""
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=length)
     exactly = replace(sampling, min_tokens=length)
     with e.session(mode="prefix", seed=0) as session:
-        problem = session.prefill(session.user(ask(task, "plain")))
-        headers = [session.assistant(f"Solution {i + 1}:\n") for i in range(chosen["branches"])]
-        solutions = [session.decode(header, [problem], sampling=exactly) for header in headers]
-        p = Performance(session, sampling=sampling, forced={"solve": [s.generated for s in solutions]})
-        workflow(p, task, **chosen).result()
-        e.drain()
-        return p.content()
+        exc = session.prefill(session.user(solve_prompt(task, "plain")))
+        headers = [session.assistant(f"Solution {i + 1}:\n") for i in range(options["branches"])]
+        solutions = [session.decode(header, [exc], sampling=exactly) for header in headers]
+        p = WorkflowRun(session, sampling=sampling, replay={"solve": [s.generated for s in solutions]})
+        workflow(p, task, **options).result()
+        e.run_until_idle()
+        return p.transcript()
 
 
 if __name__ == "__main__":

@@ -9,17 +9,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from choreograph.choreographies import conditions_of, find
-from choreograph.evaluation import shown
+from choreograph.evaluation import report as shown
 from choreograph.evaluation.statistics import correlation
-from choreograph.types import SamplingParams
-from choreograph.viz.charts import speedup_over_tokens
+from choreograph.sampling_params import SamplingParams
+from choreograph.viz.plots import speedup_over_tokens
+from choreograph.workflows import conditions_of, find
 
-from .common import FIGURES, Row, engine, estimate_row, last, merged, save
+from .common import FIGURES, Row, engine, estimate_row, last_result, merge_results, row_from_record, save
 
-WORKFLOWS = {"tree_of_thoughts": (3.5, 7), "mad_iter": (2.0, 4), "mad_par": (6.2, 12)}  # must and aim for TTFT
+# must and aim for TTFT
+WORKFLOWS = {"tree_of_thoughts": (3.5, 7), "debate_iterative": (2.0, 4), "debate_parallel": (6.2, 12)}
 ROWS = (1, 2, 4, 8, 16, 24, 40)  # the headers of three agents are a step of 24 to 40 rows
-TITLES = {"tree_of_thoughts": "Tree of Thoughts", "mad_iter": "iterative debate", "mad_par": "parallel debate"}
+TITLES = {
+    "tree_of_thoughts": "Tree of Thoughts",
+    "debate_iterative": "iterative debate",
+    "debate_parallel": "parallel debate",
+}
 
 
 def main() -> None:
@@ -31,7 +36,7 @@ def main() -> None:
     options.add_argument("--only", nargs="*", default=list(WORKFLOWS), help="the others keep their last result")
     options.add_argument("--eager", action="store_true", help="do not compile small steps")
     given = options.parse_args()
-    e = engine(tokens=65536, compile=not given.eager, compile_rows=ROWS)
+    e = engine(tokens=65536, compile=not given.eager, compile_sizes=ROWS)
     rows: list[Row] = []
     points, options_of = {}, {}
     for name in given.only:
@@ -48,21 +53,23 @@ def main() -> None:
             sampling=SamplingParams(temperature=0.7, top_p=0.95, max_tokens=given.max_tokens),
             seed=0,
         )
-        facts = {"TTFT, steps": {"must": must, "aim": aim}, "end to end": {"must": 1.0, "aim": 1.2}}
+        facts = {"TTFT, steps": {"required": must, "target": aim}, "end to end": {"required": 1.0, "target": 1.2}}
         for measure, estimate in report["ratios"]["choreographed"].items():
             rows.append(estimate_row(f"{title}: {measure}", estimate, "x", **facts.get(measure, {})))
         points[title] = report["points"]
         r = correlation(*zip(*report["points"], strict=True))
         rows.append(Row(f"{title}: correlation of speed-up and tokens", r.value, "", r.low, r.high))
         options_of[title] = {"n": report["n"], "max_tokens": given.max_tokens, "compiled": not given.eager}
-    had = [Row(**r) for r in last("speed").get("rows", []) if r["measure"].partition(":")[0] not in points]
-    points = merged("speed", "points", points)
+    had = [
+        row_from_record(r) for r in last_result("speed").get("rows", []) if r["measure"].partition(":")[0] not in points
+    ]
+    points = merge_results("speed", "points", points)
     points = {title: points[title] for title in TITLES.values() if title in points}
     rows = had + rows
     r_of = {r.measure.partition(":")[0]: r for r in rows if "correlation" in r.measure}
     notes = {title: f"r = {r.value:.2f} ({r.low:.2f}, {r.high:.2f})" for title, r in r_of.items()}
     speedup_over_tokens(points, FIGURES / "speed-over-tokens.svg", notes=notes)
-    save("speed", rows, points=points, options=merged("speed", "options", options_of))
+    save("speed", rows, points=points, options=merge_results("speed", "options", options_of))
 
 
 if __name__ == "__main__":

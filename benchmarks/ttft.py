@@ -10,7 +10,7 @@ from statistics import median
 
 from choreograph import Engine, Message, Session
 
-from .common import engine, greedy, in_turns, median_row, ratio_row, save, some_tokens
+from .common import engine, greedy, interleaved, median_row, random_tokens, ratio_row, save
 
 PARENTS, LENGTH, STEPS, ROUNDS = 8, 512, 16, 15
 
@@ -32,17 +32,17 @@ def call(e: Engine, session: Session, parents: list[Message], offsets: list[int]
 
 
 def main() -> None:
-    e = engine(compile_rows=(1, 4))
+    e = engine(compile_sizes=(1, 4))
     with e.session() as session:
         parents: list[Message] = []
         for i in range(PARENTS):
-            parents.append(session.prefill(some_tokens(LENGTH, seed=i), new_offset=i * LENGTH))
-        e.drain()
+            parents.append(session.prefill(random_tokens(LENGTH, seed=i), new_offset=i * LENGTH))
+        e.run_until_idle()
         places = {"home": None, "moved": [(PARENTS - 1 - i) * LENGTH + 7 * i + 1 for i in range(PARENTS)]}
         rows = []
         sides = [lambda o=offsets: call(e, session, parents, o) for offsets in places.values()]
-        in_turns(2, *sides)
-        measured = in_turns(ROUNDS, *sides)
+        interleaved(2, *sides)
+        measured = interleaved(ROUNDS, *sides)
         for name, must, aim, pairs in zip(places, (2.5, 4), (1.5, 2), measured, strict=True):
             firsts, steps = [p[0] for p in pairs], [p[1] for p in pairs]
             rows.append(median_row(f"{name}: time to first token", [t * 1e3 for t in firsts], "ms", better="lower"))
@@ -50,7 +50,12 @@ def main() -> None:
             home_steps = [p[1] for p in measured[0]]
             rows.append(
                 ratio_row(
-                    f"{name}: first token in decode steps", firsts, home_steps, better="lower", must=must, aim=aim
+                    f"{name}: first token in decode steps",
+                    firsts,
+                    home_steps,
+                    better="lower",
+                    required=must,
+                    target=aim,
                 )
             )
     save("ttft", rows)

@@ -4,23 +4,29 @@
 >>> engine = Engine.from_pretrained()
 """
 
-from .chat import Turn
-from .config import CacheConfig, EngineConfig, SchedulerConfig
-from .core import Engine
-from .errors import ChoreographError
-from .message import Message
-from .pattern import Pattern
-from .session import Session
-from .types import SamplingParams, Timing, TokenLogprob, Usage
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import CacheConfig, EngineConfig, SchedulerConfig
+    from .engine.cross_model import LayerPattern
+    from .engine.engine import Engine
+    from .engine.message import Message
+    from .engine.session import Session
+    from .engine.text import Turn
+    from .errors import ChoreographError
+    from .outputs import Timing, TokenLogprob, Usage
+    from .sampling_params import SamplingParams
 
 __version__ = "0.1.0"
+
 __all__ = [
     "CacheConfig",
     "ChoreographError",
     "Engine",
     "EngineConfig",
+    "LayerPattern",
     "Message",
-    "Pattern",
     "SamplingParams",
     "SchedulerConfig",
     "Session",
@@ -29,3 +35,32 @@ __all__ = [
     "Turn",
     "Usage",
 ]
+
+# Names are imported on first use: `import choreograph` takes milliseconds, torch is imported with the engine.
+_MODULES = {
+    "CacheConfig": "config",
+    "ChoreographError": "errors",
+    "Engine": "engine.engine",
+    "EngineConfig": "config",
+    "LayerPattern": "engine.cross_model",
+    "Message": "engine.message",
+    "SamplingParams": "sampling_params",
+    "SchedulerConfig": "config",
+    "Session": "engine.session",
+    "Timing": "outputs",
+    "TokenLogprob": "outputs",
+    "Turn": "engine.text",
+    "Usage": "outputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,122 +1,122 @@
-"""The exception tree. Every message says what was got and how to mend it; knows nothing else.
+"""Exceptions of the package. Every message names the invalid value and the fix.
 
 ChoreographError
-├── ConfigError (ValueError)         an option that does not exist or is out of range
-│   └── SamplingError                the same for a sampling option
-├── DataError (ValueError)           a dataset, record or result file that cannot be read
-│   └── CacheFileError               saved encodings that are stale, cut off or changed
-├── PMLError (ValueError)            a schema or prompt in PML that cannot mean anything
-│   ├── PMLSyntaxError               text that is not PML; carries `line` and `column`
-│   ├── SchemaError                  a schema that contradicts itself or does not fit the model
-│   └── PromptError                  a prompt that does not follow its schema
-├── GraphError (ValueError)          a step graph of agents that cannot be read
-├── ModelError (OSError)             a model that cannot be found, read or served
-├── CallError (ValueError)           a `prefill` or `decode` that cannot mean anything
-│   ├── UnknownMessage               a parent that is not a message
-│   ├── ForeignMessage               a parent that belongs to another engine or session
-│   ├── ReleasedMessage              a parent (or a read) of a message that was released
-│   ├── RepeatedParent               one parent twice in the same call
-│   ├── BadTokens                    empty, or ids outside the vocabulary
-│   └── BadPosition                  a negative offset, or a position past the model's limit
-├── CacheFull (MemoryError)          a call that can never fit, with the numbers
-│   ├── NeverFits                    one that no empty cache of this size could hold
-│   └── RoomLater                    one that fits when a copy under way has arrived
-├── CallFailed (RuntimeError)        a message whose parent failed, or a process that computes it too
-└── SessionClosed (RuntimeError)     a call on a session or engine that was closed
+├── ConfigError (ValueError)               unknown or out-of-range option
+│   └── SamplingError                      the same for a sampling option
+├── DataError (ValueError)                 unreadable dataset, record or result file
+│   └── CacheFileError                     saved KV cache that is stale, truncated or changed
+├── PMLError (ValueError)                  invalid schema or prompt in PML
+│   ├── PMLSyntaxError                     text that is not PML; has `line` and `column`
+│   ├── SchemaError                        schema that is inconsistent or does not fit the model
+│   └── PromptError                        prompt that does not follow its schema
+├── GraphError (ValueError)                unreadable step graph of agents
+├── ModelError (OSError)                   model that cannot be found, loaded or served
+├── InvalidRequestError (ValueError)       invalid `prefill` or `decode` arguments
+│   ├── NotAMessageError                   parent that is not a message
+│   ├── WrongSessionError                  parent of another engine or session
+│   ├── MessageReleasedError               released message used as a parent or read
+│   ├── DuplicateParentError               one parent twice in the same request
+│   ├── InvalidTokensError                 no tokens, or ids outside the vocabulary
+│   └── InvalidPositionError               negative offset, or position beyond the model limit
+├── CacheFullError (MemoryError)           no space for the request, with the numbers
+│   ├── RequestTooLargeError               request larger than the whole KV cache
+│   └── CacheBusyError                     space is available after a running transfer
+├── RequestFailedError (RuntimeError)      failed parent, or a failed process of the engine
+└── SessionClosedError (RuntimeError)      request on a closed session or engine
 """
 
 
 class ChoreographError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(ChoreographError, ValueError):
-    """An option that does not exist or is out of range."""
+    """Unknown or out-of-range option."""
 
 
 class SamplingError(ConfigError):
-    """A sampling option that does not exist or is out of range."""
+    """Unknown or out-of-range sampling option."""
 
 
 class DataError(ChoreographError, ValueError):
-    """A dataset, a record or a file of results that cannot be read."""
+    """Unreadable dataset, record or result file."""
 
 
 class CacheFileError(DataError):
-    """Saved encodings that do not belong to this model, tokenizer and schema, or are not whole."""
+    """Saved KV cache that is incomplete or belongs to another model, tokenizer or schema."""
 
 
 class PMLError(ChoreographError, ValueError):
-    """A schema or prompt in the Prompt Markup Language that cannot mean anything."""
+    """Invalid schema or prompt in the Prompt Markup Language."""
 
 
 class PMLSyntaxError(PMLError):
-    """Text that is not PML."""
+    """Text that is not well-formed PML."""
 
-    def __init__(self, problem: str, source: str, line: int, column: int) -> None:
-        super().__init__(f"{source}, line {line}, column {column}: {problem}")
+    def __init__(self, message: str, source: str, line: int, column: int) -> None:
+        super().__init__(f"{source}, line {line}, column {column}: {message}")
         self.line, self.column = line, column
 
 
 class SchemaError(PMLError):
-    """A schema that contradicts itself, or does not fit the model."""
+    """Schema that is inconsistent or does not fit the model."""
 
 
 class PromptError(PMLError):
-    """A prompt that does not follow its schema."""
+    """Prompt that does not follow its schema."""
 
 
 class GraphError(ChoreographError, ValueError):
-    """A step graph whose agents, joins or file cannot be read."""
+    """Step graph whose agents, dependencies or file cannot be read."""
 
 
 class ModelError(ChoreographError, OSError):
-    """A model that cannot be found, read or served."""
+    """Model that cannot be found, loaded or served."""
 
 
-class CallError(ChoreographError, ValueError):
-    """A `prefill` or `decode` that cannot mean anything. Nothing was changed."""
+class InvalidRequestError(ChoreographError, ValueError):
+    """Invalid `prefill` or `decode` arguments; no state was changed."""
 
 
-class UnknownMessage(CallError):
-    """A parent that is not a message."""
+class NotAMessageError(InvalidRequestError):
+    """Parent that is not a message."""
 
 
-class ForeignMessage(CallError):
-    """A parent that belongs to another engine or session."""
+class WrongSessionError(InvalidRequestError):
+    """Parent that belongs to another engine or session."""
 
 
-class ReleasedMessage(CallError):
-    """A released message used as a parent, or read before it was known."""
+class MessageReleasedError(InvalidRequestError):
+    """Released message that is used as a parent or read before its tokens are final."""
 
 
-class RepeatedParent(CallError):
-    """One parent twice in the same call."""
+class DuplicateParentError(InvalidRequestError):
+    """Same parent given twice in one request."""
 
 
-class BadTokens(CallError):
-    """No tokens, or ids outside the vocabulary."""
+class InvalidTokensError(InvalidRequestError):
+    """Empty token list, or token ids outside the vocabulary."""
 
 
-class BadPosition(CallError):
-    """A negative offset, or a position past the model's limit."""
+class InvalidPositionError(InvalidRequestError):
+    """Negative offset, or a position beyond the limit of the model."""
 
 
-class CacheFull(ChoreographError, MemoryError):
-    """A call that can never fit into the cache as it stands."""
+class CacheFullError(ChoreographError, MemoryError):
+    """Request that does not fit into the KV cache."""
 
 
-class NeverFits(CacheFull):
-    """A call that sees and makes more than the whole cache holds."""
+class RequestTooLargeError(CacheFullError):
+    """Request whose context and output exceed the whole KV cache."""
 
 
-class RoomLater(CacheFull):
+class CacheBusyError(CacheFullError):
     """There is no room yet: encodings are on their way out of the device, or in."""
 
 
-class CallFailed(ChoreographError, RuntimeError):
+class RequestFailedError(ChoreographError, RuntimeError):
     """A message that cannot be known: one of its parents failed, or a process that computes it with this one."""
 
 
-class SessionClosed(ChoreographError, RuntimeError):
+class SessionClosedError(ChoreographError, RuntimeError):
     """A call on a session or engine that was closed."""

@@ -1,4 +1,4 @@
-"""What happened, as values, in order. Observation is passive: nobody asks before writing an event."""
+"""Event bus of the engine: passive observation for metrics, dashboards and figures."""
 
 import threading
 import time
@@ -7,69 +7,70 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from .spite import call_all
+from .utils import call_all
 
 
 class Event(NamedTuple):
-    """kind: submitted admitted hit miss step token known finished failed cancelled released rebuilding restored, and of
-    encodings: evicted offloaded loaded lowered prefetch failed_transfer left_behind, and of models that share: shared
-    recomputed.
+    """One event of the engine.
 
-    A hit is a prefill that is known; `where` says in which memory, or that it was dropped and has to be rebuilt. A miss
-    is one that is not known, or no longer. evicted: `to` where, by which policy, and what that knew: steps until an
-    agent wants it, whether it varies, whether a message still names it.
+    Request kinds: submitted, admitted, hit, miss, token, known, finished, failed, cancelled, released, rebuilding,
+    restored. Step kind: step. Entry kinds: evicted, offloaded, loaded, lowered, prefetch, failed_transfer,
+    left_behind. Cross-model kinds: shared, recomputed.
 
-    facts are plain values (ids of calls and encodings, counts), so that an event keeps nothing alive.
+    `hit` is a prefill that was found in the KV cache, with the `where` of its entry; `miss` one that was not found.
+    `evicted` has the destination tier `to`, the policy, and the policy's inputs.
     """
 
     kind: str
-    at: float
-    facts: dict[str, object]
+    time: float  # time.perf_counter(), seconds
+    data: dict[str, object]  # ids and counts only, so that an event keeps nothing alive
 
 
-class EventLog:
-    """The last events and the count of every kind. Listeners hear of events in order, between steps."""
+class EventBus:
+    """Recent events, counts by kind, and listeners that are called between steps."""
 
-    def __init__(self, keep: int = 4096) -> None:
-        self.recent: deque[Event] = deque(maxlen=keep)
+    def __init__(self, max_recent: int = 4096) -> None:
+        self.recent: deque[Event] = deque(maxlen=max_recent)
         self.counts: Counter[str] = Counter()
         self._listeners: dict[object, Callable[[Event], None]] = {}
-        self._undelivered: deque[Event] = deque()
-        self._delivering = threading.Lock()
+        self._pending: deque[Event] = deque()
+        self._dispatch_lock = threading.Lock()
 
-    def write(self, kind: str, **facts: object) -> None:
-        event = Event(kind, time.perf_counter(), facts)
+    def emit(self, kind: str, **data: object) -> None:
+        """Record an event and queue it for the listeners."""
+        event = Event(kind, time.perf_counter(), data)
         self.counts[kind] += 1
         self.recent.append(event)
         if self._listeners:
-            self._undelivered.append(event)
+            self._pending.append(event)
 
-    def deliver(self) -> None:
-        """Calls the listeners. The engine does so between steps, when a listener may call anything.
+    def dispatch(self) -> None:
+        """Call the listeners for all pending events, in order.
 
-        All of them hear of every event, even if one raises; then the first problem is raised where the engine was used.
-        What happens while they hear, in a listener or another thread, is told when all have heard of what was before.
+        The engine calls this between steps, when a listener may use the engine. Every listener is called for every
+        event even if one raises; the first exception is raised afterwards. Events emitted meanwhile are dispatched
+        after the current one.
         """
-        problems: list[Exception] = []
-        while self._undelivered and self._delivering.acquire(blocking=False):
+        errors: list[Exception] = []
+        while self._pending and self._dispatch_lock.acquire(blocking=False):
             try:
-                while self._undelivered:
-                    problems += self._tell(self._undelivered.popleft())
+                while self._pending:
+                    errors += self._notify(self._pending.popleft())
             finally:
-                self._delivering.release()
-        if problems:
-            raise problems[0]
+                self._dispatch_lock.release()
+        if errors:
+            raise errors[0]
 
-    def _tell(self, event: Event) -> list[Exception]:
-        """What went wrong in those who heard."""
+    def _notify(self, event: Event) -> list[Exception]:
+        """Call all listeners; return the exceptions they raised."""
         return call_all(partial(listener, event) for listener in list(self._listeners.values()))
 
-    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Adds a listener; returns a function that takes it off again, and does nothing where it is off."""
-        place = object()  # one listener may be added twice
-        self._listeners[place] = listener
+    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Add a listener; return a function that removes it (idempotent)."""
+        key = object()  # the same listener may be added twice
+        self._listeners[key] = listener
 
-        def forget() -> None:
-            self._listeners.pop(place, None)
+        def unsubscribe() -> None:
+            self._listeners.pop(key, None)
 
-        return forget
+        return unsubscribe

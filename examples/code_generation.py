@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from choreograph import Engine
-from choreograph.pml import PromptCache
-from choreograph.pml.compare import side_by_side
+from choreograph.prompt_cache import PromptCache
+from choreograph.prompt_cache.compare import side_by_side
 
 PROMPTS = [
     """<prompt schema="game"><board.py/><player.py/><game.py/>

@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 from choreograph import Engine, SamplingParams
-from choreograph.choreographies import find
-from choreograph.distill import TrainConfig, collect, train_on
-from choreograph.evaluation.data import Example
-from choreograph.measure import perform
+from choreograph.evaluation.datasets import Example
+from choreograph.training import TrainConfig, collect_traces, train_from_traces
+from choreograph.workflows import find
+from choreograph.workflows.run import run_workflow
 
 WORKFLOW = str(Path(__file__).with_name("own_workflow.py"))
 THINGS = ("bridge", "clock", "kite", "drum")  # a hundred or more, and longer texts, for real
@@ -21,13 +21,17 @@ def main(tokens: int = 8, epochs: int = 1) -> None:
     engine = Engine.from_pretrained(dtype="float32")
     tasks = [Example(f"task-{i}", "text", f"What is a {thing} for?") for i, thing in enumerate(THINGS)]
     traces = out / "traces"
-    collect(engine, WORKFLOW, find(WORKFLOW), tasks, traces, sampling=SamplingParams(max_tokens=tokens))
-    config = TrainConfig(epochs=epochs, lessons=2)
-    report = train_on(engine.runner.adapter, traces, out / "adapter", config, workflow=WORKFLOW)
-    print(f"log-loss under reuse {report.before:.2f}, trained {report.after:.2f}, without reuse {report.baseline:.2f}")
+    collect_traces(engine, WORKFLOW, find(WORKFLOW), tasks, traces, sampling=SamplingParams(max_tokens=tokens))
+    config = TrainConfig(epochs=epochs, batch_size=2)
+    report = train_from_traces(engine.core.hf_model, traces, out / "adapter", config, workflow=WORKFLOW)
+    print(
+        f"log-loss under reuse {report.loss_before:.2f}, trained {report.loss_after:.2f}, without reuse {report.baseline:.2f}"
+    )
     engine.add_adapter("tuned", out / "adapter")
     sampling = SamplingParams(temperature=0, max_tokens=tokens)
-    done = perform(engine, find(WORKFLOW), "What is a key for?", mode="choreographed", model="tuned", sampling=sampling)
+    done = run_workflow(
+        engine, find(WORKFLOW), "What is a key for?", mode="choreographed", model="tuned", sampling=sampling
+    )
     print(done.answer.text)
 
 

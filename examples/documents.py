@@ -13,7 +13,7 @@ engine = Engine.from_pretrained()
 with engine.session() as s:
     intro = s.prefill(s.system("Answer from the documents."))
     shelf = {name: s.prefill(s.user(text), [intro]) for name, text in DOCUMENTS.items()}
-    engine.drain()
+    engine.run_until_idle()
     for names, question in (
         (["bridge", "mill"], "When was the mill built?"),
         (["school", "bridge", "mill"], "How many arches has the bridge?"),
@@ -21,4 +21,4 @@ with engine.session() as s:
         asked = s.prefill(s.user(question), [intro, *(shelf[n] for n in names)])
         answer = s.decode(s.assistant(), [intro, *(shelf[n] for n in names), asked], sampling=greedy)
         print(f"{question} {answer.text}")
-        print(f"   reused {answer.usage.cached_tokens} tokens, encoded {answer.usage.encoded_tokens}")
+        print(f"   reused {answer.usage.cached_tokens} tokens, encoded {answer.usage.computed_tokens}")

@@ -3,30 +3,30 @@
 choreograph run examples/own_workflow.py --task "Describe the sea."
 """
 
-from choreograph.choreographies import Condition, Performance
+from choreograph.workflows import Condition, WorkflowRun
 
 CONDITIONS = {"baseline": Condition("prefix"), "choreographed": Condition("choreographed")}
 
 
-def run(p: Performance, task: str, *, critics: int = 2):
+def run(p: WorkflowRun, task: str, *, critics: int = 2):
     asked = p.prefill("task", p.user(f"{task} Answer in two sentences."))
     draft = p.decode("draft", p.assistant("Draft:"), [asked])
     critic = p.prefill("critic", p.user(f"Name one weakness of the draft that follows. It answers: {task}"))
-    notes = [p.decode("note", p.assistant(f"Critic {i + 1}:"), [critic, draft], most=24) for i in range(critics)]
-    p.note("words", len(draft.text.split()))  # reading a value runs what it needs
+    notes = [p.decode("note", p.assistant(f"Critic {i + 1}:"), [critic, draft], max_tokens=24) for i in range(critics)]
+    p.record("words", len(draft.text.split()))  # reading a value runs what it needs
     if not any(note.text.strip() for note in notes):
-        p.could_not_parse("note")
+        p.record_parse_failure("note")
     again = p.prefill("again", p.user("Write the answer again, without the weaknesses."), [asked])
     return p.decode("answer", p.assistant("Final:"), [asked, draft, *notes, again])
 
 
 if __name__ == "__main__":
     from choreograph import Engine, SamplingParams
-    from choreograph.measure import perform
+    from choreograph.workflows.run import run_workflow
 
-    done = perform(
+    done = run_workflow(
         Engine.from_pretrained(), run, "What is a lighthouse for?", mode="choreographed",
         sampling=SamplingParams(temperature=0, max_tokens=32),
     )  # fmt: skip
     print(done.answer.text)
-    print(f"reused {done.cost.cached} tokens, encoded {done.cost.encoded}, found {done.performance.findings}")
+    print(f"reused {done.metrics.cached} tokens, encoded {done.metrics.encoded}, found {done.run.outputs}")

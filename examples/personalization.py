@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from choreograph import Engine
-from choreograph.pml import Import, Prompt, PromptCache, Role
-from choreograph.pml.compare import side_by_side
+from choreograph.prompt_cache import Import, Prompt, PromptCache, Role
+from choreograph.prompt_cache.compare import side_by_side
 
 READERS = {
     "a curious child": ("child", "no-knowledge", "evenings", "pictures", "adventure", "impatient"),

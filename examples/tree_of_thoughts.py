@@ -19,4 +19,4 @@ with engine.session(seed=0) as s:
     best = int(numbers.most_common(1)[0][0]) if numbers else 1
     answer = s.decode(s.assistant("Answer:"), [question, branches[best - 1]], sampling=solve)
     print(f"best of three: {best};{answer.text}")
-    print(f"a voter found {votes[1].usage.cached_tokens} tokens encoded and encoded {votes[1].usage.encoded_tokens}")
+    print(f"a voter found {votes[1].usage.cached_tokens} tokens encoded and encoded {votes[1].usage.computed_tokens}")

@@ -1,8 +1,8 @@
 """A trip with parameters and nested unions (Prompt Cache, section 5.6.3), as a Python function instead of PML."""
 
 from choreograph import Engine
-from choreograph.pml import Param, PromptCache, Role, assistant, program, system, user
-from choreograph.pml.compare import side_by_side
+from choreograph.prompt_cache import Param, PromptCache, Role, assistant, program, system, user
+from choreograph.prompt_cache.compare import side_by_side
 
 
 @program

@@ -11,25 +11,25 @@ from pathlib import Path
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from shapes import check_shapes
+from helpers.shape_checks import check_shapes
 
-check_shapes("choreograph.ops", "choreograph.kv", "choreograph.engine.sampling")
+check_shapes("choreograph.attention", "choreograph.kv_cache", "choreograph.engine.sampler")
 
-import pytest  # noqa: E402
-import tiny  # noqa: E402
-from many import THOROUGH  # noqa: E402
-from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
+import pytest
+from helpers import tiny_models
+from helpers.hypothesis_profile import THOROUGH
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams  # noqa: E402
-from choreograph.models.load import converted, embedded_path  # noqa: E402
-from choreograph.ops import measured  # noqa: E402
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.attention import autotune as measured
+from choreograph.models.loader import bundled_gguf, convert_gguf
 
 STOP = 2
 
 
 def make_llama(*, seed: int = 0, vocabulary: int = 97, positions: int = 512) -> LlamaForCausalLM:
     """A random Llama in float32; token 2 ends a message."""
-    return tiny.build(seed=seed, vocabulary=vocabulary, positions=positions, stop=STOP)
+    return tiny_models.build(seed=seed, vocabulary=vocabulary, positions=positions, stop=STOP)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,7 +69,7 @@ def tiny_engine(_tiny):
     """The factory of engines over one tiny model; freed pages are poisoned."""
 
     def make(*, tokens: int = 2048, model: LlamaForCausalLM | None = None) -> Engine:
-        config = EngineConfig(cache=CacheConfig(tokens=tokens, poison=True))
+        config = EngineConfig(cache=CacheConfig(capacity=tokens, poison_freed_pages=True))
         return Engine.from_pretrained(model or _tiny, config=config)
 
     return make
@@ -78,7 +78,7 @@ def tiny_engine(_tiny):
 @pytest.fixture(scope="session")
 def embedded():
     """One engine over the embedded model, in float32 so that results do not depend on the batch."""
-    config = EngineConfig(cache=CacheConfig(tokens=4096, poison=True))
+    config = EngineConfig(cache=CacheConfig(capacity=4096, poison_freed_pages=True))
     return Engine.from_pretrained(config=config, dtype="float32", device="cpu")
 
 
@@ -86,8 +86,8 @@ def embedded():
 def talker_folder(tmp_path_factory):
     """A folder of a tiny random model that has the embedded model's tokenizer: workflows of text, quickly."""
     folder = tmp_path_factory.mktemp("talker")
-    tokenizer = AutoTokenizer.from_pretrained(converted(embedded_path()))
-    tiny.build(vocabulary=len(tokenizer), positions=8192, stop=tokenizer.eos_token_id).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(convert_gguf(bundled_gguf()))
+    tiny_models.build(vocabulary=len(tokenizer), positions=8192, stop=tokenizer.eos_token_id).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -95,5 +95,5 @@ def talker_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def talker(talker_folder):
     """One engine over it."""
-    config = EngineConfig(cache=CacheConfig(tokens=4096, poison=True))
+    config = EngineConfig(cache=CacheConfig(capacity=4096, poison_freed_pages=True))
     return Engine.from_pretrained(talker_folder, config=config, dtype="float32", device="cpu")

@@ -3,14 +3,14 @@
 import copy
 
 import pytest
+from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from many import many
 from tokenizers.processors import TemplateProcessing
 
 from choreograph import SamplingParams, Turn
-from choreograph.chat import ChatFormat
-from choreograph.errors import BadTokens, ConfigError
+from choreograph.engine.text import ChatTemplate
+from choreograph.errors import ConfigError, InvalidTokensError
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -75,7 +75,7 @@ def formats(tokenizer):
     made = {"embedded": tokenizer}
     for name, template in TEMPLATES.items():
         made[name] = with_template(tokenizer, template)
-    return {name: (t, ChatFormat(t)) for name, t in made.items()}
+    return {name: (t, ChatTemplate(t)) for name, t in made.items()}
 
 
 def with_template(tokenizer, template):
@@ -97,7 +97,7 @@ def rendered(tokenizer, turns) -> str:
 
 def check_joined(tokenizer, chat, turns) -> None:
     whole = rendered(tokenizer, turns)
-    assert "".join(chat._whole(t, opening=not i) for i, t in enumerate(turns)) == whole
+    assert "".join(chat._checked_turn(t, opening=not i) for i, t in enumerate(turns)) == whole
     ids = [token for i, t in enumerate(turns) for token in chat.encode(t, opening=not i)]
     assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
@@ -132,7 +132,7 @@ def test_every_role_can_open(formats):
 @pytest.mark.parametrize("name", ["embedded", *TEMPLATES])
 def test_header_and_footer_frame_the_turn(formats, name):
     tokenizer, chat = formats[name]
-    header, footer = chat.open(Turn("assistant", "Sure:"), opening=False)
+    header, footer = chat.open_turn(Turn("assistant", "Sure:"), opening=False)
     generated = tokenizer(" yes", add_special_tokens=False)["input_ids"]
     turns = [Turn("user", "Will it?"), Turn("assistant", "Sure: yes")]
     joined = chat.encode(turns[0], opening=True) + header + generated + footer
@@ -143,7 +143,7 @@ def test_header_and_footer_frame_the_turn(formats, name):
 @pytest.mark.parametrize("name", ["embedded", "chatml", "llama-3"])
 def test_an_empty_header_is_the_generation_prompt(formats, name):
     tokenizer, chat = formats[name]
-    header, _ = chat.open(Turn("assistant", ""), opening=False)
+    header, _ = chat.open_turn(Turn("assistant", ""), opening=False)
     assert tokenizer.decode(header) in ("<|im_start|>assistant\n", "<|start|>assistant<|end|>\n\n")
 
 
@@ -151,9 +151,9 @@ def test_an_empty_header_is_the_generation_prompt(formats, name):
 def test_an_answer_that_opens_has_its_header_behind_the_beginning(formats, name):
     """Also where the template asks for an answer with nothing of its own."""
     tokenizer, chat = formats[name]
-    header, _ = chat.open(Turn("assistant", ""), opening=False)
-    opening, _ = chat.open(Turn("assistant", ""), opening=True)
-    assert opening == tokenizer(chat._front, add_special_tokens=False)["input_ids"] + header
+    header, _ = chat.open_turn(Turn("assistant", ""), opening=False)
+    opening, _ = chat.open_turn(Turn("assistant", ""), opening=True)
+    assert opening == tokenizer(chat._conversation_prefix, add_special_tokens=False)["input_ids"] + header
 
 
 @pytest.mark.parametrize("name", ["llama-3", "llama-2", "mistral", "system-first"])
@@ -161,9 +161,9 @@ def test_the_beginning_belongs_to_opening_turns(formats, name):
     tokenizer, chat = formats[name]
     for turn in (Turn("user", "x"), Turn("assistant", "x")):
         assert tokenizer.bos_token_id not in chat.encode(turn, opening=False)
-        assert tokenizer.bos_token_id not in [token for part in chat.open(turn, opening=False) for token in part]
+        assert tokenizer.bos_token_id not in [token for part in chat.open_turn(turn, opening=False) for token in part]
     assert chat.encode(Turn("user", "x"), opening=True).count(tokenizer.bos_token_id) == 1
-    assert chat.open(Turn("user", "x"), opening=True)[0][0] == tokenizer.bos_token_id
+    assert chat.open_turn(Turn("user", "x"), opening=True)[0][0] == tokenizer.bos_token_id
 
 
 def test_a_default_system_prompt_belongs_to_opening_turns(formats):
@@ -185,10 +185,10 @@ def asked(tokenizer, turns) -> str:
 @pytest.mark.parametrize("system", [False, True])
 def test_a_conversation_that_goes_on_is_what_the_template_asks_an_answer_with(tokenizer, template, system):
     one = with_template(tokenizer, template)
-    chat = ChatFormat(one)
+    chat = ChatTemplate(one)
     turns = conversation(["a", "b", "c"] if not system else ["a", "b", "c", "d"], system=system)
     ids = [token for i, turn in enumerate(turns) for token in chat.encode(turn, opening=not i)]
-    header, _ = chat.open(Turn("assistant", ""), opening=False)
+    header, _ = chat.open_turn(Turn("assistant", ""), opening=False)
     assert ids + header == one(asked(one, turns), add_special_tokens=False)["input_ids"]
 
 
@@ -203,14 +203,14 @@ def test_a_conversation_that_goes_on_is_what_the_template_asks_an_answer_with(to
 )
 def test_an_answer_with_first_words_is_the_last_of_its_conversation(tokenizer, template, wanted):
     one = with_template(tokenizer, template)
-    assert tuple(map(one.decode, ChatFormat(one).open(Turn("assistant", "So"), opening=False))) == wanted
+    assert tuple(map(one.decode, ChatTemplate(one).open_turn(Turn("assistant", "So"), opening=False))) == wanted
 
 
 def test_an_answer_that_nothing_stands_in_front_of_needs_first_words(tokenizer):
-    chat = ChatFormat(with_template(tokenizer, MISTRAL.replace("' ' + m['content']", "m['content']")))
+    chat = ChatTemplate(with_template(tokenizer, MISTRAL.replace("' ' + m['content']", "m['content']")))
     with pytest.raises(ConfigError, match="nothing in front of an answer: give the turn its first words"):
-        chat.open(Turn("assistant", ""), opening=False)
-    assert chat.open(Turn("assistant", "Yes"), opening=False)[0]
+        chat.open_turn(Turn("assistant", ""), opening=False)
+    assert chat.open_turn(Turn("assistant", "Yes"), opening=False)[0]
 
 
 # -- templates that refuse -----------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_template_without_room_for_a_later_system_turn_says_so(formats):
 
 @pytest.mark.parametrize("template", [MISTRAL, GEMMA], ids=["mistral", "gemma"])
 def test_a_template_without_system_turns_says_so(tokenizer, template):
-    chat = ChatFormat(with_template(tokenizer, template))
+    chat = ChatTemplate(with_template(tokenizer, template))
     for opening in (True, False):
         with pytest.raises(ConfigError, match="no place for a turn of role 'system'"):
             chat.encode(Turn("system", "x"), opening=opening)
@@ -240,8 +240,8 @@ def test_a_template_that_loses_a_lone_turn_says_so(tokenizer, front):
         "{% if loop.index0 == 1 and messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}"
         "{{ m['content'] + ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
-    chat = ChatFormat(with_template(tokenizer, folded))
-    for use in (chat.encode, chat.open):
+    chat = ChatTemplate(with_template(tokenizer, folded))
+    for use in (chat.encode, chat.open_turn):
         with pytest.raises(ConfigError, match="drops a lone turn of role 'system'"):
             use(Turn("system", "Be brief."), opening=True)
     assert chat.encode(Turn("user", "Be brief."), opening=True)
@@ -252,19 +252,19 @@ def test_unknown_roles_and_texts(formats):
         with pytest.raises(ConfigError, match="role='narrator'"):
             chat.encode(Turn("narrator", "x"), opening=True)
     for text in (None, 5, b"x", ["x"]):
-        with pytest.raises(BadTokens, match="text="):
+        with pytest.raises(InvalidTokensError, match="text="):
             Turn("user", text)
 
 
 def test_a_template_that_always_fails_is_one_clear_error(tokenizer):
-    chat = ChatFormat(with_template(tokenizer, "{{ raise_exception('never') }}"))
+    chat = ChatTemplate(with_template(tokenizer, "{{ raise_exception('never') }}"))
     for opening in (True, False):
         with pytest.raises(ConfigError, match="'user'"):
             chat.encode(Turn("user", "x"), opening=opening)
 
 
 def test_a_broken_template_is_one_clear_error(tokenizer):
-    chat = ChatFormat(with_template(tokenizer, "{% for"))
+    chat = ChatTemplate(with_template(tokenizer, "{% for"))
     with pytest.raises(ConfigError, match="'user'"):
         chat.encode(Turn("user", "x"), opening=True)
 
@@ -275,9 +275,9 @@ def test_a_broken_template_is_one_clear_error(tokenizer):
 def test_plain_text(formats):
     for name, (tokenizer, chat) in formats.items():
         ids = tokenizer("plain text", add_special_tokens=False)["input_ids"]
-        assert chat.plain("plain text", opening=False) == ids
+        assert chat.encode_text("plain text", opening=False) == ids
         beginning = [] if name == "embedded" else [tokenizer.bos_token_id]
-        assert chat.plain("plain text", opening=True) == beginning + ids
+        assert chat.encode_text("plain text", opening=True) == beginning + ids
 
 
 def test_a_tokenizer_that_frames_texts_gives_only_its_beginning(tokenizer):
@@ -286,21 +286,21 @@ def test_a_tokenizer_that_frames_texts_gives_only_its_beginning(tokenizer):
         single="<s> $A </s>", special_tokens=[("<s>", framing.bos_token_id), ("</s>", framing.eos_token_id)]
     )
     ids = framing("x", add_special_tokens=False)["input_ids"]
-    assert ChatFormat(framing).plain("x", opening=True) == [framing.bos_token_id, *ids]
+    assert ChatTemplate(framing).encode_text("x", opening=True) == [framing.bos_token_id, *ids]
 
 
 def test_no_template(tokenizer):
     bare = with_template(tokenizer, None)
-    chat = ChatFormat(bare)
+    chat = ChatTemplate(bare)
     assert bare.decode(chat.encode(Turn("user", "hello"), opening=True)) == "<s>User: hello\n"
     assert bare.decode(chat.encode(Turn("user", "hello"), opening=False)) == "User: hello\n"
-    header, footer = chat.open(Turn("assistant", "Yes"), opening=False)
+    header, footer = chat.open_turn(Turn("assistant", "Yes"), opening=False)
     assert (bare.decode(header), bare.decode(footer)) == ("Assistant: Yes", "\n")
-    header, _ = chat.open(Turn("assistant", ""), opening=False)
+    header, _ = chat.open_turn(Turn("assistant", ""), opening=False)
     assert bare.decode(header) == "Assistant:"  # the space belongs to what is said
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
-    assert plain.decode(ChatFormat(plain).encode(Turn("user", "hello"), opening=True)) == "User: hello\n"
+    assert plain.decode(ChatTemplate(plain).encode(Turn("user", "hello"), opening=True)) == "User: hello\n"
 
 
 def test_the_conversation_of_a_session(embedded):
@@ -317,7 +317,7 @@ def test_the_conversation_of_a_session(embedded):
         assert embedded.tokenizer.decode(first.tokens + question.tokens + answer.tokens) == rendered(
             embedded.tokenizer, turns
         )
-        assert answer.start == first.length + question.length
+        assert answer.position == first.length + question.length
 
 
 def test_a_turn_may_leave_out_what_opens_a_conversation(talker):
@@ -327,21 +327,21 @@ def test_a_turn_may_leave_out_what_opens_a_conversation(talker):
         alone = session.prefill(session.user("Hello.", opening=False))
         assert alone.tokens == behind.tokens != session.prefill(session.user("Hello.")).tokens
         header = session.decode(session.assistant("So", opening=False), sampling=SamplingParams(max_tokens=1))
-        wanted = session.decode(session.assistant("So"), [rules], sampling=SamplingParams(max_tokens=1))
-        assert header.tokens[:-1][:4] == wanted.tokens[:-1][:4]
+        expected = session.decode(session.assistant("So"), [rules], sampling=SamplingParams(max_tokens=1))
+        assert header.tokens[:-1][:4] == expected.tokens[:-1][:4]
 
 
 def test_what_is_kept_of_headers_is_of_the_tokenizer_as_it_is(tokenizer):
     """Another template, another token, several templates, one with the time of the day."""
-    chat, turn = ChatFormat(with_template(tokenizer, CHATML)), Turn("assistant", "So")
+    chat, turn = ChatTemplate(with_template(tokenizer, CHATML)), Turn("assistant", "So")
     mine = chat._tokenizer
-    before = chat.open(turn, opening=True)
-    assert chat.open(turn, opening=True) == before
+    before = chat.open_turn(turn, opening=True)
+    assert chat.open_turn(turn, opening=True) == before
     before[0].clear()  # whoever is given it may change it
-    assert chat.open(turn, opening=True)[0]
+    assert chat.open_turn(turn, opening=True)[0]
     mine.chat_template = CHATML.replace("<|im_start|>", "<|eot|>")
-    assert mine.decode(chat.open(turn, opening=True)[0]).startswith("<|eot|>")
+    assert mine.decode(chat.open_turn(turn, opening=True)[0]).startswith("<|eot|>")
     mine.chat_template = {"default": CHATML}
-    assert mine.decode(chat.open(turn, opening=True)[0]).startswith("<|im_start|>")
+    assert mine.decode(chat.open_turn(turn, opening=True)[0]).startswith("<|im_start|>")
     mine.chat_template = "{{ strftime_now('%f') }} " + CHATML
     assert len({tuple(chat.encode(Turn("user", "hi"), opening=True)) for _ in range(5)}) > 1

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from choreograph.cli import app, main
-from choreograph.demo import run_demo
+from choreograph.cli.demo import run_demo
+from choreograph.cli.main import app, main
+from choreograph.console import make_console, print_table
 from choreograph.errors import ConfigError, ModelError
-from choreograph.places import write_whole
-from choreograph.report import console_of, show_table
+from choreograph.utils import atomic_write_text
 
 runner = CliRunner()
 
@@ -58,14 +58,14 @@ def test_models_lists_what_is_proved_with_its_test():
     listed = json.loads(runner.invoke(app, ["models", "--json"]).output)
     for name, facts in listed.items():
         assert name in shown
-        assert Path(facts["proof"]).is_file()
+        assert Path(facts["test"]).is_file()
 
 
 @pytest.mark.usefixtures("brief")
 def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path, talker_folder):
     picture = tmp_path / "graph.svg"
     small = ["--branches", "2", "--voters", "2", "--pairs", "2", "--model", talker_folder]
-    result = runner.invoke(app, ["demo", *small, "--picture", str(picture), "--json"])
+    result = runner.invoke(app, ["demo", *small, "--svg", str(picture), "--json"])
     assert result.exit_code == 0, result.output
     numbers = json.loads(result.output)
     assert numbers["same_tokens"]
@@ -149,13 +149,13 @@ def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("graph show g.yaml --picture folder", "folder: this is a folder"),
-        ("graph show g.yaml --picture file/x.svg", "file: no folder can be made there"),
-        ("pml show s.pml --picture folder", "folder: this is a folder"),
+        ("graph show g.yaml --svg folder", "folder: this is a folder"),
+        ("graph show g.yaml --svg file/x.svg", "file: no folder can be made there"),
+        ("pml show s.pml --svg folder", "folder: this is a folder"),
         ("pml warm s.pml --save folder", "folder: this is a folder"),
         ("pml warm s.pml --save x.json", "x.json: this name is the manifest's"),
         ("reuse show latin", "latin: no profile"),
-        ("eval direct --data latin", "latin, line 1: not JSON in UTF-8"),
+        ("eval single_call --data latin", "latin, line 1: not JSON in UTF-8"),
         ("run broken.py --task x", "broken.py, line 2: "),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line(arguments, said, caps
 def test_a_picture_is_drawn_into_a_folder_that_is_made(tmp_path):
     (tmp_path / "g.yaml").write_text("agents:\n  a:\n  b: a\n")
     picture = tmp_path / "new" / "x.svg"
-    result = runner.invoke(app, ["graph", "show", str(tmp_path / "g.yaml"), "--picture", str(picture)])
+    result = runner.invoke(app, ["graph", "show", str(tmp_path / "g.yaml"), "--svg", str(picture)])
     assert result.exit_code == 0 and picture.read_text().startswith("<svg")
 
 
@@ -188,7 +188,7 @@ def test_a_path_is_not_broken_in_a_pipe(tmp_path, capsys, talker_folder):
         assert str(path) in capsys.readouterr().err
     (tmp_path / "s.pml").write_text('<schema name="s"><module name="a">hello</module></schema>')
     picture = tmp_path / ("long " * 30) / "x.svg"
-    arguments = ["pml", "show", str(tmp_path / "s.pml"), "--model", talker_folder, "--picture", str(picture)]
+    arguments = ["pml", "show", str(tmp_path / "s.pml"), "--model", talker_folder, "--svg", str(picture)]
     result = runner.invoke(app, arguments)
     assert f"drawn to {picture}\n" in result.output
 
@@ -198,8 +198,8 @@ def test_a_table_on_a_narrow_terminal_names_its_lines():
     lines = [
         ("Gemma3ForCausalLM", "local, " * 12, "norms of queries " * 6, "tests/models/test_families.py", "1234567 ms")
     ]
-    show_table(console, "t", ("architecture", "positions", "what", "proof", "time"), lines, texts=4)
-    show_table(console, "[b]", ("name", *"abcdefgh"), [("a long name [/b]", *8 * ["a number"])])
+    print_table(console, "t", ("architecture", "positions", "what", "proof", "time"), lines, num_text_columns=4)
+    print_table(console, "[b]", ("name", *"abcdefgh"), [("a long name [/b]", *8 * ["a number"])])
     shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
     assert "Gemma3ForCausalLM" in shown and "1234567 ms" in shown and "a long name [/b]" in shown
     assert shown.count("local") == 12 and shown.count("queries") == 6
@@ -211,7 +211,7 @@ def test_a_graph_keeps_its_names_on_a_narrow_terminal(tmp_path, monkeypatch):
     agents["reviewer"] = {"all_of": ["planner-with-a-long-name", {"any_of": ["coder", "planner-with-a-long-name"]}]}
     (tmp_path / "g.json").write_text(json.dumps(agents))
     console = Console(file=StringIO(), force_terminal=True, width=60, no_color=True)
-    monkeypatch.setattr("choreograph.cli_graph.console_of", lambda: console)
+    monkeypatch.setattr("choreograph.cli.step_graph_commands.make_console", lambda: console)
     runner.invoke(app, ["graph", "show", str(tmp_path / "g.json")])
     shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
     assert all(name in shown for name in agents) and "all of" in shown and "(any of" in shown
@@ -227,13 +227,13 @@ def test_what_happened_may_name_agents_with_spaces(tmp_path):
 
 def test_wide_characters_are_aligned_in_a_pipe():
     console = Console(file=StringIO())
-    show_table(console, "t", ("name", "n"), [("エージェント", "1"), ("b", "20")])
+    print_table(console, "t", ("name", "n"), [("エージェント", "1"), ("b", "20")])
     assert console.file.getvalue().splitlines()[1:] == ["name           n", "エージェント   1", "b             20"]
 
 
 def test_the_demo_refuses_a_picture_before_it_measures(tmp_path):
     with pytest.raises(ConfigError, match="is a folder"):
-        run_demo(None, console_of(quiet=True), picture=tmp_path)
+        run_demo(None, make_console(quiet=True), svg_path=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_bad_options_name_themselves():
 
 
 def test_texts_are_shown_as_they_are(capsys):
-    console_of().print("Use :key: and :x:", markup=False)
+    make_console().print("Use :key: and :x:", markup=False)
     assert capsys.readouterr().out == "Use :key: and :x:\n"
 
 
@@ -280,7 +280,7 @@ def test_characters_that_the_output_has_no_code_for_are_replaced(talker_folder):
 
 def test_a_line_that_holds_half_a_character_is_dropped_alone(talker_folder, monkeypatch):
     lines = iter(["hi", "h\udce9llo", "there", ""])
-    monkeypatch.setattr("choreograph.cli._ask", lambda console: next(lines))
+    monkeypatch.setattr("choreograph.cli.main._read_line", lambda console: next(lines))
     result = runner.invoke(app, ["chat", "--model", talker_folder, "--max-tokens", "4", "--json"])
     said = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
     assert result.exit_code == 0 and ["error" in one for one in said] == [False, True, False]
@@ -312,5 +312,5 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypat
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ConfigError, match=r"old\.svg.*No space left"):
-        write_whole(file, "new")
+        atomic_write_text(file, "new")
     assert file.read_text() == "old" and [*tmp_path.iterdir()] == [file]

@@ -4,16 +4,16 @@ import os
 
 import numpy as np
 import pytest
-import tiny
 import torch
+from helpers import tiny_models
 from transformers import MambaConfig, MambaForCausalLM
 
 import choreograph
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph import errors as e
-from choreograph.choreographies import check_options
-from choreograph.measure import perform
-from choreograph.models.load import embedded_path
+from choreograph.models.loader import bundled_gguf
+from choreograph.workflows import check_options
+from choreograph.workflows.run import run_workflow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LAST = 511
@@ -29,7 +29,7 @@ def session(engine):
     with engine.session(seed=0) as opened:
         yield opened
     engine.check()
-    assert engine.runner.store.counts["held_encodings"] == 0
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def parent(session):
 
 
 def state(engine):
-    queues = engine.runner.scheduler
-    return engine.runner.store.counts, list(queues.waiting), list(queues.running), engine.runner.steps
+    queues = engine.core.scheduler
+    return engine.core.cache_manager.stats, list(queues.waiting), list(queues.running), engine.core.num_steps
 
 
 def refuses(session, kind, text, call) -> None:
@@ -58,7 +58,7 @@ def refuses(session, kind, text, call) -> None:
 
 def fails(session, kind, text, message) -> None:
     """Reading any value of `message` raises this error, every time; a good call works afterwards."""
-    for read in (message.result, lambda: message.start, lambda: message.usage, message.result):
+    for read in (message.result, lambda: message.position, lambda: message.usage, message.result):
         with pytest.raises(kind) as caught:
             read()
         assert type(caught.value) is kind
@@ -81,20 +81,23 @@ def serves(engine) -> None:
 
 @pytest.mark.parametrize("stranger", [5, "name", None, [1], pytest.param(object(), id="object")], ids=str)
 def test_a_parent_that_is_no_message(session, stranger):
-    refuses(session, e.UnknownMessage, repr(stranger), lambda: session.prefill([1], parents=[stranger]))
-    refuses(session, e.UnknownMessage, repr(stranger), lambda: session.decode([1], parents=(stranger,)))
+    refuses(session, e.NotAMessageError, repr(stranger), lambda: session.prefill([1], parents=[stranger]))
+    refuses(session, e.NotAMessageError, repr(stranger), lambda: session.decode([1], parents=(stranger,)))
 
 
 def test_parents_that_are_no_list(session, parent):
-    refuses(session, e.CallError, "put it into a list", lambda: session.prefill([1], parents=parent))
+    refuses(session, e.InvalidRequestError, "put it into a list", lambda: session.prefill([1], parents=parent))
     for bad in (None, 5, 1.5):
-        refuses(session, e.CallError, f"parents={bad}", lambda bad=bad: session.prefill([1], parents=bad))
+        refuses(session, e.InvalidRequestError, f"parents={bad}", lambda bad=bad: session.prefill([1], parents=bad))
 
 
 def test_a_released_parent(session, parent):
     parent.release()
     refuses(
-        session, e.ReleasedMessage, f"parents[0] (message {parent.id})", lambda: session.decode([1], parents=[parent])
+        session,
+        e.MessageReleasedError,
+        f"parents[0] (message {parent.id})",
+        lambda: session.decode([1], parents=[parent]),
     )
 
 
@@ -102,7 +105,10 @@ def test_a_parent_released_while_other_children_wait(session, parent):
     waiting = session.decode([4], parents=[parent], sampling=GREEDY)
     parent.release()
     refuses(
-        session, e.ReleasedMessage, f"parents[0] (message {parent.id})", lambda: session.decode([1], parents=[parent])
+        session,
+        e.MessageReleasedError,
+        f"parents[0] (message {parent.id})",
+        lambda: session.decode([1], parents=[parent]),
     )
     assert len(waiting.tokens) == 5
 
@@ -111,21 +117,24 @@ def test_a_cancelled_parent(session):
     parent = session.decode([1], sampling=GREEDY)
     parent.release()
     refuses(
-        session, e.ReleasedMessage, f"parents[0] (message {parent.id})", lambda: session.prefill([1], parents=[parent])
+        session,
+        e.MessageReleasedError,
+        f"parents[0] (message {parent.id})",
+        lambda: session.prefill([1], parents=[parent]),
     )
 
 
 def test_a_repeated_parent(session, parent):
     other = session.prefill([9])
     text = f"(message {parent.id}) is given twice"
-    refuses(session, e.RepeatedParent, text, lambda: session.decode([1], parents=[parent, other, parent]))
+    refuses(session, e.DuplicateParentError, text, lambda: session.decode([1], parents=[parent, other, parent]))
 
 
 def test_a_foreign_parent(tiny_engine, session, parent):
     for engine in (session.engine, tiny_engine()):
         with engine.session() as other:
             text = f"parents[0] (message {parent.id}) belongs to another"
-            refuses(other, e.ForeignMessage, text, lambda other=other: other.decode([1], parents=[parent]))
+            refuses(other, e.WrongSessionError, text, lambda other=other: other.decode([1], parents=[parent]))
 
 
 def test_a_failed_parent(session):
@@ -133,11 +142,14 @@ def test_a_failed_parent(session):
     failed = session.prefill([2] * 300, parents=[long])
     waiting = session.decode([3], parents=[failed], sampling=GREEDY)
     grandchild = session.decode([3], parents=[waiting], sampling=GREEDY)
-    fails(session, e.BadPosition, "position 599", failed)
-    fails(session, e.CallFailed, f"parent {failed.id} failed", waiting)
-    fails(session, e.CallFailed, f"parent {waiting.id} failed", grandchild)
+    fails(session, e.InvalidPositionError, "position 599", failed)
+    fails(session, e.RequestFailedError, f"parent {failed.id} failed", waiting)
+    fails(session, e.RequestFailedError, f"parent {waiting.id} failed", grandchild)
     refuses(
-        session, e.CallError, f"parents[0] (message {failed.id}) failed", lambda: session.prefill([1], parents=[failed])
+        session,
+        e.InvalidRequestError,
+        f"parents[0] (message {failed.id}) failed",
+        lambda: session.prefill([1], parents=[failed]),
     )
 
 
@@ -146,14 +158,18 @@ def test_a_failed_parent(session):
 
 @pytest.mark.parametrize("bad", [-1, -(10**30), 512, 10**30, True, False, 1.0, "3", [0], float("nan")], ids=repr)
 def test_impossible_positions(session, parent, bad):
-    refuses(session, e.BadPosition, f"new_offset={bad!r}", lambda: session.prefill([1], new_offset=bad))
-    refuses(session, e.BadPosition, f"new_offset={bad!r}", lambda: session.decode([1], [parent], new_offset=bad))
-    refuses(session, e.BadPosition, f"offsets[0]={bad!r}", lambda: session.prefill([1], [parent], offsets=[bad]))
+    refuses(session, e.InvalidPositionError, f"new_offset={bad!r}", lambda: session.prefill([1], new_offset=bad))
+    refuses(
+        session, e.InvalidPositionError, f"new_offset={bad!r}", lambda: session.decode([1], [parent], new_offset=bad)
+    )
+    refuses(
+        session, e.InvalidPositionError, f"offsets[0]={bad!r}", lambda: session.prefill([1], [parent], offsets=[bad])
+    )
 
 
 def test_numbers_of_other_libraries_are_numbers(engine, session, parent):
     assert session.prefill([1], [parent], offsets=np.array([3])).offsets == (3,)
-    assert session.prefill([1], [parent], [torch.tensor(3)], np.int64(9)).start == 9
+    assert session.prefill([1], [parent], [torch.tensor(3)], np.int64(9)).position == 9
     assert parent.part(np.int32(0), np.uint8(2)).length == 2
     with engine.session(seed=np.int64(3)) as one, engine.session(seed=3) as other:
         said = [s.decode([1], sampling=SamplingParams(max_tokens=4)).tokens for s in (one, other)]
@@ -173,30 +189,39 @@ def test_numbers_of_other_libraries_are_numbers(engine, session, parent):
     with pytest.raises(e.ConfigError, match="seed="):
         engine.session(seed=np.float64(3))
     for bad in (np.float64(1), np.bool_(True), np.array([1, 2])):
-        refuses(session, e.BadPosition, "new_offset=", lambda bad=bad: session.prefill([1], new_offset=bad))
-        refuses(session, e.BadPosition, "last=", lambda bad=bad: parent.part(0, bad))
-    refuses(session, e.BadPosition, "offsets=", lambda: session.prefill([1], [parent], offsets=np.array(3)))
+        refuses(session, e.InvalidPositionError, "new_offset=", lambda bad=bad: session.prefill([1], new_offset=bad))
+        refuses(session, e.InvalidPositionError, "last=", lambda bad=bad: parent.part(0, bad))
+    refuses(session, e.InvalidPositionError, "offsets=", lambda: session.prefill([1], [parent], offsets=np.array(3)))
     beside = {"offsets": np.array([1, 2]), "parents": np.array([1, 2])}
     for name, value in beside.items():
-        refuses(session, e.CallError, f"{name}=array", lambda o={name: value}: session.prefill([{"tokens": [1]}], **o))
-    assert session.prefill([{"tokens": [1]}], parents=(), share="recompute")[0].length == 1
+        refuses(
+            session,
+            e.InvalidRequestError,
+            f"{name}=array",
+            lambda o={name: value}: session.prefill([{"tokens": [1]}], **o),
+        )
+    assert session.prefill([{"tokens": [1]}], parents=(), kv_reuse="recompute")[0].length == 1
 
 
 def test_the_number_of_offsets(session, parent):
     text = "2 offsets for 1 parents"
-    refuses(session, e.BadPosition, text, lambda: session.prefill([1], [parent], offsets=[0, 1]))
-    refuses(session, e.BadPosition, "0 offsets for 1", lambda: session.prefill([1], [parent], offsets=[]))
-    refuses(session, e.BadPosition, "1 offsets for 0", lambda: session.prefill([1], offsets=[0]))
-    refuses(session, e.BadPosition, "offsets=7", lambda: session.prefill([1], [parent], offsets=7))
+    refuses(session, e.InvalidPositionError, text, lambda: session.prefill([1], [parent], offsets=[0, 1]))
+    refuses(session, e.InvalidPositionError, "0 offsets for 1", lambda: session.prefill([1], [parent], offsets=[]))
+    refuses(session, e.InvalidPositionError, "1 offsets for 0", lambda: session.prefill([1], offsets=[0]))
+    refuses(session, e.InvalidPositionError, "offsets=7", lambda: session.prefill([1], [parent], offsets=7))
 
 
 def test_messages_that_run_past_the_limit(session, parent):
-    fails(session, e.BadPosition, f"past the model's last one, {LAST}", session.prefill([1, 2], new_offset=LAST))
-    fails(session, e.BadPosition, "position 512", session.decode([1], new_offset=LAST, sampling=GREEDY))
-    fails(session, e.BadPosition, "position 512", session.decode([1], new_offset=LAST - 1, forced_tokens=[1, 2]))
+    fails(
+        session, e.InvalidPositionError, f"past the model's last one, {LAST}", session.prefill([1, 2], new_offset=LAST)
+    )
+    fails(session, e.InvalidPositionError, "position 512", session.decode([1], new_offset=LAST, sampling=GREEDY))
+    fails(
+        session, e.InvalidPositionError, "position 512", session.decode([1], new_offset=LAST - 1, forced_tokens=[1, 2])
+    )
     fails(
         session,
-        e.BadPosition,
+        e.InvalidPositionError,
         f"parents[0] (message {parent.id}) from offset 510",
         session.prefill([1], [parent], [510], 0),
     )
@@ -204,9 +229,9 @@ def test_messages_that_run_past_the_limit(session, parent):
 
 def test_a_footer_past_the_limit(session):
     bad = session.decode([1], new_offset=LAST - 2, footer=[4, 5], sampling=GREEDY)
-    fails(session, e.BadPosition, "position 512", bad)
+    fails(session, e.InvalidPositionError, "position 512", bad)
     good = session.decode([1], new_offset=LAST - 3, footer=[4, 5], sampling=GREEDY)
-    assert good.start + good.length == LAST + 1
+    assert good.position + good.length == LAST + 1
 
 
 def test_default_places_past_the_limit_are_found_when_lengths_are_known(session):
@@ -214,8 +239,8 @@ def test_default_places_past_the_limit_are_found_when_lengths_are_known(session)
     second = session.decode([2] * 250, parents=[first], sampling=SamplingParams(max_tokens=8, ignore_eos=True))
     fits = session.prefill([3] * 4, parents=[first, second])
     third = session.prefill([3] * 5, parents=[first, second])
-    fails(session, e.BadPosition, "position 512", third)
-    assert fits.result().start == 508
+    fails(session, e.InvalidPositionError, "position 512", third)
+    assert fits.result().position == 508
 
 
 @pytest.mark.parametrize("mode", ["prefix", "naive"])
@@ -223,10 +248,10 @@ def test_concatenations_past_the_limit(engine, mode):
     with engine.session(mode=mode) as session:
         halves = session.prefill([{"tokens": [1] * 256}, {"tokens": [2] * 256}])
         answer = session.decode([3], parents=halves, sampling=GREEDY)
-        with pytest.raises(e.BadPosition, match="position 513"):
+        with pytest.raises(e.InvalidPositionError, match="position 513"):
             answer.result()
         serves(engine)
-    assert engine.runner.store.counts["held_encodings"] == 0
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
@@ -258,7 +283,7 @@ def test_concatenations_past_the_limit(engine, mode):
     ids=repr,
 )
 def test_impossible_tokens(session, tokens, text):
-    kind = e.ConfigError if tokens == "" else e.BadTokens
+    kind = e.ConfigError if tokens == "" else e.InvalidTokensError
     refuses(session, kind, text, lambda: session.prefill(tokens))
     refuses(session, kind, text, lambda: session.decode(tokens, sampling=GREEDY))
     if tokens is not None:
@@ -271,7 +296,7 @@ def test_texts_of_nothing(embedded):
     with embedded.session() as session:
         before = state(embedded)
         for call in (lambda: session.prefill(""), lambda: session.decode("")):
-            with pytest.raises(e.BadTokens, match="empty"):
+            with pytest.raises(e.InvalidTokensError, match="empty"):
                 call()
         assert state(embedded) == before
 
@@ -279,7 +304,7 @@ def test_texts_of_nothing(embedded):
 def test_a_chat_turn_that_is_rendered_as_nothing(embedded):
     chat = embedded.chat
     try:
-        embedded.chat = choreograph.chat.ChatFormat(_Silent())
+        embedded.chat = choreograph.engine.text.ChatTemplate(_Silent())
         with embedded.session() as session:
             for call in (session.prefill, session.decode):
                 with pytest.raises(e.ChoreographError):
@@ -327,12 +352,12 @@ def test_whole_numbers_are_fine_where_fractions_are(session):
         "logit_bias": {5: 1},
     }
     answer = session.decode([1], sampling=SamplingParams(max_tokens=3, ignore_eos=True, **odd))
-    assert len(answer.generated) == 3
+    assert len(answer.output_token_ids) == 3
 
 
 def test_every_token_forbidden_but_one(session):
     bias = {token: -100.0 for token in range(97) if token != 41}
-    assert session.decode([1], sampling=SamplingParams(max_tokens=3, logit_bias=bias)).generated == [41] * 3
+    assert session.decode([1], sampling=SamplingParams(max_tokens=3, logit_bias=bias)).output_token_ids == [41] * 3
 
 
 # -- the cache -----------------------------------------------------------------------------------------------
@@ -342,16 +367,16 @@ def test_calls_larger_than_the_cache(tiny_engine):
     with tiny_engine(tokens=64).session() as session:
         refuses(
             session,
-            e.CacheFull,
+            e.CacheFullError,
             "needs room for 65 tokens; the whole cache holds 64",
             lambda: session.prefill([1] * 65),
         )
         text = "needs room for 66 tokens"
         options = SamplingParams(max_tokens=60)
-        refuses(session, e.CacheFull, text, lambda: session.decode([1] * 4, footer=[1, 1], sampling=options))
-        refuses(session, e.CacheFull, "needs room for 101", lambda: session.decode([1], forced_tokens=[1] * 100))
+        refuses(session, e.CacheFullError, text, lambda: session.decode([1] * 4, footer=[1, 1], sampling=options))
+        refuses(session, e.CacheFullError, "needs room for 101", lambda: session.decode([1], forced_tokens=[1] * 100))
         good, bad = {"tokens": [1]}, {"tokens": [1] * 65}
-        refuses(session, e.CacheFull, "65 tokens", lambda: session.prefill([good, bad]))
+        refuses(session, e.CacheFullError, "65 tokens", lambda: session.prefill([good, bad]))
         session.prefill([1] * 64).result()
         session.close()
 
@@ -361,18 +386,18 @@ def test_a_cache_held_by_a_pin(tiny_engine):
     with engine.session() as session:
         held = session.prefill([1] * 32).pin()
         late = session.prefill([2] * 48)
-        with pytest.raises(e.CacheFull, match="needs 3 pages of 16 tokens; 2 of 4 are free and 0 can be evicted"):
+        with pytest.raises(e.CacheFullError, match="needs 3 pages of 16 tokens; 2 of 4 are free and 0 can be evicted"):
             late.result()
         engine.check()
-        counts = engine.runner.store.counts
-        with pytest.raises(e.CacheFull):
+        counts = engine.core.cache_manager.stats
+        with pytest.raises(e.CacheFullError):
             late.result()
-        assert engine.runner.store.counts == counts
+        assert engine.core.cache_manager.stats == counts
         assert len(session.decode([4], parents=[held], sampling=GREEDY).tokens) == 5
         held.unpin()
-        assert session.prefill([2] * 48).result().usage.encoded_tokens == 48
+        assert session.prefill([2] * 48).result().usage.computed_tokens == 48
         engine.check()
-    assert engine.runner.store.counts["held_encodings"] == 0
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
 
 
 def test_a_call_that_does_not_fit_now_waits(tiny_engine):
@@ -384,7 +409,7 @@ def test_a_call_that_does_not_fit_now_waits(tiny_engine):
         assert not second.done
         first.result()
         first.release()
-        assert len(second.generated) == 40
+        assert len(second.output_token_ids) == 40
         engine.check()
 
 
@@ -394,9 +419,9 @@ def test_a_parent_that_its_own_child_has_no_room_beside(tiny_engine):
         parent = session.prefill([1] * 32)
         child = session.prefill([2], parents=[parent])
         grandchild = session.prefill([3], parents=[child])
-        with pytest.raises(e.CacheFull, match="in whole pages 48; the whole cache holds 32"):
+        with pytest.raises(e.CacheFullError, match="in whole pages 48; the whole cache holds 32"):
             child.result()
-        with pytest.raises(e.CallFailed, match=f"parent {child.id} failed"):
+        with pytest.raises(e.RequestFailedError, match=f"parent {child.id} failed"):
             grandchild.result()
         engine.check()
         parent.release()
@@ -444,7 +469,7 @@ def test_folders_that_hold_no_model(tmp_path):
 )
 def test_a_truncated_gguf_file(tmp_path, own_cache, size, times):
     path = tmp_path / "short.gguf"
-    with embedded_path().open("rb") as whole:
+    with bundled_gguf().open("rb") as whole:
         path.write_bytes(whole.read(size))
     for _ in range(times):
         with pytest.raises(e.ModelError, match=r"short\.gguf' is not a readable GGUF file"):
@@ -486,32 +511,32 @@ def test_unknown_devices(tiny_model):
         (EngineConfig, "backend", "flash"),
         (EngineConfig, "backend", None),
         (EngineConfig, "quantization", "int3"),
-        (EngineConfig, "compile_rows", ()),
-        (EngineConfig, "compile_rows", (4, 2)),
-        (EngineConfig, "compile_rows", (0, 1)),
-        (EngineConfig, "compile_rows", (1.5,)),
-        (EngineConfig, "compile_rows", 5),
+        (EngineConfig, "compile_sizes", ()),
+        (EngineConfig, "compile_sizes", (4, 2)),
+        (EngineConfig, "compile_sizes", (0, 1)),
+        (EngineConfig, "compile_sizes", (1.5,)),
+        (EngineConfig, "compile_sizes", 5),
         (EngineConfig, "cache", 4096),
         (EngineConfig, "scheduler", None),
         (EngineConfig, "compile", "no"),
-        (CacheConfig, "tokens", 0),
-        (CacheConfig, "tokens", 15),
-        (CacheConfig, "tokens", -1),
-        (CacheConfig, "tokens", 99.5),
-        (CacheConfig, "tokens", "many"),
+        (CacheConfig, "capacity", 0),
+        (CacheConfig, "capacity", 15),
+        (CacheConfig, "capacity", -1),
+        (CacheConfig, "capacity", 99.5),
+        (CacheConfig, "capacity", "many"),
         (CacheConfig, "page_size", 0),
         (CacheConfig, "page_size", 1.5),
         (CacheConfig, "page_size", None),
         (CacheConfig, "eviction", "random"),
-        (CacheConfig, "disk_folder", 7),
-        (CacheConfig, "disk_folder", __file__),
-        (CacheConfig, "disk_folder", f"{__file__}/below/it"),
-        (SchedulerConfig, "max_step_tokens", 0),
-        (SchedulerConfig, "max_step_tokens", 7.5),
-        (SchedulerConfig, "max_calls", -1),
-        (SchedulerConfig, "max_calls", True),
-        (SchedulerConfig, "status_aware", "no"),
-        (CacheConfig, "poison", 1),
+        (CacheConfig, "disk_dir", 7),
+        (CacheConfig, "disk_dir", __file__),
+        (CacheConfig, "disk_dir", f"{__file__}/below/it"),
+        (SchedulerConfig, "max_num_batched_tokens", 0),
+        (SchedulerConfig, "max_num_batched_tokens", 7.5),
+        (SchedulerConfig, "max_num_seqs", -1),
+        (SchedulerConfig, "max_num_seqs", True),
+        (SchedulerConfig, "skip_loading", "no"),
+        (CacheConfig, "poison_freed_pages", 1),
     ],
 )
 def test_impossible_config_values(kind, name, value):
@@ -547,7 +572,7 @@ def test_a_closed_session(engine):
         lambda: session.decode([1], parents=[parent]),
         lambda: session.decode([{"header": [1]}]),
     ):
-        refuses(session, e.SessionClosed, "the session is closed", call)
+        refuses(session, e.SessionClosedError, "the session is closed", call)
 
 
 def test_a_closed_engine(engine):
@@ -556,12 +581,12 @@ def test_a_closed_engine(engine):
         engine.close()
         before = state(engine)
         for call in (session.prefill, session.decode, engine.session().prefill):
-            with pytest.raises(e.SessionClosed, match="the engine is closed"):
+            with pytest.raises(e.SessionClosedError, match="the engine is closed"):
                 call([1])
         assert state(engine) == before
         assert len(answer.tokens) == 5, "what was submitted before is still computed"
     engine.check()
-    assert engine.runner.store.counts["held_encodings"] == 0
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
 
 
 # -- a model that fails in the middle ------------------------------------------------------------------------
@@ -569,18 +594,18 @@ def test_a_closed_engine(engine):
 
 def test_a_step_that_fails_can_be_run_again(engine, session, monkeypatch):
     want = session.decode([1, 2], sampling=GREEDY).tokens
-    forward = engine.runner.adapter.forward
+    forward = engine.core.hf_model.forward
 
     def broken(*_):
         raise RuntimeError("out of memory")
 
     answer = session.decode([1, 2], sampling=GREEDY)
     engine.step()
-    monkeypatch.setattr(engine.runner.adapter, "forward", broken)
+    monkeypatch.setattr(engine.core.hf_model, "forward", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
         answer.result()
     engine.check()
-    monkeypatch.setattr(engine.runner.adapter, "forward", forward)
+    monkeypatch.setattr(engine.core.hf_model, "forward", forward)
     assert answer.tokens == want
 
 
@@ -592,16 +617,16 @@ def test_the_exception_tree():
         e.ConfigError: ValueError,
         e.SamplingError: e.ConfigError,
         e.ModelError: OSError,
-        e.CallError: ValueError,
-        e.UnknownMessage: e.CallError,
-        e.ForeignMessage: e.CallError,
-        e.ReleasedMessage: e.CallError,
-        e.RepeatedParent: e.CallError,
-        e.BadTokens: e.CallError,
-        e.BadPosition: e.CallError,
-        e.CacheFull: MemoryError,
-        e.CallFailed: RuntimeError,
-        e.SessionClosed: RuntimeError,
+        e.InvalidRequestError: ValueError,
+        e.NotAMessageError: e.InvalidRequestError,
+        e.WrongSessionError: e.InvalidRequestError,
+        e.MessageReleasedError: e.InvalidRequestError,
+        e.DuplicateParentError: e.InvalidRequestError,
+        e.InvalidTokensError: e.InvalidRequestError,
+        e.InvalidPositionError: e.InvalidRequestError,
+        e.CacheFullError: MemoryError,
+        e.RequestFailedError: RuntimeError,
+        e.SessionClosedError: RuntimeError,
     }
     for kind, base in bases.items():
         assert issubclass(kind, base)
@@ -613,27 +638,29 @@ def test_the_exception_tree():
 def test_what_is_text_alone_has_nothing_to_pin_or_copy(tiny_engine, mode):
     with tiny_engine().session(mode=mode) as session:
         text = session.prefill([1, 2, 3])
-        assert text.pin() is text and text.encode() is text and text.where == "nowhere"
+        assert text.pin() is text and text.wait_encoded() is text and text.kv_location == "nowhere"
         text.unpin()
-        with pytest.raises(e.CallError, match=f"text alone in {mode} mode"):
-            text.copy_out()
+        with pytest.raises(e.InvalidRequestError, match=f"text alone in {mode} mode"):
+            text.export_kv()
         said = session.decode([4], [text], sampling=GREEDY)
-        assert said.pin().length == 5 and said.where == ("device" if mode == "prefix" else "nowhere")
+        assert said.pin().length == 5 and said.kv_location == ("device" if mode == "prefix" else "nowhere")
 
 
 def test_what_is_no_character_is_refused(talker):
     with talker.session() as session:
-        refuses(session, e.BadTokens, "surrogates not allowed", lambda: session.prefill("a\ud800b"))
-        refuses(session, e.CallError, "session.user", lambda: session.prefill([{"role": "user", "content": "hi"}]))
+        refuses(session, e.InvalidTokensError, "surrogates not allowed", lambda: session.prefill("a\ud800b"))
+        refuses(
+            session, e.InvalidRequestError, "session.user", lambda: session.prefill([{"role": "user", "content": "hi"}])
+        )
 
 
 def test_a_device_may_be_given_as_a_size():
-    engine = tiny.engine(tokens=64)
-    size = 64 * engine.facts.kv_bytes_per_token
-    config = EngineConfig(cache=CacheConfig(tokens=f"{size / 1024}KiB"))
-    assert Engine.from_pretrained(tiny.build(), config=config).runner.store.arena.pages * 16 == 64
-    with pytest.raises(e.ConfigError, match="tokens"):
-        CacheConfig(tokens="much")
+    engine = tiny_models.engine(tokens=64)
+    size = 64 * engine.model_info.kv_bytes_per_token
+    config = EngineConfig(cache=CacheConfig(capacity=f"{size / 1024}KiB"))
+    assert Engine.from_pretrained(tiny_models.build(), config=config).core.cache_manager.pool.pages * 16 == 64
+    with pytest.raises(e.ConfigError, match="capacity"):
+        CacheConfig(capacity="much")
 
 
 def test_options_are_of_the_type_of_their_defaults(tiny_engine):
@@ -645,7 +672,7 @@ def test_options_are_of_the_type_of_their_defaults(tiny_engine):
         with pytest.raises(e.ConfigError, match=f"option {next(iter(bad))}="):
             check_options(workflow, bad)
     with pytest.raises(e.ConfigError, match="return the message"):
-        perform(tiny_engine(), lambda p, task: "text", "task", mode="choreographed")
+        run_workflow(tiny_engine(), lambda p, task: "text", "task", mode="choreographed")
 
 
 def test_options_of_every_kind_of_signature():
@@ -664,21 +691,23 @@ def test_options_of_every_kind_of_signature():
         check_options(by_place, {"critics": "many"})
 
 
-@pytest.mark.parametrize("name", ["tokens", "host", "disk"])
+@pytest.mark.parametrize("name", ["capacity", "host_capacity", "disk_capacity"])
 def test_sizes_of_the_cache_that_hold_nothing(name):
     with pytest.raises(e.ConfigError, match=f"{name}='0.1KB': [0-9,]+ bytes hold [0-9]+ tokens?; use that or more"):
-        Engine.from_pretrained(tiny.model(), config=EngineConfig(cache=CacheConfig(**{name: "0.1KB"})))
+        Engine.from_pretrained(tiny_models.model(), config=EngineConfig(cache=CacheConfig(**{name: "0.1KB"})))
 
 
 def test_host_memory_of_less_than_a_page_is_refused():
-    with pytest.raises(e.ConfigError, match=r"host=8: .* 16 tokens; use that or more"):
-        tiny.engine(page=16, host=8)
+    with pytest.raises(e.ConfigError, match=r"host_capacity=8: .* 16 tokens; use that or more"):
+        tiny_models.engine(page=16, host_capacity=8)
 
 
-@pytest.mark.parametrize(("name", "size"), [("tokens", "9000TiB"), ("host", "9000TiB"), ("host", 10**15)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("capacity", "9000TiB"), ("host_capacity", "9000TiB"), ("host_capacity", 10**15)]
+)
 def test_sizes_of_the_cache_beyond_the_memory(name, size):
     with pytest.raises(e.ConfigError, match=f"{name}={size!r}: that takes [0-9,]+ bytes, the memory has [0-9,]+"):
-        Engine.from_pretrained(tiny.model(), config=EngineConfig(cache=CacheConfig(**{name: size})))
+        Engine.from_pretrained(tiny_models.model(), config=EngineConfig(cache=CacheConfig(**{name: size})))
 
 
 @pytest.mark.parametrize("what", ["pathlib.Path.mkdir", "tempfile.mkdtemp"])
@@ -688,11 +717,11 @@ def test_a_folder_for_the_disk_tier_that_takes_no_files_is_refused(what, tmp_pat
 
     monkeypatch.setattr(what, read_only)
     with pytest.raises(e.ConfigError, match=rf"{tmp_path}.*Read-only file system.*another"):
-        tiny.engine(disk=96, disk_folder=tmp_path / "below")
+        tiny_models.engine(disk_capacity=96, disk_dir=tmp_path / "below")
 
 
 def test_a_folder_for_the_disk_tier_may_be_made_later(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (None, tmp_path, tmp_path / "new" / "below", "new", "."):
-        CacheConfig(disk_folder=folder)
+        CacheConfig(disk_dir=folder)
     assert not list(tmp_path.iterdir())

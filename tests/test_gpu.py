@@ -4,17 +4,17 @@ import warnings
 
 import pytest
 import torch
-from families import CONFIGS, VOCABULARY
+from helpers.model_configs import CONFIGS, VOCABULARY
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.kernels import cases, decodes
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.engine.generation import Generation
-from choreograph.engine.sampling import choose
-from choreograph.ops import reference, triton
-from choreograph.ops.kind import Heads, Kind
-from choreograph.ops.plan import Plan
-from choreograph.ops.rope import Rotary
+from choreograph.attention import reference
+from choreograph.attention import triton_backend as triton
+from choreograph.attention.metadata import AttentionMetadata, AttentionSpec, HeadShape
+from choreograph.attention.rope import Rope
+from choreograph.engine.request import DecodeState
+from choreograph.engine.sampler import sample
 
 pytestmark = pytest.mark.gpu
 
@@ -25,54 +25,54 @@ def heard(
     """Log-probabilities of forced tokens in a graph of moved, reordered messages."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
-    cache = CacheConfig(tokens=256 if host else 1024, page_size=4, poison=True, host=host)
-    config = EngineConfig(backend=backend, cache=cache, compile=compile, compile_rows=(2, 8, 16) if compile else None)
+    cache = CacheConfig(capacity=256 if host else 1024, page_size=4, poison_freed_pages=True, host_capacity=host)
+    config = EngineConfig(backend=backend, cache=cache, compile=compile, compile_sizes=(2, 8, 16) if compile else None)
     engine = Engine.from_pretrained(model, device=device, config=config)
     every = {"sampling": SamplingParams(logprobs=VOCABULARY), "forced_tokens": [3, 1, 4, 1, 5]}
     with engine.session(seed=0) as session:
         first = session.prefill(list(range(5, 25)))
         second = session.prefill([9, 9, 8], [first])
         answers = [session.decode([i], [first, second], **every) for i in range(6)]
-        if engine.facts.movable:
+        if engine.model_info.supports_shift:
             answers.append(session.decode([7, 2], [second, answers[0], first], offsets=[60, 3, 80], **every))
-        engine.drain()
+        engine.run_until_idle()
         engine.check()
-        assert not compile or engine.runner.adapter.compiled.refused is None
+        assert not compile or engine.core.hf_model.compiled.capture_error is None
         return [[one.top[t] for t in range(VOCABULARY)] for answer in answers for one in answer.logprobs]
 
 
 @pytest.mark.parametrize("backend", ["triton", "flex", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_says_what_it_says_on_the_cpu(name, backend):
-    torch._dynamo.reset()  # flex would run uncompiled from the ninth variant on
+    torch._dynamo.rollback()  # flex would run uncompiled from the ninth variant on
     torch.testing.assert_close(
         torch.tensor(heard(name, "cuda", backend)), torch.tensor(heard(name, "cpu")), atol=2e-3, rtol=1e-3
     )
 
 
-def attended(plan: Plan, heads: Heads, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(plan: AttentionMetadata, heads: HeadShape, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Over noise in bfloat16: by the kernels, and by the reference in float32."""
-    kind = Kind(Rotary(tuple(5e5 ** (-2 * i / heads.width) for i in range(heads.width // 2))))
-    slots = int(max(plan.slots.max(), plan.segments[:, 1].max())) + 1
+    kind = AttentionSpec(Rope(tuple(5e5 ** (-2 * i / heads.head_dim) for i in range(heads.head_dim // 2))))
+    slots = int(max(plan.slots.max(), plan.kv_runs[:, 1].max())) + 1
     noise = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=noise).to(device, torch.bfloat16)
 
-    query = draw(heads.query, plan.rows, heads.width)
-    keys, values = (draw(slots, heads.groups, heads.width) for _ in range(2))
-    wanted = reference.attend(plan, query.float(), keys.float(), values.float(), heads.width**-0.5, kind)
-    return triton.attend(plan, query, keys, values, heads.width**-0.5, kind).float(), wanted
+    query = draw(heads.num_q_heads, plan.num_tokens, heads.head_dim)
+    keys, values = (draw(slots, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+    expected = reference.attend(plan, query.float(), keys.float(), values.float(), heads.head_dim**-0.5, kind)
+    return triton.attend(plan, query, keys, values, heads.head_dim**-0.5, kind).float(), expected
 
 
 @pytest.mark.parametrize("case", ["decode of 1", "decode of 8", "decode of 8, shared", "prefill", "moved"])
 def test_the_kernels_in_the_shape_of_llama_8b(case):
-    plan = decodes(1, 2048, shift=3) if case == "moved" else cases(2048)[case].plan
-    torch.testing.assert_close(*attended(plan, Heads(32, 8, 128), "cuda"), atol=2e-2, rtol=2e-2)
+    plan = decodes(1, 2048, shift=3) if case == "moved" else cases(2048)[case].metadata
+    torch.testing.assert_close(*attended(plan, HeadShape(32, 8, 128), "cuda"), atol=2e-2, rtol=2e-2)
 
 
 def test_a_host_tier_below_a_gpu_gives_the_same():
-    small = torch.tensor(heard("llama", "cuda", host=2048))
+    small = torch.tensor(heard("llama", "cuda", host_capacity=2048))
     torch.testing.assert_close(small, torch.tensor(heard("llama", "cpu")), atol=2e-3, rtol=1e-3)
 
 
@@ -90,9 +90,9 @@ def test_tokens_are_drawn_alike_on_both_devices():
 
     def drawn(device: str) -> list[int | None]:
         made = [SamplingParams(**ways[i % len(ways)]) for i in range(64)]
-        return choose(
+        return sample(
             logits.to(device),
-            [Generation(one, [], frozenset(), torch.Generator().manual_seed(i)) for i, one in enumerate(made)],
+            [DecodeState(one, [], frozenset(), torch.Generator().manual_seed(i)) for i, one in enumerate(made)],
         ).read()
 
     here, there = drawn("cpu"), drawn("cuda")
@@ -101,7 +101,7 @@ def test_tokens_are_drawn_alike_on_both_devices():
 
 def test_steps_of_graphs_allocate_nothing_that_stays():
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
-    engine = Engine.from_pretrained(model, device="cuda", config=EngineConfig(compile=True, compile_rows=(8,)))
+    engine = Engine.from_pretrained(model, device="cuda", config=EngineConfig(compile=True, compile_sizes=(8,)))
     engine.warm_up()
     with engine.session(seed=0) as session:
         root = session.prefill(list(range(5, 25)))

@@ -3,14 +3,14 @@
 from typing import ClassVar
 
 import pytest
-import tiny
+from helpers import tiny_models
+from helpers.hypothesis_profile import many
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
-from many import many
 
 from choreograph import ChoreographError, SamplingParams
-from choreograph.errors import CallError
+from choreograph.errors import InvalidRequestError
 
 tokens = st.lists(st.integers(0, 5), min_size=1, max_size=20)
 
@@ -24,7 +24,7 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = tiny.engine(tokens=160, step=7, calls=5, **self.below)
+        self.engine = tiny_models.engine(tokens=160, step=7, calls=5, **self.below)
 
     @rule(target=sessions, mode=st.sampled_from(["choreographed", "prefix", "naive"]))
     def open(self, mode):
@@ -41,14 +41,14 @@ class Life(RuleBasedStateMachine):
     )
     def call(self, session, ids, parents, offset, decode, size):
         """Any call, most of them legal; an illegal one changes nothing."""
-        before = self.engine.runner.store.counts
+        before = self.engine.core.cache_manager.stats
         try:
             if decode:
                 ways = SamplingParams(max_tokens=size, stop_token_ids=[3])
                 return session.decode(ids, parents, new_offset=offset, sampling=ways, footer=[7, 8])
             return session.prefill(ids, parents, new_offset=offset)
         except ChoreographError:
-            assert self.engine.runner.store.counts == before
+            assert self.engine.core.cache_manager.stats == before
             return multiple()
 
     @rule()
@@ -59,8 +59,8 @@ class Life(RuleBasedStateMachine):
     def read(self, message):
         try:
             assert message.result().length == len(message.tokens)
-        except ChoreographError as problem:
-            assert str(problem)
+        except ChoreographError as exc:
+            assert str(exc)
 
     @rule(message=messages)
     def release(self, message):
@@ -70,16 +70,16 @@ class Life(RuleBasedStateMachine):
     def encode(self, message):
         """Whatever was dropped or has left comes back."""
         try:
-            assert len(message.copy_out().layers[0][0]) == message.length
-        except ChoreographError as problem:
-            assert str(problem)
+            assert len(message.export_kv().layers[0][0]) == message.length
+        except ChoreographError as exc:
+            assert str(exc)
 
     @rule(message=messages, owner=st.sampled_from([None, "a"]), seconds=st.sampled_from([None, 1e-4]))
     def pin(self, message, owner, seconds):
         try:
             message.pin(seconds, owner=owner)
-        except ChoreographError as problem:
-            assert str(problem)
+        except ChoreographError as exc:
+            assert str(exc)
 
     @rule(message=messages, owner=st.sampled_from([None, "a"]))
     def unpin(self, message, owner):
@@ -96,7 +96,7 @@ class Life(RuleBasedStateMachine):
     @rule(message=messages)
     def interrupt(self, message):
         """A step that breaks in the middle is as if it had not been."""
-        adapter = self.engine.runner.adapter
+        adapter = self.engine.core.hf_model
         healthy = adapter.forward
 
         def broken(*_):
@@ -115,8 +115,8 @@ class Life(RuleBasedStateMachine):
         self.engine.check()
 
     def teardown(self):
-        runner = self.engine.runner
-        self.engine.drain()
+        runner = self.engine.core
+        self.engine.run_until_idle()
         self.engine.check()
         for call in [*runner.scheduler.waiting, *runner.scheduler.running]:
             runner.release(call)
@@ -126,7 +126,7 @@ class Life(RuleBasedStateMachine):
 class LifeWithTiers(Life):
     """The same with room below the device for some of what leaves it."""
 
-    below: ClassVar[dict[str, int]] = {"host": 96, "disk": 64}
+    below: ClassVar[dict[str, int]] = {"host_capacity": 96, "disk_capacity": 64}
 
 
 SETTINGS = settings(max_examples=many(60), stateful_step_count=40, deadline=None)
@@ -136,14 +136,14 @@ TestLife.settings = TestLifeWithTiers.settings = SETTINGS
 
 @pytest.mark.parametrize("mode", ["prefix", "naive"])
 def test_where_encodings_belong_to_whole_prompts_no_message_is_copied_out(mode):
-    with tiny.engine().session(mode=mode, seed=0) as session:
+    with tiny_models.engine().session(mode=mode, seed=0) as session:
         answer = session.decode([0], [], sampling=SamplingParams(max_tokens=1), footer=[7, 8])
-        with pytest.raises(CallError, match=f"{mode} mode"):
-            answer.copy_out()
+        with pytest.raises(InvalidRequestError, match=f"{mode} mode"):
+            answer.export_kv()
 
 
 def test_nothing_is_held_when_every_session_is_closed():
-    engine = tiny.engine()
+    engine = tiny_models.engine()
     for mode in ("choreographed", "prefix", "naive"):
         with engine.session(mode=mode, seed=0) as session:
             root = session.prefill([1, 2, 3])
@@ -151,9 +151,9 @@ def test_nothing_is_held_when_every_session_is_closed():
                 session.decode([4], [root], sampling=SamplingParams(max_tokens=9))
             engine.step()
             engine.step()
-        engine.drain()
+        engine.run_until_idle()
         engine.check()
-        counts = engine.runner.store.counts
-        assert counts["held_encodings"] == 0 and not engine.runner.scheduler.running
+        counts = engine.core.cache_manager.stats
+        assert counts["held_encodings"] == 0 and not engine.core.scheduler.running
     engine.clear_cache()
-    assert engine.runner.store.counts["free_pages"] == engine.runner.store.counts["pages"]
+    assert engine.core.cache_manager.stats["free_pages"] == engine.core.cache_manager.stats["pages"]

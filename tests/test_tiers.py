@@ -11,18 +11,17 @@ import threading
 import time
 from pathlib import Path
 
-import graphs
 import pytest
-import tiny
 import torch
+from helpers import message_graphs, tiny_models
+from helpers.hypothesis_profile import many
+from helpers.recursion_limit import limit_recursion
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from many import many
-from nested import calls_nest
 
 from choreograph import SamplingParams
-from choreograph.errors import CacheFull, CallError, CallFailed, ChoreographError
-from choreograph.kv.transfers import ThreadMover, Transfer
+from choreograph.errors import CacheFullError, ChoreographError, InvalidRequestError, RequestFailedError
+from choreograph.kv_cache.transfer import ThreadExecutor, Transfer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
 
@@ -34,10 +33,12 @@ def run(engine, nodes, mode="choreographed"):
         for node in nodes:
             parents = [made[i] for i in node.parents]
             if node.generated is None:
-                made.append(session.prefill(node.tokens, parents, node.offsets, node.start))
+                made.append(session.prefill(node.tokens, parents, node.offsets, node.position))
             else:
                 made.append(
-                    session.decode(node.tokens, parents, node.offsets, node.start, sampling=GREEDY, footer=node.footer)
+                    session.decode(
+                        node.tokens, parents, node.offsets, node.position, sampling=GREEDY, footer=node.footer
+                    )
                 )
             if len(made) % 2:
                 made[len(made) // 2].result()
@@ -55,9 +56,19 @@ def close(one, other):
         assert logprobs == pytest.approx(logprobs2, abs=2e-4)
 
 
-@pytest.mark.parametrize("below", [{}, {"host": 40}, {"disk": 60}, {"host": 24, "disk": 24}, {"host": 4096}], ids=str)
+@pytest.mark.parametrize(
+    "below",
+    [
+        {},
+        {"host_capacity": 40},
+        {"disk_capacity": 60},
+        {"host_capacity": 24, "disk_capacity": 24},
+        {"host_capacity": 4096},
+    ],
+    ids=str,
+)
 @given(
-    nodes=graphs.graphs(most=9),
+    nodes=message_graphs.graphs(max_nodes=9),
     tokens=st.integers(12, 40),
     eviction=st.sampled_from(["workflow", "lru", "lfu", "fifo"]),
     aware=st.booleans(),
@@ -65,17 +76,17 @@ def close(one, other):
 )
 @settings(max_examples=many(12), deadline=None)
 def test_results_are_the_same_under_every_policy_budget_and_tier(below, nodes, tokens, eviction, aware, mode):
-    expected = run(tiny.engine(page=2), nodes, mode)
-    engine = tiny.engine(tokens=4 * tokens, page=2, eviction=eviction, aware=aware, **below)
+    expected = run(tiny_models.engine(page=2), nodes, mode)
+    engine = tiny_models.engine(tokens=4 * tokens, page=2, eviction=eviction, aware=aware, **below)
     try:
-        found = run(engine, nodes, mode)
-    except (CacheFull, CallFailed, CallError) as problem:  # refused, or a child of what was
-        text = str(problem)
+        result = run(engine, nodes, mode)
+    except (CacheFullError, RequestFailedError, InvalidRequestError) as exc:  # refused, or a child of what was
+        text = str(exc)
         assert "needs" in text
-        kept = below.get("host") == 4096  # else a full tier drops too
+        kept = below.get("host_capacity") == 4096  # else a full tier drops too
         assert "the whole cache holds" in text or (not kept and crowded_out(nodes, 2 * tokens)), text
         return
-    close(found, expected)
+    close(result, expected)
 
 
 def crowded_out(nodes, pages) -> bool:
@@ -107,23 +118,23 @@ def chain(session, length: int, size: int = 3):
 
 
 def test_however_deep_its_dropped_ancestors_are_a_message_returns():
-    engine, roomy = tiny.engine(tokens=24, page=4), tiny.engine(tokens=8192)
-    with engine.session() as session, roomy.session() as other, calls_nest(250):
+    engine, roomy = tiny_models.engine(tokens=24, page=4), tiny_models.engine(tokens=8192)
+    with engine.session() as session, roomy.session() as other, limit_recursion(250):
         messages, expected = chain(session, 300), chain(other, 300)
-        engine.drain()
-        assert sum(m.where == "device" for m in messages) < 7
+        engine.run_until_idle()
+        assert sum(m.kv_location == "device" for m in messages) < 7
         before = engine.events.counts["rebuilding"]
-        found, right = messages[-5].copy_out(), expected[-5].copy_out()
-        for (keys, values), (k, v) in zip(found.layers, right.layers, strict=True):
+        result, right = messages[-5].export_kv(), expected[-5].export_kv()
+        for (keys, values), (k, v) in zip(result.layers, right.layers, strict=True):
             torch.testing.assert_close(keys, k, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(values, v, atol=1e-4, rtol=1e-4)
         assert engine.events.counts["rebuilding"] - before <= 300
-        assert messages[150].where == "dropped" and messages[150].encode() is messages[150]
+        assert messages[150].kv_location == "dropped" and messages[150].wait_encoded() is messages[150]
         engine.check()
 
 
 def test_a_released_ancestor_is_rebuilt_for_those_that_saw_it():
-    engine, roomy = tiny.engine(tokens=24), tiny.engine()
+    engine, roomy = tiny_models.engine(tokens=24), tiny_models.engine()
     texts = []
     for one in (engine, roomy):
         with one.session() as session:
@@ -139,56 +150,58 @@ def test_a_released_ancestor_is_rebuilt_for_those_that_saw_it():
 
 
 def test_what_can_never_fit_is_refused_with_numbers_and_what_cannot_fit_now_waits():
-    engine = tiny.engine(tokens=32)
+    engine = tiny_models.engine(tokens=32)
     with engine.session(seed=0) as session:
         big = [session.prefill([i] * 12) for i in range(4)]
-        with pytest.raises(CacheFull, match="24 tokens that it sees and 16 of its own, in whole pages 40; the whole"):
+        with pytest.raises(
+            CacheFullError, match="24 tokens that it sees and 16 of its own, in whole pages 40; the whole"
+        ):
             session.decode([1] * 10, big[:2], sampling=SamplingParams(max_tokens=6)).result()
         ways = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
         readers = [session.decode([1, 2], [message], sampling=ways) for message in big]
-        assert [len(reader.generated) for reader in readers] == [10] * 4
+        assert [len(reader.output_token_ids) for reader in readers] == [10] * 4
         engine.check()
 
 
 def test_a_pinned_message_stays_and_the_session_gives_it_back():
-    engine = tiny.engine(tokens=32, host=64)
+    engine = tiny_models.engine(tokens=32, host_capacity=64)
     with engine.session() as session:
         kept = session.prefill([1] * 12).pin()
         also = session.prefill([2] * 12).pin(owner="a")
-        with pytest.raises(CacheFull):
+        with pytest.raises(CacheFullError):
             session.prefill([3] * 12).result()
         also.unpin(owner="b")
-        assert also.where == "device"
+        assert also.kv_location == "device"
         also.unpin(owner="a")
         session.prefill([3] * 12).result()
-        assert (kept.where, also.where) == ("device", "host")
+        assert (kept.kv_location, also.kv_location) == ("device", "host")
         with pytest.raises(ChoreographError, match="seconds=0"):
             kept.pin(0)
         with pytest.raises(ChoreographError, match="seconds=nan"):
             kept.pin(math.nan)
     engine.check()
-    assert engine.runner.store.counts["held_pages"] == 0 and not engine.runner.store.pins
+    assert engine.core.cache_manager.stats["held_pages"] == 0 and not engine.core.cache_manager.pins
 
 
 @pytest.mark.parametrize("seconds", [None, math.inf])
 def test_nobody_waits_for_a_pin_without_an_end(seconds):
-    engine = tiny.engine(tokens=32)
+    engine = tiny_models.engine(tokens=32)
     with engine.session() as session:
         kept = session.prefill([1] * 24).pin(seconds)
-        assert engine.runner.store.pins.next_end is None
-        with pytest.raises(CacheFull):
+        assert engine.core.cache_manager.pins.next_expiry is None
+        with pytest.raises(CacheFullError):
             session.prefill([2] * 24).result()
-        assert kept.where == "device"
+        assert kept.kv_location == "device"
 
 
 def test_a_call_waits_for_a_pin_that_expires():
-    engine = tiny.engine(tokens=32)
+    engine = tiny_models.engine(tokens=32)
     with engine.session() as session:
         session.prefill([1] * 24).pin(seconds=0.05)
-        assert session.prefill([2] * 24).result().where == "device"
+        assert session.prefill([2] * 24).result().kv_location == "device"
 
 
-class Slow(ThreadMover):
+class Slow(ThreadExecutor):
     """Transfers begin when they are let."""
 
     def __init__(self) -> None:
@@ -208,24 +221,26 @@ class Slow(ThreadMover):
 
 @pytest.mark.parametrize("aware", [True, False])
 def test_a_call_whose_context_is_loading_is_passed_over_for_a_ready_one(aware):
-    engine = tiny.engine(tokens=80, host=96, aware=aware)
-    store = engine.runner.store
+    engine = tiny_models.engine(tokens=80, host_capacity=96, aware=aware)
+    store = engine.core.cache_manager
     with engine.session() as session:
         away = session.prefill([1] * 24).result()
         big = session.prefill([2] * 76).result()
-        assert away.where == "host"
+        assert away.kv_location == "host"
         big.release()
-        store.traffic.mover = slow = Slow()
+        store.offload_manager.executor = slow = Slow()
         late = session.decode([3], [away], sampling=GREEDY)
         soon = session.decode([4], sampling=GREEDY)
         opener = threading.Timer(0.2 if aware else 0.05, slow.gate.set)
         opener.start()
         if aware:
             engine.step()
-            assert away.where == "loading" and soon._call.first_token_at and not late._call.first_token_at
+            assert (
+                away.kv_location == "loading" and soon._request.first_token_time and not late._request.first_token_time
+            )
         else:
             engine.step()
-            assert late._call.first_token_at  # the step waited for the load, layer by layer
+            assert late._request.first_token_time  # the step waited for the load, layer by layer
         opener.join()
         assert late.result().usage.cached_tokens == 24
         engine.check()
@@ -234,14 +249,14 @@ def test_a_call_whose_context_is_loading_is_passed_over_for_a_ready_one(aware):
 def test_a_damaged_file_or_a_broken_transfer_leads_to_a_rebuild_and_the_same_result(tmp_path):
     texts = []
     for damage in (False, True):
-        engine = tiny.engine(tokens=40, disk=96, disk_folder=tmp_path)
+        engine = tiny_models.engine(tokens=40, disk_capacity=96, disk_dir=tmp_path)
         with engine.session() as session:
             root = session.prefill([1, 2, 3, 4] * 5)
             child = session.prefill([9] * 8, [root]).result()
             session.prefill([7] * 40).release() or session.prefill([8] * 40).result().release()
-            assert (root.where, child.where) == ("disk", "disk")
+            assert (root.kv_location, child.kv_location) == ("disk", "disk")
             if damage:
-                file = root._call.work.copies["disk"].file
+                file = root._request.kv.tier_copies["disk"].file
                 file.write_bytes(file.read_bytes()[:-4] + b"oops")
             message = session.decode([5], [root, child], sampling=GREEDY)
             behind = session.prefill([6], [child])
@@ -249,12 +264,12 @@ def test_a_damaged_file_or_a_broken_transfer_leads_to_a_rebuild_and_the_same_res
             engine.check()
         assert engine.events.counts["failed_transfer"] == damage
         assert engine.events.counts["rebuilding"] == damage
-        assert not list(tmp_path.iterdir()) or engine.runner.store.traffic.close() is None
+        assert not list(tmp_path.iterdir()) or engine.core.cache_manager.offload_manager.close() is None
     assert texts[0] == texts[1]
 
 
 def test_an_engine_takes_its_files_with_it(tmp_path):
-    engine = tiny.engine(tokens=40, disk=96, disk_folder=tmp_path)
+    engine = tiny_models.engine(tokens=40, disk_capacity=96, disk_dir=tmp_path)
     with engine.session() as session:
         session.prefill([1] * 32).result()
         session.prefill([2] * 32).result()
@@ -264,26 +279,28 @@ def test_an_engine_takes_its_files_with_it(tmp_path):
 
 
 def test_an_engine_that_is_closed_while_another_thread_computes_leaves_no_files(tmp_path):
-    engine = tiny.engine(tokens=40, disk=96, disk_folder=tmp_path)
+    engine = tiny_models.engine(tokens=40, disk_capacity=96, disk_dir=tmp_path)
     closing = threading.Thread(target=engine.close)
     with engine.session() as session:
         first, second = (session.prefill([i] * 32) for i in range(2))
-        with engine.runner.lock:
+        with engine.core.lock:
             first.result()
             closing.start()
             closing.join(0.1)
             second.result()
-            assert engine.runner.closed and list(tmp_path.iterdir())  # what was sent away meanwhile is well
-            engine.runner.settle()
+            assert engine.core.closed and list(tmp_path.iterdir())  # what was sent away meanwhile is well
+            engine.core.poll_transfers()
             assert not engine.events.counts["failed_transfer"]
         closing.join(20)
-        assert not list(tmp_path.iterdir()) and not engine.runner.store.traffic.tiers[0].ever_fits(1)
-        assert len(first.pin().copy_out().layers) == 2
+        assert not list(tmp_path.iterdir()) and not engine.core.cache_manager.offload_manager.tiers[0].fits_when_empty(
+            1
+        )
+        assert len(first.pin().export_kv().layers) == 2
     engine.check()
 
 
 def test_prefix_mode_finds_prefixes_that_left():
-    engine, roomy = tiny.engine(tokens=48, host=200), tiny.engine()
+    engine, roomy = tiny_models.engine(tokens=48, host_capacity=200), tiny_models.engine()
     texts = []
     for one in (engine, roomy):
         with one.session(mode="prefix") as session:
@@ -297,18 +314,18 @@ def test_prefix_mode_finds_prefixes_that_left():
 
 
 def test_prefix_mode_finds_what_was_generated_when_it_has_left():
-    engine = tiny.engine(tokens=48, host=200)
+    engine = tiny_models.engine(tokens=48, host_capacity=200)
     with engine.session(mode="prefix") as session:
         said = session.decode([1, 2, 3, 4], sampling=GREEDY).result()
         session.decode([30] * 40, sampling=GREEDY).result()
-        assert said._call.encoding.state == "host"
+        assert said._request.entry.location == "host"
         assert session.decode([5], [said], sampling=GREEDY).result().usage.cached_tokens == 4 + 6 - 1
 
 
 TWO = SamplingParams(temperature=0, max_tokens=2)
 
 
-@pytest.mark.parametrize("below", [{}, {"host": 16}])
+@pytest.mark.parametrize("below", [{}, {"host_capacity": 16}])
 @pytest.mark.parametrize("first", [True, False])
 def test_what_was_gathered_makes_way_for_a_rebuild_that_needs_its_room(below, first):
     """D saw nearly all of the cache; beside X, which waits for the same call, it cannot be rebuilt."""
@@ -316,55 +333,55 @@ def test_what_was_gathered_makes_way_for_a_rebuild_that_needs_its_room(below, fi
     def answer(engine, small: bool):
         with engine.session(seed=0) as s:
             seen = [s.prefill([i] * 8) for i in range(4)]
-            d = s.prefill([9] * 8, seen).encode()
-            x = s.prefill([20] * 8).encode()
-            s.prefill([21] * 32).encode().release()
+            d = s.prefill([9] * 8, seen).wait_encoded()
+            x = s.prefill([20] * 8).wait_encoded()
+            s.prefill([21] * 32).wait_encoded().release()
             s.decode([1], [x], sampling=TWO).result()
-            assert not small or (d.where != "device" and x.where == "device")
+            assert not small or (d.kv_location != "device" and x.kv_location == "device")
             return s.decode([1], [d, x] if first else [x, d], sampling=TWO).tokens
 
-    assert answer(tiny.engine(tokens=40, **below), True) == answer(tiny.engine(), False)
+    assert answer(tiny_models.engine(tokens=40, **below), True) == answer(tiny_models.engine(), False)
 
 
 @pytest.mark.parametrize("tokens", range(120, 140, 4))
 def test_what_stands_alone_is_rebuilt_after_what_needs_most_room(tokens):
     """Or each would drive the other out again, attempt by attempt, and more memory could be too little where less is
     enough."""
-    engine = tiny.engine(tokens=tokens)
+    engine = tiny_models.engine(tokens=tokens)
     with engine.session() as session:
         one, other, alone = session.prefill(range(60)), session.prefill([9] * 60), session.prefill([3] * 24)
         seen = session.prefill([5], [one, *(session.prefill([7, k, 1, 2, 3, 4], [other]) for k in range(2))])
         for message in session.messages:
-            message.encode()
+            message.wait_encoded()
         full = session.prefill([1] * tokens)
-        full.encode().release()
-        assert {message.where for message in (one, other, alone, seen)} == {"dropped"}
+        full.wait_encoded().release()
+        assert {message.kv_location for message in (one, other, alone, seen)} == {"dropped"}
         assert session.decode([8], [alone, seen], sampling=GREEDY).finish_reason == "length"
         engine.check()
 
 
 def test_two_that_cannot_be_rebuilt_beside_each_other_are_refused_and_not_tried_for_ever():
-    engine = tiny.engine(tokens=40)
+    engine = tiny_models.engine(tokens=40)
     with engine.session(seed=0) as s:
         both = []
         for number in range(2):
             seen = [s.prefill([4 * number + i] * 8) for i in range(4)]
-            both.append(s.prefill([9 + number] * 8, seen).encode())
+            both.append(s.prefill([9 + number] * 8, seen).wait_encoded())
             for message in seen:
                 message.release()
-        s.prefill([21] * 32).encode().release()
-        with pytest.raises(CacheFull, match="needs"):
+        s.prefill([21] * 32).wait_encoded().release()
+        with pytest.raises(CacheFullError, match="needs"):
             s.decode([1], both, sampling=TWO).result()
         engine.check()
 
 
 def test_a_tier_that_cannot_be_written_is_given_up_for_what_it_refused():
-    engine = tiny.engine(tokens=40, disk=400)
+    engine = tiny_models.engine(tokens=40, disk_capacity=400)
     with engine.session(seed=0) as s:
-        first = s.prefill([1] * 16).encode()
-        shutil.rmtree(engine.runner.store.traffic.tiers[-1].folder)
-        s.prefill([2] * 32).encode()
-        assert first.where == "dropped" and engine.events.counts["failed_transfer"] == 1
+        first = s.prefill([1] * 16).wait_encoded()
+        shutil.rmtree(engine.core.cache_manager.offload_manager.tiers[-1].folder)
+        s.prefill([2] * 32).wait_encoded()
+        assert first.kv_location == "dropped" and engine.events.counts["failed_transfer"] == 1
         assert s.decode([3], [first], sampling=TWO).tokens
 
 
@@ -375,14 +392,14 @@ def stuck(path, missing_ok=False):
 @pytest.mark.parametrize("how", ["unlink", "file", "folder"])
 def test_a_disk_that_gives_nothing_back_leads_to_the_same_results_and_loses_no_memory(how, monkeypatch, tmp_path):
     """It cannot unlink; a folder stands where a file was; a file stands where the folder was."""
-    engine, roomy = tiny.engine(tokens=112, disk=1024, disk_folder=tmp_path), tiny.engine()
-    folder = engine.runner.store.traffic.tiers[-1].folder
+    engine, roomy = tiny_models.engine(tokens=112, disk_capacity=1024, disk_dir=tmp_path), tiny_models.engine()
+    folder = engine.core.cache_manager.offload_manager.tiers[-1].folder
 
     def flow(engine, breaks=lambda: None):
         with engine.session(seed=1) as session:
             seen = [session.prefill([i + 1] * 24).result() for i in range(6)]
             breaks()
-            answers = [session.decode([40], [message], sampling=GREEDY).generated for message in seen]
+            answers = [session.decode([40], [message], sampling=GREEDY).output_token_ids for message in seen]
         engine.clear_cache()
         return answers
 
@@ -408,61 +425,62 @@ def test_a_disk_that_gives_nothing_back_leads_to_the_same_results_and_loses_no_m
         engine.check()
     monkeypatch.undo()
     assert flow(engine) == expected
-    counts = engine.runner.store.counts
+    counts = engine.core.cache_manager.stats
     assert counts["held_encodings"] == counts["idle_encodings"] == 0 and counts["free_pages"] == counts["pages"]
     engine.check()
 
 
 def test_a_pin_that_others_wait_for_can_be_taken_back_by_another_thread():
-    engine = tiny.engine(tokens=40)
+    engine = tiny_models.engine(tokens=40)
     with engine.session(seed=0) as s, engine.session(seed=0) as t:
         pinned = s.prefill([1] * 24)
         pinned.pin(seconds=3600)
         waiting = t.prefill([2] * 32)
-        thread = threading.Thread(target=waiting.encode)
+        thread = threading.Thread(target=waiting.wait_encoded)
         thread.start()
         time.sleep(0.1)
         pinned.unpin()
         thread.join(60)
-        assert not thread.is_alive() and waiting.where == "device"
+        assert not thread.is_alive() and waiting.kv_location == "device"
 
 
 def test_equal_messages_are_pinned_each_for_itself():
-    engine = tiny.engine()
+    engine = tiny_models.engine()
     with engine.session() as s:
         one, two = s.prefill([1] * 8), s.prefill([1] * 8)
         one.pin()
         two.pin()
         one.unpin()
-        assert two._call.encoding.in_use
+        assert two._request.entry.in_use
         two.unpin()
-        assert not two._call.encoding.in_use
+        assert not two._request.entry.in_use
 
 
 def test_what_a_cleared_cache_could_not_load_is_rebuilt():
-    engine = tiny.engine(tokens=40, disk=400)
+    engine = tiny_models.engine(tokens=40, disk_capacity=400)
     with engine.session(seed=0) as s:
-        first = s.prefill([1] * 16).encode()
-        s.prefill([2] * 32).encode().release()
+        first = s.prefill([1] * 16).wait_encoded()
+        s.prefill([2] * 32).wait_encoded().release()
         engine.clear_cache()
-        file = next(engine.runner.store.traffic.tiers[-1].folder.glob("*.safetensors"))
+        file = next(engine.core.cache_manager.offload_manager.tiers[-1].folder.glob("*.safetensors"))
         file.write_bytes(b"x" * 50)
         answer = s.decode([3], [first], sampling=TWO)
-        runner = engine.runner
+        runner = engine.core
         with runner.lock:
-            runner.settle()
-            runner.scheduler.next()  # admits the call while its context is being loaded
+            runner.poll_transfers()
+            runner.scheduler.schedule()  # admits the call while its context is being loaded
         engine.clear_cache()
         assert answer.tokens and engine.events.counts["rebuilding"] == 1
 
 
 def test_a_process_may_end_while_copies_are_under_way():
     program = (
-        "import tiny, time\n"
-        "from choreograph.kv import transfers\n"
-        "engine = tiny.engine(tokens=40, host=4096)\n"
-        "engine.runner.store.traffic.mover.start(\n"
-        "    transfers.Transfer('loading', 100000, 1, lambda layer: time.sleep(0.001)))\n"
+        "import time\n"
+        "from helpers import tiny_models\n"
+        "from choreograph.kv_cache import transfer\n"
+        "engine = tiny_models.engine(tokens=40, host_capacity=4096)\n"
+        "engine.core.cache_manager.offload_manager.executor.start(\n"
+        "    transfer.Transfer('loading', 100000, 1, lambda layer: time.sleep(0.001)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
@@ -470,27 +488,27 @@ def test_a_process_may_end_while_copies_are_under_way():
 
 def test_a_child_of_a_prefix_that_cannot_be_loaded_goes_with_it():
     """Both are being loaded for a call that is released; the prefix turns out to be damaged."""
-    engine = tiny.engine(tokens=64, disk=4096)
+    engine = tiny_models.engine(tokens=64, disk_capacity=4096)
     with engine.session(mode="prefix") as session:
         root = session.prefill([1, 2, 3, 4] * 4)
         first = session.decode([5], [root], sampling=GREEDY).result()
         second = session.decode([6] * 4, [root, first], sampling=GREEDY).result()
         session.decode([30] * 56, sampling=GREEDY).result()
-        for file in engine.runner.store.traffic.tiers[-1].folder.glob("*.safetensors"):
+        for file in engine.core.cache_manager.offload_manager.tiers[-1].folder.glob("*.safetensors"):
             file.write_bytes(b"x" * 50)
-        runner, traffic = engine.runner, engine.runner.store.traffic
+        runner, traffic = engine.core, engine.core.cache_manager.offload_manager
         again = session.decode([7], [root, first, second], sampling=GREEDY)
-        while not traffic.loads:  # at first others leave
+        while not traffic.num_loads:  # at first others leave
             traffic.wait()
-            runner.settle()
-            traffic.mover = slow = Slow()
-            runner.scheduler.next()
-            if not traffic.loads:
+            runner.poll_transfers()
+            traffic.executor = slow = Slow()
+            runner.scheduler.schedule()
+            if not traffic.num_loads:
                 slow.gate.set()
-        assert traffic.loads >= 2
+        assert traffic.num_loads >= 2
         again.release()
         slow.gate.set()
-        engine.drain()
+        engine.run_until_idle()
         while traffic.wait():
             engine.step()
         engine.check()
@@ -498,77 +516,77 @@ def test_a_child_of_a_prefix_that_cannot_be_loaded_goes_with_it():
 
 
 def test_a_copy_is_taken_at_once_while_others_wait_for_a_long_pin():
-    engine = tiny.engine(tokens=40, host=64)
+    engine = tiny_models.engine(tokens=40, host_capacity=64)
     with engine.session() as session:
         away = session.prefill([1] * 8).result()
         session.prefill([2] * 40).result().release()
-        assert away.where == "host"
+        assert away.kv_location == "host"
         session.prefill([3] * 24).pin(seconds=3600)
         waiting = session.prefill([4] * 32)
-        found = []
-        thread = threading.Thread(target=lambda: found.append(away.copy_out()), daemon=True)
+        result = []
+        thread = threading.Thread(target=lambda: result.append(away.export_kv()), daemon=True)
         thread.start()
         thread.join(20)
-        assert found and waiting.where != "device"
+        assert result and waiting.kv_location != "device"
 
 
 def test_a_message_that_is_released_while_another_thread_pins_it_is_not_pinned():
-    engine = tiny.engine(tokens=40)
+    engine = tiny_models.engine(tokens=40)
     with engine.session() as session, engine.session() as other:
         late = other.prefill([2] * 24).result()
         session.prefill([1] * 32).pin(seconds=1)
-        assert late.where == "dropped"
+        assert late.kv_location == "dropped"
         problems = []
 
         def pin() -> None:
             try:
                 late.pin()
-            except ChoreographError as problem:
-                problems.append(problem)
+            except ChoreographError as exc:
+                problems.append(exc)
 
         thread = threading.Thread(target=pin)
         thread.start()
         time.sleep(0.1)
         other.close()
         thread.join(20)
-        assert problems and len(engine.runner.store.pins) == 1
+        assert problems and len(engine.core.cache_manager.pins) == 1
 
 
 def count_steps(engine, most: int) -> None:
-    step = engine.runner.step
+    step = engine.core.step
 
     def counted(**how):
-        assert engine.runner.steps < most, "it is computed for ever"
+        assert engine.core.num_steps < most, "it is computed for ever"
         return step(**how)
 
-    engine.runner.step = counted
+    engine.core.step = counted
 
 
 def test_what_a_pin_has_rebuilt_ahead_is_not_lost_to_a_call_that_waits_and_the_pin_is_refused():
-    engine = tiny.engine(tokens=64, page=2)
+    engine = tiny_models.engine(tokens=64, page=2)
     count_steps(engine, 200)
     with engine.session(mode="prefix") as session:
         root = session.prefill([1] * 20)
         first = session.decode([2] * 4, [root], sampling=GREEDY).result()
         message = session.decode([3] * 18, [root, first], sampling=GREEDY).result()
         session.decode([4] * 58, sampling=GREEDY).result()
-        assert first.where == message.where == "dropped"
+        assert first.kv_location == message.kv_location == "dropped"
         session.decode([5] * 16, sampling=GREEDY).pin()
         session.decode([6] * 50, sampling=GREEDY)
-        with pytest.raises(CacheFull):
+        with pytest.raises(CacheFullError):
             message.pin()
         engine.check()
 
 
 def test_what_only_a_pin_wants_is_not_lost_to_a_call_that_waits_for_its_room():
-    engine = tiny.engine(tokens=48, page=16)
+    engine = tiny_models.engine(tokens=48, page=16)
     count_steps(engine, 60)
     with engine.session(mode="prefix") as session:
         message = session.decode([1] * 12, sampling=GREEDY).result()
         session.decode([2] * 40, sampling=GREEDY).result()
-        assert message.where == "dropped"
+        assert message.kv_location == "dropped"
         waiting = session.decode([3] * 20, sampling=GREEDY)
-        assert message.pin().where == "device"
+        assert message.pin().kv_location == "device"
         message.unpin()
         assert waiting.tokens
 
@@ -577,25 +595,25 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("use", ["pin", "copy_out"])
+@pytest.mark.parametrize("use", ["pin", "export_kv"])
 def test_bringing_a_message_back_that_breaks_holds_nothing(use, monkeypatch):
-    engine = tiny.engine(tokens=64)
+    engine = tiny_models.engine(tokens=64)
     with engine.session() as session:
         seen = session.prefill([1] * 20)
         message = session.prefill([2] * 12, [seen]).result()
         session.prefill([3] * 62).result().release()
-        assert seen.where == message.where == "dropped"
+        assert seen.kv_location == message.kv_location == "dropped"
         with monkeypatch.context() as broken:
-            broken.setattr(engine.runner.adapter, "forward", interrupted)
+            broken.setattr(engine.core.hf_model, "forward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 getattr(message, use)()
         engine.check()
-    engine.drain()
-    assert engine.runner.store.counts["held_encodings"] == 0
+    engine.run_until_idle()
+    assert engine.core.cache_manager.stats["held_encodings"] == 0
 
 
 def test_an_idle_prefix_goes_when_what_hangs_on_it_lies_in_a_full_tier():
-    engine = tiny.engine(tokens=48, host=12, page=2)
+    engine = tiny_models.engine(tokens=48, host_capacity=12, page=2)
     with engine.session(mode="prefix") as session:
         root = session.prefill([1, 2, 3, 4] * 7)
         session.decode([5, 6], [root], sampling=GREEDY).result()
@@ -608,22 +626,22 @@ def test_an_idle_prefix_goes_when_what_hangs_on_it_lies_in_a_full_tier():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 def test_a_forked_child_computes_and_leaves_its_parents_files(tmp_path):
     """The thread that copies is not in the child."""
-    engine = tiny.engine(tokens=112, host=256, disk=1024, disk_folder=tmp_path)
+    engine = tiny_models.engine(tokens=112, host_capacity=256, disk_capacity=1024, disk_dir=tmp_path)
 
     def flow() -> list[list[int]]:
         with engine.session(seed=1) as session:
             parents = [session.prefill([i + 1] * 24) for i in range(6)]
             for parent in parents:
                 parent.result()
-            return [session.decode([40], [p], sampling=SamplingParams(max_tokens=6)).generated for p in parents]
+            return [session.decode([40], [p], sampling=SamplingParams(max_tokens=6)).output_token_ids for p in parents]
 
-    wanted, (folder,) = flow(), tmp_path.iterdir()
+    expected, (folder,) = flow(), tmp_path.iterdir()
     child = os.fork()
     if not child:
         signal.alarm(60)
-        same = flow() == wanted
+        same = flow() == expected
         atexit._run_exitfuncs()
         os._exit(0 if same else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert folder.exists() and flow() == wanted
+    assert folder.exists() and flow() == expected
     engine.check()

@@ -18,13 +18,13 @@ def test_the_wheel_runs_without_the_tree(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         held = archive.namelist()
         archive.extractall(tmp_path / "site")
-    assert "choreograph/ops/native.cpp" in held
+    assert "choreograph/attention/cpp_kernel.cpp" in held
     assert "choreograph/py.typed" in held
     assert not [name for name in held if name.startswith(("tests", "benchmarks", "examples"))]
     ask = (
         "import choreograph, json; from choreograph import Engine, SamplingParams; e = Engine.from_pretrained();"
         "s = e.session(); m = s.decode('Hello', sampling=SamplingParams(max_tokens=3, temperature=0));"
-        "print(json.dumps([choreograph.__file__, e.runner.backend.name, len(m.generated)]))"
+        "print(json.dumps([choreograph.__file__, e.core.backend.name, len(m.output_token_ids)]))"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=environment, cwd=tmp_path)

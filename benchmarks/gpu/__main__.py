@@ -16,15 +16,15 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from choreograph.models.load import EMBEDDED, tokenizer_of
-from choreograph.report import show_table
+from choreograph.console import print_table
+from choreograph.models.loader import DEFAULT_MODEL, load_tokenizer
 
-from ..common import Row, hardware, last, write
+from ..common import Row, hardware, last_result, row_from_record, write
 from . import binaries, check, kernels, kvflow, page, partial, prompt_cache, rates, steps, table, workflows
-from .bench import Bench, Found, Measure
+from .bench import Bench, Measure, PartResult
 from .budget import Budget
 from .lines import PARTS
-from .predictions import OTHERWISE, PRESETS
+from .predictions import ALTERNATIVES, PRESETS
 from .shape import FULL, TINY
 
 MEASURES: dict[str, Measure] = {
@@ -34,18 +34,25 @@ MEASURES: dict[str, Measure] = {
     "prompt_cache": prompt_cache.measure,
     "partial": partial.measure,
     "tree_of_thoughts": workflows.measure("tree_of_thoughts"),
-    "mad_par": workflows.measure("mad_par"),
+    "debate_parallel": workflows.measure("debate_parallel"),
     "kvflow": kvflow.measure,
-    "mad_iter": workflows.measure("mad_iter"),
+    "debate_iterative": workflows.measure("debate_iterative"),
     "scaled": workflows.measure("scaled"),
     "flex": kernels.measure("flex"),
 }
 SHARES = {"rates": 1, "steps": 2, "triton": 2, "flex": 4, "prompt_cache": 2, "partial": 2}  # of the time; others below
-SHARES |= {"tree_of_thoughts": 4, "mad_par": 6, "kvflow": 8, "mad_iter": 12, "scaled": 8}
-LEAST = {"rates": 3, "steps": 15, "triton": 10, "flex": 20, "prompt_cache": 8, "partial": 8}  # seconds that one takes
-LEAST |= {"tree_of_thoughts": 12, "mad_par": 20, "kvflow": 80, "mad_iter": 60, "scaled": 45}
+SHARES |= {"tree_of_thoughts": 4, "debate_parallel": 6, "kvflow": 8, "debate_iterative": 12, "scaled": 8}
+MIN_SECONDS = {
+    "rates": 3,
+    "steps": 15,
+    "triton": 10,
+    "flex": 20,
+    "prompt_cache": 8,
+    "partial": 8,
+}  # seconds that one takes
+MIN_SECONDS |= {"tree_of_thoughts": 12, "debate_parallel": 20, "kvflow": 80, "debate_iterative": 60, "scaled": 45}
 
-PREDICTING = 20  # seconds at the end
+PREDICTION_SECONDS = 20  # seconds at the end
 
 
 def main() -> None:
@@ -55,7 +62,9 @@ def main() -> None:
     )
     options.add_argument("--minutes", type=float, default=8.0, help="parts that would not fit are left out, and named")
     options.add_argument("--tiny", action="store_true")
-    options.add_argument("--tokenizer", default=EMBEDDED, help="a folder or a Hub id, where the embedded model is not")
+    options.add_argument(
+        "--tokenizer", default=DEFAULT_MODEL, help="a folder or a Hub id, where the embedded model is not"
+    )
     options.add_argument(
         "--predict", choices=list(PRESETS), help="print what is expected of a device, and nothing else"
     )
@@ -85,58 +94,58 @@ def main() -> None:
         options.error("torch finds no GPU here: use --tiny for a trial, or --predict")
 
 
-def run(parts: Sequence[str], minutes: float, words: str, *, trial: bool) -> None:
+def run(parts: Sequence[str], minutes: float, tokenizer_source: str, *, trial: bool) -> None:
     """Measures some parts, keeps what is there after each, and prints the table."""
-    budget = Budget(60 * minutes - (0 if trial else PREDICTING), {part: SHARES[part] for part in parts})
+    budget = Budget(60 * minutes - (0 if trial else PREDICTION_SECONDS), {part: SHARES[part] for part in parts})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bench = Bench(TINY if trial else FULL, device, trial, words)
-    found: dict[str, Found] = {}
+    bench = Bench(TINY if trial else FULL, device, trial, tokenizer_source)
+    result: dict[str, PartResult] = {}
     missing: dict[str, str] = {}
     print(f"{sum(p.numel() for p in bench.model.parameters()):,} weights, {budget.left:.0f} s left", flush=True)
     for part in parts:
-        allowance = budget.open(part, 0 if trial else LEAST[part])
+        allowance = budget.open(part, 0 if trial else MIN_SECONDS[part])
         if allowance is None:
-            missing[part] = f"left out: less than {LEAST[part]} s were left"
+            missing[part] = f"left out: less than {MIN_SECONDS[part]} s were left"
             continue
         began = time.perf_counter()
         try:
-            found[part] = MEASURES[part](bench, allowance)
-        except Exception as problem:  # the other parts are worth having; the table names it
+            result[part] = MEASURES[part](bench, allowance)
+        except Exception as exc:  # the other parts are worth having; the table names it
             traceback.print_exc()
-            missing[part] = f"failed: {type(problem).__name__}"
+            missing[part] = f"failed: {type(exc).__name__}"
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         print(f"{part}: {time.perf_counter() - began:.0f} s, {budget.left:.0f} s left", flush=True)
         if not trial:
-            keep(table.rows_of(found), missing | bench.notes)
-    predicted = {} if trial else worked_out(bench, found)
-    rows = table.with_predictions(table.rows_of(found), predicted)
+            save_rows(table.rows_of(result), missing | bench.notes)
+    predicted = {} if trial else predict_from_results(bench, result)
+    rows = table.with_predictions(table.rows_of(result), predicted)
     if not trial:
-        keep(rows, missing | bench.notes)
+        save_rows(rows, missing | bench.notes)
     title = f"{bench.shape.name}; {hardware()}"
-    show_table(Console(width=200), title, table.HEAD, table.cells(rows, predicted, missing, parts))
+    print_table(Console(width=200), title, table.HEAD, table.cells(rows, predicted, missing, parts))
 
 
-def worked_out(bench: Bench, found: dict[str, Found]) -> dict[str, float]:
-    return table.predict(table.device_of(bench, found), table.count(bench.tokenizer, bench.shape), bench.shape)
+def predict_from_results(bench: Bench, results: dict[str, PartResult]) -> dict[str, float]:
+    return table.predict(table.device_of(bench, results), table.count(bench.tokenizer, bench.shape), bench.shape)
 
 
-def keep(rows: Sequence[Row], missing: dict[str, str]) -> None:
+def save_rows(rows: Sequence[Row], missing: dict[str, str]) -> None:
     """Saves rows beside those of parts that were measured before."""
     new = {row.measure for row in rows}
-    had = [Row(**row) for row in last("gpu").get("rows", []) if row["measure"] not in new]
+    had = [row_from_record(row) for row in last_result("gpu").get("rows", []) if row["measure"] not in new]
     write("gpu", [*had, *rows], FULL.name, missing=missing)
 
 
 def predict(name: str) -> None:
     """Prints what is expected of a device, and puts it into the page about it."""
-    counts = table.count(tokenizer_of(EMBEDDED)[0], FULL)
-    every = {title: table.predict(PRESETS[name], counts, FULL, reached) for title, reached in OTHERWISE.items()}
+    counts = table.count(load_tokenizer(DEFAULT_MODEL)[0], FULL)
+    every = {title: table.predict(PRESETS[name], counts, FULL, reached) for title, reached in ALTERNATIVES.items()}
     predicted = next(iter(every.values()))
     title = f"{FULL.name}; {PRESETS[name].name}"
-    show_table(Console(width=200), title, table.HEAD, table.cells([], predicted, {}, PARTS))
-    page.keep(name, every)
+    print_table(Console(width=200), title, table.HEAD, table.cells([], predicted, {}, PARTS))
+    page.save_predictions(name, every)
 
 
 if __name__ == "__main__":

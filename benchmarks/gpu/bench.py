@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.evaluation.statistics import Estimate
-from choreograph.models.load import EMBEDDED, tokenizer_of
+from choreograph.models.loader import DEFAULT_MODEL, load_tokenizer
 
-from ..common import some_tokens
+from ..common import random_tokens
 from .budget import Allowance
 from .shape import Shape
 
-Found = Mapping[str, Sequence[float] | Estimate]  # by the name of a line: samples, or a figure with its interval
+PartResult = Mapping[str, Sequence[float] | Estimate]  # by the name of a line: samples, or a figure with its interval
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Bench:
     shape: Shape
     device: torch.device
     trial: bool
-    words: str = EMBEDDED
+    tokenizer_source: str = DEFAULT_MODEL
     notes: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def tokenizer(self) -> Any:
-        return tokenizer_of(self.words)[0]
+        return load_tokenizer(self.tokenizer_source)[0]
 
     @cached_property
     def model(self) -> LlamaForCausalLM:
@@ -45,20 +45,20 @@ class Bench:
     @cached_property
     def engine(self) -> Engine:
         """One that several parts use."""
-        return self.new_engine(EngineConfig(CacheConfig(tokens=self.shape.room)))
+        return self.new_engine(EngineConfig(CacheConfig(capacity=self.shape.cache_tokens)))
 
-    def new_engine(self, config: EngineConfig, most_rows: int = 1 << 30) -> Engine:
+    def new_engine(self, config: EngineConfig, max_graph_rows: int = 1 << 30) -> Engine:
         """With graphs of its own, for steps of so many rows (none: without graphs), ready to run."""
         options: dict[str, Any] = {"cache": config.cache, "scheduler": config.scheduler, "backend": "triton"}
-        rows = tuple(n for n in self.shape.rows if n <= most_rows)
-        options |= {"compile": bool(rows) and not self.trial, "compile_rows": rows or None}
+        rows = tuple(n for n in self.shape.rows if n <= max_graph_rows)
+        options |= {"compile": bool(rows) and not self.trial, "compile_sizes": rows or None}
         engine = Engine.from_pretrained(self.model, tokenizer=self.tokenizer, config=EngineConfig(**options))
         engine.warm_up()
-        if refused := getattr(engine.runner.adapter.compiled, "refused", None):
+        if refused := getattr(engine.core.hf_model.compiled, "capture_error", None):
             self.notes["graphs"] = f"not recorded, steps run eagerly: {refused}"
         if not self.trial:  # steps of whole chunks too
             with engine.session() as session:
-                session.prefill(some_tokens(2 * config.scheduler.max_step_tokens)).result()
+                session.prefill(random_tokens(2 * config.scheduler.max_num_batched_tokens)).result()
         return engine
 
     @cached_property
@@ -66,13 +66,13 @@ class Bench:
         """Bytes a second that a plain copy reads and writes."""
         one = torch.empty(1 << (24 if self.trial else 31), dtype=torch.uint8, device=self.device)
         other = torch.empty_like(one)
-        return 2 * len(one) / min(on_device(lambda: other.copy_(one)) for _ in range(10))
+        return 2 * len(one) / min(device_seconds(lambda: other.copy_(one)) for _ in range(10))
 
     def noise(self, *size: int) -> Tensor:
         return torch.randn(*size, device=self.device, dtype=torch.bfloat16)
 
 
-Measure = Callable[[Bench, Allowance], Found]
+Measure = Callable[[Bench, Allowance], PartResult]
 
 
 def now() -> float:
@@ -88,7 +88,7 @@ def seconds(work: Callable[[], object]) -> float:
     return now() - began
 
 
-def on_device(work: Callable[[], object]) -> float:
+def device_seconds(work: Callable[[], object]) -> float:
     """Seconds on the device alone, without launching."""
     if not torch.cuda.is_available():
         return seconds(work)
@@ -100,7 +100,7 @@ def on_device(work: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def captured(work: Callable[[], object]) -> Callable[[], object]:
+def as_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
     """The work as one graph, so that nothing waits for the host; without a GPU as it is."""
     if not torch.cuda.is_available():
         return work

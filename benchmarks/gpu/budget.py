@@ -12,42 +12,42 @@ Clock = Callable[[], float]
 class Allowance:
     """The time of one part."""
 
-    ends: float
+    deadline: float
     clock: Clock = time.perf_counter
 
     @property
     def left(self) -> float:
-        return self.ends - self.clock()
+        return self.deadline - self.clock()
 
-    def rounds(self, most: int) -> Iterator[int]:
+    def rounds(self, max_rounds: int) -> Iterator[int]:
         """Numbers of rounds, as long as one more fits. The first one is always made."""
         taken: list[float] = []
-        while go_on(taken, self.left, most):
+        while has_time_for_round(taken, self.left, max_rounds):
             began = self.clock()
             yield len(taken)
             taken.append(self.clock() - began)
 
 
-def go_on(taken: Sequence[float], left: float, most: int) -> bool:
+def has_time_for_round(taken: Sequence[float], left: float, max_rounds: int) -> bool:
     """Whether a round follows those that took so many seconds each."""
-    return not taken or (len(taken) < most and max(taken) <= left)
+    return not taken or (len(taken) < max_rounds and max(taken) <= left)
 
 
 class Budget:
     """shares: of every part, in order, relative to each other."""
 
     def __init__(self, seconds: float, shares: Mapping[str, float], clock: Clock = time.perf_counter) -> None:
-        self._ends, self._clock = clock() + seconds, clock
+        self._deadline, self._clock = clock() + seconds, clock
         self._shares = dict(shares)
 
     @property
     def left(self) -> float:
-        return self._ends - self._clock()
+        return self._deadline - self._clock()
 
-    def open(self, part: str, least: float = 0.0) -> Allowance | None:
+    def open(self, part: str, min_seconds: float = 0.0) -> Allowance | None:
         """The part's time: its share, or `least` seconds if that is more; None where not even those are left."""
         share = self._shares[part] / sum(self._shares.values())
         del self._shares[part]
-        if self.left < least:
+        if self.left < min_seconds:
             return None
-        return Allowance(self._clock() + max(least, share * self.left), self._clock)
+        return Allowance(self._clock() + max(min_seconds, share * self.left), self._clock)

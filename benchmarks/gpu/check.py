@@ -12,52 +12,54 @@ import numpy as np
 import torch
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models.graphed import GraphedForward
-from choreograph.onepass.rehearsal import SilentModel
-from choreograph.ops.attend import Step
+from choreograph.attention.backend import ForwardContext
+from choreograph.models.cuda_graph import CudaGraphForward
+from choreograph.training.dry_run import DryRunModel
 
-from ..common import Row, greedy, last, median_row, seconds, some_tokens, write
+from ..common import Row, greedy, last_result, median_row, random_tokens, row_from_record, seconds, write
 from .bench import Bench
 from .budget import Budget
-from .counts import Counted, Work, count_flow, facts_of
+from .counts import CountedRun, StepWork, count_flow, dummy_model_info
 from .lines import TITLES
 from .predictions import mean_wait
 from .shape import FULL, Shape, flows
 from .workflows import ratios
 
 ROWS = (1, 2, 4, 8, 16, 24, 40, 80, 160, 320, 640, 1024)
-DRAWN = (1, 2, 4, 8, 16)
+SAMPLED_ROWS = (1, 2, 4, 8, 16)
 LONG, SHORT = 96, 8
 
 
 @dataclass(frozen=True)
-class Here(Bench):
+class CpuBench(Bench):
     """The embedded model on the CPU, uncompiled."""
 
     @cached_property
     def engine(self) -> Engine:
-        return Engine.from_pretrained(config=EngineConfig(cache=CacheConfig(tokens=16_384)))
+        return Engine.from_pretrained(config=EngineConfig(cache=CacheConfig(capacity=16_384)))
 
 
-class Curve:
+class StepTimeCurve:
     """Seconds of a step: by its rows where no token is drawn, and what tokens that are drawn add to it."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self.rows = {rows: self._prompt(rows) for rows in ROWS}
-        self.drawn = {count: max(0.0, self._decodes(count) - self.rows[count]) for count in DRAWN}
+        self.step_seconds = {rows: self._prompt(rows) for rows in ROWS}
+        self.sampling_seconds = {
+            count: max(0.0, self._decodes(count) - self.step_seconds[count]) for count in SAMPLED_ROWS
+        }
 
-    def __call__(self, work: Work) -> float:
+    def __call__(self, work: StepWork) -> float:
         return float(
-            np.interp(work.rows, list(self.rows), list(self.rows.values()))
-            + np.interp(work.drawn, [0, *self.drawn], [0.0, *self.drawn.values()])
+            np.interp(work.rows, list(self.step_seconds), list(self.step_seconds.values()))
+            + np.interp(work.sampled_rows, [0, *self.sampling_seconds], [0.0, *self.sampling_seconds.values()])
         )
 
     def _prompt(self, rows: int) -> float:
         taken = []
         for seed in range(4):
             with self.bench.engine.session() as session:
-                taken.append(seconds(session.prefill(some_tokens(rows, seed)).result))
+                taken.append(seconds(session.prefill(random_tokens(rows, seed)).result))
             self.bench.engine.clear_cache()
         return median(taken[1:])
 
@@ -65,7 +67,7 @@ class Curve:
         e = self.bench.engine
         with e.session() as session:
             for seed in range(count):
-                session.decode([5], [session.prefill(some_tokens(LONG, seed))], sampling=greedy(16))
+                session.decode([5], [session.prefill(random_tokens(LONG, seed))], sampling=greedy(16))
             for _ in range(4):
                 e.step()
             return median(seconds(e.step) for _ in range(10))
@@ -73,64 +75,76 @@ class Curve:
 
 def check_host() -> None:
     """The host's part alone, saved beside what else was checked last."""
-    bench = Here(FULL, torch.device("cpu"), trial=True)
-    new = host(bench)
+    bench = CpuBench(FULL, torch.device("cpu"), trial=True)
+    new = measure_host(bench)
     had = [
-        Row(**row) for row in last("gpu_check").get("rows", []) if row["measure"] not in {one.measure for one in new}
+        row_from_record(row)
+        for row in last_result("gpu_check").get("rows", [])
+        if row["measure"] not in {one.measure for one in new}
     ]
-    write("gpu_check", [*new, *had], seconds=last("gpu_check").get("seconds", {}))
+    write("gpu_check", [*new, *had], seconds=last_result("gpu_check").get("seconds", {}))
 
 
 def check(rounds: int = 2) -> None:
     """Predicts, measures, saves and prints."""
-    shape = replace(FULL, flows=flows(LONG, SHORT, 8, 16, LONG), most=rounds)
-    bench = Here(shape, torch.device("cpu"), trial=True)
-    lines, curve = host(bench), Curve(bench)
+    shape = replace(FULL, flows=flows(LONG, SHORT, 8, 16, LONG), max_rounds=rounds)
+    bench = CpuBench(shape, torch.device("cpu"), trial=True)
+    lines, curve = measure_host(bench), StepTimeCurve(bench)
     for name in TITLES:
         allowance = Budget(600, {name: 1}).open(name)
         assert allowance is not None
         measured = ratios(bench, allowance, name)
         runs = count_flow(bench.tokenizer, shape, shape.flows[name])
-        before, after = (told(runs[mode], curve) for mode in ("baseline", "choreographed"))
+        before, after = (predicted_times(runs[mode], curve) for mode in ("baseline", "choreographed"))
         for (measure, one), a, b in zip(measured.items(), before, after, strict=True):
             lines.append(Row(measure, one.value, "x", one.low, one.high, predicted=a / b))
             print(f"{measure}: {one.value:.2f} ({one.low:.2f}, {one.high:.2f}), predicted {a / b:.2f}", flush=True)
-    write("gpu_check", lines, seconds={"rows": curve.rows, "drawn": curve.drawn})
+    write("gpu_check", lines, seconds={"rows": curve.step_seconds, "drawn": curve.sampling_seconds})
 
 
-class Hollow(SilentModel):
+class HostOnlyModel(DryRunModel):
     """As a GPU's steps are seen from the host: laid out, sent and begun, over graphs that compute nothing. Of one layer
     in the heads of another shape, and a small vocabulary: drawing is the device's work."""
 
     def __init__(self, tokenizer: Any, shape: Shape) -> None:
         c = shape.config
-        super().__init__(tokenizer, facts_of(c.max_position_embeddings, 128), ())
-        self.facts = replace(self.facts, query_heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, head_dim=16)
+        super().__init__(tokenizer, dummy_model_info(c.max_position_embeddings, 128), ())
+        self.model_info = replace(
+            self.model_info, query_heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, head_dim=16
+        )
         self.model = torch.nn.Module()
         nothing = torch.zeros(1, max(shape.rows), 128)
-        self.compiled = GraphedForward(self, shape.rows, record=lambda work: lambda: nothing, through_compiler=False)
+        self.compiled = CudaGraphForward(self, shape.rows, capturer=lambda work: lambda: nothing, use_compiler=False)
 
     def forward(
-        self, tokens: list[int], positions: list[int], step: Step, rows: list[int], models: Sequence[str] = ()
+        self,
+        tokens: list[int],
+        positions: list[int],
+        forward_context: ForwardContext,
+        logits_indices: list[int],
+        models: Sequence[str] = (),
     ) -> torch.Tensor:
-        found: torch.Tensor | None = self.compiled(tokens, positions, step, rows)
-        return torch.zeros(len(rows), 128) if found is None else found
+        result: torch.Tensor | None = self.compiled(tokens, positions, forward_context, logits_indices)
+        return torch.zeros(len(logits_indices), 128) if result is None else result
 
-    def begin(
-        self, tokens: torch.Tensor, positions: list[int], step: Step, models: Sequence[str]
+    def launch_graph(
+        self, tokens: torch.Tensor, positions: list[int], forward_context: ForwardContext, models: Sequence[str]
     ) -> torch.Tensor | None:
-        found: torch.Tensor | None = self.compiled.begin(tokens, positions, step)
-        return found
+        result: torch.Tensor | None = self.compiled.launch(tokens, positions, forward_context)
+        return result
 
 
-def host(bench: Bench) -> list[Row]:
+def measure_host(bench: Bench) -> list[Row]:
     """What Python takes of a decode step on a GPU, over graphs that compute nothing: a lower bound, since drawing and
     copies are the CPU's here, without a driver, pinned memory or events. On one thread, as Python is."""
-    found, threads = [], torch.get_num_threads()
+    result, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
     for count in (1, 8, 64, 256):
-        e = Engine(Hollow(bench.tokenizer, FULL), EngineConfig(CacheConfig(tokens=FULL.room), backend="reference"))
-        e.runner.computer.goes_ahead = True
+        e = Engine(
+            HostOnlyModel(bench.tokenizer, FULL),
+            EngineConfig(CacheConfig(capacity=FULL.cache_tokens), backend="reference"),
+        )
+        e.core.model_runner.overlaps = True
         with e.session(seed=0) as session:
             context = session.prefill([i % 100 for i in range(1024)])
             for i in range(count):
@@ -138,13 +152,13 @@ def host(bench: Bench) -> list[Row]:
             for _ in range(10):
                 e.step()
             taken = [1e3 * seconds(e.step) for _ in range(60)]
-        found.append(median_row(f"the engine's own part of a step, {count} calls", taken, "ms", better="lower"))
-        print(f"{found[-1].measure}: {found[-1].value:.2f} ms", flush=True)
+        result.append(median_row(f"the engine's own part of a step, {count} calls", taken, "ms", better="lower"))
+        print(f"{result[-1].measure}: {result[-1].value:.2f} ms", flush=True)
     torch.set_num_threads(threads)
-    return found
+    return result
 
 
-def told(run: Counted, curve: Curve) -> tuple[float, float]:
+def predicted_times(run: CountedRun, curve: StepTimeCurve) -> tuple[float, float]:
     """Seconds to the first token and to the last."""
     taken = [curve(work) for work in run.steps]
     return mean_wait(run, taken), sum(taken)

@@ -4,58 +4,60 @@ memory below it with loads when a call needs them, and the step graph; measured,
 import time
 from collections.abc import Callable, Iterable
 
+from benchmarks.simulator import HardwareModel, simulated_engine
 from choreograph import Engine, EngineConfig
 from choreograph.evaluation.statistics import ratio
-from choreograph.evaluation.virtual import Machine, virtual_engine
 
-from ..kvflow import AWARE, BEFORE, REACTIVE, Make, Side, Team, sides
-from .bench import Bench, Found
+from ..kvflow import AWARE, DEVICE_ONLY, REACTIVE, CacheSetup, EngineFactory, Team, make_setups
+from .bench import Bench, PartResult
 from .budget import Allowance
 from .shape import Shape
 
 
-def measure(bench: Bench, allowance: Allowance) -> Found:
+def measure(bench: Bench, allowance: Allowance) -> PartResult:
     def make(config: EngineConfig) -> tuple[Engine, Callable[[], float]]:
-        return bench.new_engine(config, most_rows=64), time.perf_counter
+        return bench.new_engine(config, max_graph_rows=64), time.perf_counter
 
     first = 1 if bench.trial else 2  # the second is the first that loads
-    every = play(make, bench.shape, allowance.rounds(bench.shape.most), first=first)
+    every = run_rounds(make, bench.shape, allowance.rounds(bench.shape.max_rounds), num_warmup_rounds=first)
     for side in every.values():
         side.engine.close()
     return ratios(every)
 
 
-def predicted(machine: Machine, shape: Shape) -> dict[str, float]:
+def predicted(hardware: HardwareModel, shape: Shape) -> dict[str, float]:
     def make(config: EngineConfig) -> tuple[Engine, Callable[[], float]]:
-        return virtual_engine(machine, EngineConfig(config.cache, config.scheduler, backend="reference"))
+        return simulated_engine(hardware, EngineConfig(config.cache, config.scheduler, backend="reference"))
 
-    return {name: one.value for name, one in ratios(play(make, shape, range(2))).items()}
+    return {name: one.value for name, one in ratios(run_rounds(make, shape, range(2))).items()}
 
 
-def play(make: Make, shape: Shape, rounds: Iterable[int], *, first: int = 1) -> dict[str, Side]:
+def run_rounds(
+    make_engine: EngineFactory, shape: Shape, rounds: Iterable[int], *, num_warmup_rounds: int = 1
+) -> dict[str, CacheSetup]:
     """Rounds of every side, in turns; the first ones before them fill the caches and do not count."""
-    team = Team(shape.agents, shape.fixed, shape.varying, shape.varying)
-    call = shape.fixed + 2 * shape.varying + 64
+    team = Team(shape.agents, shape.fixed, shape.dynamic, shape.dynamic)
+    call = shape.fixed + 2 * shape.dynamic + 64
     room = shape.agents // 2 * shape.fixed + call
-    every = sides(make, device=room, host=(shape.agents + 1) * shape.fixed + 4 * call)
+    every = make_setups(make_engine, device=room, host=(shape.agents + 1) * shape.fixed + 4 * call)
     runs = {name: team.rounds(side) for name, side in every.items()}
     names = list(every)
-    for name in names * first:
+    for name in names * num_warmup_rounds:
         next(runs[name])
-        every[name].forget()
+        every[name].reset_counts()
     for number in rounds:
         for name in names[number % 3 :] + names[: number % 3]:
             began = every[name].clock()
             next(runs[name])
-            every[name].rounds.append(every[name].clock() - began)
+            every[name].round_seconds.append(every[name].clock() - began)
     for run in runs.values():
         run.close()
     return every
 
 
-def ratios(every: dict[str, Side]) -> Found:
-    times = {name: side.rounds for name, side in every.items()}
+def ratios(setups: dict[str, CacheSetup]) -> PartResult:
+    times = {name: side.round_seconds for name, side in setups.items()}
     return {
-        "KVFlow: over device only": ratio(times[BEFORE], times[AWARE]),
+        "KVFlow: over device only": ratio(times[DEVICE_ONLY], times[AWARE]),
         "KVFlow: over reactive loading": ratio(times[REACTIVE], times[AWARE]),
     }

@@ -8,8 +8,8 @@ class Line(NamedTuple):
     measure: str
     unit: str = "x"
     paper: float | None = None
-    must: float | None = None
-    aim: float | None = None
+    required: float | None = None
+    target: float | None = None
     better: str = "higher"
 
 
@@ -18,10 +18,10 @@ def _step(name: str) -> tuple[Line, Line]:
     return Line(title, "ms", better="lower"), Line(f"{title}: share of the limit", "", None, 0.6, 0.85)
 
 
-def _attention(name: str, must: float | None, aim: float | None) -> tuple[Line, ...]:
+def _attention(name: str, required: float | None, target: float | None) -> tuple[Line, ...]:
     cases = ("decode of 1", "decode of 8", "decode of 8, shared", "prefill")
-    moved = Line(f"{name}, decode of 1: moved over home", "x", None, must and 1.05, aim, "lower")
-    return (*(Line(f"{name}, {case}: SDPA over it", "x", None, must, aim) for case in cases), moved)
+    moved = Line(f"{name}, decode of 1: moved over home", "x", None, required and 1.05, target, "lower")
+    return (*(Line(f"{name}, {case}: SDPA over it", "x", None, required, target) for case in cases), moved)
 
 
 def _flow(title: str, ttft: tuple[float | None, ...], e2e: tuple[float, float, float]) -> tuple[Line, Line]:
@@ -30,8 +30,8 @@ def _flow(title: str, ttft: tuple[float | None, ...], e2e: tuple[float, float, f
 
 TITLES = {
     "tree_of_thoughts": "Tree of Thoughts",
-    "mad_iter": "iterative debate",
-    "mad_par": "parallel debate",
+    "debate_iterative": "iterative debate",
+    "debate_parallel": "parallel debate",
     "scaled": "Tree of Thoughts, large",
 }
 PARTS: dict[str, tuple[Line, ...]] = {
@@ -54,12 +54,12 @@ PARTS: dict[str, tuple[Line, ...]] = {
     ),
     "partial": (Line("DroidSpeak: prefill, all layers over a quarter", "x", 2.6, None, 3),),
     "tree_of_thoughts": _flow(TITLES["tree_of_thoughts"], (3.5, 3.5, 7), (1.03, 1.03, 1.2)),
-    "mad_par": _flow(TITLES["mad_par"], (6.2, 6.2, 12), (1.03, 1.03, 1.2)),
+    "debate_parallel": _flow(TITLES["debate_parallel"], (6.2, 6.2, 12), (1.03, 1.03, 1.2)),
     "kvflow": (
         Line("KVFlow: over device only", "x", 2.91, None, 2.91),
         Line("KVFlow: over reactive loading", "x", 1.83, None, 1.83),
     ),
-    "mad_iter": _flow(TITLES["mad_iter"], (2.0, 2.0, 4), (1.03, 1.03, 1.2)),
+    "debate_iterative": _flow(TITLES["debate_iterative"], (2.0, 2.0, 4), (1.03, 1.03, 1.2)),
     "scaled": _flow(TITLES["scaled"], (None, None, None), (2.2, 2.2, 4)),
     "flex": _attention("flex", None, None),
 }

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..common import RESULTS, Row, last
-from ..results_page import markdown, places_of
+from ..common import RESULTS, last_result, row_from_record
+from ..results_page import format_provenance, markdown
 from . import table
 from .lines import PARTS
 from .predictions import PRESETS
@@ -15,28 +15,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 MARK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
-def keep(name: str, every: Mapping[str, Mapping[str, float]]) -> None:
+def save_predictions(name: str, predictions: Mapping[str, Mapping[str, float]]) -> None:
     """Saves what is expected of a device under every assumption, and fills the page."""
     file = RESULTS / "gpu_predictions.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     known[name] = {
-        title: {measure: float(f"{value:.4g}") for measure, value in one.items()} for title, one in every.items()
+        title: {measure: float(f"{value:.4g}") for measure, value in one.items()} for title, one in predictions.items()
     }
     file.write_text(json.dumps(known, indent=1) + "\n")
     fill()
 
 
 def fill() -> None:
-    PAGE.write_text(filled(PAGE.read_text()))
+    PAGE.write_text(fill_tables(PAGE.read_text()))
 
 
-def filled(text: str) -> str:
+def fill_tables(text: str) -> str:
     known = json.loads((RESULTS / "gpu_predictions.json").read_text())
 
     def table_of(match: re.Match[str]) -> str:
         name, _, other = match["name"].partition("_")
         apart = {"check": _check, "binaries": _binaries}.get(name)
-        made = apart() if apart else _others(known[name]) if other else _table(name, known[name])
+        made = apart() if apart else _alternatives_table(known[name]) if other else _table(name, known[name])
         return f"{match[1]}{made}\n{match[3]}"
 
     return MARK.sub(table_of, text)
@@ -44,21 +44,21 @@ def filled(text: str) -> str:
 
 def _check() -> str:
     """Ratios on the CPU, as steps were counted and as they were measured."""
-    found = last("gpu_check")
-    if not found:
+    result = last_result("gpu_check")
+    if not result:
         return "Not measured yet."
-    rows = [Row(**row) for row in found["rows"]]
+    rows = [row_from_record(row) for row in result["rows"]]
     lines = [
         (r.measure, f"{r.value:.2f} ({r.low:.2f}, {r.high:.2f})", f"{r.predicted:.2f}") for r in rows if r.predicted
     ]
     places = {
-        apart: places_of(row.made for row in rows if bool(row.predicted) == apart and row.made)
+        apart: format_provenance(row.provenance for row in rows if bool(row.predicted) == apart and row.provenance)
         for apart in (True, False)
     }
     told = ", ".join(f"{r.value:.2f} {r.unit} with {r.measure.partition(', ')[2]}" for r in rows if not r.predicted)
     table = markdown(("measure", "measured", "predicted"), lines)
     return (
-        f"{table}\n\n`python -m benchmarks.gpu --check`, {places[True]}; {found['model']}. "
+        f"{table}\n\n`python -m benchmarks.gpu --check`, {places[True]}; {result['model']}. "
         f"What Python takes of a decode step, over graphs that compute nothing: {told}. "
         f"`python -m benchmarks.gpu --host`, {places[False]}."
     )
@@ -66,11 +66,11 @@ def _check() -> str:
 
 def _binaries() -> str:
     """Of every shape and type, the least that any step has on any of the GPUs."""
-    found = last("gpu_binaries")
-    if not found:
+    result = last_result("gpu_binaries")
+    if not result:
         return "Not compiled yet."
     alike: dict[tuple[str, str], list[Mapping[str, int]]] = {}
-    for one in found["found"]:
+    for one in result["found"]:
         alike.setdefault((one["model"], one["dtype"]), []).append(one)
     lines = []
     for name, some in alike.items():
@@ -79,25 +79,27 @@ def _binaries() -> str:
         cells = [f"{one['registers']} / {one['spilled']} / {one['programs']}" for one in (hopper[0], hopper[-1])]
         lines.append((*name, *cells, *map(str, worst)))
     head = ("shape", "type", "sm_90, decode", "sm_90, most rows", "most spilled", "most shared, KiB")
-    archs = ", ".join(f"sm_{arch}" for arch in sorted({one["arch"] for one in found["found"]}))
-    made = f"commit {found['commit']}, {found['date']}, Triton {found['triton']}"
+    archs = ", ".join(f"sm_{arch}" for arch in sorted({one["arch"] for one in result["found"]}))
+    made = f"commit {result['commit']}, {result['date']}, Triton {result['triton']}"
     return f"{markdown(head, lines)}\n\nCompiled for {archs}: `python -m benchmarks.gpu --binaries`, {made}."
 
 
-def _others(every: Mapping[str, Mapping[str, float]]) -> str:
+def _alternatives_table(predictions: Mapping[str, Mapping[str, float]]) -> str:
     """What depends on what is assumed."""
-    (_, first), *others = every.items()
+    (_, first), *others = predictions.items()
     moving = [name for name in first if any(abs(one[name] / first[name] - 1) > 0.02 for _, one in others)]
-    lines = [(name, *(f"{one[name]:.3g}" for one in every.values())) for name in moving]
-    return markdown(("measure", *every), lines)
+    lines = [(name, *(f"{one[name]:.3g}" for one in predictions.values())) for name in moving]
+    return markdown(("measure", *predictions), lines)
 
 
-def _table(name: str, every: Mapping[str, Mapping[str, float]]) -> str:
+def _table(name: str, predictions: Mapping[str, Mapping[str, float]]) -> str:
     """Measured figures beside predictions for the device that they come from."""
-    predicted = next(iter(every.values()))
-    rows = [Row(**row) for row in last("gpu").get("rows", [])]
-    mine = [row for row in rows if PRESETS[name].card in (row.made or {}).get("hardware", "")]
-    made = "; ".join(dict.fromkeys(f"commit {r.made['commit']}, {r.made['date']}" for r in mine if r.made))
+    predicted = next(iter(predictions.values()))
+    rows = [row_from_record(row) for row in last_result("gpu").get("rows", [])]
+    mine = [row for row in rows if PRESETS[name].card in (row.provenance or {}).get("hardware", "")]
+    made = "; ".join(
+        dict.fromkeys(f"commit {r.provenance['commit']}, {r.provenance['date']}" for r in mine if r.provenance)
+    )
     note = f"\n\nPredicted for {PRESETS[name].name}: `python -m benchmarks.gpu --predict {name}`."
     return (
         markdown(table.HEAD, table.cells(mine, predicted, {}, PARTS)) + note + (f" Measured: {made}." if made else "")

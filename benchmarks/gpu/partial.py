@@ -7,10 +7,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from choreograph import CacheConfig, EngineConfig
-from choreograph.pattern import Pattern
-from choreograph.reuse.profiling import measure_costs
+from choreograph.engine.cross_model import LayerPattern
+from choreograph.layer_reuse.profiler import time_patterns
 
-from .bench import Bench, Found, now
+from .bench import Bench, PartResult, now
 from .budget import Allowance
 
 TWIN = "twin"
@@ -24,13 +24,16 @@ def twin_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return twin
 
 
-def measure(bench: Bench, allowance: Allowance) -> Found:
-    length = bench.shape.cached
-    with bench.new_engine(EngineConfig(CacheConfig(tokens=4 * length + 1024)), most_rows=0) as engine:
-        layers = engine.facts.layers
+def measure(bench: Bench, allowance: Allowance) -> PartResult:
+    length = bench.shape.num_cached_tokens
+    with bench.new_engine(EngineConfig(CacheConfig(capacity=4 * length + 1024)), max_graph_rows=0) as engine:
+        layers = engine.model_info.layers
         engine.add_model(TWIN, twin_of(bench.model))
-        some, whole = Pattern.of(0, layers // 2, layers // 2 + max(1, layers // 4)), Pattern.of(0, 0, layers)
-        engine.share(TWIN, pattern=some)
-        taken = measure_costs(engine, TWIN, [whole, some], length, rounds=min(5, bench.shape.most), clock=now)
+        some, whole = (
+            LayerPattern.from_triplet(0, layers // 2, layers // 2 + max(1, layers // 4)),
+            LayerPattern.from_triplet(0, 0, layers),
+        )
+        engine.enable_layer_reuse(TWIN, pattern=some)
+        taken = time_patterns(engine, TWIN, [whole, some], length, rounds=min(5, bench.shape.max_rounds), clock=now)
     pairs = zip(taken[str(whole)], taken[str(some)], strict=True)
     return {"DroidSpeak: prefill, all layers over a quarter": [a / b for a, b in pairs]}

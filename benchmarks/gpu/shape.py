@@ -13,8 +13,8 @@ class Flow:
     short ones have to be read as "no"."""
 
     workflow: str
-    said: dict[str, int]
-    short: int
+    stage_tokens: dict[str, int]
+    default_tokens: int
     options: dict[str, Any] = field(default_factory=dict)
     verdict: bool = False
 
@@ -28,42 +28,42 @@ class Shape:
     name: str
     config: LlamaConfig
     context: int
-    cached: int
-    new: int
+    num_cached_tokens: int
+    num_new_tokens: int
     agents: int
     fixed: int
-    varying: int
-    task: int
+    dynamic: int
+    task_words: int
     flows: dict[str, Flow]
-    room: int
+    cache_tokens: int
     rows: tuple[int, ...]
-    most: int
+    max_rounds: int
 
     @property
-    def width(self) -> int:
+    def head_dim(self) -> int:
         """Of one head."""
         return int(self.config.hidden_size // self.config.num_attention_heads)
 
     @property
     def token_bytes(self) -> int:
         """Of the keys and values of one token, in bfloat16."""
-        return int(2 * 2 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.width)
+        return int(2 * 2 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.head_dim)
 
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 8192}
 
 
-def flows(long: int, short: int, branches: int, scaled: int, solution: int) -> dict[str, Flow]:
+def flows(long: int, short: int, branches: int, large_branches: int, solution: int) -> dict[str, Flow]:
     """The papers' workflows in their own numbers of agents and rounds. long, short: tokens of a message that argues,
     and of one that only answers. scaled: branches of the large tree, with solutions of so many tokens."""
     said = dict.fromkeys(("solve", "affirmative", "negative", "round 1", "round 2", "round 3"), long)
     plain = {"prompt": "plain"}
-    large = {**plain, "branches": scaled, "voters": 4}
+    large = {**plain, "branches": large_branches, "voters": 4}
     return {
         "tree_of_thoughts": Flow("tree_of_thoughts", said, short, {**plain, "branches": branches}),
-        "mad_iter": Flow("mad_iter", said, short, plain, verdict=True),
-        "mad_par": Flow("mad_par", said, short, plain),
+        "debate_iterative": Flow("debate_iterative", said, short, plain, verdict=True),
+        "debate_parallel": Flow("debate_parallel", said, short, plain),
         "scaled": Flow("tree_of_thoughts", {"solve": solution}, short, large),
     }
 
@@ -83,16 +83,16 @@ FULL = Shape(
         eos_token_id=None,
     ),
     context=2048,
-    cached=5120,
-    new=32,
+    num_cached_tokens=5120,
+    num_new_tokens=32,
     agents=6,
     fixed=8192,
-    varying=32,
-    task=70,
+    dynamic=32,
+    task_words=70,
     flows=flows(384, 16, 8, 256, 256),
-    room=147_456,
+    cache_tokens=147_456,
     rows=(2, 4, 8, 16, 32, 64, 128, 256),
-    most=12,
+    max_rounds=12,
 )
 TINY = Shape(
     name="tiny shape, a trial that says nothing of speed",
@@ -108,14 +108,14 @@ TINY = Shape(
         eos_token_id=None,
     ),
     context=64,
-    cached=80,
-    new=4,
+    num_cached_tokens=80,
+    num_new_tokens=4,
     agents=3,
     fixed=64,
-    varying=4,
-    task=5,
+    dynamic=4,
+    task_words=5,
     flows=flows(4, 2, 2, 4, 3),
-    room=4096,
+    cache_tokens=4096,
     rows=(2, 4),
-    most=1,
+    max_rounds=1,
 )

@@ -5,30 +5,30 @@ from statistics import median
 
 from choreograph import Message, Session
 
-from ..common import greedy, in_turns, seconds, some_tokens
+from ..common import greedy, interleaved, random_tokens, seconds
 from . import predictions
-from .bench import Bench, Found, now
+from .bench import Bench, PartResult, now
 from .budget import Allowance
 
-PARTS, LATER = 4, 8  # messages that are moved; steps behind a first token
+NUM_PARTS, LATER_STEPS = 4, 8  # messages that are moved; steps behind a first token
 
 
-def measure(bench: Bench, allowance: Allowance) -> Found:
-    model, found = predictions.Model.of(bench.shape), {}
+def measure(bench: Bench, allowance: Allowance) -> PartResult:
+    model, result = predictions.Model.from_shape(bench.shape), {}
     for name, work in predictions.step_work(bench.shape.context).items():
-        taken = decode_steps(bench, work.rows, shared=work.seen < work.pairs)
+        taken = decode_steps(bench, work.rows, shared_context=work.kv_tokens_read < work.pairs)
         least = predictions.moved_bytes(model, work) / bench.bandwidth
-        found[f"decode step, {name}"] = [1e3 * t for t in taken]
-        found[f"decode step, {name}: share of the limit"] = [least / t for t in taken]
-    return found | moved(bench, allowance)
+        result[f"decode step, {name}"] = [1e3 * t for t in taken]
+        result[f"decode step, {name}: share of the limit"] = [least / t for t in taken]
+    return result | moved(bench, allowance)
 
 
-def decode_steps(bench: Bench, batch: int, *, shared: bool) -> list[float]:
+def decode_steps(bench: Bench, batch: int, *, shared_context: bool) -> list[float]:
     """Seconds of steps of so many calls, behind a context each, or one for all."""
-    engine, shape, rounds = bench.engine, bench.shape, 4 * bench.shape.most
+    engine, shape, rounds = bench.engine, bench.shape, 4 * bench.shape.max_rounds
     with engine.session(seed=0) as session:
-        contexts = [session.prefill(some_tokens(shape.context, i)) for i in range(1 if shared else batch)]
-        engine.drain()
+        contexts = [session.prefill(random_tokens(shape.context, i)) for i in range(1 if shared_context else batch)]
+        engine.run_until_idle()
         for i in range(batch):
             session.decode([5 + i], [contexts[i % len(contexts)]], sampling=greedy(rounds + 8))
         for _ in range(2 if bench.trial else 5):
@@ -38,13 +38,13 @@ def decode_steps(bench: Bench, batch: int, *, shared: bool) -> list[float]:
     return taken
 
 
-def moved(bench: Bench, allowance: Allowance) -> Found:
+def moved(bench: Bench, allowance: Allowance) -> PartResult:
     """Behind the same messages where they were encoded, and in the opposite order."""
-    engine, size = bench.engine, bench.shape.context // PARTS
+    engine, size = bench.engine, bench.shape.context // NUM_PARTS
     with engine.session(seed=0) as session:
-        parents = [session.prefill(some_tokens(size, i), new_offset=i * size) for i in range(PARTS)]
-        engine.drain()
-        away = [(PARTS - 1 - i) * size for i in range(PARTS)]
+        parents = [session.prefill(random_tokens(size, i), new_offset=i * size) for i in range(NUM_PARTS)]
+        engine.run_until_idle()
+        away = [(NUM_PARTS - 1 - i) * size for i in range(NUM_PARTS)]
         firsts: list[list[float]] = [[], []]
         steps: list[list[float]] = [[], []]
 
@@ -56,8 +56,8 @@ def moved(bench: Bench, allowance: Allowance) -> Found:
 
         if not bench.trial:  # the first call of either kind may compile
             call(bench, session, parents, None), call(bench, session, parents, away)
-        for _ in allowance.rounds(bench.shape.most):
-            in_turns(1, lambda: side(0, None), lambda: side(1, away))
+        for _ in allowance.rounds(bench.shape.max_rounds):
+            interleaved(1, lambda: side(0, None), lambda: side(1, away))
     engine.clear_cache()
     pairs = {"decode step": steps, "first token": firsts}
     return {f"{name}, moved over home": [b / a for a, b in zip(*both, strict=True)] for name, both in pairs.items()}
@@ -66,7 +66,7 @@ def moved(bench: Bench, allowance: Allowance) -> Found:
 def call(bench: Bench, session: Session, parents: list[Message], offsets: list[int] | None) -> tuple[float, float]:
     """Seconds to the first token, and of a later step: until the host has a token, not until the device has done the
     step that is begun behind it."""
-    engine, later = bench.engine, 1 if bench.trial else LATER
+    engine, later = bench.engine, 1 if bench.trial else LATER_STEPS
     messages: list[Message] = []
 
     def begin() -> None:
@@ -77,6 +77,6 @@ def call(bench: Bench, session: Session, parents: list[Message], offsets: list[i
     now()
     first = seconds(begin)
     taken = [seconds(engine.step) for _ in range(later)]
-    engine.drain()
+    engine.run_until_idle()
     messages[0].release()
     return first, median(taken)

@@ -10,17 +10,17 @@ from choreograph.evaluation.statistics import Estimate
 
 from ..common import Row, median_row
 from . import kvflow, predictions
-from .bench import Bench, Found
-from .counts import Counted, count_flow
+from .bench import Bench, PartResult
+from .counts import CountedRun, count_flow
 from .lines import PARTS, TITLES
-from .predictions import PRESETS, REACHED, Device, Model, Reached
+from .predictions import EFFICIENCY, PRESETS, Device, Efficiency, Model
 from .shape import Shape
 
 HEAD = ("measure", "measured", "95%", "predicted", "paper", "must", "aim")
 UNMEASURED = "not measured"
 
 
-Counts = Mapping[str, Mapping[str, Counted]]
+Counts = Mapping[str, Mapping[str, CountedRun]]
 
 
 def count(tokenizer: Any, shape: Shape) -> Counts:
@@ -28,45 +28,45 @@ def count(tokenizer: Any, shape: Shape) -> Counts:
     return {name: count_flow(tokenizer, shape, flow) for name, flow in shape.flows.items()}
 
 
-def predict(device: Device, counts: Counts, shape: Shape, reached: Reached = REACHED) -> dict[str, float]:
+def predict(device: Device, counts: Counts, shape: Shape, efficiency: Efficiency = EFFICIENCY) -> dict[str, float]:
     """Every figure of the table for a device, by its name."""
-    model = Model.of(shape)
-    found = predictions.rates(device, reached) | predictions.decode_steps(device, model, shape, reached)
+    model = Model.from_shape(shape)
+    result = predictions.rates(device, efficiency) | predictions.decode_steps(device, model, shape, efficiency)
     for name in ("triton", "flex"):
-        found |= predictions.attention(device, model, shape, name, reached)
-    found |= predictions.prompt_cache(device, model, shape, reached)
-    found |= predictions.partial_prefill(device, model, shape, reached)
+        result |= predictions.attention(device, model, shape, name, efficiency)
+    result |= predictions.prompt_cache(device, model, shape, efficiency)
+    result |= predictions.partial_prefill(device, model, shape, efficiency)
     for name, counted in counts.items():
-        found |= predictions.flow(device, model, TITLES[name], counted, reached)
-    return found | kvflow.predicted(predictions.machine(device, model, reached), shape)
+        result |= predictions.flow(device, model, TITLES[name], counted, efficiency)
+    return result | kvflow.predicted(predictions.predicted_hardware(device, model, efficiency), shape)
 
 
-def device_of(bench: Bench, found: Mapping[str, Found]) -> Device:
+def device_of(bench: Bench, results: Mapping[str, PartResult]) -> Device:
     """The device that is here: what its maker states where it is known, else what plain code reached on it."""
     name = torch.cuda.get_device_name()
     known = next((device for device in PRESETS.values() if device.card in name), None)
     if known is not None:
         return known
-    rates = {measure: samples[0] for measure, samples in found.get("rates", {}).items()}  # type: ignore[index]
+    rates = {measure: samples[0] for measure, samples in results.get("rates", {}).items()}  # type: ignore[index]
     if not rates:
         raise SystemExit(f"{name}: no prediction without its rates; run the part `rates` too")
     return Device(
         name,
         name,
-        memory=rates["memory, plain copy"] * 1e12 / REACHED.copy,
-        arithmetic=rates["product of matrices"] * 1e12 / REACHED.arithmetic,
-        link=rates["host to device"] * 1e9 / REACHED.link,
+        memory=rates["memory, plain copy"] * 1e12 / EFFICIENCY.copy,
+        arithmetic=rates["product of matrices"] * 1e12 / EFFICIENCY.arithmetic,
+        link=rates["host to device"] * 1e9 / EFFICIENCY.link,
         size=torch.cuda.get_device_properties(0).total_memory,
     )
 
 
-def rows_of(found: Mapping[str, Found]) -> list[Row]:
+def rows_of(results: Mapping[str, PartResult]) -> list[Row]:
     """Rows of the parts that were measured, in the order of the table."""
     rows = []
     for part, lines in PARTS.items():
-        for line in lines if part in found else ():
-            one = found[part][line.measure]
-            facts: dict[str, Any] = {"must": line.must, "aim": line.aim, "better": line.better}
+        for line in lines if part in results else ():
+            one = results[part][line.measure]
+            facts: dict[str, Any] = {"required": line.required, "target": line.target, "better": line.better}
             if isinstance(one, Estimate):
                 rows.append(Row(line.measure, one.value, line.unit, one.low, one.high, **facts))
             else:
@@ -82,16 +82,16 @@ def cells(
     rows: Sequence[Row], predicted: Mapping[str, float], missing: Mapping[str, str], parts: Iterable[str]
 ) -> list[tuple[str, ...]]:
     """The table's lines; missing: why a part has no figures."""
-    known, found = {row.measure: row for row in rows}, []
+    known, result = {row.measure: row for row in rows}, []
     for part in parts:
         for line in PARTS[part]:
             row = known.get(line.measure)
             told = (
                 ("" if line.measure not in predicted else f"{predicted[line.measure]:.3g}"),
-                *("" if x is None else f"{x:g}" for x in (line.paper, line.must, line.aim)),
+                *("" if x is None else f"{x:g}" for x in (line.paper, line.required, line.target)),
             )
             value = f"{row.value:.3g} {row.unit}".strip() if row else missing.get(part, UNMEASURED)
             span = f"{row.low:.3g} to {row.high:.3g}" if row else ""
             unit = f", {line.unit}" if line.unit not in ("", "x") else ""
-            found.append((line.measure + ("" if row else unit), value, span, *told))
-    return found
+            result.append((line.measure + ("" if row else unit), value, span, *told))
+    return result

@@ -1,1 +1,1 @@
-"""The step loop: which calls compute next, how tokens are chosen, and what a finished step changes."""
+"""Inference engine: scheduling, execution, sampling and the session API."""

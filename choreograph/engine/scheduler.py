@@ -1,312 +1,368 @@
-"""Which calls compute next. Owns the queues; knows encodings and rows, not models or text.
+"""Continuous-batching scheduler: admits requests and packs the next batch.
 
-Calls are admitted in the order of submission, each with all the pages it can ever need, so that a running call
-never waits for room and every step makes progress. A row may read rows of the same step (layers write before
-they read), so a chain of prefills, or a finished message's last tokens and the header that follows, go in one.
+Requests are admitted in order of submission, each with all the pages it can ever need, so a
+running request never waits for capacity and every step makes progress. A token may attend to
+tokens of the same step (each layer writes its KV before it reads), so a chain of prefills, or a
+finished message's last tokens and the header that follows, run in one batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..errors import CacheFull, CallFailed, ChoreographError, NeverFits
-from ..kv.encoding import Encoding, Sight
-from ..kv.store import Store
-from ..kv.view import context_reads, own_reads
-from ..ops.plan import Read
-from .call import Call, State
+from ..attention.metadata import KVRead
+from ..errors import CacheFullError, ChoreographError, RequestFailedError, RequestTooLargeError
+from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads
+from ..kv_cache.manager import KVCacheManager
+from .request import Request, RequestState
 
-Pass = tuple[str, frozenset[int] | None]  # weights, and the layers that are computed
-PATIENCE = 8  # steps for which a prompt that nobody can use yet may be left behind
+BatchKey = tuple[str, frozenset[int] | None]  # weights group, computed layers (None: all)
+
+MAX_SKIPPED_STEPS = 8  # steps for which a prompt without waiting readers may be deferred
 
 
-class Take(NamedTuple):
-    """Rows row0.. of a batch are tokens token0 <= k < token1 of the call's encoding."""
+class ScheduledChunk(NamedTuple):
+    """Tokens of one request that are computed in a batch."""
 
-    call: Call
-    row0: int
-    token0: int
-    token1: int
+    request: Request
+    q_start: int  # batch row of the first token
+    token_start: int  # first token of the entry
+    token_end: int  # end token (exclusive)
 
 
 @dataclass
 class Batch:
-    """One step's rows: token, logical position, slot and model of each; what they read; whose last row is sampled."""
+    """Tokens of one step and the requests they belong to."""
 
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    models: list[str] = field(default_factory=list)
-    takes: list[Take] = field(default_factory=list)
-    arrivals: tuple[Callable[[int], None], ...] = ()  # waits, layer by layer, for what is still being loaded
+    tokens: list[int] = field(default_factory=list)  # (N,) token ids
+    positions: list[int] = field(default_factory=list)  # (N,) logical positions
+    slots: list[int] = field(default_factory=list)  # (N,) KV cache slots to write
+    models: list[str] = field(default_factory=list)  # (N,) model or adapter of each token
+    chunks: list[ScheduledChunk] = field(default_factory=list)  # in row order
+    # called with a layer; each blocks until that layer is loaded
+    layer_waiters: tuple[Callable[[int], None], ...] = ()
 
     @property
-    def samples(self) -> list[tuple[Call, int]]:
-        """(call, row) of every row whose logits choose a token."""
+    def sampled_rows(self) -> list[tuple[Request, int]]:
+        """Return (request, batch row) pairs whose logits are sampled."""
         return [
-            (call, row0 + token1 - token0 - 1)
-            for call, row0, token0, token1 in self.takes
-            if call.state is State.RUNNING
-            and call.generation is not None
-            and not call.abandoned
-            and token1 == len(call.work.tokens)
+            (request, q_start + token_end - token_start - 1)
+            for request, q_start, token_start, token_end in self.chunks
+            if request.state is RequestState.RUNNING
+            and request.decode_state is not None
+            and not request.cancel_when_computed
+            and token_end == len(request.kv.tokens)
         ]
 
     @property
-    def layers(self) -> frozenset[int] | None:
-        """Where alone its rows are computed, which is the same for all of them; None: in all layers."""
-        return self.takes[0].call.work.layers
+    def computed_layers(self) -> frozenset[int] | None:
+        """Layers computed for all tokens of the batch; None: all layers."""
+        return self.chunks[0].request.kv.computed_layers
 
     @property
-    def sights(self) -> Iterator[Sight]:
-        return (sight for take in self.takes for sight in take.call.sights)
+    def context_slices(self) -> Iterator[KVSlice]:
+        """KV slices that the batch's requests attend to."""
+        return (kv_slice for chunk in self.chunks for kv_slice in chunk.request.context)
 
-    def reads(self, layer: int = 0) -> Iterator[Read]:
-        """What the rows read in a layer."""
-        for call, row0, token0, token1 in self.takes:
-            yield from context_reads(call.sights, row0, row0 + token1 - token0, layer)
-            yield from own_reads(call.work, row0, token0, token1, call.beginning.count if call.beginning else 0)
+    def reads(self, layer: int = 0) -> Iterator[KVRead]:
+        """Yield the KV reads of every chunk in one layer."""
+        for request, q_start, token_start, token_end in self.chunks:
+            yield from context_reads(request.context, q_start, q_start + token_end - token_start, layer)
+            yield from causal_reads(
+                request.kv,
+                q_start,
+                token_start,
+                token_end,
+                request.shared_header.num_tokens if request.shared_header else 0,
+            )
 
 
 class Scheduler:
-    """admit: places a call and gives it room, or raises; fail: ends a call with an error. weights: what two models
-    must have the same of to compute in one pass. mend: sees to what waiting calls need and is lost."""
+    """Decides which requests compute next.
+
+    Args:
+        admit: places a request and allocates its KV entry, or raises.
+        fail: ends a request with an error.
+        weights_group: maps a model to its weights; models of equal weights share a batch.
+        recover_lost: restores lost KV that waiting requests depend on.
+    """
 
     def __init__(
         self,
-        store: Store,
+        cache_manager: KVCacheManager,
         *,
-        max_step_tokens: int,
-        max_calls: int,
-        status_aware: bool,
-        admit: Callable[[Call], None],
-        fail: Callable[[Call, ChoreographError], None],
-        weights: Callable[[str], str],
-        mend: Callable[[Sequence[Call]], None],
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        skip_loading: bool,
+        admit: Callable[[Request], None],
+        fail: Callable[[Request, ChoreographError], None],
+        weights_group: Callable[[str], str],
+        recover_lost: Callable[[Sequence[Request]], None],
     ) -> None:
-        self.waiting: list[Call] = []
-        self.running: list[Call] = []
-        self._blocked: Call | None = None  # the next call in order, if it waits for room
-        self._store = store
-        self._max_step_tokens = max_step_tokens
-        self._max_calls = max_calls
-        self._status_aware = status_aware
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._blocked_request: Request | None = None  # next in order, if it waits for capacity
+        self._cache_manager = cache_manager
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._skip_loading = skip_loading
         self._admit = admit
         self._fail = fail
-        self._weights = weights
-        self._mend = mend
-        self._served: dict[Pass, int] = {}  # the last step of each kind of pass
-        self._step = 0
+        self._weights_group = weights_group
+        self._recover_lost = recover_lost
+        self._last_scheduled_step: dict[BatchKey, int] = {}  # per batch group
+        self._step_count = 0
 
     @property
-    def unfinished(self) -> int:
+    def num_unfinished(self) -> int:
+        """Number of waiting and running requests."""
         return len(self.waiting) + len(self.running)
 
     @property
-    def able(self) -> int:
-        """How many calls run or wait for room alone; the others wait for parents."""
-        return len(self.running) + sum(self._parents_known(call) for call in self.waiting)
+    def num_runnable(self) -> int:
+        """Number of requests that run or wait only for capacity."""
+        return len(self.running) + sum(self._dependencies_ready(request) for request in self.waiting)
 
     @property
-    def ready(self) -> bool:
-        """Whether any running call could compute in a step now."""
-        hasten = not self._status_aware
-        return any(_pending(call) and _is_ready(call, hasten) for call in self.running)
+    def has_runnable(self) -> bool:
+        """True if a running request could compute in a step now."""
+        allow_loading = not self._skip_loading
+        return any(_num_pending_tokens(request) and _is_ready(request, allow_loading) for request in self.running)
 
     @property
-    def short(self) -> bool:
-        """Whether the next call in order waits for room."""
-        return self._blocked in self.waiting
+    def blocked_on_memory(self) -> bool:
+        """True if the next request in order waits for capacity."""
+        return self._blocked_request in self.waiting
 
-    def next(self, begun: Sequence[Call] = ()) -> Batch | None:
-        """The next step's rows, marked as scheduled; None when nothing can run. begun: calls of one pass whose next row
-        is being computed already; where there are any, the step is theirs alone.
+    def schedule(self, launched: Sequence[Request] = ()) -> Batch | None:
+        """Build and schedule the next batch; None if nothing can run.
 
-        Status-aware (KVFlow, section 3.2): calls whose context is being loaded are passed over for those that are
-        ready. If none is, or by choice, they run at once, each layer waiting for its load.
+        Status-aware (KVFlow §3.2): requests whose context is being loaded are skipped in favor of
+        ready ones. If none is ready, or without `skip_loading`, they run at once and each layer
+        waits for its load.
+
+        Args:
+            launched: requests, of one weights group, whose next token is already being computed. If
+                there are any, the batch consists of them alone.
         """
         self._admit_waiting()
-        self._step += 1
-        if begun:  # nothing that they see is loading any more
-            return self._first([list(begun)], hasten=True)
-        passes = self._passes(self._order())
-        batch = self._first(passes, hasten=not self._status_aware)
-        if batch is None and self._status_aware and self._store.traffic.loads:
-            batch = self._first(passes, hasten=True)
+        self._step_count += 1
+        if launched:  # their context is fully loaded
+            return self._first_nonempty([list(launched)], allow_loading=True)
+        groups = self._group_by_model(self._priority_order())
+        batch = self._first_nonempty(groups, allow_loading=not self._skip_loading)
+        if batch is None and self._skip_loading and self._cache_manager.offload_manager.num_loads:
+            batch = self._first_nonempty(groups, allow_loading=True)
         return batch
 
-    def _passes(self, order: list[Call]) -> list[list[Call]]:
-        """The calls that one pass could compute together: the same weights, the same layers. Those of the kind that
-        waited longest come first."""
-        kinds: dict[Pass, list[Call]] = {}
-        for call in order:
-            kinds.setdefault((self._weights(call.model), call.work.layers), []).append(call)
-        return [kinds[kind] for kind in sorted(kinds, key=lambda kind: self._served.get(kind, 0))]
+    def _group_by_model(self, requests: list[Request]) -> list[list[Request]]:
+        """Group requests that can share a batch: same weights, same computed layers.
 
-    def _first(self, passes: list[list[Call]], *, hasten: bool) -> Batch | None:
-        """A batch of the first pass that has anything to compute."""
-        for calls in passes:
-            batch = self._pack(calls, hasten=hasten)
-            if batch.takes:
-                self._served[self._weights(calls[0].model), calls[0].work.layers] = self._step
+        The least recently scheduled group comes first.
+        """
+        groups: dict[BatchKey, list[Request]] = {}
+        for request in requests:
+            groups.setdefault((self._weights_group(request.model), request.kv.computed_layers), []).append(request)
+        return [groups[key] for key in sorted(groups, key=lambda key: self._last_scheduled_step.get(key, 0))]
+
+    def _first_nonempty(self, groups: list[list[Request]], *, allow_loading: bool) -> Batch | None:
+        """Return the batch of the first group that has tokens to compute."""
+        for requests in groups:
+            batch = self._pack(requests, allow_loading=allow_loading)
+            if batch.chunks:
+                self._last_scheduled_step[self._weights_group(requests[0].model), requests[0].kv.computed_layers] = (
+                    self._step_count
+                )
                 return batch
         return None
 
-    def _pack(self, order: list[Call], *, hasten: bool) -> Batch:
-        batch, left, before = Batch(), self._max_step_tokens, -1
-        while before < len(batch.takes) < len(order):  # once more, as long as what was taken makes others ready
-            before = len(batch.takes)
-            for call in order:
-                work, pending = call.work, _pending(call)
-                if not pending or left <= 0 or work.scheduled > work.encoded or not _is_ready(call, hasten):
+    def _pack(self, requests: list[Request], *, allow_loading: bool) -> Batch:
+        """Fill a batch from requests in order, up to the token budget."""
+        batch, token_budget, num_chunks = Batch(), self._max_num_batched_tokens, -1
+        while num_chunks < len(batch.chunks) < len(requests):  # repeat while new chunks make others ready
+            num_chunks = len(batch.chunks)
+            for request in requests:
+                entry, pending = request.kv, _num_pending_tokens(request)
+                if (
+                    not pending
+                    or token_budget <= 0
+                    or entry.num_scheduled_tokens > entry.num_computed_tokens
+                    or not _is_ready(request, allow_loading)
+                ):
                     continue
-                count = min(pending, left)
-                _take(batch, call, count)
-                call.served_at = self._step
-                left -= count
-        if self._store.traffic.loads:
-            loading = {s.encoding.moving for s in batch.sights if s.encoding.state == "loading"}
-            batch.arrivals = self._store.traffic.arrivals(t for t in loading if t is not None)
+                num_tokens = min(pending, token_budget)
+                _schedule_chunk(batch, request, num_tokens)
+                request.last_scheduled_step = self._step_count
+                token_budget -= num_tokens
+        if self._cache_manager.offload_manager.num_loads:
+            loading = {s.entry.transfer for s in batch.context_slices if s.entry.location == "loading"}
+            batch.layer_waiters = self._cache_manager.offload_manager.layer_waiters(t for t in loading if t is not None)
         return batch
 
-    def _order(self) -> list[Call]:
-        """Single rows first, those that waited longest before others; then prompts as they came.
+    def _priority_order(self) -> list[Request]:
+        """Order requests: single tokens by longest wait, then prompts by arrival.
 
-        A prompt that no running decode sees yet stays behind while somebody waits for a first token (for at most
-        PATIENCE steps): it costs the same later, when it delays nobody.
+        While a decode waits for its first token, a prompt that no running decode attends to is
+        deferred for at most MAX_SKIPPED_STEPS steps: it costs the same later and then delays no
+        request.
         """
-        single = sorted((c for c in self.running if _pending(c) == 1), key=lambda c: c.served_at)
-        prompts = [c for c in self.running if _pending(c) > 1]
+        single = sorted((c for c in self.running if _num_pending_tokens(c) == 1), key=lambda c: c.last_scheduled_step)
+        prompts = [c for c in self.running if _num_pending_tokens(c) > 1]
         if not prompts:
             return single
-        wanted: set[int] = set()
-        for call in reversed(self.running):
-            if call.is_decode or call.work.id in wanted:
-                wanted.update(sight.encoding.id for sight in call.sights)
-        ahead = [c for c in prompts if c.is_decode or c.work.id in wanted or c.passed_over >= PATIENCE]
-        if any(c.is_decode and c.first_token_at is None for c in self.running):
-            for call in prompts:
-                call.passed_over += call not in ahead
-            prompts = ahead
-        return [*single, *(prompts or ahead)]
+        read_ids: set[int] = set()
+        for request in reversed(self.running):
+            if request.is_decode or request.kv.id in read_ids:
+                read_ids.update(kv_slice.entry.id for kv_slice in request.context)
+        urgent = [c for c in prompts if c.is_decode or c.kv.id in read_ids or c.num_skipped_steps >= MAX_SKIPPED_STEPS]
+        if any(c.is_decode and c.first_token_time is None for c in self.running):
+            for request in prompts:
+                request.num_skipped_steps += request not in urgent
+            prompts = urgent
+        return [*single, *(prompts or urgent)]
 
     def _admit_waiting(self) -> None:
-        """Admits calls in order until one has to wait for room; calls that wait for parents are passed over."""
-        self._blocked = None
-        self._mend(self.waiting)
-        for call in list(self.waiting):
-            if len(self.running) >= self._max_calls:
+        """Admit requests in order until one has to wait for capacity.
+
+        Requests that wait for parents are skipped.
+        """
+        self._blocked_request = None
+        self._recover_lost(self.waiting)
+        for request in list(self.waiting):
+            if len(self.running) >= self._max_num_seqs:
                 break
-            if call.state is not State.WAITING:
+            if request.state is not RequestState.WAITING:
                 continue
-            failed = next((p for p in call.needs if p.state in (State.FAILED, State.CANCELLED)), None)
+            failed = next(
+                (p for p in request.dependencies if p.state in (RequestState.FAILED, RequestState.CANCELLED)), None
+            )
             if failed is not None:
-                self._fail(call, CallFailed(f"parent {failed.id} failed: {failed.error or failed.state.value}"))
-            elif self._parents_known(call) and not self._try(call):
-                self._blocked = call
+                self._fail(
+                    request, RequestFailedError(f"parent {failed.id} failed: {failed.error or failed.state.value}")
+                )
+            elif self._dependencies_ready(request) and not self._try_admit(request):
+                self._blocked_request = request
                 break
 
-    def _parents_known(self, call: Call) -> bool:
-        if call.source is not None and not (call.source.tokens_known and call.source.start is not None):
+    def _dependencies_ready(self, request: Request) -> bool:
+        """True if all tokens the request depends on are final."""
+        if request.source is not None and not (request.source.tokens_final and request.source.position is not None):
             return False
-        if call.mode != "choreographed":
-            return all(p.tokens_known for p in call.parents)
-        return all(p.tokens_known and all(v.encoding is not None for v in p.views) for p in call.parents)
+        if request.mode != "choreographed":
+            return all(p.tokens_final for p in request.parents)
+        return all(p.tokens_final and all(v.entry is not None for v in p.source_chain) for p in request.parents)
 
-    def _try(self, call: Call) -> bool:
-        """Admits one call; False if it has to wait until a running one gives room."""
+    def _try_admit(self, request: Request) -> bool:
+        """Admit a request; return False if it must wait for capacity."""
         try:
-            self._admit(call)
-        except CacheFull as problem:
-            never = isinstance(problem, NeverFits)
-            if not never and (self._store.busy or any(not running.ended for running in self.running)):
+            self._admit(request)
+        except CacheFullError as exc:
+            is_permanent = isinstance(exc, RequestTooLargeError)
+            if not is_permanent and (
+                self._cache_manager.has_pending or any(not running.is_finished for running in self.running)
+            ):
                 return False
-            self._fail(call, problem)
-        except ChoreographError as problem:
-            self._fail(call, problem)
+            self._fail(request, exc)
+        except ChoreographError as exc:
+            self._fail(request, exc)
         return True
 
-    def withdraw_readers(self, lost: Encoding) -> None:
-        """Calls that see what could not be loaded wait again, and with them those that see what they were to compute.
-        None of them has computed anything: what they see was never there."""
-        gone, more = {lost.id}, True
-        while more:
-            readers = [c for c in self.running if gone & {s.encoding.id for s in c.sights}]
-            for call in readers:
-                gone.add(call.work.id)
-                self._withdraw(call)
-            more = bool(readers)
+    def preempt_readers(self, lost_entry: KVEntry) -> None:
+        """Requeue all requests that depend on a lost entry, transitively.
 
-    def _withdraw(self, call: Call) -> None:
-        encoding = call.work
-        some = encoding.layers is not None  # its first tokens needed nothing of what was to come later
-        assert some or call.beginning is not None or not encoding.encoded, "a call has computed without what it sees"
-        self.running.remove(call)
-        self.take_back(call)
-        if call.rebuilds:
-            call.state = State.CANCELLED
+        None of them has computed anything yet, since part of their context was never loaded.
+        """
+        lost_ids, has_more = {lost_entry.id}, True
+        while has_more:
+            readers = [c for c in self.running if lost_ids & {s.entry.id for s in c.context}]
+            for request in readers:
+                lost_ids.add(request.kv.id)
+                self._preempt(request)
+            has_more = bool(readers)
+
+    def _preempt(self, request: Request) -> None:
+        """Undo the admission of a running request."""
+        entry = request.kv
+        is_partial = entry.computed_layers is not None  # its first tokens did not need the lost layers
+        assert is_partial or request.shared_header is not None or not entry.num_computed_tokens, (
+            "a request has computed tokens without its context"
+        )
+        self.running.remove(request)
+        self.release_allocation(request)
+        if request.is_recompute:
+            request.state = RequestState.CANCELLED
             return
-        self.wait_again(call)
+        self.requeue(request)
 
-    def take_back(self, call: Call) -> None:
-        """Lets go of all that a call was given. Nothing of its encoding was computed, or nothing that counts."""
-        encoding = call.work
-        encoding.holders -= {call.call_holder, call.message_holder}
-        self._store.drop(encoding)
-        for sight in (*call.sights, *encoding.context):
-            self._store.let_go(sight.encoding, call.call_holder)
-        call.encoding, call.sights, call.beginning = None, (), None
+    def release_allocation(self, request: Request) -> None:
+        """Release all KV of an admitted request and discard its entry.
 
-    def wait_again(self, call: Call) -> None:
-        """A call that was admitted, and has no encoding any more, takes its place among those that wait."""
-        call.state, call.encoding = State.WAITING, None
-        for parent in call.needs:
-            parent.children_waiting += 1
-        later = next((i for i, other in enumerate(self.waiting) if other.id > call.id), len(self.waiting))
-        self.waiting.insert(later, call)
+        The entry has no computed tokens, or none that remain valid.
+        """
+        entry = request.kv
+        entry.owners -= {request.request_owner, request.message_owner}
+        self._cache_manager.discard(entry)
+        for kv_slice in (*request.context, *entry.context):
+            self._cache_manager.release(kv_slice.entry, request.request_owner)
+        request.entry, request.context, request.shared_header = None, (), None
+
+    def requeue(self, request: Request) -> None:
+        """Put a request back into the waiting queue, in order of submission."""
+        request.state, request.entry = RequestState.WAITING, None
+        for parent in request.dependencies:
+            parent.num_waiting_dependents += 1
+        index = next((i for i, other in enumerate(self.waiting) if other.id > request.id), len(self.waiting))
+        self.waiting.insert(index, request)
 
     def commit(self, batch: Batch) -> None:
-        for take in batch.takes:
-            take.call.work.encoded = take.token1
+        """Mark the batch's tokens as computed."""
+        for chunk in batch.chunks:
+            chunk.request.kv.num_computed_tokens = chunk.token_end
 
-    def reset(self) -> None:
-        """Forgets a step that was not computed."""
-        for call in self.running:
-            call.work.scheduled = call.work.encoded
+    def rollback(self) -> None:
+        """Unschedule the tokens of a step that was not computed."""
+        for request in self.running:
+            request.kv.num_scheduled_tokens = request.kv.num_computed_tokens
 
     def check(self) -> None:
-        assert all(call.state is State.WAITING for call in self.waiting)
-        assert all(call.state in (State.RUNNING, State.KNOWN) for call in self.running)
-        for call in self.running:
-            assert call.work.scheduled == call.work.encoded
-            assert _pending(call), "a running call has nothing to compute"
-            assert all(sight.encoding.holders for sight in call.sights), "a context is held by nobody"
+        """Check the invariants of both queues."""
+        assert all(request.state is RequestState.WAITING for request in self.waiting)
+        assert all(request.state in (RequestState.RUNNING, RequestState.TOKENS_FINAL) for request in self.running)
+        for request in self.running:
+            assert request.kv.num_scheduled_tokens == request.kv.num_computed_tokens
+            assert _num_pending_tokens(request), "a running request has nothing to compute"
+            assert all(kv_slice.entry.owners for kv_slice in request.context), "a context entry has no owner"
 
 
-def _pending(call: Call) -> int:
-    work = call.work
-    return len(work.tokens) - work.scheduled
+def _num_pending_tokens(request: Request) -> int:
+    """Number of tokens that are not scheduled yet."""
+    entry = request.kv
+    return len(entry.tokens) - entry.num_scheduled_tokens
 
 
-def _is_ready(call: Call, hasten: bool) -> bool:
-    """Whether all that it sees is encoded, or will be by this very step; `hasten`: or is being loaded. What it begins
-    from, in the middle of the layers, has to be there."""
-    lender = call.work.lender
-    if lender is not None and not (lender.whole or (hasten and lender.state == "loading")):
+def _is_ready(request: Request, allow_loading: bool) -> bool:
+    """True if every context token is computed or scheduled in this step.
+
+    With `allow_loading`, tokens still being loaded count too: each layer waits for its copy. The
+    source entry of a partial prefill must be complete.
+    """
+    source = request.kv.source_entry
+    if source is not None and not (source.is_complete or (allow_loading and source.location == "loading")):
         return False
-    for encoding, first, count, *_ in call.sights:
-        if encoding.scheduled < first + count and not (hasten and encoding.state == "loading"):
+    for entry, first, count, *_ in request.context:
+        if entry.num_scheduled_tokens < first + count and not (allow_loading and entry.location == "loading"):
             return False
     return True
 
 
-def _take(batch: Batch, call: Call, count: int) -> None:
-    encoding = call.work
-    row0, token0 = len(batch.tokens), encoding.scheduled
-    token1 = token0 + count
-    batch.tokens += encoding.tokens[token0:token1]
-    batch.positions += range(encoding.start + token0, encoding.start + token1)
-    batch.slots += [encoding.slot(token) for token in range(token0, token1)]
-    batch.models += [encoding.model] * count
-    batch.takes.append(Take(call, row0, token0, token1))
-    encoding.scheduled = token1
+def _schedule_chunk(batch: Batch, request: Request, num_tokens: int) -> None:
+    """Append the request's next `num_tokens` tokens to the batch."""
+    entry = request.kv
+    q_start, token_start = len(batch.tokens), entry.num_scheduled_tokens
+    token_end = token_start + num_tokens
+    batch.tokens += entry.tokens[token_start:token_end]
+    batch.positions += range(entry.base_position + token_start, entry.base_position + token_end)
+    batch.slots += [entry.slot(token) for token in range(token_start, token_end)]
+    batch.models += [entry.model] * num_tokens
+    batch.chunks.append(ScheduledChunk(request, q_start, token_start, token_end))
+    entry.num_scheduled_tokens = token_end

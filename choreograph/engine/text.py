@@ -1,86 +1,342 @@
-"""Tokens to text, one by one. Knows tokenizers only."""
+"""Chat turns rendered with a model's own template, and incremental detokenization.
 
+Turns are cut so that joined turns equal what the template renders. A turn that opens a conversation
+includes the template's prefix (the beginning-of-sequence token, a default system prompt); later
+turns never do. If the template writes the last answer differently from earlier ones, a complete
+turn is rendered as an earlier one, and a turn to be generated as the last.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import jinja2
 from tokenizers.decoders import DecodeStream
 
-from .generation import Detokenizer
+from ..errors import ConfigError, InvalidTokensError
+from .request import Detokenizer
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_MARKER = "\u2063mark\u2063"
+
+_SAMPLE_TEXT = "x"  # placeholder for any text
+
+MAX_CACHED_CHARS, CACHE_SIZE = 200, 1024  # headers up to this length are cached; number of entries
+
+TIME_FUNCTION = "strftime_now"  # templates that call it depend on the date and are not cached
 
 
-class _FastStream:
-    """The incremental decoder of the tokenizers library: text comes out when a character is whole.
+@dataclass(frozen=True)
+class Turn:
+    """One chat turn."""
 
-    Where tokens stand for bytes, a run of them that turns out not to be UTF-8 is decoded as replacement characters,
-    those included that came out as text before. What came out stays; the rest of the run is replaced.
+    role: str  # one of ROLES
+    text: str
+    opening: bool = True  # False: omit the prefix, though the turn has no parents
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise InvalidTokensError(f"text={self.text!r}: a turn holds a string")
+
+
+_SAMPLE_USER_TURN = Turn("user", _SAMPLE_TEXT)
+
+
+class ChatTurns:
+    """Constructors of chat turns.
+
+    A turn without parents opens a conversation: it includes the template's prefix, the BOS token
+    and often a default system prompt. opening=False omits the prefix.
+    """
+
+    def system(self, text: str, *, opening: bool = True) -> Turn:
+        return Turn("system", text, opening)
+
+    def user(self, text: str, *, opening: bool = True) -> Turn:
+        return Turn("user", text, opening)
+
+    def assistant(self, text: str = "", *, opening: bool = True) -> Turn:
+        return Turn("assistant", text, opening)
+
+
+class ChatTemplate:
+    """Renders turns to token ids, for one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._cache: dict[Any, Any] = {}
+
+    def encode(self, turn: Turn, *, opening: bool) -> list[int]:
+        """Tokenize a complete turn: header, text and footer."""
+        return self._tokenize(self._checked_turn(turn, opening))
+
+    def open_turn(self, turn: Turn, *, opening: bool) -> tuple[list[int], list[int]]:
+        """Return (header, footer) token ids for decoding a turn.
+
+        The header includes the turn's text so far; the footer ends the turn.
+        """
+        rendered = self._checked_turn(Turn(turn.role, _MARKER), opening, is_last=True)
+        header, _, footer = rendered.partition(_MARKER)
+        if not turn.text and not self.has_template:
+            header = header.rstrip(" ")  # the space belongs to the first generated word
+        elif not turn.text and turn.role == "assistant":
+            if self._generation_prompt:
+                header = (self._conversation_prefix if opening else "") + self._generation_prompt
+            if not header:
+                raise ConfigError("the chat template puts nothing in front of an answer: give the turn its first words")
+        return self._tokenize(header + turn.text, cached=True), self._tokenize(footer, cached=True)
+
+    def encode_text(self, text: str, *, opening: bool) -> list[int]:
+        """Tokenize text without roles, with BOS if it opens a conversation."""
+        ids = self._tokenize(text)
+        return [*self.bos_ids, *ids] if opening else ids
+
+    def _tokenize(self, text: str, *, cached: bool = False) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as exc:
+            raise InvalidTokensError(
+                f"text {text[:60]!r}: {exc.reason} at {exc.start}: replace what is no character"
+            ) from None
+        if not text:
+            return []
+        if not cached or len(text) > MAX_CACHED_CHARS:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._memoize((text, self._tokenizer_state), lambda: self._tokenize(text)))
+
+    @property
+    def _tokenizer_state(self) -> tuple[object, ...]:
+        """Mutable settings of the tokenizer, part of every cache key."""
+        t = self._tokenizer
+        names = ("bos_token", "eos_token", "split_special_tokens")
+        size = len(t) if hasattr(t, "__len__") else 0
+        return (size, str(getattr(t, "chat_template", None)), *(str(getattr(t, name, None)) for name in names))
+
+    def _memoize(self, key: object, compute: Callable[[], Any]) -> Any:
+        if (cached := self._cache.get(key, self)) is not self:
+            return cached
+        if len(self._cache) >= CACHE_SIZE:
+            self._cache.clear()
+        result = self._cache[key] = compute()
+        return result
+
+    @property
+    def has_template(self) -> bool:
+        """True if the tokenizer has a chat template.
+
+        Without one, turns are lines that no token ends.
+        """
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @cached_property
+    def bos_ids(self) -> list[int]:
+        """Token ids the tokenizer puts before any text."""
+        with_prefix, without = self._tokenizer("a")["input_ids"], self._tokenize("a")
+        starts = range(len(with_prefix) - len(without) + 1)
+        return next(
+            (with_prefix[:start] for start in starts if with_prefix[start : start + len(without)] == without), []
+        )
+
+    def _checked_turn(self, turn: Turn, opening: bool, is_last: bool = False) -> str:
+        rendered = self._render_turn(turn, opening, is_last)
+        if turn.text.strip() not in rendered and _MARKER not in self._render_turn(
+            Turn(turn.role, _MARKER), opening, is_last
+        ):
+            raise ConfigError(f"the chat template drops a lone turn of role {turn.role!r}: put its text elsewhere")
+        return rendered
+
+    def _render_turn(self, turn: Turn, opening: bool, is_last: bool) -> str:
+        if turn.role not in ROLES:
+            raise ConfigError(f"role={turn.role!r}: use one of {ROLES}")
+        if not self.has_template:
+            return self._render_without_template(turn, opening)
+        if turn.role == "system" and not self._supports_system_turn:
+            raise ConfigError("the chat template has no place for a turn of role 'system'")
+        if opening:
+            rendered = self._render([turn])
+            return rendered if rendered is not None else self._conversation_prefix + self._turn_suffix(turn, is_last)
+        return self._turn_suffix(turn, is_last)
+
+    def _turn_suffix(self, turn: Turn, is_last: bool) -> str:
+        """Return what the template appends for a turn after other turns.
+
+        Args:
+            is_last: no turn follows.
+        """
+        conversation = [_SAMPLE_USER_TURN, Turn("assistant", _SAMPLE_TEXT)]
+        for before in (
+            ([_SAMPLE_USER_TURN], conversation) if turn.role == "assistant" else (conversation, [_SAMPLE_USER_TURN])
+        ):
+            start, both = self._render(before), self._render([*before, turn])
+            if start is not None and both is not None and both.startswith(start):
+                inner = None if is_last or turn.role != "assistant" else self._turn_before_user(start, [*before, turn])
+                return both[len(start) :] if inner is None else inner
+        raise ConfigError(f"the chat template has no place for a turn of role {turn.role!r}")
+
+    def _turn_before_user(self, prefix: str, turns: list[Turn]) -> str | None:
+        """Return the rendering after `prefix` if a user turn follows.
+
+        None if it cannot be determined.
+        """
+        rendered = self._render([*turns, _SAMPLE_USER_TURN])
+        if rendered is None or not rendered.startswith(prefix) or not rendered.endswith(self._later_user_turn):
+            return None
+        return rendered[len(prefix) : len(rendered) - len(self._later_user_turn)]
+
+    @cached_property
+    def _later_user_turn(self) -> str:
+        """Rendering of a user turn that follows other turns."""
+        return self._turn_suffix(_SAMPLE_USER_TURN, is_last=True)
+
+    @cached_property
+    def _supports_system_turn(self) -> bool:
+        """True if the template accepts a system turn first.
+
+        A template that does not may still render one elsewhere without an error.
+        """
+        return any(
+            self._render([Turn("system", _SAMPLE_TEXT), *more]) is not None for more in ([], [_SAMPLE_USER_TURN])
+        )
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        """Generation prompt after a user turn; "" if there is none."""
+        start, prompted = (
+            self._render([_SAMPLE_USER_TURN]),
+            self._render([_SAMPLE_USER_TURN], add_generation_prompt=True),
+        )
+        return prompted[len(start) :] if start and prompted and prompted.startswith(start) else ""
+
+    @cached_property
+    def _trailing_eos(self) -> str:
+        """EOS added after conversations but not after turns (Phi-3)."""
+        end = str(getattr(self._tokenizer, "eos_token", None) or "")
+        one, two = (
+            self._render_with_eos([_SAMPLE_USER_TURN]),
+            self._render_with_eos([_SAMPLE_USER_TURN, Turn("assistant", _SAMPLE_TEXT)]),
+        )
+        if not end or not one or not two or two.startswith(one) or not (one.endswith(end) and two.endswith(end)):
+            return ""
+        return end if two.startswith(one.removesuffix(end)) else ""
+
+    @cached_property
+    def _conversation_prefix(self) -> str:
+        """Rendering before the first turn, whatever its role."""
+        rendered, later = self._render([_SAMPLE_USER_TURN]), self._later_user_turn
+        return rendered[: -len(later)] if rendered and rendered.endswith(later) else ""
+
+    def _render(self, turns: list[Turn], *, add_generation_prompt: bool = False) -> str | None:
+        """Render turns that may continue; None if the template rejects them."""
+        rendered = self._render_with_eos(turns, add_generation_prompt)
+        return rendered if rendered is None or add_generation_prompt else rendered.removesuffix(self._trailing_eos)
+
+    def _render_with_eos(self, turns: list[Turn], add_generation_prompt: bool = False) -> str | None:
+        has_user_text = any(turn.text not in (_SAMPLE_TEXT, _MARKER) for turn in turns)
+        if has_user_text or TIME_FUNCTION in str(self._tokenizer.chat_template):
+            return self._apply_template(turns, add_generation_prompt)
+        text: str | None = self._memoize(
+            (*turns, add_generation_prompt, self._tokenizer_state),
+            lambda: self._apply_template(turns, add_generation_prompt),
+        )
+        return text
+
+    def _apply_template(self, turns: list[Turn], add_generation_prompt: bool) -> str | None:
+        messages = [{"role": t.role, "content": t.text} for t in turns]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+            return text
+        except (jinja2.TemplateError, TypeError):  # the template rejects the turns
+            return None
+
+    def _render_without_template(self, turn: Turn, opening: bool) -> str:
+        front = getattr(self._tokenizer, "bos_token", None) or "" if opening and self.bos_ids else ""
+        return f"{front}{turn.role.capitalize()}: {turn.text}\n"
+
+
+class FastDetokenizer:
+    """Incremental decoder of the tokenizers library; emits complete characters.
+
+    For byte tokens, a sequence that turns out not to be UTF-8 is decoded as replacement characters,
+    including bytes already emitted as text. Emitted text is kept; the rest is replaced.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._open: list[int] = []  # tokens whose text has not come out
+        self._pending_ids: list[int] = []  # tokens whose text is not emitted yet
 
     def step(self, token: int) -> str:
         try:
-            return self._take(token)
+            return self._decode_token(token)
         except Exception:  # the library has no other class: "Invalid prefix encountered"
-            return self._anew()
+            return self._restart()
 
-    def _take(self, token: int) -> str:
-        self._open.append(token)
+    def _decode_token(self, token: int) -> str:
+        self._pending_ids.append(token)
         piece = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         if piece:
-            self._open = []
+            self._pending_ids = []
         return piece
 
-    def _anew(self) -> str:
-        """What a new stream, which goes on from here, makes of the tokens whose text has not come out."""
-        tokens, self._open = self._open, []
+    def _restart(self) -> str:
+        """Decode the pending tokens with a new stream, which continues from here."""
+        tokens, self._pending_ids = self._pending_ids, []
         self._stream = DecodeStream(skip_special_tokens=True)
         try:
-            return "".join([self._take(token) for token in tokens])
+            return "".join([self._decode_token(token) for token in tokens])
         except Exception:
-            self._stream, self._open = DecodeStream(skip_special_tokens=True), []
+            self._stream, self._pending_ids = DecodeStream(skip_special_tokens=True), []
             return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def rest(self) -> str:
-        return self._tokenizer.decode(self._open, skip_special_tokens=True)
+    def flush(self) -> str:
+        return self._tokenizer.decode(self._pending_ids, skip_special_tokens=True)
 
 
-class _SlowStream:
-    """For tokenizers without a backend: decodes everything each time and hands out what is new."""
+class SlowDetokenizer:
+    """Detokenizer for slow tokenizers.
+
+    Decodes all tokens each time and emits the new text.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._open: list[int] = []  # those of them whose text has not come out
-        self._sent = ""
+        self._token_ids: list[int] = []
+        self._pending_ids: list[int] = []  # of these, not emitted yet
+        self._emitted_text = ""
 
     def step(self, token: int) -> str:
-        self._tokens.append(token)
-        self._open.append(token)
+        self._token_ids.append(token)
+        self._pending_ids.append(token)
         text = self._decode()
-        return "" if text.endswith("\ufffd") else self._take(text)
+        return "" if text.endswith("\ufffd") else self._emit_new_text(text)
 
-    def rest(self) -> str:
-        return self._take(self._decode())
+    def flush(self) -> str:
+        return self._emit_new_text(self._decode())
 
-    def _take(self, text: str) -> str:
-        """What is new. Where later tokens change what has come out, that stays, and decoding begins anew behind it."""
-        if not text.startswith(self._sent):
-            self._tokens, self._sent = list(self._open), ""
+    def _emit_new_text(self, text: str) -> str:
+        """Return the new part of `text`.
+
+        If later tokens change emitted text, that is kept and decoding restarts after it.
+        """
+        if not text.startswith(self._emitted_text):
+            self._token_ids, self._emitted_text = list(self._pending_ids), ""
             text = self._decode()
-        piece, self._sent = text[len(self._sent) :], text
+        piece, self._emitted_text = text[len(self._emitted_text) :], text
         if piece:
-            self._open = []
+            self._pending_ids = []
         return piece
 
     def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
         return text
 
 
 def make_detokenizer(tokenizer: Any) -> Detokenizer | None:
-    """A fresh stream for one message; None without a tokenizer."""
+    """Create a detokenizer for one message; None without a tokenizer."""
     if tokenizer is None:
         return None
-    return _FastStream(tokenizer) if getattr(tokenizer, "is_fast", False) else _SlowStream(tokenizer)
+    return FastDetokenizer(tokenizer) if getattr(tokenizer, "is_fast", False) else SlowDetokenizer(tokenizer)

@@ -12,23 +12,25 @@ from typing import Any
 
 import torch
 
-from ..choreographies import Workflow
-from ..choreographies.performance import Condition
-from ..core import Engine
-from ..models.adapter import Adapter
-from ..onepass.calls import TracedCall, decodes_of, for_readers
-from ..onepass.packed import Pack, pack, pack_reading, read_logits
-from ..onepass.rehearsal import Script, rehearse
-from ..types import SamplingParams
-from .data import Example
-from .folder import Record
+from ..engine.engine import Engine
+from ..models.hf_model import HFModel
+from ..sampling_params import SamplingParams
+from ..training.dry_run import TaskTranscript, dry_run
+from ..training.packed_forward import PackedTrace, forward_no_grad, pack, pack_adapter_stages
+from ..training.trace import TracedCall, iter_decodes, split_adapter_stages
+from ..workflows import WorkflowFunction
+from ..workflows.run import Condition
+from .datasets import Example
+from .run_dir import RunRecord
 from .statistics import Estimate, difference, mean
 
-Readings = dict[tuple[str, int], tuple[list[int], torch.Tensor]]  # of a stage's n-th message: its tokens, their logits
+DecodeLogits = dict[
+    tuple[str, int], tuple[list[int], torch.Tensor]
+]  # of a stage's n-th message: its tokens, their logits
 
 
 @dataclass(frozen=True)
-class Drift:
+class TokenDivergence:
     """One message of one trace: per generated token the log-loss before and now, and the divergence, in nats."""
 
     stage: str
@@ -37,67 +39,71 @@ class Drift:
     divergence: tuple[float, ...]
 
 
-def drifts(
+def measure_divergence(
     engine: Engine,
-    workflow: Workflow,
-    scripts: Sequence[Script],
+    workflow: WorkflowFunction,
+    task_transcripts: Sequence[TaskTranscript],
     conditions: Mapping[str, Condition],
     *,
     sampling: SamplingParams,
     options: Mapping[str, Any] | None = None,
-) -> Iterator[tuple[str, dict[str, list[Drift]]]]:
+) -> Iterator[tuple[str, dict[str, list[TokenDivergence]]]]:
     """For every script, its id and what each condition but the first (the baseline) makes of it.
 
     Memory: two rows of logits for every token of a trace, one trace at a time.
     """
-    adapter = engine.runner.adapter
+    adapter = engine.core.hf_model
     calls = {
-        name: dict(rehearse(adapter, workflow, scripts, condition, sampling=sampling, options=options))
+        name: dict(dry_run(adapter, workflow, task_transcripts, condition, sampling=sampling, options=options))
         for name, condition in conditions.items()
     }
     baseline, *others = conditions
     for name in others:
-        conditions[name].check_readers(stage for script in scripts for stage in script.content)
+        conditions[name].check_adapter_stages(stage for script in task_transcripts for stage in script.transcript)
 
-    def readings(name: str, id: str) -> Readings:
+    def readings(name: str, id: str) -> DecodeLogits:
         condition = conditions[name]
-        found = _readings(adapter, pack(calls[name][id]), calls[name][id], condition.writer)
-        if condition.readers:
-            reading = for_readers(calls[name][id], condition.readers)
-            found |= _readings(adapter, pack_reading(reading), reading, condition.model)
-        return found
+        result = _decode_logits(adapter, pack(calls[name][id]), calls[name][id], condition.base_or_adapter)
+        if condition.adapter_stages:
+            reading = split_adapter_stages(calls[name][id], condition.adapter_stages)
+            result |= _decode_logits(adapter, pack_adapter_stages(reading), reading, condition.model)
+        return result
 
-    for script in scripts:
+    for script in task_transcripts:
         before = readings(baseline, script.id)
         yield script.id, {name: _compare(before, readings(name, script.id)) for name in others}
 
 
-def scripts_of(examples: Sequence[Example], records: Mapping[str, Record]) -> list[Script]:
+def transcripts(examples: Sequence[Example], records: Mapping[str, RunRecord]) -> list[TaskTranscript]:
     """What was said in the records of a condition, but for those that failed."""
-    return [Script(e.id, e.task, records[e.id]["tokens"]) for e in examples if not records[e.id].get("error")]
+    return [TaskTranscript(e.id, e.task, records[e.id]["tokens"]) for e in examples if not records[e.id].get("error")]
 
 
-def _readings(adapter: Adapter, packed: Pack, calls: Sequence[TracedCall], model: str) -> Readings:
-    logits = read_logits(adapter, packed, model)
-    found: Readings = {}
+def _decode_logits(
+    hf_model: HFModel, packed_trace: PackedTrace, calls: Sequence[TracedCall], model: str
+) -> DecodeLogits:
+    logits = forward_no_grad(hf_model, packed_trace, model)
+    result: DecodeLogits = {}
     at = 0
-    for name, call in decodes_of(calls):
+    for name, call in iter_decodes(calls):
         tokens = call.generated or []
-        found[name] = tokens, logits[at : at + len(tokens)]
+        result[name] = tokens, logits[at : at + len(tokens)]
         at += len(tokens)
-    return found
+    return result
 
 
-def _compare(before: Readings, after: Readings) -> list[Drift]:
+def _compare(before: DecodeLogits, after: DecodeLogits) -> list[TokenDivergence]:
     """Message by message, in the order of the condition's calls."""
     return [
-        Drift(stage, *_measure(tokens, before[stage, number][1], logits))
+        TokenDivergence(stage, *_log_losses_and_kl(tokens, before[stage, number][1], logits))
         for (stage, number), (tokens, logits) in after.items()
         if tokens
     ]
 
 
-def _measure(tokens: Sequence[int], before: torch.Tensor, after: torch.Tensor) -> tuple[tuple[float, ...], ...]:
+def _log_losses_and_kl(
+    tokens: Sequence[int], before: torch.Tensor, after: torch.Tensor
+) -> tuple[tuple[float, ...], ...]:
     """Log-losses of the tokens before and now, and the divergence of the whole distributions (never below zero)."""
     old, new = before.float().log_softmax(-1), after.float().log_softmax(-1)
     divergence = (old.exp() * (old - new)).sum(-1).clamp_min(0)
@@ -107,7 +113,7 @@ def _measure(tokens: Sequence[int], before: torch.Tensor, after: torch.Tensor) -
 
 
 @dataclass(frozen=True)
-class DriftRow:
+class DivergenceSummary:
     """One stage under one condition: mean log-loss of the baseline and now, their difference, and the divergence, also
     by the token's place in its message (`0-3`: the first four)."""
 
@@ -124,13 +130,13 @@ class DriftRow:
 POSITIONS = ((0, 4), (4, 16), (16, 64), (64, 10**9))
 
 
-def drift_rows(found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[DriftRow]:
+def summarize_divergence(divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]]) -> list[DivergenceSummary]:
     """Means over examples (each example weighs the same), for `all` decodes and for each stage."""
     rows = []
-    for condition in found[0] if found else ():
-        stages = list(dict.fromkeys(d.stage for one in found for d in one[condition]))
+    for condition in divergences[0] if divergences else ():
+        stages = list(dict.fromkeys(d.stage for one in divergences for d in one[condition]))
         for stage in ("all", *stages):
-            each = [[d for d in one[condition] if stage in ("all", d.stage)] for one in found]
+            each = [[d for d in one[condition] if stage in ("all", d.stage)] for one in divergences]
             each = [drifts for drifts in each if drifts]
             if not each:  # of workflows that decode nothing
                 continue
@@ -138,7 +144,7 @@ def drift_rows(found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[DriftRow]
                 [fmean(value for d in one for value in getattr(d, name)) for one in each]
                 for name in ("before", "after", "divergence")
             )
-            row = DriftRow(
+            row = DivergenceSummary(
                 condition=condition,
                 stage=stage,
                 tokens=sum(len(d.before) for one in each for d in one),
@@ -152,11 +158,11 @@ def drift_rows(found: Sequence[Mapping[str, Sequence[Drift]]]) -> list[DriftRow]
     return rows
 
 
-def _by_position(found: Sequence[Drift]) -> dict[str, float]:
+def _by_position(divergences: Sequence[TokenDivergence]) -> dict[str, float]:
     """Mean divergence over the tokens at some places of their messages."""
     means = {}
     for first, end in POSITIONS:
-        values = [value for d in found for value in d.divergence[first:end]]
+        values = [value for d in divergences for value in d.divergence[first:end]]
         if values:
             means[f"{first}-{end - 1}" if end < 10**9 else f"{first}-"] = fmean(values)
     return means

@@ -4,17 +4,18 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..core import Engine
+from ..engine.concurrency import run_concurrently
+from ..engine.engine import Engine
 from ..errors import ChoreographError
-from ..together import together
-from ..types import SamplingParams
-from .scores import Record
+from ..sampling_params import SamplingParams
+from .metrics import RunRecordView
 
-ASK = (
+JUDGE_PROMPT = (
     "Two answers to one request follow. Which one is better: more complete, more coherent, better written?\n\n"
     "Request: {request}\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\nReply with A or B."
 )
-HEADER = "The better answer is"
+
+ANSWER_HEADER = "The better answer is"
 
 
 class Verdict(NamedTuple):
@@ -22,19 +23,24 @@ class Verdict(NamedTuple):
     problem: why they could not be asked."""
 
     score: int
-    unread: int
-    problem: str = ""
+    unparsed: int
+    error: str = ""
 
 
-def verdicts(
-    engine: Engine, requests: Sequence[str], first: Sequence[Record], second: Sequence[Record], *, at_once: int = 32
+def judge_pairs(
+    engine: Engine,
+    requests: Sequence[str],
+    first: Sequence[RunRecordView],
+    second: Sequence[RunRecordView],
+    *,
+    concurrency: int = 32,
 ) -> Iterator[tuple[int, Verdict]]:
     """The judge's verdict on every pair, as they come: (number of the pair, verdict). One that cannot be asked, such as
     of answers that are too long together, is unread; if none can, the first error is raised."""
 
     def program(request: str, one: str, two: str):
         def run() -> Verdict:
-            votes = [_ask(engine, request, one, two), _ask(engine, request, two, one)]
+            votes = [_query_judge(engine, request, one, two), _query_judge(engine, request, two, one)]
             seen = [
                 None if v is None else (v == "A") == straight for v, straight in zip(votes, (True, False), strict=True)
             ]
@@ -47,7 +53,7 @@ def verdicts(
 
     jobs = (program(q, a["answer"], b["answer"]) for q, a, b in zip(requests, first, second, strict=True))
     first_error, read = None, 0
-    for outcome in together(engine, jobs, at_once=at_once):
+    for outcome in run_concurrently(engine, jobs, max_programs=concurrency):
         if outcome.error is None:
             read += 1
             yield outcome.index, outcome.value
@@ -60,11 +66,11 @@ def verdicts(
         raise first_error
 
 
-def _ask(engine: Engine, request: str, a: str, b: str) -> str | None:
+def _query_judge(engine: Engine, request: str, a: str, b: str) -> str | None:
     """A or B, the first that the judge names as a word of its own; greedy."""
     with engine.session(mode="prefix") as s:
-        question = s.prefill(s.user(ASK.format(request=request, a=a, b=b)))
+        question = s.prefill(s.user(JUDGE_PROMPT.format(request=request, a=a, b=b)))
         sampling = SamplingParams(temperature=0, max_tokens=8)
-        text = s.decode(s.assistant(HEADER), [question], sampling=sampling).text
+        text = s.decode(s.assistant(ANSWER_HEADER), [question], sampling=sampling).text
     named = re.search(r"\b([AB])\b", text)
     return named and named[1]

@@ -13,8 +13,9 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.proportion import proportion_confint
 
-DRAWS = 9999
-GRID = 2000
+NUM_RESAMPLES = 9999
+
+NUM_QUANTILES = 2000
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def matched_pairs(gained: int, lost: int, n: int, level: float = 0.95) -> Estima
 
 def _melded(gained: int, lost: int, n: int, *, upper: bool) -> np.ndarray:
     """Quantiles of rate * (2 share - 1) under the upper or lower confidence distributions of rate and share."""
-    points = (np.arange(GRID) + 0.5) / GRID
+    points = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     differ = gained + lost
     share = _confidence(points, gained, lost, upper)
     rates = {side: _confidence(points, differ, n - differ, side) for side in (False, True)}
@@ -85,21 +86,21 @@ def _confidence(points: np.ndarray, yes: int, no: int, upper: bool) -> np.ndarra
     return stats.beta.ppf(points, a, b)
 
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
     """Sum of above over sum of below, pairs drawn together: how many times as much the whole set took."""
     return bootstrap(
         lambda a, b, axis=-1: np.sum(a, axis=axis) / np.sum(b, axis=axis),
-        _array(above),
-        _array(below),
+        _array(numerators),
+        _array(denominators),
         method="percentile",
     )
 
 
 def correlation(x: Sequence[float], y: Sequence[float]) -> Estimate:
     """Pearson's r with its interval and p."""
-    found: Any = stats.pearsonr(_array(x), _array(y))
-    low, high = found.confidence_interval(0.95)
-    return Estimate(float(found.statistic), float(low), float(high), len(x), float(found.pvalue))
+    result: Any = stats.pearsonr(_array(x), _array(y))
+    low, high = result.confidence_interval(0.95)
+    return Estimate(float(result.statistic), float(low), float(high), len(x), float(result.pvalue))
 
 
 def bootstrap(statistic: Callable[..., Any], *columns: np.ndarray, method: str = "BCa") -> Estimate:
@@ -109,17 +110,17 @@ def bootstrap(statistic: Callable[..., Any], *columns: np.ndarray, method: str =
     _same_length(*columns)
     if n < 2 or all(np.ptp(c) == 0 for c in columns):
         return Estimate(value, value, value, n)
-    found = stats.bootstrap(
+    result = stats.bootstrap(
         columns,
         statistic,
         paired=True,
         vectorized=True,
-        n_resamples=DRAWS,
+        n_resamples=NUM_RESAMPLES,
         batch=1000,
         method=method,
         rng=np.random.default_rng(0),
     )
-    low, high = found.confidence_interval
+    low, high = result.confidence_interval
     return Estimate(value, float(low), float(high), n)
 
 

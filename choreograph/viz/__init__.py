@@ -1,1 +1,1 @@
-"""Pictures of what happened. Reads finished messages; changes nothing."""
+"""Message graph, schema layout and step graph as SVG."""

@@ -2,13 +2,20 @@
 
 import pytest
 import torch
+from helpers.hypothesis_profile import many
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from many import many
 
 from choreograph import SamplingParams
-from choreograph.engine.generation import Generation
-from choreograph.engine.sampling import CANDIDATES, _asked, _processed, choose, nucleus, warpers
+from choreograph.engine.request import DecodeState
+from choreograph.engine.sampler import (
+    CANDIDATES,
+    _apply_penalties,
+    _sampling_tensor,
+    logits_warpers,
+    sample,
+    top_candidates,
+)
 from choreograph.errors import SamplingError
 
 NO_IDS = torch.empty(1, 0, dtype=torch.long)
@@ -30,30 +37,30 @@ def logits_of(size: int, seed: int, spread: float = 4.0, ties: bool = False) -> 
     return row.round() if ties else row
 
 
-def generation(seed=0, prompt=(1, 2), forced=None, stops=(), tokens=(), **options) -> Generation:
-    made = Generation(
+def generation(seed=0, prompt=(1, 2), forced=None, stops=(), tokens=(), **options) -> DecodeState:
+    made = DecodeState(
         sampling=SamplingParams(**options),
         prompt=list(prompt),
         stop_tokens=frozenset(stops),
-        random=torch.Generator().manual_seed(seed),
-        forced=forced,
+        generator=torch.Generator().manual_seed(seed),
+        forced_tokens=forced,
     )
     made.tokens = list(tokens)
     return made
 
 
-def take(logits: torch.Tensor, generations: list[Generation]) -> list[int]:
+def take(logits: torch.Tensor, generations: list[DecodeState]) -> list[int]:
     """Chooses and accepts, as a step does."""
-    tokens = choose(logits, generations).read()
+    tokens = sample(logits, generations).read()
     for one, token in zip(generations, tokens, strict=True):
-        one.accept(token)
+        one.append(token)
     return tokens
 
 
 def fast(row: torch.Tensor, options: SamplingParams) -> torch.Tensor | None:
     """The probabilities that `nucleus` keeps, over the whole vocabulary."""
-    asked = _asked([Generation(options, [], frozenset(), torch.Generator())], row.device)
-    ids, weights, enough = (found[0] for found in nucleus(row[None], [options], asked))
+    asked = _sampling_tensor([DecodeState(options, [], frozenset(), torch.Generator())], row.device)
+    ids, weights, enough = (result[0] for result in top_candidates(row[None], [options], asked))
     if not enough:
         return None
     assert len(ids) == len(ids.unique()), "a token is kept twice"
@@ -61,7 +68,7 @@ def fast(row: torch.Tensor, options: SamplingParams) -> torch.Tensor | None:
 
 
 def slow(row: torch.Tensor, options: SamplingParams) -> torch.Tensor:
-    return warpers(options)(NO_IDS, row[None].clone())[0].softmax(-1)
+    return logits_warpers(options)(NO_IDS, row[None].clone())[0].softmax(-1)
 
 
 def near_a_threshold(row: torch.Tensor, s: SamplingParams) -> bool:
@@ -137,7 +144,7 @@ def test_banned_tokens_are_never_kept():
     row[10:] = float("-inf")
     for options in ({}, {"top_p": 0.999}, {"top_k": 30}, {"min_p": 0.001}):
         assert not fast(row, SamplingParams(**options))[10:].any()
-        assert all(choose(row[None], [generation(seed, **options)]).read()[0] < 10 for seed in range(20))
+        assert all(sample(row[None], [generation(seed, **options)]).read()[0] < 10 for seed in range(20))
 
 
 @pytest.mark.parametrize("size", [11, CANDIDATES + 500])
@@ -153,13 +160,13 @@ def test_frequencies_follow_the_distribution(size):
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-40, 1e-9])
 def test_a_vanishing_temperature_is_greedy(temperature):
     row = logits_of(700, 1)
-    assert choose(row[None], [generation(temperature=temperature)]).read() == [int(row.argmax())]
+    assert sample(row[None], [generation(temperature=temperature)]).read() == [int(row.argmax())]
 
 
 def test_a_vanishing_nucleus_is_the_likeliest_token():
     for size in (10, 700):
         row = logits_of(size, 2)
-        assert choose(row[None], [generation(top_p=1e-46)]).read() == [int(row.argmax())]
+        assert sample(row[None], [generation(top_p=1e-46)]).read() == [int(row.argmax())]
 
 
 def test_a_huge_temperature_is_uniform():
@@ -201,13 +208,13 @@ def test_a_row_chooses_the_same_alone_and_in_a_batch(rows, size, seed, ties):
     for i, row in enumerate(rows):
         alone = make(*row)
         assert [take(logits[i : i + 1], [alone])[0] for _ in range(3)] == [tokens[i] for tokens in batch]
-        assert torch.equal(alone.random.get_state(), together[i].random.get_state())
+        assert torch.equal(alone.generator.get_state(), together[i].generator.get_state())
 
 
 def test_choosing_leaves_the_logits_alone():
     logits = logits_of(40, 0)[None]
     before = logits.clone()
-    choose(
+    sample(
         logits, [generation(tokens=(1,), presence_penalty=2, repetition_penalty=2, logit_bias={0: 9}, top_k=3)]
     ).read()
     assert torch.equal(logits, before)
@@ -217,14 +224,14 @@ def test_a_second_try_of_a_step_chooses_the_same():
     """A step that broke after choosing is chosen again: nothing was used up."""
     one = generation(seed=3, logprobs=2)
     row = logits_of(50, 4)[None]
-    assert choose(row, [one]).read() == choose(row, [one]).read()
+    assert sample(row, [one]).read() == sample(row, [one]).read()
     assert one.logprobs == []
 
 
 def test_rows_without_numbers_choose_nothing_and_harm_nobody():
     rows = torch.stack([logits_of(30, 1), torch.full((30,), float("nan")), logits_of(30, 2)])
     ways = [{"temperature": 0}, {"top_p": 0.5}, {"temperature": 0}]
-    got = choose(rows, [generation(**way) for way in ways]).read()
+    got = sample(rows, [generation(**way) for way in ways]).read()
     assert got == [int(rows[0].argmax()), None, int(rows[2].argmax())]
 
 
@@ -233,11 +240,11 @@ def test_rows_without_numbers_choose_nothing_and_harm_nobody():
 
 def test_forced_tokens_come_in_order_and_draw_nothing():
     one = generation(forced=[7, 0, 7])
-    before = one.random.get_state()
+    before = one.generator.get_state()
     for want in (7, 0, 7):
-        assert choose(logits_of(9, 0)[None], [one]).read() == [want]
-        one.accept(want)
-    assert torch.equal(one.random.get_state(), before)
+        assert sample(logits_of(9, 0)[None], [one]).read() == [want]
+        one.append(want)
+    assert torch.equal(one.generator.get_state(), before)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 0.1, "top_k": 1, "logit_bias": {5: 100}}])
@@ -273,29 +280,31 @@ def test_forced_tokens_have_logprobs():
 
 def test_repetition_penalty_counts_header_and_generated_once():
     row = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
-    got = _processed(row, generation(prompt=(0, 1), tokens=(2, 2, 2), repetition_penalty=2.0))
+    got = _apply_penalties(row, generation(prompt=(0, 1), tokens=(2, 2, 2), repetition_penalty=2.0))
     assert got.tolist() == [1.0, -4.0, 1.0, -2.0, 2.0]
 
 
 def test_presence_and_frequency_look_at_generated_tokens_only():
     row = torch.zeros(5)
-    got = _processed(row, generation(prompt=(0, 1), tokens=(2, 2, 3), presence_penalty=1.0))
+    got = _apply_penalties(row, generation(prompt=(0, 1), tokens=(2, 2, 3), presence_penalty=1.0))
     assert got.tolist() == [0, 0, -1, -1, 0]
-    got = _processed(row, generation(prompt=(0, 1), tokens=(2, 2, 3), frequency_penalty=0.5))
+    got = _apply_penalties(row, generation(prompt=(0, 1), tokens=(2, 2, 3), frequency_penalty=0.5))
     assert got.tolist() == [0, 0, -1, -0.5, 0]
-    got = _processed(row, generation(prompt=(0, 1), tokens=(2, 2, 3), frequency_penalty=-1, presence_penalty=-1))
+    got = _apply_penalties(row, generation(prompt=(0, 1), tokens=(2, 2, 3), frequency_penalty=-1, presence_penalty=-1))
     assert got.tolist() == [0, 0, 3, 2, 0]
 
 
 def test_bias_is_added_before_penalties():
-    got = _processed(torch.tensor([1.0, 1.0]), generation(prompt=(0,), repetition_penalty=2.0, logit_bias={0: 4.0}))
+    got = _apply_penalties(
+        torch.tensor([1.0, 1.0]), generation(prompt=(0,), repetition_penalty=2.0, logit_bias={0: 4.0})
+    )
     assert got.tolist() == [2.5, 1.0]
 
 
 def test_bias_can_force_and_forbid():
     row = logits_of(30, 1)
-    assert choose(row[None], [generation(logit_bias={29: 100.0})]).read() == [29]
-    assert choose(row[None], [generation(temperature=0, logit_bias={int(row.argmax()): -100.0})]).read() != [
+    assert sample(row[None], [generation(logit_bias={29: 100.0})]).read() == [29]
+    assert sample(row[None], [generation(temperature=0, logit_bias={int(row.argmax()): -100.0})]).read() != [
         int(row.argmax())
     ]
 
@@ -306,13 +315,13 @@ def test_stop_tokens_are_impossible_before_min_tokens(temperature):
     row[[2, 4]] = 50.0
     early = generation(stops=(2, 4), tokens=(0, 0), min_tokens=3, max_tokens=9, temperature=temperature)
     late = generation(stops=(2, 4), tokens=(0, 0, 0), min_tokens=3, max_tokens=9, temperature=temperature)
-    assert choose(row[None], [early]).read()[0] not in (2, 4)
-    assert choose(row[None], [late]).read()[0] in (2, 4)
+    assert sample(row[None], [early]).read()[0] not in (2, 4)
+    assert sample(row[None], [late]).read()[0] in (2, 4)
 
 
 def test_no_bias_can_bring_a_stop_token_before_min_tokens():
     early = generation(stops=(2,), min_tokens=3, max_tokens=9, temperature=0, logit_bias={2: 100.0})
-    assert choose(torch.zeros(1, 6), [early]).read() != [2]
+    assert sample(torch.zeros(1, 6), [early]).read() != [2]
 
 
 # -- generations end -----------------------------------------------------------------------------------------
@@ -324,14 +333,14 @@ class Letters:
     def step(self, token: int) -> str:
         return chr(ord("a") + token)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         return ""
 
 
-def written(tokens, **options) -> tuple[Generation, list]:
+def written(tokens, **options) -> tuple[DecodeState, list]:
     one = generation(stops=options.pop("stops", ()), **options)
     one.detokenizer = Letters()
-    return one, [one.accept(t) for t in tokens]
+    return one, [one.append(t) for t in tokens]
 
 
 def test_a_stop_string_cuts_the_text():
@@ -342,14 +351,14 @@ def test_a_stop_string_cuts_the_text():
 def test_text_that_a_stop_string_takes_back_is_never_seen():
     seen = []
 
-    class Watched(Generation):
+    class Watched(DecodeState):
         def __setattr__(self, name: str, value: object) -> None:
             if name == "text":
                 seen.append(value)
             super().__setattr__(name, value)
 
     made = Watched(SamplingParams(stop="cd"), [], frozenset(), torch.Generator(), detokenizer=Letters())
-    assert [made.accept(token) for token in range(4)] == [None, None, None, "stop"]
+    assert [made.append(token) for token in range(4)] == [None, None, None, "stop"]
     assert seen[1:] == ["a", "ab", "abc", "ab"]  # never "abcd"; "c" is not settled
 
 
@@ -371,9 +380,9 @@ def test_a_stop_string_may_begin_before_min_tokens():
 
 def test_settled_text_is_never_taken_back():
     one, _ = written([0, 1], stop=["bcd"])
-    assert one.settled_text == ""
-    one.accept(0)
-    assert one.settled_text == "a"
+    assert one.stable_text == ""
+    one.append(0)
+    assert one.stable_text == "a"
 
 
 def test_reasons():

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-import tiny
+from helpers import tiny_models
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -40,7 +40,7 @@ def ids(*tokens: str) -> list[int]:
 
 def streamed(tokenizer, tokens: list[int]) -> str:
     stream = make_detokenizer(tokenizer)
-    return "".join([stream.step(token) for token in tokens]) + stream.rest()
+    return "".join([stream.step(token) for token in tokens]) + stream.flush()
 
 
 def expected(tokens: list[int]) -> str:
@@ -91,15 +91,15 @@ def test_a_decoder_that_contradicts_itself_breaks_no_stream(monkeypatch):
 
 
 def test_bytes_of_one_message_disturb_no_other():
-    model = tiny.build(vocabulary=len(VOCABULARY))
+    model = tiny_models.build(vocabulary=len(VOCABULARY))
     options = SamplingParams(temperature=0, max_tokens=4)
     with Engine.from_pretrained(model).session() as session:
-        alone = session.decode(ids("b"), sampling=options).generated
+        alone = session.decode(ids("b"), sampling=options).output_token_ids
     engine = Engine.from_pretrained(model, tokenizer=bytewise())
     with engine.session() as session:
         odd = session.decode(ids("a"), forced_tokens=ids("<0x31>", "<0xE6>", "a", "b"))
         other = session.decode(ids("b"), sampling=options)
-        assert other.generated == alone
+        assert other.output_token_ids == alone
         assert odd.text == "1\ufffdab"
         assert "".join(odd.stream()) == odd.text
     engine.check()

@@ -4,19 +4,19 @@ from functools import cache
 
 import numpy as np
 import pytest
+from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from many import many
 from scipy import stats
 
 from choreograph.evaluation.statistics import correlation, difference, matched_pairs, mean, ratio
 
 
 def test_shares_get_clopper_pearson():
-    found = mean([1] * 7 + [0] * 13)
+    result = mean([1] * 7 + [0] * 13)
     exact = stats.binomtest(7, 20).proportion_ci(method="exact")
-    assert (found.value, found.n) == (0.35, 20)
-    assert (found.low, found.high) == pytest.approx((exact.low, exact.high))
+    assert (result.value, result.n) == (0.35, 20)
+    assert (result.low, result.high) == pytest.approx((exact.low, exact.high))
 
 
 @settings(max_examples=many(60), deadline=None)
@@ -25,13 +25,13 @@ def test_matched_pairs_agree_with_the_exact_test(gained, lost, same):
     n = gained + lost + same
     if not n:
         return
-    found = matched_pairs(gained, lost, n)
+    result = matched_pairs(gained, lost, n)
     exact = stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
-    assert found.p == pytest.approx(exact)
-    assert found.low <= found.value <= found.high
-    assert found.low >= -1 and found.high <= 1
+    assert result.p == pytest.approx(exact)
+    assert result.low <= result.value <= result.high
+    assert result.low >= -1 and result.high <= 1
     if abs(exact - 0.05) > 0.002:
-        assert (found.low > 0 or found.high < 0) == (exact < 0.05), "the interval holds zero exactly when p says so"
+        assert (result.low > 0 or result.high < 0) == (exact < 0.05), "the interval holds zero exactly when p says so"
 
 
 @settings(max_examples=many(20), deadline=None)
@@ -46,25 +46,25 @@ def test_the_interval_of_a_difference_covers_the_truth():
     draw, hits, seen = np.random.default_rng(0), 0, cache(matched_pairs)  # many samples are alike
     for _ in range(100):
         kinds = draw.choice(4, size=40, p=[0.4, 0.3, 0.075, 0.225])
-        found = seen(int((kinds == 2).sum()), int((kinds == 3).sum()), 40)
-        hits += found.low <= -0.15 <= found.high
+        result = seen(int((kinds == 2).sum()), int((kinds == 3).sum()), 40)
+        hits += result.low <= -0.15 <= result.high
     assert hits >= 93
 
 
 def test_pairs_make_a_difference_sure_where_samples_do_not():
     before = np.linspace(0, 10, 40)
     after = before + 0.1 + 0.01 * np.sin(np.arange(40))
-    found = difference(after, before)
-    assert 0.09 < found.low < found.value < found.high < 0.11
+    result = difference(after, before)
+    assert 0.09 < result.low < result.value < result.high < 0.11
     assert mean(after).low < mean(before).high
 
 
 def test_ratios_are_of_sums_and_repeat_themselves():
     above, below = [3.0, 4, 5, 8, 3], [1.0, 2, 2, 5, 1]
-    found = ratio(above, below)
-    assert found.value == pytest.approx(23 / 11)
-    assert found == ratio(above, below)
-    assert found.low < found.value < found.high
+    result = ratio(above, below)
+    assert result.value == pytest.approx(23 / 11)
+    assert result == ratio(above, below)
+    assert result.low < result.value < result.high
     same = ratio([2.0, 4], [1.0, 2])
     assert same.low == same.high == 2
 
@@ -79,5 +79,5 @@ def test_equal_values_and_single_ones_have_no_width():
 
 
 def test_correlation():
-    found = correlation([1, 2, 3, 4], [2, 4, 6, 8.5])
-    assert found.value > 0.99 and found.p < 0.05
+    result = correlation([1, 2, 3, 4], [2, 4, 6, 8.5])
+    assert result.value > 0.99 and result.p < 0.05

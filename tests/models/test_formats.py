@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from families import CONFIGS
+from helpers.model_configs import CONFIGS
 from transformers import AutoModelForCausalLM, BloomForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.errors import ConfigError, ModelError
 
 PROMPT = list(range(3, 20))
-SMALL = CacheConfig(tokens=512)
+SMALL = CacheConfig(capacity=512)
 
 
 def build(name: str) -> torch.nn.Module:
@@ -22,7 +22,9 @@ def build(name: str) -> torch.nn.Module:
 def greedy(engine: Engine, count: int = 8) -> list[int]:
     with engine.session() as session:
         first = session.prefill(PROMPT[:9])
-        return session.decode(PROMPT[9:], [first], sampling=SamplingParams(temperature=0, max_tokens=count)).generated
+        return session.decode(
+            PROMPT[9:], [first], sampling=SamplingParams(temperature=0, max_tokens=count)
+        ).output_token_ids
 
 
 @pytest.mark.slow  # needs torchao
@@ -32,11 +34,11 @@ def test_quantised_weights_are_what_the_quantised_model_computes(kind, name):
     plain = Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL))
     model = build(name)
     engine = Engine.from_pretrained(model, config=EngineConfig(cache=SMALL, quantization=kind))
-    assert engine.facts.fingerprint != plain.facts.fingerprint
+    assert engine.model_info.fingerprint != plain.model_info.fingerprint
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():
-        wanted = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(PROMPT) :].tolist()
-    assert greedy(engine) == wanted
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(PROMPT) :].tolist()
+    assert greedy(engine) == expected
 
 
 @pytest.mark.slow  # needs torchao
@@ -52,7 +54,7 @@ def test_windows_and_caps_are_a_part_of_what_a_model_is():
         for name, value in options.items():
             setattr(config, name, value)
         torch.manual_seed(0)
-        return Engine.from_pretrained(AutoModelForCausalLM.from_config(config)).facts.fingerprint
+        return Engine.from_pretrained(AutoModelForCausalLM.from_config(config)).model_info.fingerprint
 
     assert len({fingerprint(), fingerprint(sliding_window=9), fingerprint(attn_logit_softcapping=3.0)}) == 3
 
@@ -60,13 +62,13 @@ def test_windows_and_caps_are_a_part_of_what_a_model_is():
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n.split(",")[0] not in ("falcon", "mpt", "bloom")])
 def test_a_stretch_of_layers_is_what_the_whole_model_computes(name):
     engine = Engine.from_pretrained(build(name), models={"twin": build(name)}, config=EngineConfig(cache=SMALL))
-    engine.share("twin", pattern=[0, 1, engine.facts.layers])  # computed from the second layer on
+    engine.enable_layer_reuse("twin", pattern=[0, 1, engine.model_info.layers])  # computed from the second layer on
     heard = SamplingParams(logprobs=0)
     with engine.session() as session:
         first = session.prefill(PROMPT[:9])
         own = session.decode(PROMPT[9:], [first], forced_tokens=[1, 2, 3], sampling=heard)
         other = session.decode(
-            PROMPT[9:], [first], forced_tokens=[1, 2, 3], sampling=heard, model="twin", share="partial"
+            PROMPT[9:], [first], forced_tokens=[1, 2, 3], sampling=heard, model="twin", kv_reuse="partial"
         )
         mine, theirs = ([one.logprob for one in message.logprobs] for message in (own, other))
     assert theirs == pytest.approx(mine, abs=1e-4)
@@ -75,15 +77,19 @@ def test_a_stretch_of_layers_is_what_the_whole_model_computes(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_measured_does_not_depend_on_the_type(name, dtype):
-    exact = Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL)).facts
-    rough = Engine.from_pretrained(build(name), dtype=dtype, config=EngineConfig(cache=SMALL)).facts
-    assert rough.movable == exact.movable
-    for one, other in zip(exact.kinds, rough.kinds, strict=True):
-        assert (one.window, one.softcap, one.slopes) == (other.window, other.softcap, other.slopes)
-        assert (one.rotary is None) == (other.rotary is None)
-        if one.rotary is not None:
-            assert one.rotary.half == other.rotary.half
-            assert one.rotary.interleaved == other.rotary.interleaved
+    exact = Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL)).model_info
+    rough = Engine.from_pretrained(build(name), dtype=dtype, config=EngineConfig(cache=SMALL)).model_info
+    assert rough.supports_shift == exact.supports_shift
+    for one, other in zip(exact.attention_specs, rough.attention_specs, strict=True):
+        assert (one.sliding_window, one.logit_softcap, one.alibi_slopes) == (
+            other.sliding_window,
+            other.logit_softcap,
+            other.alibi_slopes,
+        )
+        assert (one.rope is None) == (other.rope is None)
+        if one.rope is not None:
+            assert one.rope.half_dim == other.rope.half_dim
+            assert one.rope.interleaved == other.rope.interleaved
 
 
 def test_a_folder_without_a_tokenizer_works_with_token_ids(tmp_path):
@@ -106,11 +112,11 @@ def test_a_device_map_is_transformers_own(tmp_path):
 
 
 def test_fewer_positions_are_kept_to_and_more_are_refused():
-    engine = Engine.from_pretrained(build("llama"), config=EngineConfig(cache=SMALL, max_positions=32))
-    assert engine.facts.max_positions == 32
+    engine = Engine.from_pretrained(build("llama"), config=EngineConfig(cache=SMALL, max_model_len=32))
+    assert engine.model_info.max_positions == 32
     assert len(greedy(engine, 100)) == 32 - len(PROMPT)
-    with pytest.raises(ConfigError, match=r"max_positions=300: .*256"):
-        Engine.from_pretrained(build("llama"), config=EngineConfig(max_positions=300))
+    with pytest.raises(ConfigError, match=r"max_model_len=300: .*256"):
+        Engine.from_pretrained(build("llama"), config=EngineConfig(max_model_len=300))
 
 
 def test_a_bridged_family_is_not_compiled_and_shares_no_encodings():
@@ -119,7 +125,7 @@ def test_a_bridged_family_is_not_compiled_and_shares_no_encodings():
         Engine.from_pretrained(build("bloom"), config=EngineConfig(compile=True))
     engine = Engine.from_pretrained(build("bloom"), models={"other": build("bloom")}, config=EngineConfig(cache=SMALL))
     with pytest.raises(ModelError, match="one by one"):
-        engine.share("other", pattern=[1, 1, 2])
+        engine.enable_layer_reuse("other", pattern=[1, 1, 2])
 
 
 SLOWLY = [pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "smollm3", "gpt2")]  # the compiler takes its time
@@ -127,7 +133,7 @@ SLOWLY = [pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "smollm3",
 
 @pytest.mark.parametrize("name", ["gpt_oss", *SLOWLY])
 def test_compiled_steps_of_special_layers_are_the_eager_ones(name):
-    config = EngineConfig(cache=SMALL, compile=True, compile_rows=(1,))
+    config = EngineConfig(cache=SMALL, compile=True, compile_sizes=(1,))
     assert greedy(Engine.from_pretrained(build(name), config=config), 5) == greedy(
         Engine.from_pretrained(build(name), config=EngineConfig(cache=SMALL)), 5
     )
@@ -139,16 +145,16 @@ def test_thirty_two_thousand_positions_are_used_to_the_last():
     config.max_position_embeddings = 32_768
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    engine = Engine.from_pretrained(model, config=EngineConfig(cache=CacheConfig(tokens=33_000)))
+    engine = Engine.from_pretrained(model, config=EngineConfig(cache=CacheConfig(capacity=33_000)))
     prompt = torch.randint(0, 61, (32_760,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
-        wanted = model(torch.tensor([prompt]), logits_to_keep=1, use_cache=False).logits[0, -1].log_softmax(-1)
+        expected = model(torch.tensor([prompt]), logits_to_keep=1, use_cache=False).logits[0, -1].log_softmax(-1)
     with engine.session() as session:
         first = session.prefill(prompt[:20_000])
         second = session.prefill(prompt[20_000:-1], [first])
         heard = SamplingParams(temperature=0, max_tokens=50, logprobs=61)
         last = session.decode(prompt[-1:], [first, second], sampling=heard)
-        found = [last.logprobs[0].top[token] for token in range(61)]
-        assert len(last.generated) == 8
+        result = [last.logprobs[0].top[token] for token in range(61)]
+        assert len(last.output_token_ids) == 8
         assert last.finish_reason == "length"
-    torch.testing.assert_close(torch.tensor(found), wanted, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(torch.tensor(result), expected, atol=2e-3, rtol=1e-3)

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-import tiny
 import torch
-from families import CONFIGS
-from graphs import graphs
+from helpers import tiny_models
+from helpers.hypothesis_profile import many
+from helpers.message_graphs import graphs
+from helpers.model_configs import CONFIGS
+from helpers.recursion_limit import limit_recursion
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from many import many
-from nested import calls_nest
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +26,7 @@ def save_adapter(folder, seed, **options):
     """A random adapter of the tiny model, strong enough to be seen."""
     torch.manual_seed(seed)
     given = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
-    model = get_peft_model(tiny.build(), LoraConfig(**given | options))
+    model = get_peft_model(tiny_models.build(), LoraConfig(**given | options))
     model.save_pretrained(str(folder))
     return folder
 
@@ -43,16 +43,16 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def merged(folders):
     """An engine for each model, the adapter merged into the weights by peft."""
-    engines = {"base": Engine.from_pretrained(tiny.build())}
+    engines = {"base": Engine.from_pretrained(tiny_models.build())}
     for name, folder in folders.items():
-        model = PeftModel.from_pretrained(tiny.build(), str(folder)).merge_and_unload()
+        model = PeftModel.from_pretrained(tiny_models.build(), str(folder)).merge_and_unload()
         engines[name] = Engine.from_pretrained(model)
     return engines
 
 
 def serve(folders, tokens=2048, **options):
-    config = EngineConfig(cache=CacheConfig(tokens=tokens, page_size=4, poison=True), **options)
-    return Engine.from_pretrained(tiny.build(), config=config, adapters=folders)
+    config = EngineConfig(cache=CacheConfig(capacity=tokens, page_size=4, poison_freed_pages=True), **options)
+    return Engine.from_pretrained(tiny_models.build(), config=config, adapters=folders)
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +83,16 @@ def test_merged_and_unmerged_agree(engine, merged, mode, name):
 
 def test_several_adapters_share_a_step(engine, merged):
     engine.clear_cache()
-    before = engine.runner.steps
+    before = engine.core.num_steps
     with engine.session() as session:
         each = {name: debate(session, model=name) for name in (*MODELS, *MODELS[::-1])}
-        engine.drain()
+        engine.run_until_idle()
     alone = {}
     for name in MODELS:
         with merged[name].session() as session:
             alone[name] = debate(session)
-            merged[name].drain()
-    assert engine.runner.steps - before <= 20, "six debates in the steps of one"
+            merged[name].run_until_idle()
+    assert engine.core.num_steps - before <= 20, "six debates in the steps of one"
     for name, messages in each.items():
         assert [m.tokens for m in messages] == [m.tokens for m in alone[name]]
     assert len({tuple(messages[-1].tokens) for messages in each.values()}) == 3, "the adapters differ"
@@ -108,7 +108,7 @@ def test_every_call_sees_what_its_own_model_would_have_made(engine, merged, node
         messages = []
         for node, name in zip(nodes, models, strict=True):
             parents = [messages[i] for i in node.parents]
-            place = {"offsets": node.offsets, "new_offset": node.start, "model": name}
+            place = {"offsets": node.offsets, "new_offset": node.position, "model": name}
             if node.generated is None:
                 messages.append(session.prefill(node.tokens, parents, **place))
             else:
@@ -117,14 +117,14 @@ def test_every_call_sees_what_its_own_model_would_have_made(engine, merged, node
         return [None if m.logprobs is None else values(m) for m in messages]
 
     with engine.session() as session:
-        found = run(session, models)
+        result = run(session, models)
     engine.check()
     for name in set(models):
         with merged[name].session() as session:
-            wanted = run(session, [None] * len(nodes))
+            expected = run(session, [None] * len(nodes))
         for index, model in enumerate(models):
-            if model == name and found[index] is not None:
-                assert found[index] == pytest.approx(wanted[index], abs=1e-4)
+            if model == name and result[index] is not None:
+                assert result[index] == pytest.approx(expected[index], abs=1e-4)
 
 
 def test_reuse_has_to_be_asked_for(engine, merged):
@@ -132,13 +132,13 @@ def test_reuse_has_to_be_asked_for(engine, merged):
     with engine.session() as session, merged["a"].session() as other:
         text = session.prefill([1, 2, 3, 4, 5, 6])
         again = session.decode([7], [text], sampling=GREEDY, model="a")
-        reused = session.decode([7], [text], sampling=GREEDY, model="a", share="reuse")
-        wanted = other.decode([7], [other.prefill([1, 2, 3, 4, 5, 6])], sampling=GREEDY)
-        assert values(again) == pytest.approx(values(wanted), abs=1e-4)
-        assert values(reused)[0] != pytest.approx(values(wanted)[0], abs=1e-4)
-        assert text.versions["a", "recompute"].usage.encoded_tokens == 6
-        with pytest.raises(ConfigError, match="share"):
-            session.decode([7], [text], model="a", share="some")
+        reused = session.decode([7], [text], sampling=GREEDY, model="a", kv_reuse="reuse")
+        expected = other.decode([7], [other.prefill([1, 2, 3, 4, 5, 6])], sampling=GREEDY)
+        assert values(again) == pytest.approx(values(expected), abs=1e-4)
+        assert values(reused)[0] != pytest.approx(values(expected)[0], abs=1e-4)
+        assert text.variants["a", "recompute"].usage.computed_tokens == 6
+        with pytest.raises(ConfigError, match="kv_reuse"):
+            session.decode([7], [text], model="a", kv_reuse="some")
 
 
 def test_equal_work_is_found_by_its_own_model_only(engine):
@@ -146,8 +146,8 @@ def test_equal_work_is_found_by_its_own_model_only(engine):
     with engine.session() as session:
         first = {name: session.prefill([5, 5, 5, 6], model=name).result() for name in MODELS}
         again = {name: session.prefill([5, 5, 5, 6], model=name).result() for name in MODELS}
-    assert [m.usage.encoded_tokens for m in first.values()] == [4, 4, 4]
-    assert [m.usage.encoded_tokens for m in again.values()] == [0, 0, 0]
+    assert [m.usage.computed_tokens for m in first.values()] == [4, 4, 4]
+    assert [m.usage.computed_tokens for m in again.values()] == [0, 0, 0]
 
 
 def test_two_names_of_one_adapter_share_what_they_encode(engine, folders):
@@ -156,50 +156,50 @@ def test_two_names_of_one_adapter_share_what_they_encode(engine, folders):
     engine.clear_cache()
     with engine.session() as session:
         session.prefill([8, 8, 8], model="a").result()
-        assert session.prefill([8, 8, 8], model="twin").result().usage.encoded_tokens == 0
+        assert session.prefill([8, 8, 8], model="twin").result().usage.computed_tokens == 0
 
 
 def test_calls_on_what_others_still_decode_run_together(engine, merged):
     """Eight drafts by one model, each read by another: nothing is waited for when it is submitted."""
     engine.clear_cache()
-    before = engine.runner.steps
+    before = engine.core.num_steps
     with engine.session() as session, merged["b"].session() as other:
         drafts = [session.decode([i], sampling=GREEDY, model="a") for i in range(8)]
         notes = [session.decode([20], [d], sampling=GREEDY, model="b") for d in drafts]
         drafts[0].release()
-        engine.drain()
-        assert engine.runner.steps - before <= 20
+        engine.run_until_idle()
+        assert engine.core.num_steps - before <= 20
         for draft, note in list(zip(drafts, notes, strict=True))[1:]:
             told = other.prefill(draft.tokens)
-            wanted = other.decode([20], [told], sampling=GREEDY)
-            assert note.tokens == wanted.tokens and values(note) == pytest.approx(values(wanted), abs=1e-4)
+            expected = other.decode([20], [told], sampling=GREEDY)
+            assert note.tokens == expected.tokens and values(note) == pytest.approx(values(expected), abs=1e-4)
     engine.check()
 
 
 def test_a_version_of_what_fails_fails_too(engine):
-    from choreograph.errors import CallFailed, ChoreographError
+    from choreograph.errors import ChoreographError, RequestFailedError
 
     with engine.session() as session:
         draft = session.decode([1], sampling=SamplingParams(max_tokens=200))
         late = session.decode([2], [draft], new_offset=255, sampling=GREEDY)  # past the model's last position
         note = session.decode([3], [late], sampling=GREEDY, model="a")
-        engine.drain()
-        with pytest.raises((CallFailed, ChoreographError)):
+        engine.run_until_idle()
+        with pytest.raises((RequestFailedError, ChoreographError)):
             note.result()
     engine.check()
 
 
 def test_bad_calls_leave_no_versions_behind(engine):
-    from choreograph.errors import BadPosition
+    from choreograph.errors import InvalidPositionError
 
     with engine.session() as session:
         text = session.prefill([1, 2, 3])
         for bad in ({"offsets": [-1]}, {"new_offset": 10_000}):
-            with pytest.raises(BadPosition):
+            with pytest.raises(InvalidPositionError):
                 session.decode([4], [text], model="a", **bad)
-        with pytest.raises(BadPosition):
+        with pytest.raises(InvalidPositionError):
             session.decode([{"header": [4], "parents": [text], "model": "a"}, {"header": [4], "new_offset": -1}])
-        assert not text.versions and len(session.messages) == 1
+        assert not text.variants and len(session.messages) == 1
 
 
 def test_an_adapter_can_be_replaced(folders):
@@ -231,7 +231,7 @@ def test_of_an_adapter_on_the_hub_safetensors_alone_are_read(folders, monkeypatc
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     engine = serve({"x": "somebody/adapter", "a": folders["a"]})
     assert asked == ["somebody/adapter/adapter_config.json", "somebody/adapter/adapter_model.safetensors"]
-    assert engine.runner.family.fingerprint("x") == engine.runner.family.fingerprint("a")
+    assert engine.core.model_set.fingerprint("x") == engine.core.model_set.fingerprint("a")
     with pytest.raises(ModelError, match=r"holds no adapter_model\.safetensors"):
         engine.add_adapter("y", "somebody/pickled")
 
@@ -250,13 +250,13 @@ def test_prefixes_of_models_are_apart(engine):
 def test_what_left_the_device_is_built_again_by_its_model(folders):
     def run(tokens):
         engine, kinds = serve(folders, tokens), []
-        engine.events.listen(lambda event: kinds.append(event.kind))
+        engine.events.subscribe(lambda event: kinds.append(event.kind))
         with engine.session() as session:
             parts = [session.prefill([i] * 12, model=name).result() for i, name in enumerate(("a", "base", "b", "a"))]
             said = [session.decode([9], [p], sampling=GREEDY, model=p.model).result() for p in (*parts, *parts)]
-            found = [(m.tokens, values(m)) for m in said]
+            result = [(m.tokens, values(m)) for m in said]
         engine.check()
-        return found, kinds
+        return result, kinds
 
     (small, kinds), (large, _) = run(64), run(2048)
     assert "rebuilding" in kinds, "in little room something has to be built again"
@@ -269,12 +269,12 @@ def test_parts_borrowed_and_released_messages_have_versions(engine, merged):
         with engine.session() as outer, engine.session() as session:
             root = outer.prefill([1, 2, 3])
             text = outer.prefill([4, 5, 6, 7, 8], [root])
-            mine = session.borrow(text)
+            mine = session.import_message(text)
             late = session.prefill([9, 9], [mine])
             mine.release()
-            seen = [late, session.borrow(text).part(1, 4)]
+            seen = [late, session.import_message(text).part(1, 4)]
             with engine.session() as third:
-                twice = third.borrow(session.borrow(text))
+                twice = third.import_message(session.import_message(text))
                 other = third.decode([10], [twice], sampling=GREEDY, model=model)
                 said = session.decode([10], seen, sampling=GREEDY, model=model)
                 return said.tokens + other.tokens, values(said) + values(other)
@@ -285,7 +285,7 @@ def test_parts_borrowed_and_released_messages_have_versions(engine, merged):
 
 
 def test_compiled_steps_are_of_the_base_model(folders, merged):
-    engine = serve(folders, compile=True, compile_rows=(4,))
+    engine = serve(folders, compile=True, compile_sizes=(4,))
     with engine.session() as session:
         plain, adapted = debate(session)[-1].tokens, debate(session, model="a")[-1].tokens
     for name, tokens in (("base", plain), ("a", adapted)):
@@ -322,7 +322,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, engine, folders):
         engine.session(model="c")
     with engine.session() as session, pytest.raises(ConfigError, match="use one of"):
         session.prefill([1], model="c")
-    other = tiny.build(vocabulary=61)
+    other = tiny_models.build(vocabulary=61)
     wide = type(other)(type(other.config)(**{**other.config.to_dict(), "hidden_size": 64}))
     with pytest.raises(ModelError, match="this model's"):
         Engine.from_pretrained(wide, adapters={"a": folders["a"]})
@@ -333,50 +333,50 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, engine, folders):
 
 
 def test_the_owner_s_model_is_not_changed(folders):
-    model = tiny.build()
+    model = tiny_models.build()
     ids = torch.arange(10)[None]
     before = model(ids).logits
     engine = Engine.from_pretrained(model, adapters=folders)
     with engine.session(model="a") as session:
         session.prefill([1, 2, 3]).result()
     torch.testing.assert_close(model(ids).logits, before)
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in tiny.build().named_parameters()]
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in tiny_models.build().named_parameters()]
 
 
 def test_a_long_chain_is_encoded_again_without_recursion(engine):
-    with engine.session() as session, calls_nest(250):
+    with engine.session() as session, limit_recursion(250):
         message = session.prefill([1])
         for _ in range(300):
             message = session.prefill([2], [message], offsets=[0], new_offset=1)
         said = session.decode([3], [message], sampling=SamplingParams(max_tokens=1), model="b")
         assert len(said.tokens) == 2
-        assert session.mode == "choreographed" and message.versions["b", "recompute"].done
+        assert session.mode == "choreographed" and message.variants["b", "recompute"].done
 
 
 def test_a_copy_goes_back_to_the_model_that_made_it(engine):
-    from choreograph.errors import CallError
+    from choreograph.errors import InvalidRequestError
 
     with engine.session() as session:
-        copy = session.prefill([4, 4, 4], model="a").copy_out()
-        with pytest.raises(CallError, match="another model"):
-            session.restore([4, 4, 4], copy)
-        assert session.restore([4, 4, 4], copy, model="a").usage.cached_tokens == 3
+        copy = session.prefill([4, 4, 4], model="a").export_kv()
+        with pytest.raises(InvalidRequestError, match="another model"):
+            session.import_kv([4, 4, 4], copy)
+        assert session.import_kv([4, 4, 4], copy, model="a").usage.cached_tokens == 3
 
 
 @pytest.mark.parametrize(("receiver", "sender"), [("a", "base"), ("base", "a"), ("b", "a")])
 def test_an_adapter_shares_in_part_as_a_model_of_its_own_would(folders, merged, receiver, sender):
-    models = {name: merged[name].runner.adapter.model for name in folders}
-    found = []
-    for engine in (serve(folders), Engine.from_pretrained(tiny.build(), models=models)):
-        engine.share(receiver, sender, pattern=[0, 1, 2])
+    models = {name: merged[name].core.hf_model.model for name in folders}
+    result = []
+    for engine in (serve(folders), Engine.from_pretrained(tiny_models.build(), models=models)):
+        engine.enable_layer_reuse(receiver, sender, pattern=[0, 1, 2])
         with engine.session() as session:
             text = session.prefill([1, 2, 3, 4, 5, 6], model=sender)
-            said = session.decode([7], [text], model=receiver, share="partial", sampling=GREEDY)
-            found.append(values(said))
+            said = session.decode([7], [text], model=receiver, kv_reuse="partial", sampling=GREEDY)
+            result.append(values(said))
             text = session.prefill([1, 2, 3, 4, 5, 6], model=receiver)
             own = session.decode([7], [text], model=receiver, sampling=GREEDY)
             assert values(own) != pytest.approx(values(said), abs=1e-4)
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
+    assert result[0] == pytest.approx(result[1], abs=1e-4)
 
 
 LAYERS = dict.fromkeys(
@@ -405,7 +405,7 @@ def test_linear_layers_of_a_family_merged_and_unmerged(family, tmp_path):
             return [values(message) for message in said]
 
     adapted, base = heard(engine, ["a", "base"])
-    wanted, _ = heard(merged, ["base", "base"])
+    expected, _ = heard(merged, ["base", "base"])
     _, own = heard(plain, ["base", "base"])
-    assert adapted == pytest.approx(wanted, abs=1e-4)
+    assert adapted == pytest.approx(expected, abs=1e-4)
     assert base == pytest.approx(own, abs=1e-4)

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from brute import brute_force
-from graphs import Node, placed
+from helpers.message_graphs import Node, default_placements
+from helpers.oracle_families import brute_force
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models.load import EMBEDDED
+from choreograph.models.loader import DEFAULT_MODEL
 
 pytestmark = pytest.mark.slow
 TEXT = (
@@ -25,14 +25,14 @@ TEXT = (
 
 def sources() -> list[str]:
     folder = os.environ.get("CHOREOGRAPH_MODELS")
-    found = sorted(p for p in Path(folder).iterdir() if p.suffix == ".gguf" or p.is_dir()) if folder else []
-    return [EMBEDDED, *map(str, found)]
+    result = sorted(p for p in Path(folder).iterdir() if p.suffix == ".gguf" or p.is_dir()) if folder else []
+    return [DEFAULT_MODEL, *map(str, result)]
 
 
 @pytest.fixture(scope="module", params=sources(), ids=lambda source: Path(source).stem)
 def engine(request):
     return Engine.from_pretrained(
-        request.param, dtype="float32", config=EngineConfig(cache=CacheConfig(tokens=4096, poison=True))
+        request.param, dtype="float32", config=EngineConfig(cache=CacheConfig(capacity=4096, poison_freed_pages=True))
     )
 
 
@@ -45,7 +45,7 @@ def tokens_of(engine: Engine, count: int) -> list[int]:
 
 
 def generated(engine: Engine, prompt: list[int], count: int) -> list[int]:
-    model, ids = engine.runner.adapter.model, torch.tensor([prompt])
+    model, ids = engine.core.hf_model.model, torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(
             ids,
@@ -60,16 +60,16 @@ def generated(engine: Engine, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("length", [24, 700])  # 700: past a window of 512
 def test_greedy_decoding_is_generate(engine, length):
-    length = min(length, engine.facts.max_positions - 32)
+    length = min(length, engine.model_info.max_positions - 32)
     prompt = tokens_of(engine, length)
-    wanted = generated(engine, prompt, 24)
+    expected = generated(engine, prompt, 24)
     for mode in ("choreographed", "prefix", "naive"):
         with engine.session(mode=mode) as session:
             first = session.prefill(prompt[: length // 3])
             second = session.prefill(prompt[length // 3 : -1], [first])
             got = session.decode(prompt[-1:], [first, second], sampling=SamplingParams(temperature=0, max_tokens=24))
-            assert got.generated == wanted[: len(got.generated)]
-            assert len(got.generated) >= min(24, len(wanted))
+            assert got.output_token_ids == expected[: len(got.output_token_ids)]
+            assert len(got.output_token_ids) >= min(24, len(expected))
             engine.check()
 
 
@@ -78,20 +78,24 @@ def test_moved_reordered_and_overlapping_messages_equal_brute_force(engine):
     nodes = [
         Node(text[:8]),
         Node(text[8:18], parents=[0], offsets=[None]),
-        Node(text[18:24], parents=[1, 0], offsets=[60, 0], start=30),
-        Node(text[24:28], parents=[2, 1, 0], offsets=[5, 11, 90], start=44, generated=text[28:34]),
+        Node(text[18:24], parents=[1, 0], offsets=[60, 0], position=30),
+        Node(text[24:28], parents=[2, 1, 0], offsets=[5, 11, 90], position=44, generated=text[28:34]),
     ]
     with engine.session() as session:
         messages: list = []
         for node in nodes:
-            place = {"parents": [messages[p] for p in node.parents], "offsets": node.offsets, "new_offset": node.start}
+            place = {
+                "parents": [messages[p] for p in node.parents],
+                "offsets": node.offsets,
+                "new_offset": node.position,
+            }
             if node.generated is None:
                 messages.append(session.prefill(node.tokens, **place))
             else:
                 every = SamplingParams(logprobs=20)
                 messages.append(session.decode(node.tokens, **place, sampling=every, forced_tokens=node.generated))
         got = messages[-1].logprobs
-    truth = brute_force(engine.runner.adapter.model, nodes, placed(nodes), double=False)[-1]
+    truth = brute_force(engine.core.hf_model.model, nodes, default_placements(nodes), exact=False)[-1]
     for i, one in enumerate(got):
         row = truth[len(nodes[-1].tokens) + i - 1]
         for token, value in one.top.items():
@@ -104,28 +108,28 @@ def test_branches_in_parallel_equal_branches_one_by_one(engine):
     def run(drain: bool) -> list[list[int]]:
         engine.clear_cache()
         with engine.session(seed=5) as session:
-            root, found = session.prefill(prompt[:20]), []
+            root, result = session.prefill(prompt[:20]), []
             for i in range(4):
                 sampling = SamplingParams(temperature=0.8, max_tokens=10)
-                found.append(session.decode(prompt[20 + i : 24 + i], [root], sampling=sampling))
+                result.append(session.decode(prompt[20 + i : 24 + i], [root], sampling=sampling))
                 if drain:
-                    engine.drain()
-            return [message.generated for message in found]
+                    engine.run_until_idle()
+            return [message.output_token_ids for message in result]
 
     assert run(False) == run(True)
 
 
 def test_a_model_works_to_its_last_position(engine):
     """Small models only: minutes for large ones. A context that fills all positions but a few, and the end of them."""
-    facts = engine.facts
+    facts = engine.model_info
     if facts.parameters > 3e8:
         pytest.skip("its longest context takes too long here")
     prompt = tokens_of(engine, facts.max_positions - 6)
-    config = EngineConfig(cache=CacheConfig(tokens=facts.max_positions + 64))
-    long = Engine.from_pretrained(engine.runner.adapter.model, config=config)
+    config = EngineConfig(cache=CacheConfig(capacity=facts.max_positions + 64))
+    long = Engine.from_pretrained(engine.core.hf_model.model, config=config)
     with torch.inference_mode():
         ids = torch.tensor([prompt])
-        wanted = engine.runner.adapter.model(ids, logits_to_keep=1, use_cache=False).logits[0, -1].log_softmax(-1)
+        expected = engine.core.hf_model.model(ids, logits_to_keep=1, use_cache=False).logits[0, -1].log_softmax(-1)
     with long.session() as session:
         half = len(prompt) // 2
         first = session.prefill(prompt[:half])
@@ -133,6 +137,6 @@ def test_a_model_works_to_its_last_position(engine):
         every = SamplingParams(temperature=0, max_tokens=50, logprobs=20, ignore_eos=True)
         got = session.decode(prompt[-1:], [first, second], sampling=every)
         for token, value in got.logprobs[0].top.items():
-            assert value == pytest.approx(float(wanted[token]), abs=5e-3)
-        assert len(got.generated) == 6
+            assert value == pytest.approx(float(expected[token]), abs=5e-3)
+        assert len(got.output_token_ids) == 6
         assert got.finish_reason == "length"

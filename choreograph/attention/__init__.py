@@ -1,0 +1,1 @@
+"""Attention over slot ranges at shifted positions: plans and backends."""

@@ -1,0 +1,167 @@
+"""C++ attention kernel for the CPU, compiled on demand for one head dimension and dtype.
+
+The library is stored in the user's cache folder under the hash of source, flags and processor; it is
+built once, in a few seconds. Without a compiler, `load_kernel` raises and the engine uses the SDPA backend.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from .metadata import AttentionMetadata, AttentionSpec
+
+C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+
+_SIGNATURE = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 4)
+
+
+class _CMetadata(ctypes.Structure):
+    """Kernel arguments shared by all layers with one spec. Mirrors `PlanView` in cpp_kernel.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("slots", "positions", "segments", "readers", "cos", "sin", "slopes")),
+        *((name, _LONG) for name in ("rows", "heads", "groups", "segment_count", "reader_count")),
+        *((name, _LONG) for name in ("half", "interleaved", "threads", "window")),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class BackendUnavailableError(Exception):
+    """The backend is unavailable: no compiler, or unsupported device, head dimension or dtype."""
+
+
+def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the kernel does not support these arguments; None if it does."""
+    if device.type != "cpu":
+        return f"device {device} is not the CPU"
+    if dtype not in C_TYPES:
+        return f"type {dtype} is not float32 or bfloat16"
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        return f"head size {head_dim} is not a multiple of 16 up to 256"
+    return None
+
+
+@cache
+def load_kernel(head_dim: int, dtype: torch.dtype) -> "CppKernel":
+    """Load the kernel for a head dimension and dtype; build it if it is not cached.
+
+    Raises:
+        BackendUnavailableError: if it cannot be built or loaded.
+    """
+    try:
+        library = ctypes.CDLL(str(build(head_dim, dtype, user_cache_path("choreograph") / "native")))
+    except OSError as exc:  # a cache folder that cannot be written, a library that cannot be loaded
+        raise BackendUnavailableError(str(exc)) from None
+    return CppKernel(library, head_dim, dtype)
+
+
+class CppKernel:
+    """A compiled `choreograph_attend` for one head dimension and dtype."""
+
+    def __init__(self, library: ctypes.CDLL, head_dim: int, dtype: torch.dtype) -> None:
+        self._shape = (head_dim, dtype)
+        self._call = library.choreograph_attend
+        self._call.argtypes = _SIGNATURE
+        self._call.restype = None
+
+    def attend(
+        self,
+        metadata: AttentionMetadata,
+        query: Float[Tensor, "H N D"],
+        key: Float[Tensor, "G N D"],
+        value: Float[Tensor, "G N D"],
+        keys: Float[Tensor, "S G D"],
+        values: Float[Tensor, "S G D"],
+        scale: float,
+        spec: AttentionSpec,
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Float[Tensor, "N H D"]:
+        """Write the keys and values of the batch into their slots, then compute attention."""
+        heads, rows, width = query.shape
+        for tensor in (query, key, value, keys, values):
+            if (tensor.shape[-1], tensor.dtype) != self._shape:
+                raise TypeError(f"the kernel is built for {self._shape}, not {(tensor.shape[-1], tensor.dtype)}")
+        out = torch.empty(rows, heads, width, dtype=query.dtype)
+        if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        sink_logits = None if sinks is None else sinks.detach().float().contiguous()
+        self._call(
+            _c_metadata(metadata, heads, keys.shape[1], spec),
+            scale,
+            *(query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2]),
+            *(value.data_ptr(), *value.stride()[:2], keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+            None if sink_logits is None else sink_logits.data_ptr(),
+        )
+        return out
+
+
+def _c_metadata(metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, spec: AttentionSpec) -> int:
+    """Return the address of the plan's C struct, which lives as long as the plan."""
+    key = f"native {id(spec)}"
+    if key not in metadata.cache:
+        rope = spec.rope
+        slopes = np.asarray(spec.alibi_slopes, dtype=np.float32) if spec.alibi_slopes else None
+        arrays = (metadata.slots, metadata.positions, metadata.kv_runs, metadata.reads, *metadata.rope_tables(rope))
+        view = _CMetadata(
+            *(array.ctypes.data for array in arrays),
+            None if slopes is None else slopes.ctypes.data,
+            *(metadata.num_tokens, num_q_heads, num_kv_heads, len(metadata.kv_runs), len(metadata.reads)),
+            *((rope.half_dim, rope.interleaved) if rope else (0, 0)),
+            *(torch.get_num_threads(), spec.sliding_window or 0, spec.logit_softcap or 0.0),
+        )
+        metadata.cache[key] = (view, ctypes.addressof(view), slopes, spec)
+    return cast(tuple[_CMetadata, int, object, AttentionSpec], metadata.cache[key])[1]
+
+
+def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) -> Path:
+    """Return the path of the compiled library; build it if it is not in `folder`."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not compiler:
+        raise BackendUnavailableError("no C++ compiler: install g++ or name one in CXX")
+    source = Path(__file__).with_name("cpp_kernel.cpp")
+    flags = (*FLAGS, f"-DWIDTH={head_dim}", f"-DELEMENT={C_TYPES[dtype]}", *extra_flags)
+    identity = "\0".join((source.read_text(), *flags, compiler, platform.machine(), _processor()))
+    name = f"attend-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not (folder / name).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, flags, source, folder / name)
+    return folder / name
+
+
+def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".so", delete=False) as draft:
+        command = [compiler, *flags, str(source), "-o", draft.name]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+        exc = result.stderr.strip()[-400:] if result.returncode else None
+    except OSError as error:
+        exc = str(error)
+    if exc is not None:
+        os.unlink(draft.name)
+        raise BackendUnavailableError(f"the C++ compiler {compiler} could not build {source.name}: {exc}")
+    os.replace(draft.name, target)
+
+
+def _processor() -> str:
+    """Return the CPU feature flags, which -march=native depends on."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    return next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")

@@ -1,0 +1,423 @@
+// CPU attention of one layer: packed query rows over slot ranges, with one shift per read.
+// All memory is freed when the call returns.
+//
+// Stored keys are not modified: to read a range at another position, the queries are rotated by -shift.
+// A tile of TILE slots is converted to float32 once and used by every reader of the range, so a context
+// shared by many requests is read once. Work is split by KV head, block of query rows and KV split
+// (every `stripes`-th tile); KV splits are merged by their log-sum-exp. Scores are in base 2.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr float BASE2 = 1.4426950408889634f;  // log2(e)
+#if !defined(REGISTER) && defined(__AVX512F__)
+#define REGISTER 16
+#elif !defined(REGISTER)
+#define REGISTER 8
+#endif
+constexpr int LANES = REGISTER;            // floats per vector register
+constexpr int SIDE = LANES == 16 ? 4 : 2;  // adjacent registers per accumulator row
+constexpr int TILE = 64, FEW = 6;
+constexpr int WIDE = 6;  // queries per block: WIDE * SIDE accumulators and their operands fit in registers
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef int ivec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2)));
+
+inline vec load(const float* p) { return *(const vec*)p; }
+inline void store(float* p, vec x) { *(vec*)p = x; }
+inline vec splat(float x) { return x - vec{}; }
+inline vec larger(vec a, vec b) { return a < b ? b : a; }
+
+struct bf16 { uint16_t bits; };
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { uint32_t b = (uint32_t)x.bits << 16; float f; memcpy(&f, &b, 4); return f; }
+inline void from_float(float x, float& out) { out = x; }
+inline void from_float(float x, bf16& out) {
+  uint32_t b; memcpy(&b, &x, 4);
+  out.bits = (x != x) ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+inline vec widen(const float* p) { return load(p); }
+inline vec widen(const bf16* p) {
+  ivec wide = __builtin_convertvector(*(const hvec*)p, ivec) << 16;
+  return (vec)wide;
+}
+
+inline vec exp2_fast(vec x) {  // error at most 2 ulp for x in [-126, 0]; 0 below
+  const vec least = splat(-126.0f), big = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
+  vec r = larger(x, least), whole = (r + big) - big, f = r - whole;
+  vec p = splat(1.535336188319500e-4f);
+  p = p * f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  ivec scale = (__builtin_convertvector(whole, ivec) + 127) << 23;
+  return x < least ? vec{} : p * (vec)scale;
+}
+inline float exp2_fast(float x) { return exp2_fast(splat(x))[0]; }
+
+inline void transpose(vec r[LANES]) {  // LANES x LANES, by interleaving rows i and i + LANES / 2
+#if REGISTER == 16
+  const ivec low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  const ivec high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+#else
+  const ivec low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
+#endif
+  for (int width = LANES; width > 1; width /= 2) {
+    vec t[LANES];
+    for (int i = 0; i < LANES / 2; i++) {
+      t[2 * i] = __builtin_shuffle(r[i], r[i + LANES / 2], low);
+      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + LANES / 2], high);
+    }
+    for (int i = 0; i < LANES; i++) r[i] = t[i];
+  }
+}
+
+// window: 0 for none. cap: 0 for none. slopes, sinks: one per head, or null.
+struct Shape {
+  int rows, heads, groups, share, slot_stride;
+  float scale, cap;
+  int window;
+  const int64_t* positions;
+  const float *slopes, *sinks;
+};
+struct Rotation { const float *cos, *sin; int half, interleaved; };
+struct Segment { int32_t lo, hi, first; };
+struct Reader { int32_t row0, row1, shift, limit, step, position; };
+
+// D: head dimension. V = D / LANES vectors per head.
+template <class T, int D>
+struct Kernel {
+  static constexpr int V = D / LANES;
+
+  // s[m][j] = query m . key j, with keys transposed to (D, TILE)
+  template <int M>
+  static void scores_wide(const float* q, const float* kt, float* s) {
+    for (int j = 0; j < TILE; j += SIDE * LANES) {
+      vec acc[M][SIDE] = {};
+      for (int d = 0; d < D; d++) {
+        vec k[SIDE];
+        for (int c = 0; c < SIDE; c++) k[c] = load(kt + d * TILE + j + c * LANES);
+        for (int m = 0; m < M; m++) {
+          vec x = splat(q[m * D + d]);
+          for (int c = 0; c < SIDE; c++) acc[m][c] += x * k[c];
+        }
+      }
+      for (int m = 0; m < M; m++)
+        for (int c = 0; c < SIDE; c++) store(s + m * TILE + j + c * LANES, acc[m][c]);
+    }
+  }
+
+  // The same for few queries, directly from the stored keys, LANES keys at a time. Transposing LANES
+  // partial products sums them across lanes, so the keys need no transposition.
+  static void scores_few(const float* q, int m, const T* keys, int64_t stride, int n, float* s) {
+    for (int j = 0; j < n; j += LANES) {
+      int count = std::min(LANES, n - j);
+      for (int a = 0; a < m; a++) {
+        vec part[LANES];
+        for (int r = 0; r < LANES; r++) {
+          const T* k = keys + (j + std::min(r, count - 1)) * stride;
+          part[r] = load(q + a * D) * widen(k);
+          for (int i = 1; i < V; i++) part[r] += load(q + a * D + i * LANES) * widen(k + i * LANES);
+        }
+        transpose(part);
+        for (int w = LANES / 2; w; w /= 2) for (int r = 0; r < w; r++) part[r] += part[r + w];
+        store(s + a * TILE + j, part[0]);
+      }
+    }
+  }
+
+  // out[m] += p[m] @ values (n, D), up to SIDE registers of a value at once
+  template <int M>
+  static void mix(const float* p, const float* values, int64_t stride, int n, float* out) {
+    constexpr int REST = V % SIDE;
+    for (int i = 0; i + SIDE <= V; i += SIDE) mix_some<M, SIDE>(p, values + i * LANES, stride, n, out + i * LANES);
+    if constexpr (REST) mix_some<M, REST>(p, values + (V - REST) * LANES, stride, n, out + (V - REST) * LANES);
+  }
+  template <int M, int C>
+  static void mix_some(const float* p, const float* values, int64_t stride, int n, float* out) {
+    vec acc[M][C];
+    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) acc[m][c] = load(out + m * D + c * LANES);
+    for (int j = 0; j < n; j++) {
+      vec v[C];
+      for (int c = 0; c < C; c++) v[c] = load(values + j * stride + c * LANES);
+      for (int m = 0; m < M; m++) {
+        vec x = splat(p[m * TILE + j]);
+        for (int c = 0; c < C; c++) acc[m][c] += x * v[c];
+      }
+    }
+    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) store(out + m * D + c * LANES, acc[m][c]);
+  }
+
+  // Online softmax step: scores of visible slots [from, to) -> weights; updates running maximum and sum.
+  static void soften(float* s, int from, int to, int padded, float& top, float& norm, float* out) {
+    int end = (padded + LANES - 1) / LANES * LANES;
+    if (from >= to) { std::fill(s, s + end, 0.0f); return; }
+    std::fill(s, s + from, -INFINITY);
+    std::fill(s + to, s + end, -INFINITY);
+    vec most = splat(top), sum{};
+    for (int j = 0; j < end; j += LANES) most = larger(most, load(s + j));
+    float best = top, total = 0;
+    for (int i = 0; i < LANES; i++) best = std::max(best, most[i]);
+    for (int j = 0; j < end; j += LANES) {
+      vec x = exp2_fast(load(s + j) - best);
+      store(s + j, x);
+      sum += x;
+    }
+    for (int i = 0; i < LANES; i++) total += sum[i];
+    float keep = exp2_fast(top - best);
+    if (keep != 1.0f) for (int i = 0; i < D; i++) out[i] *= keep;
+    norm = norm * keep + total;
+    top = best;
+  }
+
+  static void turn(const float* x, float* y, const float* cos, const float* sin, const Rotation& r) {
+    memcpy(y, x, D * sizeof(float));
+    if (r.interleaved) turn_pairs<2>(x, x + 1, y, y + 1, cos, sin, r.half);
+    else turn_pairs<1>(x, x + r.half, y, y + r.half, cos, sin, r.half);
+  }
+  template <int NEXT>
+  static void turn_pairs(const float* a, const float* b, float* __restrict to_a, float* __restrict to_b,
+                         const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; i++) {  // rotate by -shift
+      to_a[i * NEXT] = a[i * NEXT] * cos[i] + b[i * NEXT] * sin[i];
+      to_b[i * NEXT] = b[i * NEXT] * cos[i] - a[i * NEXT] * sin[i];
+    }
+  }
+
+  struct Work { std::vector<float> query, turned, keys, values, scores; };
+
+  static int seen(const Reader& r, int row) { return r.limit + r.step * (row - r.row0); }
+
+  // Slots of a range that a query row attends to: from <= slot < to.
+  struct Range { int from, to; };
+  static Range range(const Shape& s, const Reader& r, int row) {
+    Range x{0, seen(r, row)};
+    if (s.window) {
+      int here = (int)s.positions[row] - r.position;
+      x.from = std::min(x.to, std::max(0, here - s.window + 1));
+      x.to = std::max(x.from, std::min(x.to, here + s.window));
+    }
+    return x;
+  }
+
+  // Applies soft cap and ALiBi to the scores of slots t <= j < t + n of a range.
+  static void shape(const Shape& s, const Reader& r, int row, int head, int t, int n, float* x) {
+    if (s.cap) for (int j = 0; j < n; j++) x[j] = s.cap * std::tanh(x[j] / s.cap);
+    if (s.slopes) {
+      int first = r.position + t - (int)s.positions[row];
+      for (int j = 0; j < n; j++) x[j] += s.slopes[head] * BASE2 * (first + j);
+    }
+  }
+
+  // Rows b0 <= r < b1 of KV head g over every `stripes`-th tile; acc (nq, D), top and norm (nq).
+  static void item(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
+                   const T* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g, int b0, int b1,
+                   int stripe, int stripes, Work& w, float* acc, float* top, float* norm) {
+    int nq = (b1 - b0) * s.share, tile = 0;
+    for (int r = b0; r < b1; r++)
+      for (int h = 0; h < s.share; h++)
+        for (int d = 0; d < D; d++)
+          w.query[((r - b0) * s.share + h) * D + d] = to_float(q[r * q_row + (g * s.share + h) * q_head + d]) * s.scale;
+    std::fill(acc, acc + (int64_t)nq * D, 0.0f);
+    std::fill(top, top + nq, -INFINITY);
+    std::fill(norm, norm + nq, 0.0f);
+    for (int i = 0; i < segs; i++) {
+      int first = seg[i].first, end = i + 1 < segs ? seg[i + 1].first : readers, begin = INT32_MAX, length = 0;
+      int active = 0;
+      for (int e = first; e < end; e++) {
+        int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
+        if (r0 >= r1) continue;
+        active += (r1 - r0) * s.share;
+        if (!s.window) { begin = 0; length = std::max(length, seen(rd[e], r1 - 1)); continue; }
+        for (int row = r0; row < r1; row++) {
+          Range x = range(s, rd[e], row);
+          if (x.from < x.to) { begin = std::min(begin, x.from); length = std::max(length, x.to); }
+        }
+      }
+      bool turned = false;
+      for (int t = length ? begin / TILE * TILE : 0; t < length; t += TILE) {
+        if (tile++ % stripes != stripe) continue;
+        if (!turned) { rotate(s, rot, rd, first, end, b0, b1, w); turned = true; }
+        int n = std::min(TILE, length - t);
+        const T* k = K + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
+        const T* v = Vs + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
+        bool wide = active > FEW;
+        if (wide) widen_keys(k, s.slot_stride, n, w.keys.data());
+        Rows values = widen_values(v, s.slot_stride, n, w.values.data());
+        for (int e = first; e < end; e++)
+          reader(s, rd[e], g, b0, b1, t, n, k, wide, values, w, acc, top, norm);
+      }
+    }
+  }
+
+  static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, Work& w) {
+    for (int e = first; e < end; e++) {
+      int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
+      for (int m = (r0 - b0) * s.share; m < (r1 - b0) * s.share; m++) {
+        const float* x = &w.query[(int64_t)m * D];
+        float* y = &w.turned[(int64_t)m * D];
+        int64_t row = (int64_t)rd[e].shift * rot.half;
+        if (rd[e].shift && rot.half) turn(x, y, rot.cos + row, rot.sin + row, rot);
+        else memcpy(y, x, D * sizeof(float));
+      }
+    }
+  }
+
+  static void widen_keys(const T* k, int64_t stride, int n, float* kt) {
+    for (int j = 0; j < TILE; j += LANES)
+      for (int c = 0; c < V; c++) {
+        vec r[LANES];
+        for (int i = 0; i < LANES; i++) r[i] = j + i < n ? widen(k + (j + i) * stride + c * LANES) : vec{};
+        transpose(r);
+        for (int i = 0; i < LANES; i++) store(kt + (c * LANES + i) * TILE + j, r[i]);
+      }
+  }
+
+  // Values as float32; float32 values are read in place.
+  struct Rows { const float* at; int64_t stride; };
+  static Rows widen_values(const float* v, int64_t stride, int, float*) { return {v, stride}; }
+  static Rows widen_values(const bf16* v, int64_t stride, int n, float* to) {
+    for (int j = 0; j < n; j++)
+      for (int c = 0; c < V; c++) store(to + j * D + c * LANES, widen(v + j * stride + c * LANES));
+    return {to, D};
+  }
+
+  static void reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, bool wide,
+                     const Rows& values, Work& w, float* acc, float* top, float* norm) {
+    int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
+    auto blind = [&](int row) { Range x = range(s, r, row); return x.to <= t || x.from >= t + n; };
+    while (r0 < r1 && blind(r0)) r0++;
+    while (s.window && r0 < r1 && blind(r1 - 1)) r1--;
+    int end = (r1 - b0) * s.share;
+    for (int m = (r0 - b0) * s.share; m < end; m += WIDE) {
+      int count = std::min(WIDE, end - m);
+      const float* q = &w.turned[(int64_t)m * D];
+      float* p = w.scores.data();
+      if (wide) pick_scores(count, q, w.keys.data(), p);
+      else scores_few(q, count, k, s.slot_stride, n, p);
+      for (int a = 0; a < count; a++) {
+        int row = b0 + (m + a) / s.share;
+        Range x = range(s, r, row);
+        int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // may be empty
+        if (s.cap || s.slopes) shape(s, r, row, g * s.share + (m + a) % s.share, t, n, p + a * TILE);
+        soften(p + a * TILE, from, to, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
+      }
+      pick_mix(count, p, values, n, acc + (int64_t)m * D);
+    }
+  }
+
+  static void pick_scores(int m, const float* q, const float* kt, float* s) {
+    switch (m) {
+      case 6: return scores_wide<6>(q, kt, s);
+      case 5: return scores_wide<5>(q, kt, s);
+      case 4: return scores_wide<4>(q, kt, s);
+      case 3: return scores_wide<3>(q, kt, s);
+      case 2: return scores_wide<2>(q, kt, s);
+      default: return scores_wide<1>(q, kt, s);
+    }
+  }
+  static void pick_mix(int m, const float* p, const Rows& v, int n, float* out) {
+    switch (m) {
+      case 6: return mix<6>(p, v.at, v.stride, n, out);
+      case 5: return mix<5>(p, v.at, v.stride, n, out);
+      case 4: return mix<4>(p, v.at, v.stride, n, out);
+      case 3: return mix<3>(p, v.at, v.stride, n, out);
+      case 2: return mix<2>(p, v.at, v.stride, n, out);
+      default: return mix<1>(p, v.at, v.stride, n, out);
+    }
+  }
+
+  static void run(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
+                  const T* Vs, T* out, const Segment* seg, int segs, const Reader* rd, int readers, int threads) {
+    int block = std::max(1, 192 / s.share), blocks = (s.rows + block - 1) / block;
+    int64_t tiles = 0;
+    for (int i = 0; i < segs; i++) tiles += (seg[i].hi - seg[i].lo + TILE - 1) / TILE;
+    int stripes = 1;
+    while (stripes < 8 && s.groups * blocks * stripes % threads && stripes < tiles) stripes++;
+    while (s.groups * blocks * stripes < threads && stripes < tiles) stripes++;
+    int items = s.groups * blocks * stripes, nq = std::min(block, s.rows) * s.share;
+    std::vector<float> acc((int64_t)items * nq * D), top((int64_t)items * nq), norm((int64_t)items * nq);
+#pragma omp parallel num_threads(threads)
+    {
+      Work w;
+      w.query.resize(nq * D); w.turned.resize(nq * D); w.keys.resize(TILE * D);
+      if (sizeof(T) < sizeof(float)) w.values.resize(TILE * D);
+      w.scores.resize(WIDE * TILE);
+#pragma omp for schedule(dynamic, 1)
+      for (int i = 0; i < items; i++) {
+        int stripe = i % stripes, g = i / stripes % s.groups, b = blocks - 1 - i / stripes / s.groups;
+        int b0 = b * block, b1 = std::min(s.rows, b0 + block);
+        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, b0, b1, stripe, stripes, w,
+             &acc[(int64_t)i * nq * D], &top[(int64_t)i * nq], &norm[(int64_t)i * nq]);
+      }
+#pragma omp for schedule(static)
+      for (int i = 0; i < items / stripes; i++) {
+        int g = i % s.groups, b = blocks - 1 - i / s.groups;
+        int b0 = b * block, b1 = std::min(s.rows, b0 + block);
+        int64_t base = (int64_t)i * stripes * nq;
+        for (int m = 0; m < (b1 - b0) * s.share; m++)
+          merge(&acc[base * D], &top[base], &norm[base], stripes, nq, m,
+                s.sinks ? s.sinks + g * s.share + m % s.share : nullptr,
+                out + ((int64_t)(b0 + m / s.share) * s.heads + g * s.share + m % s.share) * D);
+      }
+    }
+  }
+
+  // sink: extra softmax logit with a value of zero, or null
+  static void merge(float* acc, float* top, float* norm, int stripes, int nq, int m, const float* sink, T* out) {
+    float best = -INFINITY, total = 0, sum[D] = {};
+    for (int i = 0; i < stripes; i++) best = std::max(best, top[(int64_t)i * nq + m]);
+    if (sink) {
+      best = std::max(best, *sink * BASE2);
+      total = exp2_fast(*sink * BASE2 - best);
+    }
+    for (int i = 0; i < stripes && best > -INFINITY; i++) {
+      int64_t at = (int64_t)i * nq + m;
+      float keep = exp2_fast(top[at] - best);
+      total += norm[at] * keep;
+      if (keep) for (int d = 0; d < D; d++) sum[d] += acc[at * D + d] * keep;
+    }
+    float inverse = total > 0 ? 1.0f / total : 0.0f;
+    for (int d = 0; d < D; d++) from_float(sum[d] * inverse, out[d]);
+  }
+};
+
+template <class T>
+void write(const T* k, int64_t k_row, int64_t k_head, const Shape& s, int width, const int64_t* slots, T* to) {
+  for (int r = 0; r < s.rows; r++)
+    for (int g = 0; g < s.groups; g++)
+      memcpy(to + slots[r] * s.slot_stride + g * width, k + r * k_row + g * k_head, width * sizeof(T));
+}
+
+}  // namespace
+
+// Arguments shared by all layers with one attention spec. Mirrors `_CMetadata` in cpp_backend.py.
+struct PlanView {
+  const int64_t *slots, *positions;
+  const int32_t *segments, *readers;
+  const float *cos, *sin, *slopes;
+  int64_t rows, heads, groups, segment_count, reader_count, half, interleaved, threads, window;
+  float softcap;
+};
+
+// Strides are in elements. WIDTH (head dimension) and ELEMENT (float or bf16) are compiler definitions.
+extern "C" void choreograph_attend(
+    const PlanView* p, float scale, const ELEMENT* q, int64_t q_head, int64_t q_row, const ELEMENT* k, int64_t k_head,
+    int64_t k_row, const ELEMENT* v, int64_t v_head, int64_t v_row, ELEMENT* keys, ELEMENT* values, ELEMENT* out,
+    const float* sinks) {
+  int rows = p->rows, heads = p->heads, groups = p->groups;
+  Shape s{rows, heads, groups, heads / groups, groups * WIDTH, scale * BASE2, p->softcap * BASE2, (int)p->window,
+          p->positions, p->slopes, sinks};
+  Rotation rotation{p->cos, p->sin, (int)p->half, (int)p->interleaved};
+  write(k, k_row, k_head, s, WIDTH, p->slots, keys);
+  write(v, v_row, v_head, s, WIDTH, p->slots, values);
+  Kernel<ELEMENT, WIDTH>::run(s, rotation, q, q_row, q_head, keys, values, out, (const Segment*)p->segments,
+                              p->segment_count, (const Reader*)p->readers, p->reader_count, p->threads);
+}

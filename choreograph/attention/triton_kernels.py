@@ -1,0 +1,191 @@
+"""Triton kernels: cache write, attention over work items, and merge of partial softmaxes.
+
+Work items, KV chunks and row parameters are described in `TileMetadata` (`triton_partition.py`).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+UNMASKED_MIN_LEN = tl.constexpr(512)  # minimum slots of a KV chunk for a separate unmasked loop
+
+MERGE_BLOCK = tl.constexpr(32)  # partial results per load, to hide the latency of dependent loads
+
+
+@triton.jit
+def write(
+    key, value, slots, keys, values, key_head_stride, key_token_stride, value_head_stride, value_token_stride, slot_stride, num_tokens,
+    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Write ROWS tokens of one KV head into their slots."""
+    row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, D_PAD)
+    mask = (row < num_tokens)[:, None] & (d < D)[None, :]
+    slot = tl.load(slots + row, mask=row < num_tokens, other=0).to(tl.int64) * slot_stride + head * D
+    k = tl.load(key + head * key_head_stride + row[:, None] * key_token_stride + d[None, :], mask=mask, other=0.0)
+    v = tl.load(value + head * value_head_stride + row[:, None] * value_token_stride + d[None, :], mask=mask, other=0.0)
+    tl.store(keys + slot[:, None] + d[None, :], k, mask=mask)
+    tl.store(values + slot[:, None] + d[None, :], v, mask=mask)
+
+
+@triton.jit
+def attend(
+    query, keys, values, work_items, kv_chunks, row_params, rows, cos, sin, alibi_slopes, partial_out, lse, rotated_q,
+    q_head_stride, q_token_stride, slot_stride, scale, softcap, window,
+    HEADS: tl.constexpr, GQA: tl.constexpr, GQA_PAD: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, ROT: tl.constexpr, ROT_PAD: tl.constexpr,
+    NOROT: tl.constexpr, NOROT_PAD: tl.constexpr, PAIR_STRIDE: tl.constexpr, PAIR_OFFSET: tl.constexpr,
+    SOFTCAP: tl.constexpr, SLIDING_WINDOW: tl.constexpr, ALIBI: tl.constexpr, SINGLE_SPLIT: tl.constexpr,
+    UNMASKED_LOOP: tl.constexpr, Q_VIA_GMEM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend one work item, for one KV head, over its KV chunks.
+
+    *_PAD sizes are powers of two. PAIR_STRIDE and PAIR_OFFSET locate the two elements of a rotated pair.
+    SINGLE_SPLIT: the output is final, not a partial result. Q_VIA_GMEM: rotated queries are written to
+    `rotated_q` once per chunk; otherwise they are multiplied from registers, where large tiles spill.
+    """
+    item, group = tl.program_id(0) // (HEADS // GQA), tl.program_id(0) % (HEADS // GQA)
+    first = tl.load(work_items + item * 4)
+    count = tl.load(work_items + item * 4 + 1)
+    if count == 0:  # unused work item of a captured graph
+        return
+    m = tl.arange(0, ROWS * GQA_PAD)
+    entry, inner = m // GQA_PAD, m % GQA_PAD
+    valid = (entry < count) & (inner < GQA)
+    head = group * GQA + inner
+    row = tl.load(rows + (first + entry) * 2, mask=valid, other=0)
+    q_pos = tl.load(rows + (first + entry) * 2 + 1, mask=valid, other=0)
+    base = query + head * q_head_stride + row * q_token_stride
+    d = tl.arange(0, D_PAD)
+    h = tl.arange(0, ROT_PAD)
+    r = tl.arange(0, NOROT_PAD)
+    if ROT > 0:
+        mask_h = valid[:, None] & (h < ROT)[None, :]
+    if ROT > 0 and not Q_VIA_GMEM:
+        a = tl.load(base[:, None] + h[None, :] * PAIR_STRIDE, mask=mask_h, other=0.0)
+        b = tl.load(base[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, mask=mask_h, other=0.0)
+    if NOROT > 0:
+        mask_r = valid[:, None] & (r < NOROT)[None, :]
+        c = tl.load(base[:, None] + 2 * ROT + r[None, :], mask=mask_r, other=0.0)
+    if ALIBI:
+        slope = tl.load(alibi_slopes + head, mask=valid, other=0.0) * LOG2E
+    qk_scale = scale * LOG2E
+    after = 1.0 if SOFTCAP or ALIBI else qk_scale  # without them, scaling fuses with subtracting the maximum
+    if Q_VIA_GMEM:
+        own = rotated_q + (tl.program_id(0) * (ROWS * GQA_PAD) + m).to(tl.int64) * D
+        mask_q = valid[:, None] & (d < D)[None, :]
+        if NOROT > 0:
+            tl.store(own[:, None] + 2 * ROT + r[None, :], c, mask=mask_r)
+    top = tl.full([ROWS * GQA_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS * GQA_PAD], tl.float32)
+    out = tl.zeros([ROWS * GQA_PAD, D_PAD], tl.float32)
+    for number in range(tl.load(work_items + item * 4 + 2), tl.load(work_items + item * 4 + 3)):
+        run = tl.load(kv_chunks + number * 4).to(tl.int64)
+        begin = tl.load(kv_chunks + number * 4 + 1)
+        end = tl.load(kv_chunks + number * 4 + 2)
+        param = tl.load(kv_chunks + number * 4 + 3) + entry
+        shift = tl.load(row_params + param * 3, mask=valid, other=0)
+        limit = tl.minimum(
+            tl.load(row_params + param * 3 + 1, mask=valid, other=0), end
+        )  # padding rows attend to nothing
+        position = tl.load(row_params + param * 3 + 2, mask=valid, other=0)
+        if Q_VIA_GMEM:  # reload, to keep them out of registers in the loops
+            a = tl.load(base[:, None] + h[None, :] * PAIR_STRIDE, mask=mask_h, other=0.0)
+            b = tl.load(base[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, mask=mask_h, other=0.0)
+        if ROT > 0:
+            x = tl.load(cos + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
+            y = tl.load(sin + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
+            rot_a = (a.to(tl.float32) * x + b.to(tl.float32) * y).to(keys.dtype.element_ty)  # rotate by -shift
+            rot_b = (b.to(tl.float32) * x - a.to(tl.float32) * y).to(keys.dtype.element_ty)
+        if Q_VIA_GMEM:
+            tl.debug_barrier()  # all threads have read the previous chunk's queries
+            tl.store(own[:, None] + h[None, :] * PAIR_STRIDE, rot_a, mask=mask_h)
+            tl.store(own[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, rot_b, mask=mask_h)
+            tl.debug_barrier()
+            q = tl.load(own[:, None] + d[None, :], mask=mask_q, other=0.0)
+        full_end = begin  # below this every row attends to every slot
+        if UNMASKED_LOOP and end - begin >= UNMASKED_MIN_LEN:
+            full_end += (tl.maximum(tl.min(tl.where(valid, limit, end)), begin) - begin) // SLOTS * SLOTS
+        for masked in tl.static_range(1 - UNMASKED_LOOP, 2):
+            for t in range(full_end if masked else begin, end if masked else full_end, SLOTS):
+                j = t + tl.arange(0, SLOTS)
+                read = (j < end) | (masked == 0)
+                slot = (run + j) * slot_stride + group * D
+                score = tl.zeros([ROWS * GQA_PAD, SLOTS], tl.float32)
+                if Q_VIA_GMEM:
+                    key = tl.load(keys + slot[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
+                    score += tl.dot(q, tl.trans(key), input_precision=PRECISION)
+                if ROT > 0 and not Q_VIA_GMEM:
+                    mask_k = read[:, None] & (h < ROT)[None, :]
+                    key = keys + slot[:, None] + h[None, :] * PAIR_STRIDE
+                    score += tl.dot(rot_a, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
+                    key += PAIR_OFFSET
+                    score += tl.dot(rot_b, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
+                if NOROT > 0 and not Q_VIA_GMEM:
+                    mask_k = read[:, None] & (r < NOROT)[None, :]
+                    key = tl.load(keys + slot[:, None] + 2 * ROT + r[None, :], mask=mask_k, other=0.0)
+                    score += tl.dot(c, tl.trans(key), input_precision=PRECISION)
+                distance = q_pos[:, None] - (position[:, None] + j[None, :])
+                if SOFTCAP or ALIBI:
+                    score *= qk_scale
+                if SOFTCAP:
+                    z = tl.exp2(-tl.abs(score) * (2.0 * LOG2E / softcap))
+                    score = tl.where(score < 0, -1.0, 1.0) * softcap * (1.0 - z) / (1.0 + z)  # cap * tanh(score / cap)
+                if ALIBI:
+                    score -= slope[:, None] * distance.to(tl.float32)
+                if masked:
+                    visible = j[None, :] < limit[:, None]
+                    if SLIDING_WINDOW:
+                        visible = visible & (distance < window) & (distance > -window)
+                    score = tl.where(visible, score, float("-inf"))
+                best = tl.maximum(top, tl.max(score, 1) * after)
+                level = tl.where(best == float("-inf"), 0.0, best)
+                keep = tl.exp2(top - level)
+                weight = tl.exp2(score * after - level[:, None])
+                total = total * keep + tl.sum(weight, 1)
+                value = tl.load(values + slot[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
+                out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+                top = best
+    non_empty = total > 0
+    result = (out / tl.where(non_empty, total, 1.0)[:, None]).to(partial_out.dtype.element_ty)
+    mask_d = valid[:, None] & (d < D)[None, :]
+    if SINGLE_SPLIT:
+        tl.store(partial_out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=mask_d)
+    else:
+        partial = (first + entry) * HEADS + head
+        tl.store(partial_out + partial[:, None] * D + d[None, :], result, mask=mask_d)
+        tl.store(
+            lse + partial,
+            tl.where(non_empty, top + tl.log2(tl.where(non_empty, total, 1.0)), float("-inf")),
+            mask=valid,
+        )
+
+
+@triton.jit
+def merge(
+    partial_out, lse, merge_order, merge_indptr, sinks, out,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of one token and head by their base-2 log-sum-exp."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, D_PAD)
+    top, total = float("-inf"), 0.0
+    if SINKS:
+        top, total = tl.load(sinks + head).to(tl.float32) * LOG2E, 1.0
+    mixed = tl.zeros([D_PAD], tl.float32)
+    last = tl.load(merge_indptr + row + 1)
+    for first in range(tl.load(merge_indptr + row), last, MERGE_BLOCK):
+        index = first + tl.arange(0, MERGE_BLOCK)
+        partial = tl.load(merge_order + index, mask=index < last, other=0) * HEADS + head
+        norm = tl.load(lse + partial, mask=index < last, other=float("-inf"))
+        mask = (index < last)[:, None] & (d < D)[None, :]
+        part = tl.load(partial_out + partial[:, None] * D + d[None, :], mask=mask, other=0.0)
+        best = tl.maximum(top, tl.max(norm, 0))
+        level = tl.where(best == float("-inf"), 0.0, best)
+        keep, weight = tl.exp2(top - level), tl.exp2(norm - level)
+        mixed = mixed * keep + tl.sum(weight[:, None] * part, 0)
+        total = total * keep + tl.sum(weight, 0)
+        top = best
+    mixed = mixed / tl.where(total > 0, total, 1.0)
+    tl.store(out + (row * HEADS + head) * D + d, mixed.to(out.dtype.element_ty), mask=d < D)

@@ -1,0 +1,311 @@
+"""`Engine`, the public entry point: models, their KV cache, and sessions."""
+
+import os
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import EngineConfig, check_capacity
+from ..errors import ConfigError, ModelError
+from ..events import EventBus
+from ..models.hf_model import HFModel
+from ..models.info import ModelInfo, total_memory
+from ..models.loader import DEFAULT_MODEL, check_dtype, load
+from ..models.lora import LoraWeights
+from ..outputs import BASE_MODEL, MODES, Mode
+from ..sampling_params import as_int
+from .core import EngineCore
+from .cross_model import LayerPattern, PatternSelector, parse_layer_pattern
+from .session import Session
+from .text import ChatTemplate
+
+Source = str | os.PathLike[str]
+
+Adapters = Mapping[str, Source]
+
+Models = Mapping[str, Source | PreTrainedModel]
+
+
+class Engine:
+    """A base model, adapters, sibling models, one KV cache, and sessions."""
+
+    def __init__(
+        self,
+        hf_model: HFModel,
+        config: EngineConfig | None = None,
+        *,
+        adapters: Adapters | None = None,
+        models: Models | None = None,
+    ) -> None:
+        config, model_info = config or EngineConfig(), hf_model.model_info
+        memory = [total_memory(device) for device in (model_info.device, torch.device("cpu"))]
+        check_capacity(config.cache, model_info.kv_bytes_per_token, *memory)
+        self.core = EngineCore(hf_model, config)
+        for name, source in (adapters or {}).items():
+            self.add_adapter(name, source)
+        for name, model in (models or {}).items():
+            self.add_model(name, model)
+        self.tokenizer = hf_model.tokenizer
+        self.chat = ChatTemplate(hf_model.tokenizer) if hf_model.tokenizer is not None else None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel = DEFAULT_MODEL,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        device_map: Any = None,
+        tp_plan: Any = None,
+        adapters: Adapters | None = None,
+        models: Models | None = None,
+    ) -> "Engine":
+        """Load a model and create an engine.
+
+        Args:
+            model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
+            dtype: defaults to bfloat16, or float32 on processors that are slow in bfloat16; a model
+                in memory keeps its own.
+            device: defaults to the CPU.
+            device_map: as in transformers, in place of `device`.
+            tp_plan: as in transformers ("auto"): tensor parallelism over the processes of torchrun.
+            adapters: LoRA adapters by name, each a folder saved by `peft` or a Hub id.
+            models: sibling models of the same architecture by name, each as `model`.
+
+        Raises:
+            ModelError: if a model cannot be found, read or served.
+        """
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config={config!r}: use EngineConfig(...)")
+        if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
+            raise ModelError(f"model={model!r}: use a name, a path or a transformers model")
+        hf_model = load(
+            model,
+            tokenizer=tokenizer,
+            dtype=check_dtype(dtype),
+            device=device,
+            device_map=device_map,
+            tp_plan=tp_plan,
+            max_positions=config.max_model_len,
+        )
+        if config.quantization:
+            hf_model.quantize(config.quantization)
+        if config.compile:
+            _enable_compile(hf_model, config)
+        return cls(hf_model, config, adapters=adapters, models=models)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Probed properties of the base model: shapes, positions, attention per layer."""
+        return self.core.hf_model.model_info
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of served models: "base", adapters and sibling models."""
+        return self.core.model_set.names
+
+    def add_adapter(self, name: str, source: Source) -> LoraWeights:
+        """Serve a LoRA adapter.
+
+        Its KV entries are never found by requests of other models.
+        """
+        self.core.hf_model.ensure_single_process("a LoRA adapter")
+        loras = self.core.hf_model.lora_manager
+        assert loras is not None
+        with self.core.lock, self.core.hf_model.attention_hook():  # no step starts meanwhile
+            self.core.model_set.check_unused_name(name)
+            return loras.add(name, source)
+
+    def add_model(self, name: str, source: Source | PreTrainedModel) -> ModelInfo:
+        """Serve another model with its own weights in the same cache.
+
+        It is loaded in the base model's dtype and on its device.
+
+        Raises:
+            ModelError: if its KV is not interchangeable with the base's: other layers, heads or
+                positions, or another tokenizer.
+        """
+        core, config = self.core, self.core.config
+        core.hf_model.ensure_single_process("a second model")
+        base_info = core.hf_model.model_info
+        core.model_set.check_unused_name(name)
+        in_memory = isinstance(source, PreTrainedModel)  # no own tokenizer: uses the base's
+        other = load(
+            source,
+            dtype=None if in_memory else base_info.dtype,
+            device=base_info.device,
+            max_positions=config.max_model_len,
+        )
+        if config.quantization:
+            other.quantize(config.quantization)
+        if config.compile:
+            _enable_compile(other, config)
+        with core.lock:
+            core.model_set.add(name, other)
+        return other.model_info
+
+    def remove_adapter(self, name: str) -> None:
+        """Stop serving an adapter and clear the cache.
+
+        Raises:
+            ConfigError: if one of its messages is not released.
+        """
+        loras = self.core.hf_model.lora_manager
+        assert loras is not None
+        self._remove(name, loras.remove)
+
+    def remove_model(self, name: str) -> None:
+        """Stop serving a sibling model and clear the cache, as `remove_adapter`."""
+        self._remove(name, self.core.model_set.remove)
+
+    def _remove(self, name: str, remove: Callable[[str], None]) -> None:
+        with self.core.lock:
+            if any(
+                request.model == name for request in self.core.scheduler.waiting
+            ) or self.core.cache_manager.uses_model(name):
+                raise ConfigError(f"model {name!r} is in use: release its messages first")
+            remove(name)
+            self.core.cross_model_reuse.remove_model(name)
+            self.clear_cache()  # its entries could be found under a reused name
+
+    def enable_layer_reuse(
+        self,
+        receiver: str,
+        sender: str = BASE_MODEL,
+        *,
+        pattern: LayerPattern | Sequence[int] | None = None,
+        selector: PatternSelector | None = None,
+        patterns: Iterable[LayerPattern | Sequence[int]] = (),
+        capacity: int | None = None,
+    ) -> None:
+        """Let `receiver` reuse KV of `sender`, recomputing some layers (DroidSpeak §4.2).
+
+        Applies to requests with kv_reuse="partial". Messages computed before this call have no
+        cached hidden states to start from: they are recomputed in all layers.
+
+        Args:
+            pattern: a `LayerPattern`, or its three integers (head, start, end): recompute [0,
+                head), reuse [head, start), recompute [start, end), reuse the rest.
+            selector: in place of `pattern`: gets the `EngineLoad`, returns one of `patterns` per
+                message.
+            patterns: all patterns `selector` may return.
+            capacity: size in tokens of the partial-layer pool, for the layers that receivers
+                compute.
+        """
+        self.core.hf_model.ensure_single_process("layer reuse between models")
+        if (pattern is None) == (selector is None):
+            raise ConfigError("give a pattern, or a function that chooses one of several patterns")
+        layer_patterns = [parse_layer_pattern(p) for p in ((pattern,) if pattern is not None else tuple(patterns))]
+        if not layer_patterns:
+            raise ConfigError("patterns is empty: name all that `choose` may answer")
+        core = self.core
+        with core.lock, core.hf_model.attention_hook():  # no step starts meanwhile
+            while core.cache_manager.offload_manager.wait():
+                core.poll_transfers()
+            core.cross_model_reuse.add(
+                receiver, sender, layer_patterns, selector or (lambda load: layer_patterns[0]), capacity
+            )
+
+    @property
+    def events(self) -> EventBus:
+        """Event bus of the engine: `counts` per event, `recent` events, `listen`."""
+        return self.core.events
+
+    def session(
+        self,
+        *,
+        mode: Mode = "choreographed",
+        seed: int | None = None,
+        client_id: str = "default",
+        model: str = BASE_MODEL,
+    ) -> Session:
+        """Open a session; its messages are released when it closes.
+
+        Args:
+            mode: execution mode.
+            seed: seed of the session's sampling; None for a random one.
+            client_id: sessions of different clients never share KV.
+            model: default model of requests, one of `models`.
+        """
+        if mode not in MODES:
+            raise ConfigError(f"mode={mode!r}: use one of {MODES}")
+        number = as_int(seed)
+        if number is None and seed is not None:
+            raise ConfigError(f"seed={seed!r}: use a whole number or None")
+        if not isinstance(client_id, str):
+            raise ConfigError(f"client_id={client_id!r}: use a string")
+        tp_group = self.core.hf_model.tp_group
+        if tp_group is not None and number is None:
+            number = tp_group.broadcast("seed", random.getrandbits(63))
+        session = Session(self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model)
+        session.engine = self
+        return session
+
+    def step(self) -> bool:
+        """Compute one step; return False if nothing can run."""
+        return self.core.step()
+
+    def run_until_idle(self) -> None:
+        """Run until everything submitted is complete."""
+        self.core.run_until_idle()
+
+    def clear_cache(self) -> None:
+        """Discard every KV entry that no message references."""
+        with self.core.lock:
+            while self.core.cache_manager.offload_manager.wait():
+                self.core.poll_transfers()
+            self.core.cache_manager.evict_unreferenced()
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant of cache or queues is broken."""
+        self.core.check()
+
+    def warm_up(self) -> None:
+        """Compile every batch size that fits the cache.
+
+        No later step has to compile one of these.
+
+        Does nothing without `compile`. CUDA graphs of larger batches are captured on first use.
+        """
+        compiled, pool = self.core.hf_model.compiled, self.core.cache_manager.pool
+        if compiled is None:
+            return
+        max_tokens = min(self.model_info.max_positions, pool.pages * pool.page_size)
+        with self.session() as session:
+            for num_tokens in (size for size in compiled.sizes if size <= max_tokens):  # one step of n tokens each
+                session.prefill([0] * num_tokens).result()
+
+    def close(self) -> None:
+        """Refuse further requests and delete the disk tier's files."""
+        self.core.closed = True
+        with self.core.lock:  # no other thread may be writing a file
+            self.core.cache_manager.offload_manager.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _enable_compile(hf_model: HFModel, config: EngineConfig) -> None:
+    hf_model.ensure_single_process("compile=True")
+    if hf_model.attention_patch is not None:
+        raise ConfigError(f"compile=True: {hf_model.model_info.name} is of a family that is not compiled; leave it out")
+    # imported on demand: both use private torch APIs
+    if hf_model.model_info.device.type == "cuda":
+        if config.backend not in ("auto", "triton"):
+            raise ConfigError(f"compile=True, backend={config.backend!r}: on a GPU use backend='triton' or 'auto'")
+        from ..models.cuda_graph import CudaGraphForward
+
+        hf_model.compiled = CudaGraphForward(hf_model, config.compile_sizes or (2, 4, 8, 16, 32, 64, 128, 256))
+    else:
+        from ..models.torch_compile import CompiledForward
+
+        hf_model.compiled = CompiledForward(hf_model, config.compile_sizes or (1, 2, 4, 8, 16))

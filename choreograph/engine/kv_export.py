@@ -1,0 +1,351 @@
+"""Use KV entries without computing them: share, pin, export and import."""
+
+import itertools
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..errors import (
+    CacheBusyError,
+    CacheFullError,
+    InvalidPositionError,
+    InvalidRequestError,
+    MessageReleasedError,
+    SessionClosedError,
+)
+from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.hashing import portable_content_hash
+from ..kv_cache.pool import LayerKeyValues
+from ..kv_cache.tiers import TransferOps, as_bytes, checksum
+from ..outputs import Usage
+from .core import EngineCore
+from .placement import PLACERS, Placement
+from .request import Request, RequestState
+
+
+class KVSnapshot(NamedTuple):
+    """Keys and values of a message in host memory.
+
+    `base_position` may differ from the message's position: equal work shares one KV entry wherever
+    it is placed.
+    """
+
+    base_position: int  # of token 0; keys are rotated to it
+    layers: list[LayerKeyValues]  # (keys, values) per layer, each (T, heads, head_dim)
+    model_hash: str  # weights hash of the model that computed it
+    content_hash: str  # of tokens and context, equal across processes and clients
+    checksum: int | None = None  # of base_position and layers; None: cannot be verified
+
+
+def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
+    """Complete a request that was never queued with an existing KV entry."""
+    with core.lock:
+        if core.closed:
+            raise SessionClosedError("the engine is closed: make a new one")
+        request.entry, request.state = entry, RequestState.RUNNING
+        core.cache_manager.acquire(entry, request.message_owner)
+        request.usage = Usage(cached_tokens=len(request.prompt))
+        core.finisher.finish(request, RequestState.DONE, "cached")
+
+
+def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
+    """Copy the computed KV entry of a message to host memory."""
+    if request.mode != "choreographed":
+        raise InvalidRequestError(
+            f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts"
+        )
+    if request.computed_layers is not None:
+        raise InvalidRequestError(f"message {request.id} was computed in some layers only: copy what it was made from")
+    core.model_set.weights_hash(request.model)  # slow the first time (reads all weights): not under the lock
+    with core.lock, resident(core, request) as entry:
+        model_hash = core.model_set.weights_hash(entry.model)
+        work_hash = _content_hash(core, entry.tokens, entry.base_position, entry.context, entry.model)
+        base_position, layers = entry.base_position, core.cache_manager.pool.export_slots(entry.slots)
+    return KVSnapshot(base_position, layers, model_hash, work_hash, _checksum(base_position, layers))
+
+
+@contextmanager
+def resident(core: EngineCore, request: Request) -> Iterator[KVEntry]:
+    """Keep a message's KV entry on the device inside the block.
+
+    Steps until it is there. Its context is only referenced as by a message: a waiting request may
+    evict it.
+    """
+    owner_id = -request.id
+    with core.lock:
+        entry = _require_entry(request)
+        references = [
+            (entry, ("call", owner_id)),
+            *((kv_slice.entry, ("message", owner_id)) for kv_slice in entry.context),
+        ]
+        for referenced, owner in references:
+            core.cache_manager.acquire(referenced, owner)
+        try:
+            try:
+                _load(core, request, owner_id)
+            finally:  # a step that raises must not leave references
+                core.context_loader.release(owner_id)
+            yield entry
+        finally:
+            for referenced, owner in references:
+                core.cache_manager.release(referenced, owner)
+
+
+def _load(core: EngineCore, request: Request, owner_id: int) -> None:
+    """Step until the message's KV entry is complete on the device."""
+    while not (entry := _require_entry(request)).is_complete:
+        try:
+            core.context_loader.ensure_resident(owner_id, [KVSlice(entry, 0, len(entry.tokens), entry.base_position)])
+        except CacheFullError:
+            is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
+            if not core.step(wait=False):
+                if is_stuck:
+                    raise
+                _wait_for_space(core)
+        else:
+            if not core.step(wait=False):
+                _wait_for_space(core)
+
+
+def _require_entry(request: Request) -> KVEntry:
+    """Return the message's entry, which another thread may have released meanwhile."""
+    if request.entry is None or request.released:
+        raise MessageReleasedError(f"message {request.id} has no KV entry: keep it until then")
+    return request.entry
+
+
+def _wait_for_space(core: EngineCore) -> None:
+    core.cache_manager.wait_for_space()
+    core.poll_transfers()
+
+
+def pin(core: EngineCore, request: Request, owner: str | None, seconds: float | None) -> None:
+    """Pin a message's KV entry on the device for an owner."""
+    with core.lock, resident(core, request) as entry:
+        core.cache_manager.pins.pin(entry, (request.session_id, owner, request.id), seconds)
+
+
+def unpin(core: EngineCore, request: Request, owner: str | None) -> None:
+    """Remove an owner's pin, if there is one."""
+    with core.lock:
+        if request.entry is not None:
+            core.cache_manager.pins.unpin(request.entry, (request.session_id, owner, request.id))
+
+
+def unpin_session(core: EngineCore, session_id: int) -> None:
+    """Remove every pin made through a session."""
+    with core.lock:
+        core.cache_manager.pins.unpin_matching(lambda owner: isinstance(owner, tuple) and owner[0] == session_id)
+
+
+def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check: bool) -> bool:
+    """Complete a prefill that was never queued with a snapshot's KV.
+
+    Returns False if there is no capacity for it at the moment.
+
+    Args:
+        check: verify the checksum, which reads the complete snapshot.
+
+    Raises:
+        InvalidRequestError: if the snapshot is of other work, or damaged.
+        InvalidPositionError: if keys would have to be rotated and the model has learned positions.
+    """
+    core.model_set.weights_hash(request.model)
+    with core.lock:
+        _check_snapshot(core, request, snapshot)
+    if check:  # slow: not under the lock
+        _verify_checksum(snapshot)
+    with core.lock:
+        entry = reserve(core, request)
+        if entry is None:
+            return request.is_finished
+        with _release_on_error(core, request, entry):
+            if snapshot.base_position != entry.base_position and not core.hf_model.model_info.supports_shift:
+                raise InvalidPositionError(
+                    f"the copy was encoded at {snapshot.base_position}, and learned positions keep it from "
+                    f"{entry.base_position}"
+                )
+            core.cache_manager.pool.import_slots(entry.slots, snapshot.layers)
+            entry.num_scheduled_tokens = entry.num_computed_tokens = len(entry.tokens)
+            core.events.emit("restored", call=request.id, tokens=len(entry.tokens))
+            _adopt(core, request, entry, snapshot.base_position)
+    return True
+
+
+def _check_snapshot(core: EngineCore, request: Request, snapshot: object) -> None:
+    """Check that the snapshot has the request's model, tokens and context."""
+    if not isinstance(snapshot, KVSnapshot):
+        raise InvalidRequestError(f"snapshot is of type {type(snapshot).__name__}: use what Message.export_kv gave")
+    _check_fields(snapshot)
+    if snapshot.model_hash != core.model_set.weights_hash(request.model):
+        raise InvalidRequestError(
+            f"the copy was computed by another model than {request.model!r}: name the one that made it"
+        )
+    placement, pool = _compute_placement(core, request), core.cache_manager.pool
+    shapes = [tuple(tuple(tensor.shape) for tensor in layer) for layer in snapshot.layers]
+    expected = [
+        ((len(placement.tokens), *keys.shape[1:]), (len(placement.tokens), *values.shape[1:]))
+        for keys, values in zip(pool.keys, pool.values, strict=True)
+    ]
+    if shapes != expected:
+        raise InvalidRequestError(
+            f"the copy has keys and values {shapes[:1]} in {len(shapes)} layers, these {len(placement.tokens)} "
+            f"tokens have {expected[:1]} in {len(expected)}: give the tokens that it was made of"
+        )
+    dtypes, cache_dtype = {tensor.dtype for layer in snapshot.layers for tensor in layer}, pool.keys[0].dtype
+    if dtypes != {cache_dtype}:
+        raise InvalidRequestError(
+            f"the copy is in {sorted(map(str, dtypes))}, the cache in {cache_dtype}: use what Message.export_kv gave"
+        )
+    work_hash = _content_hash(core, placement.tokens, placement.position, placement.context, request.model)
+    if snapshot.content_hash != work_hash:
+        raise InvalidRequestError(
+            f"the copy is of work {snapshot.content_hash[:12]}, these tokens and parents are {work_hash[:12]}: "
+            "give the tokens, parents and offsets that it was made of"
+        )
+
+
+def _check_fields(snapshot: KVSnapshot) -> None:
+    """Check the field types of a snapshot, which may be hand-edited."""
+    is_valid = {
+        "base_position": type(snapshot.base_position) is int and 0 <= snapshot.base_position < 1 << 31,
+        "layers": isinstance(snapshot.layers, (list, tuple)) and all(map(_is_layer, snapshot.layers)),
+        "model_hash": isinstance(snapshot.model_hash, str),
+        "content_hash": isinstance(snapshot.content_hash, str),
+        "checksum": snapshot.checksum is None or isinstance(snapshot.checksum, int),
+    }
+    for field, valid in is_valid.items():
+        if not valid:
+            raise InvalidRequestError(
+                f"snapshot.{field} is {reprlib.repr(getattr(snapshot, field))}: use what Message.export_kv gave"
+            )
+
+
+def _verify_checksum(snapshot: KVSnapshot) -> None:
+    if snapshot.checksum is None:
+        raise InvalidRequestError(
+            "the copy has no checksum, an older version or a hand made it: make a new one with Message.export_kv, or "
+            "skip this check with check=False"
+        )
+    if snapshot.checksum != _checksum(snapshot.base_position, snapshot.layers):
+        raise InvalidRequestError(
+            "the copy is damaged, its checksum is another than when it was copied out: make a new one"
+        )
+
+
+def _checksum(base_position: int, layers: list[LayerKeyValues]) -> int:
+    content = (as_bytes(tensor.cpu().contiguous()).data for layer in layers for tensor in layer)
+    return checksum(itertools.chain([str(base_position).encode()], content))
+
+
+def _is_layer(layer: object) -> bool:
+    return isinstance(layer, (list, tuple)) and len(layer) == 2 and all(isinstance(t, Tensor) for t in layer)
+
+
+def _content_hash(
+    core: EngineCore, tokens: list[int], base_position: int, context: Iterable[KVSlice], model: str
+) -> str:
+    return portable_content_hash(tokens, base_position, context, model, core.model_set.weights_hash)
+
+
+def _compute_placement(core: EngineCore, request: Request) -> Placement:
+    """Place a prefill that was never queued."""
+    if any(parent.entry is None for parent in request.parents):
+        raise InvalidRequestError("a copy is imported only after its parents are complete: read them first")
+    request.resolve_dependencies()
+    return PLACERS[request.mode](request, core.cache_manager, core.hf_model.model_info)
+
+
+def start_remote_load(
+    core: EngineCore,
+    request: Request,
+    entry: KVEntry,
+    base_position: int,
+    ops: TransferOps,
+    *,
+    cached_hidden_layers: frozenset[int],
+    missing_layers: frozenset[int],
+) -> None:
+    """Complete a prefill with a reserved KV entry that is still loading.
+
+    Args:
+        base_position: base position of the remote entry.
+        ops: transfer operations that load it.
+        cached_hidden_layers: layers whose input hidden states are loaded too.
+        missing_layers: layers whose keys and values are not loaded.
+    """
+    with core.lock, _release_on_error(core, request, entry):
+        entry.cached_hidden_layers, entry.missing_layers, entry.can_recompute = (
+            cached_hidden_layers,
+            missing_layers,
+            False,
+        )
+        core.cache_manager.offload_manager.load_remote(entry, ops)
+        _adopt(core, request, entry, base_position)
+
+
+def reserve(
+    core: EngineCore, request: Request, is_sufficient: Callable[[KVEntry], bool] = lambda entry: True
+) -> KVEntry | None:
+    """Allocate a KV entry for a prefill whose KV was computed elsewhere.
+
+    The entry is owned by the message and not found by lookups yet. Returns None if there is no
+    capacity at the moment, or if an equal entry exists and `is_sufficient`, which completes the
+    request.
+    """
+    with core.lock:
+        placement = _compute_placement(core, request)
+        assert placement.content_hash is not None, "only choreographed prefills can be imported"
+        if (
+            placement.cached_entry is not None
+            and not placement.cached_entry.is_lost
+            and is_sufficient(placement.cached_entry)
+        ):
+            attach_entry(core, request, placement.cached_entry)
+            return None
+        while True:
+            try:
+                entry = core.cache_manager.allocate_entry(
+                    placement.tokens,
+                    placement.position,
+                    placement.context,
+                    capacity=len(placement.tokens),
+                    owner=request.message_owner,
+                    model=request.model,
+                )
+            except CacheBusyError:
+                _wait_for_space(core)
+            except CacheFullError:
+                return None
+            else:
+                entry.content_hash = placement.content_hash
+                return entry
+
+
+def _adopt(core: EngineCore, request: Request, entry: KVEntry, base_position: int) -> None:
+    """Attach a reserved entry to its request, at the given base position."""
+    shift = base_position - entry.base_position
+    entry.context = tuple(kv_slice._replace(position=kv_slice.position + shift) for kv_slice in entry.context)
+    entry.base_position = base_position
+    assert entry.content_hash is not None
+    core.cache_manager.register(entry, entry.content_hash)
+    attach_entry(core, request, entry)
+
+
+@contextmanager
+def _release_on_error(core: EngineCore, request: Request, entry: KVEntry) -> Iterator[None]:
+    """Release the reserved entry if the block raises."""
+    try:
+        yield
+    except BaseException:
+        cancel_reservation(core, request, entry)
+        raise
+
+
+def cancel_reservation(core: EngineCore, request: Request, entry: KVEntry) -> None:
+    """Release a reserved entry that is not needed."""
+    with core.lock:
+        core.cache_manager.release(entry, request.message_owner)

@@ -1,0 +1,179 @@
+"""Per-model variants of messages for reuse across models (DroidSpeak §4.2)."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..errors import InvalidRequestError
+from ..outputs import KVReuse
+from .core import EngineCore
+from .cross_model import LayerPattern
+from .kv_export import attach_entry
+from .message import Message, MessageSlice, unwrap_slice
+from .validation import Offsets
+
+Parent = Message | MessageSlice
+
+ReencodeFn = Callable[[Message, tuple[Parent, ...]], Message]
+
+
+class BuildRequest(Protocol):
+    """Builds a request of the session without submitting it."""
+
+    def __call__(
+        self, ids: list[int], parents: tuple[Parent, ...], offsets: Offsets, new_offset: int | None, *, model: str
+    ) -> Message: ...
+
+
+class MessageVariants:
+    """Creates and finds the variants of one session's messages."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        build_request: BuildRequest,
+        submit: Callable[[list[Message]], list[Message]],
+        register_completed: Callable[[Message], Message],
+    ) -> None:
+        self._core = core
+        self._build_request = build_request
+        self._submit = submit
+        self._register_completed = register_completed
+
+    def resolve_parents(self, message: Message) -> tuple[Parent, ...]:
+        """Replace parents of other models by their variants for the message's model.
+
+        Returns the parents to attend to; `message.parents` is unchanged. Nothing is replaced with
+        kv_reuse="reuse".
+        """
+        model, kv_reuse = message.model, message.kv_reuse
+        if kv_reuse == "reuse" or message._request.mode != "choreographed":
+            return message.parents
+        if kv_reuse == "partial":
+            self._check_pairs(message, model)
+
+        def reencode(parent: Message, parents: tuple[Parent, ...]) -> Message:
+            return self._reencode(parent, parents, model, self._select_pattern(parent, model, kv_reuse))
+
+        resolved = tuple(p if p.model == model else _variant_for(model, kv_reuse, p, reencode) for p in message.parents)
+        message._request.parents = tuple(unwrap_slice(parent)._request for parent in resolved)
+        return resolved
+
+    def _check_pairs(self, message: Message, model: str) -> None:
+        """Check that layer reuse is enabled for all ancestors, before submitting any."""
+        queue, checked = [unwrap_slice(p) for p in message.parents], set[int]()
+        while queue:
+            parent = queue.pop()
+            if parent.id in checked or _find_variant(parent, model, "partial") is not None:
+                continue
+            checked.add(parent.id)
+            self._core.cross_model_reuse.check_pair(model, parent.model)
+            queue += [unwrap_slice(p) for p in (parent.imported_from or parent).parents]
+
+    def with_layers(self, message: Message, model: str, pattern: LayerPattern) -> Message:
+        """Return a variant that recomputes these layers, also of the context."""
+        num_layers = self._core.hf_model.model_info.layers
+        if message.model == model:
+            raise InvalidRequestError(f"message {message.id} was encoded by {model!r} itself")
+        pattern.check(num_layers)
+
+        def reencode(parent: Message, parents: tuple[Parent, ...]) -> Message:
+            return self._reencode(parent, parents, model, pattern)
+
+        return unwrap_slice(_variant_for(model, f"only {pattern}", message, reencode))
+
+    def restrict_layers(self, message: Message, variant: Message, pattern: LayerPattern) -> Message:
+        """Return a variant whose readers use it in the pattern's layers only.
+
+        In the other layers they use the message itself. Computes nothing but the variant; serves to
+        evaluate a pattern without computing it again.
+        """
+        computed_layers = variant.wait_encoded()._request.computed_layers
+        if variant._request.source is not message._request or (
+            computed_layers is not None and not pattern.layers <= computed_layers
+        ):
+            raise InvalidRequestError(
+                f"message {variant.id} is no version of {message.id} that has the layers {pattern}"
+            )
+        if not pattern.layers:
+            return message
+        restricted = self._build_request([], variant.parents, None, None, model=variant.model)
+        restricted._request.source, restricted._request.position = message._request, variant.position
+        restricted._request.computed_layers = pattern.layers
+        attach_entry(self._core, restricted._request, variant._request.kv)
+        return self._register_completed(restricted)
+
+    def remote_placeholder(self, message: Message, model: str) -> Message:
+        """Create a message for work computed by a model in another process.
+
+        It is not submitted; the caller registers it once the KV arrived.
+        """
+        request = message._request
+        return self._build_request(
+            list(request.prompt), message.parents, request.offsets, request.new_offset, model=model
+        )
+
+    def attach_remote(self, context: Message, message: Message, pattern: LayerPattern) -> Message:
+        """Register a remote message and return its variant for `message`'s model."""
+        self._register_completed(context)
+        variant = self._reencode(context, self.resolve_parents(message), message.model, pattern)
+        if variant is not context:
+            variant.variants[context.model, "sent"] = context  # released with the variant
+        return variant
+
+    def _select_pattern(self, message: Message, model: str, kv_reuse: KVReuse) -> LayerPattern | None:
+        """Return the pattern of layers to recompute; None for all."""
+        if kv_reuse == "recompute":
+            return None
+        with self._core.lock:
+            return self._core.cross_model_reuse.select_pattern(model, message.model, message._request)
+
+    def _reencode(
+        self, message: Message, parents: tuple[Parent, ...], model: str, pattern: LayerPattern | None
+    ) -> Message:
+        """Submit a prefill of the message by another model."""
+        if pattern is not None and not pattern.layers:
+            return message
+        variant = self._build_request([], parents, None, None, model=model)
+        variant._request.source = (message.imported_from or message)._request
+        variant.kv_reuse = "reuse"  # its parents are resolved already
+        if pattern is not None and len(pattern.layers) < self._core.hf_model.model_info.layers:
+            variant._request.computed_layers = pattern.layers
+        return self._submit([variant])[0]
+
+
+def _variant_for(model: str, reuse_key: str, parent: Parent, reencode: ReencodeFn) -> Parent:
+    """Return the parent, or its variant, for a model.
+
+    Creates missing variants of the message and its ancestors with `reencode`, the oldest first. The
+    model's own messages are returned unchanged.
+    """
+    stack = [unwrap_slice(parent)]
+    while stack:
+        message = stack[-1]
+        parents = (message.imported_from or message).parents
+        missing = [unwrap_slice(p) for p in parents if _find_variant(unwrap_slice(p), model, reuse_key) is None]
+        if _find_variant(message, model, reuse_key) is not None:
+            stack.pop()
+        elif missing:
+            stack += missing
+        else:
+            resolved = tuple(_variant_slice(p, model, reuse_key) for p in parents)
+            message.variants[model, reuse_key] = reencode(message, resolved)
+    return _variant_slice(parent, model, reuse_key)
+
+
+def _find_variant(message: Message, model: str, reuse_key: str) -> Message | None:
+    """Return an unreleased variant for the model, or None.
+
+    One with all layers recomputed is preferred to a partial one.
+    """
+    reuse_keys = ("recompute", reuse_key) if reuse_key == "partial" else (reuse_key,)
+    candidates = [message] if message.model == model else []
+    candidates += [message.variants[model, key] for key in reuse_keys if (model, key) in message.variants]
+    return next((candidate for candidate in candidates if not candidate._request.released), None)
+
+
+def _variant_slice(parent: Parent, model: str, reuse_key: str) -> Parent:
+    variant = _find_variant(unwrap_slice(parent), model, reuse_key)
+    assert variant is not None
+    return MessageSlice(variant, parent.start, parent.stop) if isinstance(parent, MessageSlice) else variant

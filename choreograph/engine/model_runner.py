@@ -1,0 +1,325 @@
+"""Model execution with overlap scheduling.
+
+While the device computes a step, the next one is planned, assuming that every decode continues.
+Where small batches are CUDA graphs, the next step is also launched, on the sampled tokens still on
+the device, so the device does not wait for Python. The launched step is used for every request
+that continued. Rows of finished requests are discarded: they write to slots that were theirs at
+launch time, and any new owner's write is ordered after it on the same stream.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..attention.backend import Backend, ForwardContext
+from ..attention.metadata import AttentionMetadata, build_metadata
+from ..attention.staging import to_device
+from ..kv_cache.entry import KVSlice, group_layers_by_context
+from ..kv_cache.pool import KVPool
+from ..models.model_set import ModelSet
+from ..models.tensor_parallel import TPGroup
+from ..outputs import TokenLogprob
+from .cross_model import LayerPattern
+from .request import Request, RequestState
+from .sampler import SampleOutput, sample
+from .scheduler import Batch, ScheduledChunk
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class OverlapScheduler:
+    """Plans and launches at most one step in advance."""
+
+    def __init__(self, model_set: ModelSet, make_forward_context: Callable[[Batch], ForwardContext]) -> None:
+        self._model_set, self._make_forward_context = model_set, make_forward_context
+        self._out_of_memory = False  # no memory for the results of two steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Discard the planned and the launched step."""
+        self._planned: PlannedStep | None = None
+        self._launched: LaunchedStep | None = None
+        self._current: PlannedStep | None = None  # the running step, if it was planned
+
+    def plan_next(self, batch: Batch) -> None:
+        """Plan the step after `batch`, assuming that all sampled requests continue."""
+        previous, self._current = self._current, None
+        requests = [request for request, _ in batch.sampled_rows]
+        if not requests or any(chunk.request.shared_header is not None for chunk in batch.chunks):
+            return
+        next_batch = Batch(tokens=[0] * len(requests), models=[request.model for request in requests])
+        for row, request in enumerate(requests):
+            token = len(request.kv.tokens)
+            if token >= len(request.kv.pages) * request.kv.page_size:
+                return
+            next_batch.positions.append(request.kv.base_position + token)
+            next_batch.slots.append(request.kv.slot(token))
+            next_batch.chunks.append(ScheduledChunk(request, row, token, token + 1))
+        kv_slices = [request.context for request in requests]
+        is_continued = previous is not None and previous.is_continued_by(next_batch, kv_slices)
+        step = (
+            previous.forward_context.next_step()
+            if previous is not None and is_continued
+            else self._make_forward_context(next_batch)
+        )
+        step.layer_waiters = batch.layer_waiters
+        self._model_set.get(next_batch.models[0]).prepare_graph(step)
+        self._planned = PlannedStep(next_batch, kv_slices, step)
+
+    def take_plan(self, batch: Batch) -> ForwardContext | None:
+        """Return the forward context planned for `batch`; None if the plan differs."""
+        planned, self._planned = self._planned, None
+        if planned is None or not planned.matches(batch):
+            return None
+        self._current = planned
+        return replace(planned.forward_context, layer_waiters=batch.layer_waiters)
+
+    def launch_next(self, sample_output: SampleOutput) -> None:
+        """Launch the planned step on the device's sampled tokens.
+
+        Skipped if a request is sure to end, or likely to get another token than the device sampled.
+        """
+        if self._planned is None or self._out_of_memory:
+            return
+        batch, _, step = self._planned
+        requests = [chunk.request for chunk in batch.chunks]
+        if any(
+            request.finishes_next_step or (request.decode_state and request.decode_state.needs_host_sampling)
+            for request in requests
+        ):
+            return
+        try:
+            tokens = sample_output.tokens.clamp(min=0)
+            logits = self._model_set.get(batch.models[0]).launch_graph(tokens, batch.positions, step, batch.models)
+        except torch.OutOfMemoryError:
+            self._out_of_memory = True
+            warnings.warn("no memory for the results of two steps: none is begun ahead any more", stacklevel=2)
+            return
+        if logits is not None:
+            self._launched = LaunchedStep(self._planned, sample_output, logits, _record_event(logits.device))
+
+    def launched(self) -> list[Request]:
+        """Requests whose row of the launched step is what they compute next."""
+        if self._launched is None:
+            return []
+        if self._launched.event is not None:  # the current stream may differ from the launch stream
+            torch.cuda.current_stream(self._launched.logits.device).wait_event(self._launched.event)
+        chunks = self._launched.valid_rows
+        self._launched = (
+            self._launched._replace(row_by_request={chunk.request.id: chunk.q_start for chunk in chunks})
+            if chunks
+            else None
+        )
+        return [chunk.request for chunk in chunks]
+
+    def take_logits(self, batch: Batch) -> "Tensor | None":
+        """Return the launched step's logits for `batch`, at most once.
+
+        None unless every request of the batch has a valid row in it.
+        """
+        launched, self._launched, self._current = self._launched, None, None
+        if launched is None or not batch.chunks:
+            return None
+        rows = [launched.row_by_request.get(chunk.request.id) for chunk in batch.chunks]
+        if None in rows:
+            return None
+        self._planned = None
+        if rows == list(range(len(launched.logits))):
+            self._current = launched.planned
+            return launched.logits
+        return launched.logits[to_device(rows, torch.long, launched.logits.device)]
+
+
+class PlannedStep(NamedTuple):
+    """Batch planned before its tokens are final, with its forward context."""
+
+    batch: Batch
+    contexts: list[tuple[KVSlice, ...]]  # of each request at planning time
+    forward_context: ForwardContext
+
+    def matches(self, batch: Batch) -> bool:
+        """True if `batch` has the same rows, requests and contexts."""
+        planned = self.batch
+        return (planned.chunks, planned.slots, planned.positions) == (
+            batch.chunks,
+            batch.slots,
+            batch.positions,
+        ) and all(old is chunk.request.context for old, chunk in zip(self.contexts, batch.chunks, strict=True))
+
+    def is_continued_by(self, batch: Batch, contexts: list[tuple[KVSlice, ...]]) -> bool:
+        """True if `batch` is the same requests, one token and slot later."""
+        planned = self.batch
+        return (
+            len(batch.chunks) == len(planned.chunks)
+            and all(new.request is old.request for new, old in zip(batch.chunks, planned.chunks, strict=True))
+            and all(new is old for new, old in zip(contexts, self.contexts, strict=True))
+            and batch.slots == [slot + 1 for slot in planned.slots]
+        )
+
+
+class LaunchedStep(NamedTuple):
+    """Planned step that the device is computing."""
+
+    planned: PlannedStep
+    sample_output: SampleOutput  # provides the input tokens
+    logits: "Tensor"  # (B, V)
+    event: Any  # CUDA event recorded after the step, or None
+    # logits row by request id, set by `launched`
+    row_by_request: Mapping[int, int] = MappingProxyType({})
+
+    @property
+    def valid_rows(self) -> list[ScheduledChunk]:
+        """Chunks whose request continued with the token assumed at launch."""
+        if not self.sample_output.host_tokens:  # the read was interrupted
+            return []
+        return [chunk for i, chunk in enumerate(self.planned.batch.chunks) if self._is_valid(i, chunk.request)]
+
+    def _is_valid(self, row: int, request: Request) -> bool:
+        batch, kv_slices, _ = self.planned
+        if (
+            request.state is not RequestState.RUNNING
+            or request.cancel_when_computed
+            or request.context is not kv_slices[row]
+        ):
+            return False
+        entry, token_index = request.kv, batch.chunks[row].token_start
+        same_place = (
+            entry.num_computed_tokens == token_index
+            and entry.slot(token_index) == batch.slots[row]
+            and entry.base_position + token_index == batch.positions[row]
+        )
+        return same_place and entry.tokens[token_index:] == [self.sample_output.host_tokens[row]]
+
+
+def _record_event(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class ModelRunner:
+    """Runs batches and samples tokens; on a GPU, overlaps with the device."""
+
+    def __init__(self, model_set: ModelSet, pool: KVPool, backend: Backend) -> None:
+        self.overlaps = pool.keys[0].device.type == "cuda"
+        self._model_set, self._pool = model_set, pool
+        self.backend = backend
+        self._overlap_scheduler = OverlapScheduler(model_set, self._make_forward_context)
+
+    def launched_requests(self) -> list[Request]:
+        """Requests whose next token is being computed already.
+
+        A batch of only these costs nothing more.
+        """
+        return self._overlap_scheduler.launched()
+
+    def reset(self) -> None:
+        """Discard the planned and the launched step when nothing runs."""
+        self._overlap_scheduler.reset()
+
+    def __call__(self, batch: Batch, rows: list[int]) -> "Tensor | None":
+        """Run the batch and return the logits of `rows`, (len(rows), V).
+
+        None for a batch that is computed in some layers only.
+        """
+        logits = self._overlap_scheduler.take_logits(batch)
+        if logits is not None:
+            self._overlap_scheduler.plan_next(batch)
+            return logits
+        hf_model = self._model_set.get(batch.models[0])
+        forward_context = self._overlap_scheduler.take_plan(batch) or self._make_forward_context(batch)
+        if batch.computed_layers is None:
+            with _synchronized(batch, rows, hf_model.tp_group):
+                logits = hf_model.forward(batch.tokens, batch.positions, forward_context, rows, batch.models)
+            if self.overlaps:
+                self._overlap_scheduler.plan_next(batch)
+            return logits
+        for first, end in LayerPattern.from_layers(batch.computed_layers).ranges:
+            forward_context.injected_hidden = {first: _hidden_inputs(batch, self._pool, first)} if first else {}
+            hf_model.forward_layers(first, end, batch.tokens, batch.positions, forward_context, batch.models)
+        return None
+
+    def sample(self, logits: "Tensor", requests: list[Request], *, launch_next: bool) -> list[int | None]:
+        """Sample one token per request; None where the logits are NaN.
+
+        With tensor parallelism, every rank takes the tokens and log-probabilities of rank 0.
+
+        Args:
+            launch_next: launch the next step early; set if no other request could compute now.
+        """
+        decode_states = [request.decode_state for request in requests if request.decode_state is not None]
+        sample_output = sample(logits, decode_states)
+        if launch_next:
+            self._overlap_scheduler.launch_next(sample_output)
+        sampled, tp_group = sample_output.read(), self._model_set.get(requests[0].model).tp_group
+        if tp_group is None:
+            return sampled
+        logprobs = [
+            g.next_logprob and [g.next_logprob.logprob, list(g.next_logprob.top.items())] for g in decode_states
+        ]
+        synced = tp_group.broadcast("tokens", [sampled, logprobs])
+        for decode_state, token, logprob in zip(decode_states, *synced, strict=True):
+            decode_state.next_logprob = logprob and TokenLogprob(token, logprob[0], dict(map(tuple, logprob[1])))
+        tokens: list[int | None] = synced[0]
+        return tokens
+
+    def _make_forward_context(self, batch: Batch) -> ForwardContext:
+        pool, model_info = self._pool, self._model_set.get(batch.models[0]).model_info
+        metadata, layer_metadata = _build_metadata(batch, len(pool.keys))
+        hidden = {}
+        if batch.computed_layers is None and pool.hidden:
+            hidden = {
+                layer: pool.hidden[layer] for layer in self._model_set.captured_layers(batch.models[0], pool.hidden)
+            }
+        return ForwardContext(
+            metadata,
+            pool.keys,
+            pool.values,
+            model_info.attention_specs,
+            self.backend,
+            batch.layer_waiters,
+            layer_metadata,
+            hidden,
+        )
+
+
+@contextmanager
+def _synchronized(batch: Batch, rows: list[int], tp_group: TPGroup | None) -> Iterator[None]:
+    """Compute only if the batch is the same on every rank."""
+    if tp_group is None:
+        yield
+        return
+    # wait for all loads first: a failed one must raise before any rank computes
+    for wait_for_layer in batch.layer_waiters:
+        wait_for_layer(0)
+    with tp_group.synchronized_step((batch.tokens, batch.positions, batch.slots, rows, list(batch.reads()))):
+        yield
+
+
+def _build_metadata(batch: Batch, num_layers: int) -> tuple[AttentionMetadata, dict[int, AttentionMetadata]]:
+    """Return attention metadata of layer 0 and of layers that differ.
+
+    A layer differs if its context does. For most steps the second mapping is empty.
+    """
+    main_group, *other_groups = group_layers_by_context(batch.context_slices, num_layers)
+    layer_metadata: dict[int, AttentionMetadata] = {}
+    for layers in other_groups:
+        metadata = build_metadata(batch.slots, batch.reads(layers[0]), batch.positions)
+        layer_metadata |= dict.fromkeys(layers, metadata)
+    return build_metadata(batch.slots, batch.reads(main_group[0]), batch.positions), layer_metadata
+
+
+def _hidden_inputs(batch: Batch, pool: KVPool, layer: int) -> "Tensor":
+    """Return the cached input hidden states of `layer`, (1, N, E)."""
+    for wait_for_layer in batch.layer_waiters:
+        wait_for_layer(layer)
+    slots = []
+    for chunk in batch.chunks:
+        source = chunk.request.kv.source_entry
+        assert source is not None and layer in source.cached_hidden_layers
+        slots += [source.slot(token) for token in range(chunk.token_start, chunk.token_end)]
+    return pool.hidden[layer][slots][None]

@@ -1,0 +1,186 @@
+"""Execution modes: tokens to compute, their position and context.
+
+choreographed: Prompt Choreography §2.3. prefix: its baseline, §3.1, with the longest cached prefix,
+matched token by token. naive: §3.1 without any cache.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ..errors import InvalidPositionError, InvalidRequestError
+from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.hashing import content_hash
+from ..kv_cache.manager import KVCacheManager
+from ..models.info import ModelInfo
+from .request import Request
+
+
+class Placement(NamedTuple):
+    """Tokens to compute for a request, their position and their context."""
+
+    tokens: list[int]  # to compute
+    position: int  # of the first token
+    context: tuple[KVSlice, ...]  # slices the tokens attend to
+    content_hash: bytes | None = None  # None if the entry is not shared by content
+    cached_entry: KVEntry | None = None  # existing entry of exactly this work
+
+
+def resolve_offsets(
+    lengths: list[int], offsets: tuple[int | None, ...], new_offset: int | None
+) -> tuple[tuple[int, ...], int]:
+    """Return the position of each parent and of the new message.
+
+    By default the first parent starts at 0, and each following one, and the message, right after
+    the one before.
+    """
+    positions, end = [], 0
+    for length, offset in zip(lengths, offsets, strict=True):
+        position = end if offset is None else offset
+        positions.append(position)
+        end = position + length
+    return tuple(positions), end if new_offset is None else new_offset
+
+
+def check_positions(request: Request, lengths: list[int], max_positions: int) -> None:
+    """Check that parents and message stay below the model's maximum position.
+
+    Counts the prompt, the minimum of generated tokens and the footer.
+    """
+    positions, start = resolve_offsets(lengths, request.offsets, request.new_offset)
+    for index, (offset, length) in enumerate(zip(positions, lengths, strict=True)):
+        _check_position(
+            f"parents[{index}] (message {request.parents[index].id}) from offset {offset}",
+            offset + length,
+            max_positions,
+        )
+    num_tokens = len(request.prompt) + _min_generated_tokens(request) + len(request.footer)
+    _check_position(f"the message from offset {start}", start + num_tokens, max_positions)
+
+
+def _min_generated_tokens(request: Request) -> int:
+    if request.decode_state is None:
+        return 0
+    return len(request.decode_state.forced_tokens or [0])
+
+
+def _check_position(description: str, end: int, max_positions: int) -> None:
+    if end > max_positions:
+        raise InvalidPositionError(
+            f"{description} would reach position {end - 1}, past the model's last one, {max_positions - 1}"
+        )
+
+
+def choreographed(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:
+    """Place every parent at its offset and attend to its KV."""
+    lengths = _parent_lengths(request)
+    check_positions(request, lengths, model_info.max_positions)
+    request.parent_positions, request.position = resolve_offsets(lengths, request.offsets, request.new_offset)
+    starts = [token_range[0] if token_range else 0 for token_range in request.parent_slices]
+    num_layers = len(cache_manager.pool.keys)
+    kv_slices = tuple(
+        kv_slice
+        for parent, start, length, offset in zip(
+            request.parents, starts, lengths, request.parent_positions, strict=True
+        )
+        for kv_slice in _parent_slices(parent, start, length, offset, num_layers)
+    )
+    if not model_info.supports_shift:
+        _check_unshifted(kv_slices, model_info.name)
+    if request.is_decode:
+        return Placement(list(request.prompt), request.position, kv_slices)
+    salt = cache_salt(request, model_info)
+    if request.computed_layers is not None and request.source is not None:
+        kv_slices += (KVSlice(request.source.kv, 0, 0, request.position, frozenset()),)  # provides the hidden states
+        salt = f"{salt}\0{sorted(request.computed_layers)}"
+    key = content_hash(salt, request.prompt, request.position, kv_slices)
+    return Placement(list(request.prompt), request.position, kv_slices, key, cache_manager.lookup(key))
+
+
+def cache_salt(request: Request, model_info: ModelInfo) -> str:
+    """Return the salt of the request's content hash.
+
+    Includes the position if keys cannot be rotated (learned positions).
+    """
+    return request.cache_salt if model_info.supports_shift else f"{request.cache_salt}\0at {request.position}"
+
+
+def _check_unshifted(context: tuple[KVSlice, ...], model_name: str) -> None:
+    for index, kv_slice in enumerate(context):
+        if kv_slice.shift:
+            base_position = kv_slice.position - kv_slice.shift
+            raise InvalidPositionError(
+                f"parent {index} was encoded at {base_position} and is placed at {kv_slice.position}: {model_name} "
+                "has learned positions, so its KV cannot be rotated; "
+                'give it that new_offset when it is computed, or use mode="prefix"'
+            )
+
+
+def _parent_slices(
+    parent: Request, token_start: int, num_tokens: int, position: int, num_layers: int
+) -> Iterator[KVSlice]:
+    """Yield the KV slices of one parent.
+
+    The parts of a partial prefill: its own entry in the computed layers, the source's in the
+    others.
+    """
+    if parent.computed_layers is None or parent.source is None:
+        assert parent.kv.computed_layers is None, "a partial KV entry is used in all layers"
+        if parent.kv.missing_layers:
+            raise InvalidRequestError(
+                f"parent {parent.id} came without layers {sorted(parent.kv.missing_layers)}: see a version of it"
+            )
+        yield KVSlice(parent.kv, token_start, num_tokens, position)
+        return
+    yield KVSlice(parent.kv, token_start, num_tokens, position, parent.computed_layers)
+    yield KVSlice(
+        parent.source.kv, token_start, num_tokens, position, frozenset(range(num_layers)) - parent.computed_layers
+    )
+
+
+def _parent_lengths(request: Request) -> list[int]:
+    """Return the number of visible tokens of each parent, checking slices."""
+    for parent, token_range in zip(request.parents, request.parent_slices, strict=True):
+        if token_range is not None and token_range[1] > len(parent.tokens):
+            raise InvalidPositionError(
+                f"part {token_range[0]}:{token_range[1]} of message {parent.id}, which has {len(parent.tokens)} tokens"
+            )
+    return [len(tokens) for tokens in request.parent_tokens()]
+
+
+def _flatten_prompt(request: Request, max_positions: int) -> list[int]:
+    """Concatenate all parents and the prompt at default positions."""
+    lengths = _parent_lengths(request)
+    tokens = [token for parent in request.parent_tokens() for token in parent]
+    request.parent_positions, request.position = resolve_offsets(lengths, (None,) * len(lengths), None)
+    _check_position(
+        "the concatenated prompt", len(tokens) + len(request.prompt) + _min_generated_tokens(request), max_positions
+    )
+    return tokens + request.prompt
+
+
+def prefix(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:
+    """Concatenate the prompt and reuse its longest cached prefix."""
+    tokens = _flatten_prompt(request, model_info.max_positions)
+    kv_slices = tuple(cache_manager.prefix_tree(request.cache_salt).match(tokens, limit=len(tokens) - 1))
+    num_cached = sum(kv_slice.num_tokens for kv_slice in kv_slices)
+    return Placement(tokens[num_cached:], num_cached, kv_slices)
+
+
+def insert_into_prefix_tree(request: Request, cache_manager: KVCacheManager) -> None:
+    """Make a prefix-mode KV entry available to later prompts."""
+    entry = request.kv
+    prefix_tokens = [t for s in entry.context for t in s.entry.tokens[s.token_start : s.token_start + s.num_tokens]]
+    if cache_manager.prefix_tree(request.cache_salt, create=True).insert(entry, prefix_tokens):
+        entry.is_indexed = True
+
+
+def naive(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:
+    """Concatenate the prompt and compute all of it."""
+    return Placement(_flatten_prompt(request, model_info.max_positions), 0, ())
+
+
+PLACERS: dict[str, Callable[[Request, KVCacheManager, ModelInfo], Placement]] = {
+    "choreographed": choreographed,
+    "prefix": prefix,
+    "naive": naive,
+}

@@ -1,0 +1,275 @@
+"""Requests, and the sampling state and output of decodes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from ..errors import ChoreographError
+from ..kv_cache.entry import KVEntry, KVSlice
+from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
+from ..sampling_params import SamplingParams
+
+UNIFORM_BATCH = 16  # random numbers drawn at once
+
+
+class Detokenizer(Protocol):
+    """Incremental detokenizer; a piece is empty until a character is complete."""
+
+    def step(self, token: int) -> str: ...
+
+    def flush(self) -> str:
+        """Return the text of incomplete trailing bytes (replacement characters)."""
+        ...
+
+
+@dataclass
+class DecodeState:
+    """Sampling state and generated output of one decode."""
+
+    sampling: SamplingParams
+    # header tokens; context tokens before them if the repetition penalty needs them
+    prompt: list[int]
+    stop_tokens: frozenset[int]  # token ids that end the message
+    generator: torch.Generator
+    forced_tokens: list[int] | None = None  # taken in order instead of sampling
+    max_new_tokens: int = 0  # tokens
+    detokenizer: Detokenizer | None = None
+    tokens: list[int] = field(default_factory=list)  # generated so far, the stop token included
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""  # generated text, truncated at a stop string
+    next_logprob: TokenLogprob | None = None  # of the token about to be appended
+    # receives float32 (V,) for every token
+    on_logprobs: Callable[[torch.Tensor], None] | None = None
+    pending_logprobs: torch.Tensor | None = None  # (V,) float32, not delivered yet
+    needs_host_sampling: bool = False  # the last token could not be sampled on the device
+    _uniforms: list[float] = field(default_factory=list)  # drawn but unused, the next one last
+
+    def __post_init__(self) -> None:
+        self.max_new_tokens = len(self.forced_tokens) if self.forced_tokens is not None else self.sampling.max_tokens
+
+    @property
+    def next_forced_token(self) -> int | None:
+        return None if self.forced_tokens is None else self.forced_tokens[len(self.tokens)]
+
+    @property
+    def stop_allowed(self) -> bool:
+        """True if the next token may end the message (`min_tokens`)."""
+        return len(self.tokens) >= self.sampling.min_tokens
+
+    def next_uniform(self) -> float:
+        """Return the uniform number in [0, 1) for the next token.
+
+        Idempotent: it is consumed only when the token is appended, so a step can be retried.
+        """
+        if not self._uniforms:  # drawn in a batch: the same sequence as one by one
+            self._uniforms = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64).tolist()[::-1]
+        return self._uniforms[-1]
+
+    def append(self, token: int) -> FinishReason | None:
+        """Append the next token.
+
+        Returns the finish reason if it ends the message, else None.
+        """
+        stop_allowed = self.stop_allowed
+        self.tokens.append(token)
+        if self.next_logprob is not None:
+            self.logprobs.append(self.next_logprob)
+        self.next_logprob = self.pending_logprobs = None
+        del self._uniforms[-1:]
+        is_last = len(self.tokens) >= self.max_new_tokens
+        stop = token in self.stop_tokens and (is_last if self.forced_tokens is not None else stop_allowed)
+        text = self.text
+        if self.detokenizer is not None and not stop:
+            text += self.detokenizer.step(token)
+        end = self._find_stop_string(text) if (is_last or self.forced_tokens is None) and stop_allowed else None
+        has_stop_string = end is not None
+        self.text = text[:end]  # assigned once: other threads must not read text that a stop string removes
+        if not (stop or has_stop_string or is_last):
+            return None
+        if self.detokenizer is not None and not has_stop_string:
+            self.text += self.detokenizer.flush()
+        if stop or (has_stop_string and self.forced_tokens is None):
+            return "stop"
+        return "length" if self.forced_tokens is None else "forced"
+
+    def _find_stop_string(self, text: str) -> int | None:
+        """Return the start of the first stop string in `text`, or None.
+
+        `text` is `self.text` and a new piece. Only a stop string that ends in the piece counts:
+        earlier ones fell under `min_tokens`.
+        """
+        text_len = len(self.text)
+        starts = (text.find(s, max(0, text_len - len(s) + 1)) for s in self.sampling.stop)
+        return min((start for start in starts if start >= 0), default=None)
+
+    @property
+    def stable_text(self) -> str:
+        """Text that no stop string can truncate anymore."""
+        max_stop_len = max((len(s) for s in self.sampling.stop), default=1)
+        return self.text[: len(self.text) - max_stop_len + 1] if max_stop_len > 1 else self.text
+
+
+def strip_duplicate_stop(footer: list[int], generated_tokens: list[int], stop_tokens: frozenset[int]) -> list[int]:
+    """Return the footer without a leading stop token that was already generated."""
+    if footer and generated_tokens and generated_tokens[-1] == footer[0] and footer[0] in stop_tokens:
+        return footer[1:]
+    return footer
+
+
+class RequestState(Enum):
+    """Life cycle of a request.
+
+    WAITING: for parents or capacity. RUNNING: admitted. TOKENS_FINAL: every token is chosen, the KV
+    of the last ones is not computed yet.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    TOKENS_FINAL = "known"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(eq=False)
+class Request:
+    """One prefill or decode."""
+
+    id: int
+    session_id: int
+    mode: Mode
+    cache_salt: str  # separates the cache by model and client
+    prompt: list[int]  # tokens of a prefill, or the header of a decode
+    parents: tuple["Request", ...]
+    offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
+    new_offset: int | None  # position of the first own token; None: after the last parent
+    # [start, end) of the visible tokens of each parent; None: all
+    parent_slices: tuple[tuple[int, int] | None, ...]
+    decode_state: DecodeState | None = None  # None for a prefill
+    source: "Request | None" = None  # request of another model whose tokens this one prefills again
+    # partial prefill: only these layers, from the hidden states of `source`; None: all
+    computed_layers: frozenset[int] | None = None
+    footer: list[int] = field(default_factory=list)  # tokens appended after the generated ones
+    state: RequestState = RequestState.WAITING
+    position: int | None = None  # set once the lengths of all parents are final
+    parent_positions: tuple[int, ...] = ()  # likewise
+    entry: KVEntry | None = None
+    context: tuple[KVSlice, ...] = ()  # slices this request attends to
+    shared_header: KVSlice | None = None  # slice read for the first tokens until they are copied
+    error: ChoreographError | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage = field(default_factory=Usage)
+    num_waiting_dependents: int = 0  # waiting requests that keep this one from being released
+    released: bool = False
+    cancel_when_computed: bool = False
+    model: str = BASE_MODEL  # model or adapter that computes it
+    agent_key: object = None  # agent the KV entry belongs to, for eviction hints
+    is_recompute: bool = False  # internal: recomputes a discarded entry
+    # seconds of time.perf_counter(), as the times below
+    submit_time: float = field(default_factory=time.perf_counter)
+    ready_time: float = 0.0
+    last_scheduled_step: int = 0
+    num_skipped_steps: int = 0
+    start_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @classmethod
+    def for_recompute(cls, id: int, entry: KVEntry) -> "Request":
+        """Create a prefill that recomputes an existing entry in its own pages."""
+        request = cls(id, 0, "choreographed", "", list(entry.tokens), (), (), None, ())
+        request.is_recompute, request.state, request.num_skipped_steps = True, RequestState.RUNNING, 1 << 30
+        request.model, request.computed_layers = entry.model, entry.computed_layers
+        request.entry, request.context, request.position = entry, entry.context, entry.base_position
+        return request
+
+    @property
+    def is_decode(self) -> bool:
+        return self.decode_state is not None
+
+    @property
+    def finishes_next_step(self) -> bool:
+        """True if the next token is the last one, whatever it is."""
+        return self.decode_state is not None and len(self.decode_state.tokens) + 1 >= self.decode_state.max_new_tokens
+
+    @property
+    def source_chain(self) -> "tuple[Request, ...]":
+        """Requests whose KV entries the readers of this one attend to.
+
+        For a partial prefill: itself in the computed layers and `source` in the others.
+        """
+        return (self,) if self.computed_layers is None or self.source is None else (self, self.source)
+
+    @property
+    def kv(self) -> KVEntry:
+        """KV entry of an admitted request."""
+        assert self.entry is not None
+        return self.entry
+
+    @property
+    def tokens_final(self) -> bool:
+        """True if every token is chosen, whether computed or not."""
+        if not self.is_decode:
+            is_valid = self.state not in (RequestState.FAILED, RequestState.CANCELLED)
+            return is_valid and (self.source is None or self.source.tokens_final)
+        return self.state in (RequestState.TOKENS_FINAL, RequestState.DONE)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state in (RequestState.DONE, RequestState.FAILED, RequestState.CANCELLED)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of a prefill; header, generated and footer of a decode."""
+        if self.decode_state is None:
+            return self.prompt if self.source is None else self.source.tokens
+        return self.prompt + self.decode_state.tokens + (self.footer if self.tokens_final else [])
+
+    def parent_tokens(self) -> list[list[int]]:
+        """Return the visible tokens of each parent; all must be final."""
+        pairs = zip(self.parents, self.parent_slices, strict=True)
+        return [p.tokens if token_range is None else p.tokens[slice(*token_range)] for p, token_range in pairs]
+
+    @property
+    def message_owner(self) -> tuple[str, int]:
+        return ("message", self.id)
+
+    @property
+    def request_owner(self) -> tuple[str, int]:
+        return ("call", self.id)
+
+    @property
+    def dependencies(self) -> tuple["Request", ...]:
+        """Requests that must be final before this one is admitted."""
+        sources = tuple(p.source for p in (*self.parents, self) if p.source is not None)
+        return self.parents + sources
+
+    def resolve_dependencies(self) -> None:
+        """Copy tokens and placement from `source` and set `ready_time`.
+
+        Called once all dependencies are final. `ready_time` is the start of TTFT: the maximum of
+        the submit time and the finish times of decoded ancestors; prefills in between count as work
+        of this request.
+        """
+        if self.source is not None:
+            self.prompt, self.offsets, self.new_offset = (
+                self.source.tokens,
+                self.source.parent_positions,
+                self.source.position,
+            )
+        finish_times = [p.finish_time if p.is_decode else p.ready_time for p in self.dependencies]
+        self.ready_time = max([self.submit_time, *(t for t in finish_times if t is not None)])
+
+    @property
+    def timing(self) -> Timing:
+        """Queue time, TTFT and end-to-end time in seconds."""
+        start = max(self.submit_time, self.ready_time)
+        return Timing(
+            queue_time=None if self.start_time is None else max(0.0, self.start_time - start),
+            ttft=None if self.first_token_time is None else self.first_token_time - start,
+            e2e=None if self.finish_time is None else max(0.0, self.finish_time - start),
+        )

@@ -1,0 +1,174 @@
+"""Load or recompute the context of a request before it runs.
+
+Entries are collected depth first: before a discarded entry is recomputed, its own context is
+collected, recursively. Only one request at a time may own a part of what it needs, so no two can
+wait for each other's capacity. If capacity is short, the entries acquired so far are kept and the
+request continues when running requests have ended. If none is running, and entries acquired first
+take the capacity that a recomputation needs, they are evicted and loaded again afterwards, a
+bounded number of times.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import CacheBusyError, CacheFullError, RequestFailedError, RequestTooLargeError
+from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.manager import KVCacheManager
+
+_CAPACITY_HINT = "shorten the call (max_tokens counts) or raise CacheConfig.capacity"
+
+
+@dataclass
+class _Frame:
+    """Entries that must be resident before `target` can be computed."""
+
+    needed: list[KVEntry]
+    target: KVEntry | None  # None: the request itself
+    acquired: list[KVEntry] = field(default_factory=list)  # owned for this frame alone
+
+
+class ContextLoader:
+    """Makes the context of one request at a time resident.
+
+    Args:
+        recompute: starts computing an entry that has pages but no content.
+        has_running: True while requests run that will free capacity when they end.
+    """
+
+    def __init__(
+        self, cache_manager: KVCacheManager, recompute: Callable[[KVEntry], None], has_running: Callable[[], bool]
+    ) -> None:
+        self._cache_manager = cache_manager
+        self._recompute = recompute
+        self._has_running = has_running
+        self._request_id: int | None = None
+        self._retries_left = 0
+        self._acquired: dict[int, KVEntry] = {}
+
+    def ensure_resident(
+        self, request_id: int, context: Sequence[KVSlice], capacity: int = 0, *, partial: bool = False
+    ) -> None:
+        """Bring the context onto the device and own it until `release`.
+
+        Entries may still be loading or recomputing on return. On CacheFullError, the entries
+        acquired so far are kept until the next attempt.
+
+        Args:
+            capacity: tokens that the request's own entry needs.
+            partial: allocate that entry in the partial-layer pool.
+
+        Raises:
+            CacheFullError: if there is no capacity at the moment.
+            RequestTooLargeError: if context and entry do not fit even in an empty cache.
+            RequestFailedError: if an entry of another process is lost.
+        """
+        self._check_fits(context, capacity, partial)
+        if self._request_id != request_id:
+            self.release(self._request_id)
+            self._retries_left = 2 * len(context) + 8
+        self._request_id = request_id
+        previous, self._acquired = self._acquired, {}
+        try:
+            self._collect(context)
+        finally:
+            for entry in previous.values():
+                if entry.id not in self._acquired:
+                    self._cache_manager.release(entry, ("plan", request_id))
+
+    def _check_fits(self, context: Sequence[KVSlice], capacity: int, is_partial: bool) -> None:
+        """Check that the context and the request's entry fit together."""
+        pool = self._cache_manager.pool
+        for is_partial_pool in (False, True):
+            context_lengths = {
+                s.entry.id: len(s.entry.tokens)
+                for s in context
+                if (s.entry.computed_layers is not None) == is_partial_pool
+            }
+            own_length = capacity if is_partial_pool == is_partial else 0
+            num_pages = sum(map(pool.num_pages_for, (*context_lengths.values(), own_length)))
+            if num_pages > pool.num_pages(is_partial_pool):
+                raise RequestTooLargeError(
+                    f"needs room for {sum(context_lengths.values())} tokens that it sees and {own_length} of its own, "
+                    f"in whole pages {num_pages * pool.page_size}; the whole "
+                    f"{'partial-layer pool' if is_partial_pool else 'cache'} "
+                    f"holds {pool.num_pages(is_partial_pool) * pool.page_size}: "
+                    + ("enable_layer_reuse(capacity=...) sets it" if is_partial_pool else _CAPACITY_HINT)
+                )
+
+    def release(self, request_id: int | None) -> None:
+        """Release collected entries once the request owns them or has ended."""
+        if request_id is None or request_id != self._request_id:
+            return
+        acquired, self._acquired, self._request_id = self._acquired, {}, None
+        for entry in acquired.values():
+            self._cache_manager.release(entry, ("plan", request_id))
+
+    def _collect(self, context: Sequence[KVSlice]) -> None:
+        stack = [_Frame(_unique_entries(context), None)]
+        while stack:
+            frame = stack[-1]
+            self._acquire(frame)
+            missing = _next_to_load(frame.needed)
+            if missing is not None and missing.is_lost:
+                raise RequestFailedError("its context came from another process and is lost: make it again")
+            if missing is not None and not missing.tier_copies:
+                stack.append(_Frame(_unique_entries(missing.context), missing))
+                continue
+            try:
+                if missing is None:
+                    self._finish(frame)
+                    stack.pop()
+                else:
+                    self._cache_manager.load(missing)
+            except CacheBusyError:
+                raise
+            except CacheFullError:
+                if not self._yield_pages(stack):
+                    raise
+
+    def _acquire(self, frame: _Frame) -> None:
+        for entry in frame.needed:
+            if entry.id not in self._acquired:
+                self._acquired[entry.id] = entry
+                frame.acquired.append(entry)
+                self._cache_manager.acquire(entry, ("plan", self._request_id))
+
+    def _yield_pages(self, stack: Sequence[_Frame]) -> bool:
+        """Release entries needed later while a recomputation needs their pages."""
+        if not self._retries_left or self._has_running():
+            return False
+        needed_ids = {e.id for e in stack[-1].needed} | {frame.target.id for frame in stack if frame.target is not None}
+        deferred = [
+            e
+            for f in stack[:-1]
+            for e in f.needed
+            if e.id in self._acquired and e.id not in needed_ids and e.is_complete
+        ]
+        for entry in deferred:
+            if self._acquired.pop(entry.id, None) is not None:
+                self._cache_manager.release(entry, ("plan", self._request_id))
+        self._retries_left -= bool(deferred)
+        return bool(deferred)
+
+    def _finish(self, frame: _Frame) -> None:
+        if frame.target is None:
+            return
+        self._cache_manager.allocate_pages(frame.target)
+        self._recompute(frame.target)  # acquires its own context
+        for entry in frame.acquired:
+            if self._acquired.pop(entry.id, None) is not None:
+                self._cache_manager.release(entry, ("plan", self._request_id))
+
+
+def _unique_entries(context: Sequence[KVSlice]) -> list[KVEntry]:
+    return list({kv_slice.entry.id: kv_slice.entry for kv_slice in context}.values())
+
+
+def _next_to_load(needed: list[KVEntry]) -> KVEntry | None:
+    """Return the missing entry to restore next; None if there is none.
+
+    Entries already restored reduce the capacity for the rest. So entries that are recomputed from a
+    context, which need the most capacity, come before those that are loaded or have no context.
+    """
+    missing = [entry for entry in needed if not entry.has_pages]
+    return min(missing, key=lambda one: bool(one.tier_copies) or not one.context, default=None)

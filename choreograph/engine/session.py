@@ -1,0 +1,446 @@
+"""`Session`: prefill and decode over its own messages, with argument validation."""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from ..errors import (
+    ConfigError,
+    InvalidRequestError,
+    InvalidTokensError,
+    MessageReleasedError,
+    NotAMessageError,
+    SessionClosedError,
+    WrongSessionError,
+)
+from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode
+from ..sampling_params import SamplingParams
+from ..utils import call_all, close_behind
+from . import validation as arguments
+from .core import EngineCore
+from .cross_model import LayerPattern, parse_layer_pattern
+from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
+from .message import Message, MessageSlice, unwrap_slice
+from .message_variants import MessageVariants
+from .request import DecodeState, Request
+from .request_context import current_tag
+from .text import ChatTemplate, ChatTurns, Turn, make_detokenizer
+from .validation import (
+    Offsets,
+    build_each,
+    check_choreographed,
+    check_not_empty,
+    check_offsets,
+    check_parents,
+    check_position,
+    check_tokens,
+    is_batch,
+)
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+PromptInput = str | Sequence[int] | Turn
+
+DEFAULT_SAMPLING = SamplingParams()
+
+
+class Session(ChatTurns):
+    """Messages of one workflow in one mode.
+
+    Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        chat_template: ChatTemplate | None,
+        *,
+        mode: Mode,
+        seed: int | None,
+        client_id: str,
+        model: str = BASE_MODEL,
+    ) -> None:
+        self.engine: Engine = None  # type: ignore[assignment]  # the Engine that opened it
+        self._core = core
+        self._chat_template = chat_template
+        self._tokenizer = core.hf_model.tokenizer
+        self.mode = mode
+        self.model = self._resolve_model(model)
+        self.id = core.new_id()
+        self._messages: dict[int, Message] = {}  # by id, not released yet, in order
+        self.closed = False
+        self.on_close: list[Callable[[], None]] = []
+        self.client_id = client_id
+        self._variants = MessageVariants(core, self._build_request, self._submit, self._register_completed)
+        self._seed_rng = random.Random(seed)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, exc_type: object, exc: BaseException | None, *_: object) -> None:
+        close_behind(self.close, exc)
+
+    @property
+    def messages(self) -> list[Message]:
+        """Messages that are not released yet, in order of submission."""
+        return list(self._messages.values())
+
+    def close(self) -> None:
+        """Release every message, the youngest first. Final values stay readable.
+
+        An error does not keep other messages from being released; the first one is raised at the
+        end.
+        """
+        self.closed = True
+        errors = call_all(list(self.on_close))
+        errors += call_all(message._release_quietly for message in reversed(self.messages))
+        unpin_session(self._core, self.id)  # other threads cannot pin released messages
+        for exc in errors + call_all([self._core.events.dispatch]):
+            raise exc
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    @overload
+    def prefill(self, tokens: list[dict[str, Any]]) -> list[Message]: ...
+    @overload
+    def prefill(
+        self,
+        tokens: PromptInput,
+        parents: Iterable[Message | MessageSlice] = (),
+        offsets: Offsets = None,
+        new_offset: int | None = None,
+        *,
+        model: str | None = None,
+        kv_reuse: KVReuse = "recompute",
+    ) -> Message: ...
+    def prefill(self, tokens, parents=(), offsets=None, new_offset=None, *, model=None, kv_reuse="recompute"):
+        """Prefill `tokens`, attending to all of `parents` and to themselves causally.
+
+        Args:
+            tokens: text, token ids or a chat turn; or a list of requests (dicts of these
+                arguments), which returns a list of messages computed together.
+            parents: messages or slices of messages (`Message.part`).
+            offsets: position of the first token of each parent; None follows the previous parent.
+            new_offset: position of the first new token; None follows the last parent.
+            model: model or adapter of the engine; None for the session's.
+            kv_reuse: for parents computed by another model. "recompute" prefills them again with
+                this model, once per session; "partial" does so only in the layers given to
+                `Engine.enable_layer_reuse` and reuses the others; "reuse" reuses all layers.
+        """
+        shared_args = {
+            "parents": parents,
+            "offsets": offsets,
+            "new_offset": new_offset,
+            "model": model,
+            "kv_reuse": kv_reuse,
+        }
+        if is_batch(tokens):
+            return self._submit(build_each(tokens, self._build_prefill, shared_args))
+        return self._submit([self._build_prefill(tokens, **shared_args)])[0]
+
+    @overload
+    def decode(self, header: list[dict[str, Any]]) -> list[Message]: ...
+    @overload
+    def decode(
+        self,
+        header: PromptInput,
+        parents: Iterable[Message | MessageSlice] = (),
+        offsets: Offsets = None,
+        new_offset: int | None = None,
+        *,
+        sampling: SamplingParams = ...,
+        footer: PromptInput | None = None,
+        forced_tokens: Sequence[int] | None = None,
+        model: str | None = None,
+        kv_reuse: KVReuse = "recompute",
+    ) -> Message: ...
+    def decode(
+        self,
+        header,
+        parents=(),
+        offsets=None,
+        new_offset=None,
+        *,
+        sampling=DEFAULT_SAMPLING,
+        footer=None,
+        forced_tokens=None,
+        model=None,
+        kv_reuse="recompute",
+    ):
+        """Generate a message that starts with `header` and ends with `footer`.
+
+        Args:
+            header: never empty, else as `tokens` of `prefill`; a list of requests returns a list of
+                messages.
+            sampling: sampling parameters.
+            footer: tokens appended to the generated ones; None for the chat template's, if any.
+            forced_tokens: taken one by one instead of sampling, at the full cost of decoding.
+
+        The other arguments are those of `prefill`.
+        """
+        shared_args = {
+            "parents": parents,
+            "offsets": offsets,
+            "new_offset": new_offset,
+            "model": model,
+            "kv_reuse": kv_reuse,
+        }
+        shared_args |= {"sampling": sampling, "footer": footer, "forced_tokens": forced_tokens}
+        if is_batch(header):
+            return self._submit(build_each(header, self._build_decode, shared_args))
+        return self._submit([self._build_decode(header, **shared_args)])[0]
+
+    def import_message(self, message: Message) -> Message:
+        """Import a complete message of another session of the same client.
+
+        Costs nothing. In choreographed mode both share the KV entry, otherwise the text.
+        """
+        self._check_open()
+        if not isinstance(message, Message):
+            raise NotAMessageError(f"{message!r} is not a message")
+        if message._core is not self._core or message._request.cache_salt != self._cache_salt(message._request.model):
+            raise WrongSessionError(f"message {message.id} belongs to another engine or client: make it here")
+        if message._request.released:
+            raise MessageReleasedError(f"message {message.id} was released: keep it until its last use")
+        if self.mode != "choreographed" or message._request.mode != "choreographed":
+            return self.prefill(message.tokens)
+        message.result()
+        copy = self._build_request(message.tokens, (), None, message.position, model=message._request.model)
+        copy.imported_from, copy._request.position = message.imported_from or message, message.position
+        if message._request.computed_layers is not None:  # can be recomputed as the original was
+            original = message._request
+            copy._request.computed_layers, copy._request.source = original.computed_layers, original.source
+            copy._request.parents, copy._request.parent_slices = original.parents, original.parent_slices
+        attach_entry(self._core, copy._request, message._request.kv)
+        return self._register_completed(copy)
+
+    def import_kv(
+        self,
+        tokens: Sequence[int],
+        snapshot: KVSnapshot,
+        parents: Iterable[Message | MessageSlice] = (),
+        offsets: Offsets = None,
+        new_offset: int | None = None,
+        *,
+        model: str | None = None,
+        check: bool = True,
+    ) -> Message:
+        """Run `prefill` with exported keys and values (`Message.export_kv`), computing nothing.
+
+        Completes the parents first. Computes the message if there is no capacity for it at the
+        moment.
+
+        Args:
+            snapshot: result of `Message.export_kv`.
+            check: verify the checksum; False for snapshots that are trusted to be undamaged.
+
+        Raises:
+            InvalidRequestError: if the snapshot is of other tokens or parents, or is damaged.
+        """
+        message = self._build_prefill(tokens, parents, offsets, new_offset, model)
+        if self.mode == "choreographed":
+            for parent in self._variants.resolve_parents(message):
+                unwrap_slice(parent).wait_encoded()
+            if import_kv(self._core, message._request, snapshot, check=check):
+                return self._register_completed(message)
+        return self._submit([message])[0]
+
+    def partial_prefill(
+        self, message: Message, pattern: LayerPattern | Sequence[int], *, model: str | None = None
+    ) -> Message:
+        """Recompute some layers of another model's message (DroidSpeak §4.2).
+
+        The same layers are recomputed for its context; all others are reused from the other model.
+        Starts from the layer's input hidden states, which are cached for the layers given to
+        `Engine.enable_layer_reuse`; without them all layers are computed. Requests with
+        kv_reuse="partial" do this automatically.
+
+        Args:
+            pattern: a `LayerPattern` or its three integers.
+        """
+        if isinstance(message, MessageSlice):
+            raise InvalidRequestError("a part is no message: give the complete message, and use a part of the result")
+        check_parents([message], self._core, self.id)
+        check_choreographed(self.mode)
+        return self._variants.with_layers(message, self._resolve_model(model), parse_layer_pattern(pattern))
+
+    # -- validation: everything is checked before anything is changed ---------------------------------------
+
+    def _build_prefill(
+        self, tokens, parents=(), offsets=None, new_offset=None, model=None, kv_reuse="recompute"
+    ) -> Message:
+        parents, model = self._validate_parents(parents), self._resolve_model(model)
+        ids = self._tokenize_input(tokens, opening=not parents)
+        return self._build_request(ids, parents, offsets, new_offset, model=model, kv_reuse=kv_reuse)
+
+    def _build_decode(
+        self,
+        header,
+        parents=(),
+        offsets=None,
+        new_offset=None,
+        sampling=DEFAULT_SAMPLING,
+        footer=None,
+        forced_tokens=None,
+        model=None,
+        kv_reuse="recompute",
+    ) -> Message:
+        parents, model = self._validate_parents(parents), self._resolve_model(model)
+        if isinstance(header, Turn):
+            ids, own_footer = self._require_chat_template().open_turn(header, opening=not parents and header.opening)
+            check_not_empty(ids, "header")
+        else:
+            ids, own_footer = self._tokenize_input(header, opening=not parents, name="header"), []
+        footer = (
+            own_footer
+            if footer is None
+            else self._tokenize_input(footer, opening=False, name="footer", allow_empty=True)
+        )
+        decode_state = self._build_decode_state(ids, sampling, forced_tokens)
+        return self._build_request(ids, parents, offsets, new_offset, decode_state, footer, model, kv_reuse)
+
+    def _build_request(
+        self,
+        ids: list[int],
+        parents: tuple[Message | MessageSlice, ...],
+        offsets: Offsets,
+        new_offset: int | None,
+        decode_state: DecodeState | None = None,
+        footer: list[int] | None = None,
+        model: str | None = None,
+        kv_reuse: KVReuse = "recompute",
+    ) -> Message:
+        """Build a validated request and its handle, without submitting it."""
+        core = self._core
+        max_positions = core.hf_model.model_info.max_positions
+        if kv_reuse not in KV_REUSE:
+            raise ConfigError(f"kv_reuse={kv_reuse!r}: use one of {KV_REUSE}")
+        parent_offsets = check_offsets(offsets, len(parents), max_positions)
+        new_offset = check_position("new_offset", new_offset, max_positions)
+        request = Request(
+            id=core.new_id(),
+            session_id=self.id,
+            mode=self.mode,
+            cache_salt=self._cache_salt(model or self.model),
+            prompt=ids,
+            parents=tuple(unwrap_slice(p)._request for p in parents),
+            parent_slices=tuple((p.start, p.stop) if isinstance(p, MessageSlice) else None for p in parents),
+            offsets=parent_offsets,
+            new_offset=new_offset,
+            decode_state=decode_state,
+            footer=footer or [],
+            model=model or self.model,
+            agent_key=tag.agent_key if (tag := current_tag(self)) else None,
+        )
+        message = Message(request, core, self._decode_text)
+        message.parents, message.kv_reuse = parents, kv_reuse
+        return message
+
+    def _cache_salt(self, model: str) -> str:
+        """Return the salt that separates cache lookups by weights and client."""
+        return f"{self._core.model_set.fingerprint(model)}\0{self.client_id}"
+
+    def _resolve_model(self, model: str | None) -> str:
+        """Return `model` if the engine serves it; the session's model for None."""
+        name, names = self.model if model is None else model, self._core.model_set.names
+        if name not in names:
+            raise ConfigError(
+                f"model={name!r}: use one of {list(names)}, or give the engine a model or an adapter of that name"
+            )
+        return name
+
+    def _submit(self, messages: list[Message]) -> list[Message]:
+        """Submit all messages or none; a refused request consumes no session seed."""
+        for message in messages:
+            self._variants.resolve_parents(message)
+        requests = [message._request for message in messages]
+        self._core.add_requests(*requests, on_accepted=lambda: self._assign_seeds(requests))
+        self._register(*messages)
+        self._core.events.dispatch()
+        return messages
+
+    def _assign_seeds(self, requests: Iterable[Request]) -> None:
+        for decode_state in (request.decode_state for request in requests):
+            if decode_state is not None:
+                own = decode_state.sampling.seed
+                seed = self._seed_rng.getrandbits(63) if own is None else int(own)
+                decode_state.generator.manual_seed(seed % (1 << 63))
+
+    def _register_completed(self, message: Message) -> Message:
+        """Register a message that needs no computation."""
+        self._register(message)
+        self._core.events.dispatch()
+        return message
+
+    def _register(self, *messages: Message) -> None:
+        """Track messages until they are released, at the latest with the session.
+
+        Callers dispatch events only afterwards.
+        """
+        for message in messages:
+            message.on_release = self._unregister
+            self._messages[message.id] = message
+            if tag := current_tag(self):
+                tag.on_message(message)
+        if self.closed:  # concurrently, possibly before these were registered
+            for message in messages:
+                message._release_quietly()
+            self._check_open()
+
+    def _unregister(self, message: Message) -> None:
+        self._messages.pop(message.id, None)
+
+    def _validate_parents(self, parents: Iterable[Message | MessageSlice]) -> tuple[Message | MessageSlice, ...]:
+        self._check_open()
+        return check_parents(parents, self._core, self.id)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise SessionClosedError("the session is closed: open a new one")
+
+    def _tokenize_input(
+        self, prompt: PromptInput, *, opening: bool, name: str = "tokens", allow_empty: bool = False
+    ) -> list[int]:
+        if isinstance(prompt, Turn):
+            ids = self._require_chat_template().encode(prompt, opening=opening and prompt.opening)
+        elif isinstance(prompt, str):
+            ids = self._require_chat_template().encode_text(prompt, opening=opening and bool(prompt))
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
+            raise InvalidTokensError(f"{name}={prompt!r}: give a string, token ids or a chat turn")
+        else:
+            vocab_size = self._core.hf_model.model_info.vocab_size
+            ids = check_tokens(prompt, name, vocab_size)
+        if not allow_empty:
+            check_not_empty(ids, name)
+        return ids
+
+    def _require_chat_template(self) -> ChatTemplate:
+        if self._chat_template is None:
+            raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained, or use token ids")
+        return self._chat_template
+
+    def _build_decode_state(
+        self, header: list[int], sampling: SamplingParams, forced_tokens: Sequence[int] | None
+    ) -> DecodeState:
+        arguments.check_sampling(
+            sampling, self._core.hf_model.model_info.vocab_size, has_tokenizer=self._tokenizer is not None
+        )
+        if forced_tokens is not None:
+            forced_tokens = self._tokenize_input(forced_tokens, opening=False, name="forced_tokens")
+        eos = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
+        return DecodeState(
+            sampling=sampling,
+            prompt=header,
+            stop_tokens=frozenset((*eos, *sampling.stop_token_ids)),
+            generator=torch.Generator(),
+            forced_tokens=forced_tokens,
+            detokenizer=make_detokenizer(self._tokenizer),
+        )
+
+    @property
+    def _decode_text(self) -> Callable[[list[int]], str] | None:
+        tokenizer = self._tokenizer
+        return None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)

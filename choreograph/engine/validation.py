@@ -1,0 +1,168 @@
+"""Validation of request arguments, before any state changes."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from ..errors import (
+    DuplicateParentError,
+    InvalidPositionError,
+    InvalidRequestError,
+    InvalidTokensError,
+    MessageReleasedError,
+    NotAMessageError,
+    SamplingError,
+    WrongSessionError,
+)
+from ..sampling_params import SamplingParams, as_int
+from .message import Message, MessageSlice, unwrap_slice
+from .request import RequestState
+
+Offsets = Sequence[int | None] | None
+
+
+def is_batch(value: object) -> bool:
+    """True if `value` is a non-empty list of argument dicts."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(request, Mapping) for request in value)
+
+
+def build_each(
+    calls: Iterable[Mapping[str, Any]], build: Callable[..., Message], shared_args: dict[str, Any]
+) -> list[Message]:
+    """Build every request of a list.
+
+    Raises:
+        InvalidRequestError: if a request has an unknown or missing argument, or arguments are given
+            alongside the list, where they would be ignored.
+    """
+    parameters = _parameters(getattr(build, "__func__", build))
+    first = next(iter(parameters))
+    for name, value in shared_args.items():
+        default = parameters[name].default
+        if value is not default and not (type(value) is type(default) and value == default):
+            raise InvalidRequestError(f"{name}={value!r} beside a list of calls: put it into each call")
+    for request in calls:
+        for name in request:
+            if name not in parameters:
+                hint = (
+                    "for a chat turn use session.user(text)"
+                    if name in ("role", "content")
+                    else f"known: {list(parameters)}"
+                )
+                raise InvalidRequestError(f"{name}={request[name]!r}: no such argument; {hint}")
+        if first not in request:
+            raise InvalidRequestError(f"{dict(request)!r}: a call needs {first!r}")
+    return [build(**request) for request in calls]
+
+
+@lru_cache(16)
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters of a function by name, without `self`."""
+    return {name: parameter for name, parameter in inspect.signature(function).parameters.items() if name != "self"}
+
+
+def check_not_empty(ids: list[int], name: str) -> None:
+    """Raise InvalidTokensError if there is no token."""
+    if not ids:
+        raise InvalidTokensError(f"{name} is empty: give at least one token")
+
+
+def check_parents(
+    parents: Iterable[Message | MessageSlice], core: object, session_id: int
+) -> tuple[Message | MessageSlice, ...]:
+    """Check that parents are messages of this session, or non-overlapping slices."""
+    if isinstance(parents, (Message, MessageSlice)):
+        raise InvalidRequestError("parents is one message: put it into a list")
+    if not isinstance(parents, Iterable):
+        raise InvalidRequestError(f"parents={parents!r}: use a list of messages")
+    parents = tuple(parents)
+    seen: dict[int, list[range]] = {}
+    for index, arg in enumerate(parents):
+        parent, label = unwrap_slice(arg), f"parents[{index}]"
+        if not isinstance(parent, Message):
+            raise NotAMessageError(f"{label}={parent!r} is not a message of this session")
+        if parent._core is not core or parent._request.session_id != session_id:
+            raise WrongSessionError(f"{label} (message {parent.id}) belongs to another session or engine: make it here")
+        if parent._request.released:
+            raise MessageReleasedError(f"{label} (message {parent.id}) was released: keep it until its last use")
+        if parent._request.state is RequestState.FAILED:
+            raise InvalidRequestError(f"{label} (message {parent.id}) failed: {parent._request.error}")
+        tokens = range(arg.start, arg.stop) if isinstance(arg, MessageSlice) else range(1 << 40)
+        ranges = seen.setdefault(parent.id, [])
+        if any(tokens.start < other.stop and other.start < tokens.stop for other in ranges):
+            reason = (
+                "is given twice"
+                if not isinstance(arg, MessageSlice)
+                else f"is given twice in part ({arg.start}:{arg.stop})"
+            )
+            raise DuplicateParentError(f"{label} (message {parent.id}) {reason}: prefill it again to show it twice")
+        ranges.append(tokens)
+    return parents
+
+
+def check_offsets(offsets: Offsets, count: int, max_positions: int) -> tuple[int | None, ...]:
+    """Return one offset or None per parent, each below `max_positions`."""
+    if offsets is None:
+        return (None,) * count
+    if not isinstance(offsets, Iterable) or getattr(offsets, "ndim", 1) == 0:
+        raise InvalidPositionError(f"offsets={offsets!r}: give a list, one for each parent")
+    positions = tuple(offsets)
+    if len(positions) != count:
+        raise InvalidPositionError(f"{len(positions)} offsets for {count} parents: give one each, None for the default")
+    return tuple(check_position(f"offsets[{index}]", offset, max_positions) for index, offset in enumerate(positions))
+
+
+def check_position(name: str, position: object, max_positions: int) -> int | None:
+    """Return a position below `max_positions`, or None."""
+    if position is None:
+        return None
+    value = as_int(position)
+    if value is None:
+        raise InvalidPositionError(f"{name}={position!r}: use a whole number or None")
+    if not 0 <= value < max_positions:
+        raise InvalidPositionError(f"{name}={value}: positions are 0 to {max_positions - 1} for this model")
+    return value
+
+
+def check_choreographed(mode: str) -> None:
+    """Check that the mode is choreographed, the only one with layer reuse."""
+    if mode != "choreographed":
+        raise InvalidRequestError(f"there is no partial prefill in {mode} mode, where nothing is shared")
+
+
+def check_tokens(tokens: Iterable[object], name: str, vocab_size: int) -> list[int]:
+    """Return token ids below `vocab_size`."""
+    ids: list[int] = []
+    iterator = iter(tokens)
+    while chunk := list(islice(iterator, 4096)):  # checked per chunk of ints: 10x faster than one by one
+        ints: Any = chunk if set(map(type, chunk)) == {int} else ()
+        is_valid = ints and min(ints) >= 0 and max(ints) < vocab_size
+        ids += ints if is_valid else [check_token(token, name, vocab_size) for token in chunk]
+    return ids
+
+
+def check_token(token: object, name: str, vocab_size: int) -> int:
+    """Return a token id below `vocab_size`."""
+    value = as_int(token)
+    if value is None:
+        raise InvalidTokensError(f"{name}: {token!r} is not a token id; give a string, token ids or a chat turn")
+    if not 0 <= value < vocab_size:
+        raise InvalidTokensError(f"{name}: token id {value} is outside the vocabulary of {vocab_size}")
+    return value
+
+
+def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) -> None:
+    """Check that token ids are in the vocabulary.
+
+    Stop strings need a tokenizer.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")
+    for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+        for token in ids:
+            if token >= vocab_size:
+                raise SamplingError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
+    if sampling.stop and not has_tokenizer:
+        raise SamplingError(f"stop={sampling.stop!r}: stop strings need a tokenizer")

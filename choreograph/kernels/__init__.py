@@ -1,1 +1,0 @@
-"""GPU code alone: Triton programs over plain pointers. Knows no plans."""

@@ -1,0 +1,1 @@
+"""KV cache: page pool, entries, prefix matching, eviction and offloading."""

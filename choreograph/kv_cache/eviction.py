@@ -1,0 +1,190 @@
+"""Eviction policies, eviction hints and pins.
+
+A policy is a pure function that orders candidates, first to evict first. To add one, write the
+function and add it to `EVICTION_POLICIES`; `CacheConfig(eviction=...)` takes its key.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from .entry import KVEntry
+
+
+class EvictionCandidate(NamedTuple):
+    """Inputs of an eviction policy for one entry that is not in use."""
+
+    id: int  # entry ID
+    created: int  # increasing counter
+    last_access: int  # increasing counter
+    hits: int = 0  # references taken since creation
+    referenced: bool = False  # a message still references it
+    steps_to_execution: float | None = None  # until needed (KVFlow §3.1); None: no hint
+    ephemeral: bool = False  # part of an agent's prompt that changes on every run
+
+
+EvictionPolicy = Callable[[Iterable[EvictionCandidate]], list[int]]
+
+
+def least_recently_used(candidates: Iterable[EvictionCandidate]) -> list[int]:
+    """Order by last access, unreferenced entries first."""
+    return _sorted(candidates, lambda item: (item.referenced, item.last_access))
+
+
+def least_frequently_used(candidates: Iterable[EvictionCandidate]) -> list[int]:
+    return _sorted(candidates, lambda item: (item.referenced, item.hits, item.last_access))
+
+
+def first_in_first_out(candidates: Iterable[EvictionCandidate]) -> list[int]:
+    return _sorted(candidates, lambda item: (item.referenced, item.created))
+
+
+def workflow_aware(candidates: Iterable[EvictionCandidate]) -> list[int]:
+    """Order by steps-to-execution (KVFlow §3.1).
+
+    Ephemeral entries first, then those of agents that never run again, entries without hints (least
+    recently used first), and fixed prefixes by decreasing steps-to-execution.
+    """
+
+    def rank(item: EvictionCandidate) -> tuple[float | int, ...]:
+        if item.ephemeral:
+            return (0, 0, item.last_access)
+        if item.steps_to_execution is None:
+            return (2, item.referenced, item.last_access)
+        if item.steps_to_execution == float("inf"):
+            return (1, 0, item.last_access)
+        return (3, -item.steps_to_execution, item.last_access)
+
+    return _sorted(candidates, rank)
+
+
+def _sorted(
+    candidates: Iterable[EvictionCandidate], rank: Callable[[EvictionCandidate], tuple[float | int, ...]]
+) -> list[int]:
+    return [item.id for item in sorted(candidates, key=lambda item: (*rank(item), item.id))]
+
+
+EVICTION_POLICIES: dict[str, EvictionPolicy] = {
+    "workflow": workflow_aware,
+    "lru": least_recently_used,
+    "lfu": least_frequently_used,
+    "fifo": first_in_first_out,
+}
+
+
+class EvictionHints(NamedTuple):
+    """Eviction hints of one workflow, by content hash."""
+
+    steps_to_execution: Mapping[bytes, float]  # steps until needed
+    while_referenced: Mapping[bytes, float] = MappingProxyType({})  # the same, only while owned
+    ephemeral_groups: frozenset[object] = frozenset()  # agent keys whose other entries are ephemeral
+
+
+class HintRegistry:
+    """Merged eviction hints of all workflows; per entry the minimum counts (KVFlow §3.1)."""
+
+    def __init__(self) -> None:
+        self._hints: dict[object, EvictionHints] = {}
+        self._steps_to_execution: dict[bytes, float] = {}
+        self._while_referenced: dict[bytes, float] = {}
+        self._ephemeral_groups: frozenset[object] = frozenset()
+
+    @property
+    def num_sources(self) -> int:
+        return len(self._hints)
+
+    def update(self, source: object, hints: EvictionHints | None) -> None:
+        """Replace the hints of a source; None removes them."""
+        if hints is None:
+            self._hints.pop(source, None)
+        else:
+            self._hints[source] = hints
+        self._steps_to_execution = _min_steps(item.steps_to_execution for item in self._hints.values())
+        self._while_referenced = _min_steps(item.while_referenced for item in self._hints.values())
+        self._ephemeral_groups = frozenset().union(*(item.ephemeral_groups for item in self._hints.values()))
+
+    def candidate(self, entry: KVEntry) -> EvictionCandidate:
+        """Return the policy inputs of an entry."""
+        steps = (
+            None
+            if entry.content_hash is None
+            else self._steps_to_execution.get(
+                entry.content_hash, self._while_referenced.get(entry.content_hash) if entry.owners else None
+            )
+        )
+        varying = steps is None and entry.agent_key is not None and entry.agent_key in self._ephemeral_groups
+        return EvictionCandidate(
+            entry.id,
+            created=entry.id,
+            last_access=entry.last_access,
+            hits=entry.hit_count,
+            referenced=bool(entry.owners),
+            steps_to_execution=steps,
+            ephemeral=varying,
+        )
+
+    def needed_no_later_than(self, entry: KVEntry, other: KVEntry) -> bool:
+        """Return whether hints say that `entry` is needed no later than `other`."""
+        steps, others = self.candidate(entry).steps_to_execution, self.candidate(other).steps_to_execution
+        return steps is not None and others is not None and steps <= others
+
+
+def _min_steps(mappings: Iterable[Mapping[bytes, float]]) -> dict[bytes, float]:
+    result: dict[bytes, float] = {}
+    for item in mappings:
+        for key, steps in item.items():
+            result[key] = min(steps, result.get(key, steps))
+    return result
+
+
+OwnerCallback = Callable[[KVEntry, tuple[str, object]], None]
+
+
+class PinTable:
+    """Pins: owners of entries that are removed automatically when they expire.
+
+    Args:
+        acquire: Adds an owner to an entry.
+        release: Removes an owner from an entry.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, acquire: OwnerCallback, release: OwnerCallback, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._acquire, self._release = acquire, release
+        self._expiry: dict[tuple[KVEntry, object], float | None] = {}
+
+    def pin(self, entry: KVEntry, owner: object, seconds: float | None = None) -> None:
+        """Keep an entry on the device for `seconds`; for None or infinity until unpinned."""
+        self._expiry[entry, owner] = None if seconds is None or seconds == math.inf else self.clock() + seconds
+        self._acquire(entry, ("pin", owner))
+
+    def unpin(self, entry: KVEntry, owner: object) -> None:
+        if self._expiry.pop((entry, owner), 0) != 0:
+            self._release(entry, ("pin", owner))
+
+    def unpin_matching(self, predicate: Callable[[object], bool]) -> None:
+        for entry, owner in [pin for pin in self._expiry if predicate(pin[1])]:
+            self.unpin(entry, owner)
+
+    def expire(self) -> None:
+        """Remove the pins whose time is over."""
+        expiring = [(pin, until) for pin, until in self._expiry.items() if until is not None]
+        now = self.clock() if expiring else 0.0  # reading a clock shared by processes costs a broadcast
+        for (entry, owner), until in expiring:
+            if until <= now:
+                self.unpin(entry, owner)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """Seconds until the next pin expires; None if none does."""
+        times = [until for until in self._expiry.values() if until is not None]
+        return max(0.0, min(times) - self.clock()) if times else None
+
+    def __len__(self) -> int:
+        return len(self._expiry)
+
+    def check(self) -> None:
+        for entry, owner in self._expiry:
+            assert ("pin", owner) in entry.owners, "a pin is not among the owners of its entry"

@@ -1,1 +1,0 @@
-"""A whole run of a workflow in one forward pass, since every token is known."""

@@ -1,0 +1,49 @@
+"""The Prompt Markup Language and its cache (Prompt Cache): declare text once, import it in any prompt."""
+
+from .cache import PromptCache
+from .parser import load_prompt, load_schema
+from .program import Param, program
+from .schema import (
+    Import,
+    Module,
+    Parameter,
+    Prompt,
+    Role,
+    Scaffold,
+    Schema,
+    Union,
+    assistant,
+    module,
+    parameter,
+    scaffold,
+    schema,
+    system,
+    union,
+    user,
+)
+from .serialize import dumps
+
+__all__ = [
+    "Import",
+    "Module",
+    "Param",
+    "Parameter",
+    "Prompt",
+    "PromptCache",
+    "Role",
+    "Scaffold",
+    "Schema",
+    "Union",
+    "assistant",
+    "dumps",
+    "load_prompt",
+    "load_schema",
+    "module",
+    "parameter",
+    "program",
+    "scaffold",
+    "schema",
+    "system",
+    "union",
+    "user",
+]

@@ -1,0 +1,18 @@
+"""Distillation: a model on reused encodings learns to say what it says on the baseline (Prompt Choreography, 3.2)."""
+
+from .dataset import Trace, TrainingExample, answer_examples, collect_traces, load_traces, make_examples
+from .train import train, train_from_traces
+from .train_config import TrainConfig, TrainReport
+
+__all__ = [
+    "Trace",
+    "TrainConfig",
+    "TrainReport",
+    "TrainingExample",
+    "answer_examples",
+    "collect_traces",
+    "load_traces",
+    "make_examples",
+    "train",
+    "train_from_traces",
+]

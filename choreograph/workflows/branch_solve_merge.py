@@ -1,0 +1,58 @@
+"""Branch-Solve-Merge (Saha et al. 2024; Prompt Choreography, section 3.3): a story from many concepts, in two halves.
+
+The branch step divides the concepts, two stories are written without sight of each other, and the merge step makes
+one story of both. `topology` places the two stories for the merge as in `multi_qa`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..engine.message import Message
+from ..errors import ConfigError
+from .multi_qa import CONDITIONS as CONDITIONS
+from .multi_qa import topology_offsets
+from .parsing import parse_groups
+from .run import WorkflowRun
+
+BRANCH = (
+    "Divide these concepts into two groups of equal size, so that each group could make a story. Name every concept "
+    "once.\n\nConcepts: {concepts}"
+)
+
+SOLVE = "Write a short story of a few sentences that uses all of these concepts.\n\nConcepts: {concepts}"
+
+MERGE = (
+    "Two stories follow. Merge them into one coherent short story that keeps all concepts of both.\n\n"
+    "Concepts: {concepts}"
+)
+
+
+def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial") -> Message:
+    """task: the concepts, as a list or separated by commas. The merged story, not read yet."""
+    concepts = [c.strip() for c in task.split(",") if c.strip()] if isinstance(task, str) else list(task)
+    if len(concepts) < 2:
+        raise ConfigError("task: give two concepts or more, as a list or separated by commas")
+    halves = split_concepts(wf, concepts)
+    wf.record("groups", halves)
+    stories = []
+    for half in halves:
+        prompt = wf.prefill("solve prompt", wf.user(SOLVE.format(concepts=", ".join(half))))
+        stories.append(wf.decode("solve", wf.assistant("Story:"), [prompt]))
+    merge = wf.prefill("merge prompt", wf.user(MERGE.format(concepts=", ".join(concepts))))
+    place: dict[str, Any] = {"offsets": topology_offsets(topology, [merge], stories)}
+    if topology == "parallel":
+        place["new_offset"] = merge.length + max(s.length for s in stories)
+    return wf.decode("merge", wf.assistant("Merged story:"), [merge, *stories], **place)
+
+
+def split_concepts(wf: WorkflowRun, concepts: list[str]) -> tuple[list[str], list[str]]:
+    """The model's division; where it cannot be read, the first half and the second."""
+    prompt = wf.prefill("branch prompt", wf.user(BRANCH.format(concepts=", ".join(concepts))))
+    text = wf.decode("branch", wf.assistant("Group 1:"), [prompt]).text
+    divided = parse_groups(re.sub(r"\bgroup 2\b", "Group 2", text, flags=re.IGNORECASE), concepts)
+    if divided is None:
+        wf.record_parse_failure("branch")
+        middle = (len(concepts) + 1) // 2
+        divided = concepts[:middle], concepts[middle:]
+    return divided

@@ -1,0 +1,39 @@
+"""One call, no workflow: what every other choreography is compared with (Prompt Choreography, section 4.1)."""
+
+from ..engine.message import Message
+from ..errors import ConfigError
+from .run import WorkflowRun
+
+EXAMPLE = (
+    "Problem: A box holds 12 pens. Mia buys 3 boxes and gives 8 pens away. Each pen costs 2 dollars. "
+    "What are the pens that are left worth?\n"
+    "Solution:\n"
+    "Mia has 3 boxes of 12 pens: 3 * 12 = 36 pens.\n"
+    "She gives 8 away: 36 - 8 = 28 pens are left.\n"
+    "Each costs 2 dollars: 28 * 2 = 56 dollars.\n"
+    "The answer is \\boxed{{56}}."
+)
+
+FEW_SHOT_PROMPT = (
+    f"Solve the problem step by step, with a short line for each step, like this:\n\n{EXAMPLE}\n\nProblem: {{task}}"
+)
+
+ZERO_SHOT_PROMPT = (
+    "Solve the problem step by step. Explain your reasoning and put the final answer in \\boxed{{}}.\n\nProblem: {task}"
+)
+
+STOP_STRINGS = ("\nProblem", "\nSolution")  # a small model goes on with the example's next problem
+
+
+def run(wf: WorkflowRun, task: str, *, prompt: str = "worked") -> Message:
+    """The answer, not read yet. prompt: "worked" shows an example of short steps, "plain" lets the model be long."""
+    exc = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
+    return wf.decode("answer", wf.assistant("Solution:\n"), [exc], stop=STOP_STRINGS)
+
+
+def solve_prompt(task: str, prompt: str) -> str:
+    """The request for a solution, in one of two styles."""
+    styles = {"worked": FEW_SHOT_PROMPT, "plain": ZERO_SHOT_PROMPT}
+    if prompt not in styles:
+        raise ConfigError(f"prompt={prompt!r}: use one of {list(styles)}")
+    return styles[prompt].format(task=task)

@@ -1,0 +1,52 @@
+"""Tree of Thoughts (Yao et al. 2023) as in Prompt Choreography, Figure 6: branches, votes, an answer from the best.
+
+Every voter sees all branches behind its own instructions: branches that were decoded independently of each
+other and stand there at positions where they were not encoded.
+"""
+
+from collections import Counter
+
+from ..engine.message import Message
+from ..errors import ConfigError
+from .parsing import first_choice
+from .run import WorkflowRun
+from .single_call import STOP_STRINGS, solve_prompt
+
+VOTE = (
+    "Several solutions of one problem follow. Judge which one is the most correct. "
+    "Answer with its number only.\n\nProblem: {task}"
+)
+
+ANSWER = (
+    "A solution of a problem follows. Check it and give the final answer in one or two sentences, "
+    "in \\boxed{{}}.\n\nProblem: {task}"
+)
+
+
+def run(wf: WorkflowRun, task: str, *, branches: int = 8, voters: int = 4, prompt: str = "worked") -> Message:
+    """The final answer, not read yet."""
+    if branches < 1 or voters < 1:
+        raise ConfigError(f"branches={branches}, voters={voters}: use 1 or more of each")
+    exc = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
+    headers = [wf.assistant(f"Solution {i + 1}:\n") for i in range(branches)]
+    solutions = [wf.decode("solve", header, [exc], stop=STOP_STRINGS) for header in headers]
+    instructions = wf.prefill("vote prompt", wf.user(VOTE.format(task=task)))
+    question = wf.prefill("answer prompt", wf.user(ANSWER.format(task=task)))  # encoded while branches decode
+    header, seen = wf.assistant("The best solution is number"), [instructions, *solutions]
+    votes = [wf.decode("vote", header, seen, max_tokens=16) for _ in range(voters)]  # a number is all that is asked for
+    best = solutions[count_votes(wf, [vote.text for vote in votes], branches)]
+    return wf.decode("answer", wf.assistant("Final answer:"), [question, best])
+
+
+def count_votes(wf: WorkflowRun, votes: list[str], branches: int) -> int:
+    """The index with most votes, the lowest of equals; the first one where no vote can be read."""
+    counted: Counter[int] = Counter()
+    for text in votes:
+        number = first_choice(text, branches)
+        if number is None:
+            wf.record_parse_failure("vote")
+        else:
+            counted[number - 1] += 1
+    best = min(counted, key=lambda index: (-counted[index], index), default=0)
+    wf.record("best", best + 1)
+    return best

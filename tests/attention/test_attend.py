@@ -1,0 +1,222 @@
+"""Backends against the float32 reference: every type, head size, grouping, rotary variant and page boundary."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from helpers.hypothesis_profile import many
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from choreograph.attention import cpp_backend as native
+from choreograph.attention import reference
+from choreograph.attention.backend import ForwardContext, create_backend
+from choreograph.attention.metadata import AttentionMetadata, AttentionSpec, KVRead, build_metadata
+from choreograph.attention.rope import Rope, rotate
+
+CPU = torch.device("cpu")
+SLOTS = 640
+
+
+@st.composite
+def plans(draw) -> list[tuple[int, list[tuple[int, int, int]], int]]:
+    """Calls as (new rows, [(first slot, length, shift)], tokens before the new ones)."""
+    calls = []
+    for _ in range(draw(st.integers(1, 5))):
+        context = draw(
+            st.lists(st.tuples(st.integers(0, 300), st.integers(1, 150), st.integers(-200, 200)), max_size=4)
+        )
+        calls.append((draw(st.sampled_from([1, 1, 1, 2, 7, 33])), context, draw(st.integers(0, 20))))
+    return calls
+
+
+def build(calls) -> AttentionMetadata:
+    reads, slots, positions, row, own = [], [], [], 0, 460
+    for rows, context, before in calls:
+        seen = set()
+        for lo, length, shift in context:
+            if lo not in seen:
+                reads.append(KVRead(lo, row, row + rows, shift, length, 0, lo + shift))
+            seen.add(lo)
+        own = own if own + before + rows < SLOTS else 455
+        reads.append(KVRead(own, row, row + rows, 0, before + 1, 1, 0))
+        slots += range(own + before, own + before + rows)
+        positions += range(before, before + rows)
+        row, own = row + rows, own + before + rows
+    plan = build_metadata(slots, reads, positions)
+    plan.check()
+    return plan
+
+
+def tensors(plan: AttentionMetadata, heads: int, groups: int, width: int, dtype: torch.dtype):
+    noise = torch.Generator().manual_seed(plan.num_tokens)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=noise).to(dtype)
+
+    kept = draw(SLOTS, groups, width), draw(SLOTS, groups, width)
+    rows = [draw(plan.num_tokens, n, width).transpose(0, 1) for n in (heads, groups, groups)]
+    return rows, kept
+
+
+windows, softcaps = st.sampled_from([None, None, 1, 7, 90, 1000]), st.sampled_from([None, None, 1.5, 30.0])
+specials = st.tuples(windows, softcaps, st.booleans(), st.booleans())
+
+
+def special(heads: int, rotary: Rope | None, asked) -> tuple[AttentionSpec, torch.Tensor | None]:
+    """A layer's attention. asked: window, softcap, whether there are slopes, and sinks."""
+    window, softcap, sloping, sinking = asked
+    slopes = tuple(0.02 * (i + 1) for i in range(heads)) if sloping else None
+    return AttentionSpec(rotary, window, softcap, slopes), torch.linspace(-2, 3, heads) if sinking else None
+
+
+SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (4, 2, 80), (2, 1, 256), (6, 2, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups", "width"), SHAPES)
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@settings(max_examples=many(12), deadline=None)
+@given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2, None]), asked=specials)
+def test_backends_equal_the_reference(backend, heads, groups, width, dtype, calls, interleaved, part, asked):
+    rotary = part and Rope(tuple(1e4 ** -(np.arange(0, width // part, 2) / width)), interleaved)
+    kind, sinks = special(heads, rotary, asked)
+    plan = build(calls)
+    (q, k, v), (keys, values) = tensors(plan, heads, groups, width, dtype)
+    work = create_backend(backend, width, dtype, CPU)[0]
+    got = work(plan, q, k, v, keys, values, width**-0.5, kind, sinks)
+    expected = reference.attend(plan, q.float(), keys.float(), values.float(), width**-0.5, kind, sinks)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("register", [8, 16])
+def test_the_kernel_is_the_same_for_registers_of_both_sizes(register, dtype, tmp_path):
+    """A processor builds one of them. A head of five registers leaves a rest of one."""
+    built = native.build(80, dtype, tmp_path, f"-DREGISTER={register}")
+    work = native.CppKernel(ctypes.CDLL(str(built)), 80, dtype).attend
+    plan = build([(1, [(0, 130, 3), (200, 17, -9)], 5), (33, [(300, 64, 0)], 2)])
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, 80, dtype)
+    kind, sinks = special(4, Rope(tuple(1e4 ** -(np.arange(0, 80, 2) / 80)), True), (90, 30.0, True, True))
+    got = work(plan, q, k, v, keys, values, 80**-0.5, kind, sinks)
+    expected = reference.attend(plan, q.float(), keys.float(), values.float(), 80**-0.5, kind, sinks)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@pytest.mark.parametrize("window", [1, 16, 100, 512])
+@settings(max_examples=many(30), deadline=None)
+@given(at=st.lists(st.integers(0, 1300), min_size=2, max_size=9), lo=st.integers(0, 40), length=st.integers(1, 590))
+def test_decodes_at_any_places_share_a_run_through_a_window(backend, window, at, lo, length):
+    """Rows of several calls that read one run alike are one reader, however far apart they stand."""
+    rows = len(at)
+    reads = [KVRead(lo, i, i + 1, 0, length, 0, 7) for i in range(rows)]
+    plan = build_metadata([632 + i for i in range(min(rows, 8))] + [0] * max(0, rows - 8), reads, at)
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
+    kind = AttentionSpec(None, window)
+    got = create_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25, kind)
+    torch.testing.assert_close(got, reference.attend(plan, q, keys, values, 0.25, kind), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+def test_rows_are_written_before_they_are_read_and_nothing_else_is_touched(backend):
+    kind = AttentionSpec(Rope((1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7)))
+    plan = build([(3, [(10, 20, 5)], 2), (1, [(462, 3, -9)], 0)])
+    (q, k, v), (keys, values) = tensors(plan, 2, 1, 16, torch.float32)
+    before = keys.clone(), values.clone()
+    create_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25, kind)
+    slots = torch.from_numpy(plan.slots)
+    assert torch.equal(keys[slots], k.transpose(0, 1))
+    assert torch.equal(values[slots], v.transpose(0, 1))
+    others = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, slots, False)
+    for kept, old in zip((keys, values), before, strict=True):
+        assert torch.equal(kept[others], old[others])
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+def test_slots_that_no_reader_sees_may_hold_nan(backend):
+    plan = build([(5, [(0, 31, 3), (100, 64, 0), (200, 65, -1)], 7)])
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
+    seen = torch.zeros(SLOTS, dtype=torch.bool)
+    for lo, hi, _ in plan.kv_runs:
+        seen[lo:hi] = True
+    keys[~seen], values[~seen] = float("nan"), float("nan")
+    assert (
+        create_backend(backend, 16, torch.float32, CPU)[0](
+            plan, q, k, v, keys, values, 0.25, AttentionSpec(Rope((1.0,) * 8))
+        )
+        .isfinite()
+        .all()
+    )
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+def test_padding_rows_give_zeros_and_write_the_bin(backend):
+    plan = build([(2, [(20, 9, 0)], 0)])
+    work = create_backend(backend, 16, torch.float32, CPU)[0]
+    step = ForwardContext(
+        plan, [torch.zeros(SLOTS, 1, 16)], [torch.zeros(SLOTS, 1, 16)], [AttentionSpec(Rope((1.0,) * 8))], work
+    )
+    padded = step.pad_to(4)
+    q, k, v = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16)
+    wide = padded.attend(0, q, k, v, 0.25)
+    narrow = step.attend(0, q[:, :, :2], k[:, :, :2], v[:, :, :2], 0.25)
+    torch.testing.assert_close(wide[:, :2], narrow)
+    assert not wide[:, 2:].any()
+    assert step.pad_to(2) is step
+
+
+@settings(max_examples=many(50), deadline=None)
+@given(home=st.integers(0, 8000), shift=st.integers(-8000, 8000), interleaved=st.booleans())
+def test_a_shift_equals_fresh_rotation(home, shift, interleaved):
+    """Rotating by home and then by the shift is rotating by home + shift, thousands of positions away."""
+    rotary = Rope(tuple(1e5 ** -(np.arange(0, 64, 2) / 64)), interleaved)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(home), dtype=torch.float64)
+
+    def at(position: int) -> torch.Tensor:
+        angles = torch.tensor(rotary.inv_freq, dtype=torch.float64) * position
+        return rotate(x, angles.cos(), angles.sin(), interleaved)
+
+    cos, sin = (torch.from_numpy(t[0]).double() for t in rotary.cos_sin([shift]))
+    torch.testing.assert_close(rotate(at(home), cos, sin, interleaved), at(home + shift), atol=1e-6, rtol=0)
+
+
+def test_the_kernel_says_what_it_does_not_cover():
+    assert "head size 10" in native.unsupported_reason(10, torch.float32, CPU)
+    assert "float16" in native.unsupported_reason(64, torch.float16, CPU)
+    assert "cuda" in native.unsupported_reason(64, torch.float32, torch.device("cuda"))
+    with pytest.raises(native.BackendUnavailableError, match="head size 10"):
+        create_backend("native", 10, torch.float32, CPU)
+    backend, reason = create_backend("auto", 10, torch.float32, CPU)
+    assert backend.name == "sdpa"
+    assert "head size 10" in reason
+
+
+def test_without_a_compiler_auto_uses_the_flash_kernel(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "user_cache_path", lambda _: tmp_path)
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    native.load_kernel.cache_clear()
+    try:
+        backend, reason = create_backend("auto", 32, torch.float32, CPU)
+    finally:
+        native.load_kernel.cache_clear()
+    assert backend.name == "sdpa"
+    assert "compiler" in reason
+
+
+def test_readers_of_one_run_share_it():
+    """Eight rows over one context are one segment with one reader: the context is read once."""
+    reads = [KVRead(0, i, i + 1, 4, 100, 0, 4) for i in range(8)]
+    plan = build_metadata(list(range(200, 208)), reads, list(range(8)))
+    assert plan.kv_runs.tolist() == [[0, 100, 0]]
+    assert plan.reads.tolist() == [[0, 8, 1, 100, 0, 4]]
+    assert plan.shifts == [0, 4]
+
+
+def test_one_run_at_two_placements_for_one_row_stands_twice():
+    plan = build_metadata([200], [KVRead(0, 0, 1, 4, 100, 0, 4), KVRead(0, 0, 1, 9, 100, 0, 9)], [0])
+    plan.check()
+    assert len(plan.kv_runs) == 2

@@ -1,0 +1,41 @@
+"""The attention kernels, compiled for GPUs by Triton's own compiler, in a process that does not interpret them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ASKED = """
+import json, sys
+from dataclasses import asdict
+from benchmarks.gpu.binaries import SHAPES, compile_attend, compile_merge
+from choreograph.attention.metadata import HeadShape
+
+made = [asdict(compile_attend(*SHAPES[name], dtype, rows, arch, single_split=direct))
+        for name, dtype, rows, arch, direct in json.loads(sys.argv[1])]
+print(json.dumps([*made, asdict(compile_merge(HeadShape(64, 8, 64), "bf16", 90, has_sinks=True))]))
+"""
+CASES = [
+    ("Llama 3.1 8B", "bf16", 8, 90, False),
+    ("Llama 3.1 8B", "bf16", 512, 90, True),
+    ("Gemma 2 2B", "bf16", 64, 80, False),  # wide heads, a cap and a window
+    ("Gemma 3 270M", "fp32", 8, 86, False),  # the widest rows, on the least shared memory
+    ("MPT 7B", "fp32", 64, 90, False),  # slopes
+    ("GPT-J 6B", "fp16", 64, 89, False),  # interleaved pairs on a part of a head
+]
+
+
+def test_they_find_room_on_every_kind_of_gpu():
+    pytest.importorskip("triton.backends.nvidia")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    asked = [sys.executable, "-W", "ignore", "-c", ASKED, json.dumps(CASES)]
+    done = subprocess.run(asked, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = dict(zip([*CASES, "merge"], json.loads(done.stdout), strict=True))
+    for case, one in result.items():
+        assert one["programs"] >= 1, (case, one)
+        assert one["spilled"] <= 128, (case, one)
+        assert (one["products"] == "none") == (case == "merge"), (case, one)
+    assert result[CASES[1]]["products"] == "wgmma"

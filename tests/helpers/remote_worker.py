@@ -1,0 +1,75 @@
+"""Senders in a process of their own: one that does what it should, and some that do not. Run with what to do."""
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+CONTEXT = [5, 9, 17, 3, 44, 21, 8, 30, 2, 11]
+BELOW = [12, 13, 14]
+
+
+def join(file: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+
+
+def good() -> None:
+    from choreograph.layer_reuse import ContextStore
+    from choreograph.layer_reuse.remote import serve
+    from helpers import model_variants
+
+    engine = model_variants.engine()
+    engine.enable_layer_reuse("math", pattern=[1, 2, 4])
+    with ContextStore(engine) as store, engine.session() as session:
+        context = session.prefill(CONTEXT)
+        below = session.prefill(BELOW, [context])
+        store.store_hidden(context)
+        store.store_hidden(below)
+        store.store_hidden(session.prefill(CONTEXT[::-1]))
+        serve(engine, store, peer=1)
+
+
+def faulty(kind: str, facts: dict) -> None:
+    """Knows the protocol well enough to break it."""
+    hear(1), say(1, facts)
+    request = hear(2)
+    shape, count = [len(CONTEXT), 2, 16], len(CONTEXT) * 2 * 16 * 4
+    tensors = [[layer, what, shape] for layer in request["keys"] for what in ("keys", "values")]
+    if kind == "lies":
+        tensors[0][2] = [len(CONTEXT), 2, 8]
+    if kind == "leaves out":
+        del tensors[-1]
+    answer = {"tokens": len(CONTEXT), "start": 0, "dtype": "torch.float32", "tensors": tensors}
+    if kind == "mumbles":
+        dist.send(torch.tensor([7]), 1, tag=2 << 14)
+        dist.send(torch.full((7,), 255, dtype=torch.uint8), 1, tag=(2 << 14) + 1)
+        time.sleep(30)
+    say(2, answer)
+    if kind in ("lies", "leaves out"):
+        time.sleep(30)
+    dist.send(torch.zeros(count, dtype=torch.uint8), 1, tag=(2 << 14) + 2)
+    if kind == "stalls":
+        time.sleep(30)
+    os._exit(1)  # dies in the middle of a layer
+
+
+def say(request: int, message: dict) -> None:
+    raw = json.dumps(message).encode()
+    dist.send(torch.tensor([len(raw)]), 1, tag=request << 14)
+    dist.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1, tag=(request << 14) + 1)
+
+
+def hear(request: int) -> dict:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, 1, tag=request << 14)
+    raw = torch.zeros(int(size), dtype=torch.uint8)
+    dist.recv(raw, 1, tag=(request << 14) + 1)
+    return json.loads(raw.numpy().tobytes())
+
+
+if __name__ == "__main__":
+    join(sys.argv[1], 0)
+    good() if sys.argv[2] == "good" else faulty(sys.argv[2], json.loads(sys.argv[3]))

@@ -1,0 +1,354 @@
+"""Profiles: what is measured is what would be served, runs go on where they stopped, points are picked as asked."""
+
+import json
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+import torch
+from helpers import tiny_models
+from helpers.char_tokenizer import tokenizer
+from helpers.model_variants import LAYERS
+from rich.console import Console
+from typer.testing import CliRunner
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.cli.main import app
+from choreograph.engine.cross_model import EngineLoad, LayerPattern
+from choreograph.errors import ConfigError, DataError, ModelError
+from choreograph.layer_reuse import LatencyAwareSelector, ParetoPoint, PatternScores, Profile, enable_profiled_reuse
+from choreograph.layer_reuse.figures import draw_figures, frontier_rows, summary_rows
+from choreograph.layer_reuse.profiler import (
+    PairContext,
+    ProfileConfig,
+    QAExample,
+    enable_all_patterns,
+    layer_ranges,
+    parse_qa_example,
+    profile_pair,
+    profile_top_layers,
+    time_patterns,
+)
+
+ASKED = [
+    QAExample("a", "The cat is red. The dog is blue.", "What is red?", ("cat",)),
+    QAExample("b", "One plus two is three.", "What is three?", ("one plus two", "1+2")),
+]
+PROFILE = Profile(
+    receiver="r",
+    sender="s",
+    layers=4,
+    metric="f1",
+    inputs=("a", "b"),
+    receiver_scores=(0.9, 0.7),
+    full_reuse_scores=(0.5, 0.1),
+    sender_scores=(0.1, 0.1),
+    per_layer=((0.9, 0.7), (0.5, 0.3), (0.9, 0.6), (0.9, 0.7)),
+    ranges=(
+        PatternScores(LayerPattern.from_triplet(0, 1, 2), (0.8, 0.6)),
+        PatternScores(LayerPattern.from_triplet(0, 1, 3), (0.9, 0.7)),
+        PatternScores(LayerPattern.from_triplet(0, 0, 1), (0.5, 0.2)),
+        PatternScores(LayerPattern.from_triplet(0, 2, 3), (0.4, 0.2)),
+    ),
+    costs={"1-3": 0.45},
+)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    letters = tokenizer()
+    base, other = (tiny_models.build(seed=3, vocabulary=len(letters), layers=LAYERS) for _ in range(2))
+    noise = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
+    config = EngineConfig(cache=CacheConfig(capacity=2048, page_size=4, poison_freed_pages=True))
+    return Engine.from_pretrained(base, tokenizer=letters, config=config, models={"math": other})
+
+
+def answered(session, seen, one, forced):
+    """As a user would ask."""
+    question = session.prefill(session.user(one.question), [seen], model="math", kv_reuse="reuse")
+    return session.decode(
+        session.assistant(),
+        [seen, question],
+        model="math",
+        kv_reuse="reuse",
+        forced_tokens=forced,
+        sampling=SamplingParams(temperature=0, max_tokens=4, logprobs=0),
+    )
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
+    done = []
+    setting = ProfileConfig(stride=every)
+    result = profile_pair(engine, "math", ASKED, tmp_path, config=setting, on_done=done.append)
+    engine.check()
+    assert [cell.pattern for cell in result.ranges] == layer_ranges(LAYERS, every)
+    assert len(result.per_layer) == LAYERS and len(done) == 2 and result.inputs == ("a", "b")
+    for cell in [
+        *result.ranges,
+        PatternScores(LayerPattern.from_triplet(0, 0, LAYERS), result.receiver_scores),
+        PatternScores(LayerPattern(), result.full_reuse_scores),
+    ]:
+        with engine.session() as session:
+            text = session.prefill(session.user(f"{setting.system}\n\n{ASKED[1].context}"))
+            seen = session.partial_prefill(text, cell.pattern, model="math")
+            forced = engine.tokenizer.encode(ASKED[1].answers[0], add_special_tokens=False)
+            said = answered(session, seen, ASKED[1], forced)
+            value = sum(one.logprob for one in said.logprobs) / len(forced)
+        assert cell.values[1] == pytest.approx(value, abs=1e-4), cell.pattern
+    again = profile_pair(engine, "math", ASKED, tmp_path, config=setting, on_done=done.append)
+    assert again == result and len(done) == 2, "nothing is measured twice"
+    with pytest.raises(ConfigError, match="other settings"):
+        profile_pair(engine, "math", ASKED, tmp_path, config=ProfileConfig(stride=every, metric="f1"))
+    with pytest.raises(ConfigError, match="another input of the id 'a'"):
+        profile_pair(engine, "math", [QAExample("a", "Other.", "What?", ("x",))], tmp_path, config=setting)
+    with pytest.raises(ConfigError, match="same id"):
+        profile_pair(engine, "math", [*ASKED, ASKED[0]], tmp_path, config=setting)
+    choice = enable_profiled_reuse(engine, result, "math", seconds_per_token=0.01, max_loss=1e9)
+    assert LayerPattern() in choice.patterns and ("math", "base") in engine.core.cross_model_reuse.pairs
+    with pytest.raises(ConfigError, match="receiver='base' is not the receiver"):
+        enable_profiled_reuse(engine, result, "base", "math", seconds_per_token=0.01)
+    with pytest.raises(ModelError, match="'nobody' does not compute here"):
+        enable_profiled_reuse(engine, result, "nobody", seconds_per_token=0.01)
+
+
+def test_questions_about_one_context_are_answered_together_as_alone(engine):
+    pattern, setting = LayerPattern.from_triplet(0, 1, 3), ProfileConfig()
+    asked = [ASKED[0], QAExample("c", ASKED[0].context, "What is blue?", ("dog",))]
+    enable_all_patterns(engine, "math", "base")
+    alone = []
+    for one in asked:
+        with engine.session(seed=0) as session:
+            scene = PairContext(session, one.context, "math", "base", setting)
+            alone.append(scene.make_probe(one).score(scene.compute_variant(pattern)))
+    with engine.session(seed=0) as session:
+        scene = PairContext(session, asked[0].context, "math", "base", setting)
+        seen = scene.compute_variant(pattern)
+        questions = [scene.make_probe(one) for one in asked]
+        said = [one.generate(seen) for one in questions]
+        assert [q.compute_score(message) for q, message in zip(questions, said, strict=True)] == pytest.approx(
+            alone, 1e-4
+        )
+        assert questions[0].score(scene.sender_message, "base") != pytest.approx(alone[0], 1e-4)
+    engine.check()
+
+
+def test_agreement_is_with_what_the_receiver_says_by_itself(engine, tmp_path):
+    setting = ProfileConfig(metric="agreement", max_tokens=4)
+    result = profile_pair(engine, "math", ASKED, tmp_path, config=setting)
+    for number, one in enumerate(ASKED):
+        values = {}
+        with engine.session() as session:
+            text = session.prefill(session.user(f"{setting.system}\n\n{one.context}"))
+            own, half = (
+                session.partial_prefill(text, LayerPattern.from_triplet(0, 0, end), model="math") for end in (LAYERS, 2)
+            )
+            said: list[int] | None = None
+            for name, seen in (("own", own), ("half", half), ("reused", text)):
+                answer = answered(session, seen, one, said)
+                said = said or answer.output_token_ids
+                values[name] = sum(one.logprob for one in answer.logprobs) / len(said)
+        half = next(cell for cell in result.ranges if cell.pattern == LayerPattern.from_triplet(0, 0, 2))
+        assert result.receiver_scores[number] == pytest.approx(values["own"], abs=1e-4)
+        assert half.values[number] == pytest.approx(values["half"], abs=1e-4)
+        assert result.full_reuse_scores[number] == pytest.approx(values["reused"], abs=1e-4)
+    again = profile_top_layers(engine, "math", ASKED, result, [1], config=setting)
+    known = {cell.pattern: cell.values for cell in result.ranges}
+    assert again.top_layers[0].values == pytest.approx(known[again.top_layers[0].pattern], abs=1e-4)
+    engine.check()
+
+
+def test_a_profile_of_questions_about_one_context_is_that_of_each_alone(engine, tmp_path):
+    more = [
+        QAExample("c", ASKED[0].context, "What is blue?", ("dog",)),
+        QAExample("d", ASKED[1].context, "And?", ("two",)),
+    ]
+    together = profile_pair(engine, "math", [ASKED[0], more[0], ASKED[1], more[1]], tmp_path / "together")
+    for number, one in enumerate([ASKED[0], more[0], ASKED[1], more[1]]):
+        alone = profile_pair(engine, "math", [one], tmp_path / one.id)
+        for name in ("receiver_scores", "full_reuse_scores", "sender_scores"):
+            assert getattr(together, name)[number] == pytest.approx(getattr(alone, name)[0], abs=1e-4)
+        for layer, same in zip(together.per_layer, alone.per_layer, strict=True):
+            assert layer[number] == pytest.approx(same[0], abs=1e-4)
+        for cell, same in zip(together.ranges, alone.ranges, strict=True):
+            assert cell.values[number] == pytest.approx(same.values[0], abs=1e-4), cell.pattern
+    engine.check()
+    (tmp_path / "together" / "inputs.jsonl").write_text(
+        "".join((tmp_path / "together" / "inputs.jsonl").read_text().splitlines(keepends=True)[:1])
+    )
+    again = profile_pair(engine, "math", [ASKED[0], more[0]], tmp_path / "together")
+    assert again.receiver_scores == pytest.approx(together.receiver_scores[:2], abs=1e-4), (
+        "what was cut off goes on in the middle of a context"
+    )
+
+
+def test_scattered_layers_and_costs(engine, tmp_path):
+    setting = ProfileConfig(metric="f1", max_tokens=4)
+    result = profile_pair(engine, "math", ASKED, tmp_path, config=setting)
+    more = profile_top_layers(engine, "math", ASKED, result, [1, 3], config=setting)
+    assert [len(cell.pattern.layers) for cell in more.top_layers] == [1, 3]
+    known = {cell.pattern: cell.values for cell in result.ranges}
+    assert more.top_layers[0].values == known[more.top_layers[0].pattern], "one layer is a stretch"
+    twice = [ASKED[0], QAExample("c", ASKED[0].context, "What is blue?", ("dog",))]
+    both = profile_pair(engine, "math", twice, tmp_path / "twice", config=setting)
+    scattered = profile_top_layers(engine, "math", twice, both, [1, 3], config=setting).top_layers
+    assert [len(cell.values) for cell in scattered] == [2, 2]
+    with pytest.raises(ConfigError, match="same ones"):
+        profile_top_layers(engine, "math", ASKED[:1], result, [1])
+    patterns = [LayerPattern.from_triplet(0, 0, LAYERS), LayerPattern.from_triplet(0, 1, 2)]
+    costs = time_patterns(engine, "math", patterns, 40, rounds=2, clock=iter(range(100)).__next__)
+    assert costs == {"0-5": [1, 1], "1-2": [1, 1]}
+    engine.check()
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    file = tmp_path / "deep" / "profile.json"
+    PROFILE.save(file)
+    assert Profile.load(file) == PROFILE
+    for damage in ("", "[]", "{}", json.dumps({**PROFILE.to_json(), "version": 0}), '{"version": 1}'):
+        file.write_text(damage)
+        with pytest.raises(DataError, match=r"profile\.json: "):
+            Profile.load(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"inputs": [], "own": [], "reused": [], "sent": []}, "0 inputs"),
+        ({"layers": 0}, "layers=0"),
+        ({"layers": "4"}, "layers='4'"),
+        ({"own": ["good", "bad"]}, r"own is \('good', 'bad'\), not 2 numbers"),
+        ({"own": [0.9, float("nan")]}, "own is .* not 2 numbers"),
+        ({"reused": [0.5]}, r"reused is \(0.5,\), not 2 numbers"),
+        ({"single": [[0.9, 0.7], [0.5]]}, "single, layer 1 is"),
+        ({"stretches": [{"layers": [[1, 2]], "values": [0.8]}]}, "layers 1-2 is"),
+        ({"single": [[0.9, 0.7]]}, "1 single layers of 4"),
+        ({"stretches": [{"layers": [[3, 9]], "values": [0.8, 0.7]}]}, "pattern 3-9: the model has layers 0 to 3"),
+        ({"stretches": [{"layers": [], "values": [0.8, 0.7]}]}, "a pattern without layers"),
+        ({"costs": {"1-3": "fast"}}, "the cost of 1-3 is 'fast'"),
+        ({"costs": []}, "a damaged profile"),
+    ],
+)
+def test_damaged_columns_are_refused(change, says):
+    with pytest.raises(DataError, match=says):
+        Profile.from_json(json.loads(json.dumps(PROFILE.to_json() | change)))
+
+
+def test_critical_layers_frontier_and_picks():
+    assert PROFILE.critical() == [1]
+    assert [str(p.pattern) for p in PROFILE.frontier()] == ["none", "1-2", "1-3"]
+    assert PROFILE.frontier()[-1] == ParetoPoint(LayerPattern.from_triplet(0, 1, 3), 0.0, 0.45)
+    assert str(PROFILE.cheapest(0.15).pattern) == "1-2" and str(PROFILE.cheapest(0).pattern) == "1-3"
+    assert str(PROFILE.cheapest(1).pattern) == "none"
+    with pytest.raises(ConfigError, match="max_loss=nan: use a number"):
+        PROFILE.cheapest(float("nan"))
+    other = PROFILE.transfer_loss(PROFILE)
+    assert [(p.loss, loss) for p, loss in other] == [(p.loss, p.loss) for p in PROFILE.frontier()]
+
+
+def test_patterns_with_and_without_a_time_stand_on_one_scale():
+    """Half of a prefill's time is not the layers': two of ten cost more than a fifth of it, whether they were timed or
+    not."""
+    cells = [
+        PatternScores(LayerPattern.from_triplet(0, a, b), (q, q))
+        for a, b, q in ((4, 6, 0.89), (6, 8, 0.85), (2, 8, 0.895), (3, 6, 0.5))
+    ]
+    plain = replace(PROFILE, layers=10, receiver_scores=(0.9, 0.9), ranges=tuple(cells), costs={})
+    timed = replace(plain, costs={"0-10": 1.0, "4-6": 0.55, "2-8": 0.75})
+    assert timed.cost(LayerPattern.from_triplet(0, 6, 8)) == 0.55 and timed.cost(
+        LayerPattern.from_triplet(0, 3, 6)
+    ) == pytest.approx(0.6)
+    assert (
+        plain.cost(LayerPattern.from_triplet(0, 6, 8)) == 0.2
+        and plain.cost(LayerPattern()) == timed.cost(LayerPattern()) == 0
+    )
+    assert [str(p.pattern) for p in timed.frontier()] == ["none", "4-6", "2-8", "0-10"]
+    assert str(timed.cheapest(0.06).pattern) == "4-6"
+
+
+def test_pictures_and_tables(tmp_path):
+    files = draw_figures(PROFILE, tmp_path, "pair")
+    assert all(file.read_text().startswith("<?xml") for file in files)
+    assert [row[:3] for row in frontier_rows(PROFILE)][-1] == ("1-3", "50%", "0.45")
+    assert ("critical layers", "1") in summary_rows(PROFILE)
+
+
+def test_many_critical_layers_fold_on_a_terminal(tmp_path, monkeypatch):
+    """And take no digit from the numbers."""
+    wide = replace(
+        PROFILE, layers=40, per_layer=((0.5, 0.5),) * 40, receiver_scores=(0.87654, 0.87654), ranges=(), costs={}
+    )
+    wide.save(tmp_path / "profile.json")
+    console = Console(file=StringIO(), force_terminal=True, width=80, no_color=True)
+    monkeypatch.setattr("choreograph.cli.reuse_commands.make_console", lambda: console)
+    CliRunner().invoke(app, ["reuse", "show", str(tmp_path / "profile.json")])
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
+    assert "0.877" in shown and all(re.search(rf"\b{layer}\b", shown) for layer in range(40))
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_choice_is_careful_while_there_is_time():
+    points = PROFILE.frontier()
+    choice = LatencyAwareSelector(points, seconds_per_token=0.01, ttft_slo=1.0, max_loss=0.2)
+    assert [str(p) for p in choice.patterns] == ["1-3", "1-2"]
+    loads = [EngineLoad(0, 0, tokens, 100) for tokens in (0, 50, 60, 1000, 0)]
+    assert [str(choice(load)) for load in loads] == ["1-3", "1-3", "1-2", "1-2", "1-3"]
+    assert choice.expected_ttft(points[-1], loads[1]) == pytest.approx(0.5 + 0.45), "what is queued has its own layers"
+    assert str(LatencyAwareSelector(points, seconds_per_token=0.01)(loads[3])) == "1-3", (
+        "without an objective there is always time"
+    )
+    assert str(LatencyAwareSelector(points, seconds_per_token=0.01, ttft_slo=1e-9)(loads[0])) == "none"
+    for wrong in (
+        {"max_loss": -1.0},
+        {"seconds_per_token": 0.0},
+        {"ttft_slo": 0.0},
+        {"seconds_per_token": None},
+    ):
+        with pytest.raises(ConfigError):
+            LatencyAwareSelector(points, **{"seconds_per_token": 1.0} | wrong)
+
+
+def test_records_are_contexts_and_questions():
+    documents = [{"title": "T", "text": "one"}, {"text": "two"}]
+    result = parse_qa_example(
+        {"id": 3, "question": "Who?", "documents": documents, "answer": "me", "answer_aliases": ["I"]}, 0
+    )
+    assert result == QAExample("3", "T\none\n\ntwo", "Who?", ("me", "I"))
+    assert parse_qa_example({"input": "Who?", "context": "text", "answers": ["me"]}, 7) == QAExample(
+        "7", "text", "Who?", ("me",)
+    )
+    assert parse_qa_example({"question": "Who?", "context": "text", "answers": ["", "me"]}, 0).answers == ("me",)
+    with pytest.raises(DataError, match=r"record 3: .* lacks \['answers'\]"):
+        parse_qa_example({"question": "Who?", "context": "text", "answers": [" "]}, 3)
+    for wrong in ({"question": "Who?", "answer": "me"}, {"context": "text", "answers": ["me"]}):
+        with pytest.raises(DataError, match="needs a question"):
+            parse_qa_example(wrong, 0)
+
+
+def test_on_the_command_line(tmp_path):
+    """Two model folders, a file of questions, a profile, a pick."""
+    letters, folders = tokenizer(), []
+    for seed in (3, 4):
+        folders.append(str(tmp_path / f"model-{seed}"))
+        tiny_models.build(seed=seed, vocabulary=len(letters), layers=3).save_pretrained(folders[-1])
+        letters.save_pretrained(folders[-1])
+    lines = [json.dumps({"question": "What?", "context": f"It is {i}.", "answers": [str(i)]}) for i in range(3)]
+    data, out = tmp_path / "asked.jsonl", tmp_path / "out"
+    data.write_text("\n".join(lines))
+    arguments = ["--data", str(data), "--out", str(out), "--model", folders[0], "--limit", "2", "--time-tokens", "8"]
+    result = CliRunner().invoke(app, ["reuse", "profile", folders[1], *arguments[:-1], "100000"])
+    assert result.exit_code != 0 and "time_tokens=100000" in str(result.exception) + result.output
+    assert not out.exists(), "told before anything was measured"
+    result = CliRunner().invoke(app, ["reuse", "profile", folders[1], *arguments])
+    assert result.exit_code == 0, result.output
+    assert "frontier" in result.output and len(list(out.glob("*.svg"))) == 4
+    found = Profile.load(out / "profile.json")
+    assert found.layers == 3 and len(found.inputs) == 2 and found.costs
+    result = CliRunner().invoke(app, ["reuse", "profile", folders[1], *arguments[:-2]])
+    assert result.exit_code == 0 and Profile.load(out / "profile.json") == found, "times are kept"
+    shown = CliRunner().invoke(app, ["reuse", "show", str(out / "profile.json"), "--loss", "99", "--json"])
+    assert json.loads(shown.output)["picked"] == "none"

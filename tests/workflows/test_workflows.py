@@ -1,0 +1,308 @@
+"""Every workflow in every mode: the same texts, the topology of the paper, outputs that cannot be read."""
+
+import pytest
+
+from choreograph import SamplingParams
+from choreograph.errors import ConfigError, DataError, InvalidRequestError
+from choreograph.evaluation.runner import source_hash
+from choreograph.workflows import Condition, WorkflowRun, conditions_of, find, names, takes_pairs
+
+TASKS = {
+    "single_call": "What is 3 + 4?",
+    "tree_of_thoughts": "What is 3 + 4?",
+    "debate_iterative": "What is 3 + 4?",
+    "debate_parallel": "What is 3 + 4?",
+    "multi_qa": ["What is the capital of France?", "Who wrote Hamlet?"],
+    "branch_solve_merge": ["dog", "run", "sea", "stone"],
+    "prisoners_dilemma": "Alice",
+}
+SMALL = {
+    "tree_of_thoughts": {"branches": 3, "voters": 2},
+    "debate_iterative": {"rounds": 2},
+    "debate_parallel": {"rounds": 2},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
+
+
+@pytest.fixture
+def play(talker):
+    """Runs a workflow and hands out its performance with everything known."""
+    sessions = []
+
+    def go(name, mode="choreographed", forced=None, task=None, sampling=GREEDY, **options):
+        session = talker.session(mode=mode, seed=3)
+        sessions.append(session)
+        p = WorkflowRun(session, sampling=sampling, replay=forced)
+        p.answer = find(name)(p, task or TASKS[name], **{**SMALL.get(name, {}), **options})
+        p.answer.result()
+        talker.run_until_idle()
+        return p
+
+    yield go
+    for session in sessions:
+        session.close()
+    talker.clear_cache()
+
+
+def steps(p, stage):
+    return [message for name, message in p.calls if name == stage]
+
+
+def test_a_message_that_repeats_one_that_was_cut_is_cut_too(play):
+    """A number on the way in a text that was cut off is no vote, whoever says it."""
+    cut = play("debate_parallel")
+    last = steps(cut, "round 2")
+    assert {m.finish_reason for m in last} == {"length"} and all(map(cut.was_truncated, last))
+    again = play("debate_parallel", forced=cut.transcript())
+    assert all(map(again.was_truncated, steps(again, "round 2"))) and again.parse_failures == cut.parse_failures
+    ended = play("debate_parallel", forced=cut.transcript(), sampling=SamplingParams(temperature=0, max_tokens=400))
+    assert not any(map(ended.was_truncated, steps(ended, "round 2"))), "below the limit"
+
+
+def test_every_workflow_is_tested():
+    assert set(TASKS) == set(names())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_all_modes_use_the_same_texts_and_naive_equals_prefix(name, play):
+    runs = {mode: play(name, mode) for mode in ("naive", "prefix")}
+    assert runs["naive"].transcript() == runs["prefix"].transcript()
+    content = runs["prefix"].transcript()
+    for options in ({}, {"topology": "parallel"}) if name in ("multi_qa", "branch_solve_merge") else ({},):
+        forced = play(name, "choreographed", content, **options)
+        assert forced.transcript() == content
+        assert forced.outputs == runs["prefix"].outputs, "what is found out is what was said"
+        assert [s for s, _ in forced.calls] == [s for s, _ in runs["prefix"].calls]
+        for (_, a), (_, b) in zip(forced.calls, runs["prefix"].calls, strict=True):
+            assert a.tokens == b.tokens, "the same text in every mode"
+    assert all(m.finish_reason in ("stop", "length", "encoded", "cached") for _, m in runs["prefix"].calls)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_conditions_are_options_that_the_workflow_has(name):
+    conditions = conditions_of(find(name))
+    assert next(iter(conditions)) == "baseline"
+    assert conditions["baseline"].mode == "prefix"
+    assert all(isinstance(c, Condition) for c in conditions.values())
+    assert takes_pairs(find(name)) == (name == "multi_qa")
+
+
+def test_the_second_question_sees_the_first_in_prefix_mode_only(play):
+    serial, parallel = (play("multi_qa", topology=t) for t in ("serial", "parallel"))
+    for p in (serial, parallel):
+        system = steps(p, "system")[0]
+        assert all(q.parents == (system,) for q in steps(p, "question"))
+    (answer,) = steps(serial, "answer")
+    system, first, second, closing = answer.parents
+    assert answer.offsets == (0, system.length, system.length + first.length, answer.position - closing.length)
+    (answer,) = steps(parallel, "answer")
+    system, first, second, closing = answer.parents
+    end = system.length + max(first.length, second.length)
+    assert answer.offsets == (0, system.length, system.length, end)
+    assert answer.position == end + closing.length
+
+
+def test_parallel_stories_overlap_and_the_merge_stands_behind_the_longer_one(play):
+    (merged,) = steps(play("branch_solve_merge", topology="parallel"), "merge")
+    prompt, first, second = merged.parents
+    assert merged.offsets == (0, prompt.length, prompt.length)
+    assert merged.position == prompt.length + max(first.length, second.length)
+
+
+def test_no_agent_reads_its_own_answer(play):
+    p = play("debate_parallel", agents=3, rounds=2)
+    first, second = steps(p, "round 1"), steps(p, "round 2")
+    for i, message in enumerate(second):
+        assert first[i] not in message.parents
+        assert [m for m in first if m in message.parents] == first[:i] + first[i + 1 :]
+
+
+def test_a_debate_ends_with_a_yes_and_goes_on_with_anything_else(play, talker):
+    def ids(text):
+        return talker.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    stopped = play("debate_iterative", forced={"verdict": [ids(" Yes, they do.")] * 3}, rounds=3)
+    assert (len(steps(stopped, "affirmative")), stopped.outputs["rounds"]) == (1, 1)
+    whole = play("debate_iterative", forced={"verdict": [ids(" No."), ids(" Perhaps.")]}, rounds=3)
+    assert (len(steps(whole, "negative")), whole.outputs["rounds"]) == (3, 3)
+    assert whole.parse_failures == {"verdict": 1}
+    assert len(steps(whole, "affirmative")[-1].parents) == 1 + 4
+
+
+def test_votes_that_cannot_be_read_are_counted_and_the_first_branch_goes_on(play, talker):
+    nothing = talker.tokenizer(" none", add_special_tokens=False)["input_ids"]
+    p = play("tree_of_thoughts", forced={"vote": [nothing, nothing]})
+    assert p.parse_failures == {"vote": 2}
+    assert steps(p, "solve")[0] in p.answer.parents
+
+
+@pytest.mark.parametrize("first", ["Alice", "Bob"])
+@pytest.mark.parametrize("leak", ["both", "system", "plan", "none"])
+def test_what_leaks_from_alice_to_bob(first, leak, play):
+    p = play("prisoners_dilemma", task=first, leak=leak, strategy="defect")
+    system, plan = steps(p, "Alice system")[0], steps(p, "Alice plans")[0]
+    said, retold = steps(p, "Alice says"), steps(p, "retold")
+    (decides,) = steps(p, "Bob decides")
+    heard = [m for m in decides.parents if m in said + retold]
+    assert heard == (said if leak == "both" else retold)
+    assert system not in decides.parents and plan not in decides.parents
+    for own, told in zip(said, retold, strict=False):
+        assert (told.tokens, told.position) == (own.tokens, own.position)
+        assert (system in told.parents) == (leak == "system")
+        assert plan not in told.parents
+        copies = [m for m in told.parents if m.tokens == plan.tokens]
+        openings = steps(p, "opening")
+        assert [m.parents for m in copies] == ([tuple(m for m in openings if m in told.parents)] * (leak == "plan"))
+        place = dict(zip([m.id for m in own.parents], own.offsets, strict=True))
+        for parent, offset in zip(told.parents, told.offsets, strict=True):
+            assert parent in (*retold, system, *openings, *copies) or offset == place[parent.id]
+    order = [stage for stage, _ in p.calls if stage.endswith("says")]
+    assert order[:2] == [f"{first} says", f"{'Bob' if first == 'Alice' else 'Alice'} says"]
+    assert set(p.outputs) == {"Alice decides", "Bob decides", "Bob predicts"}
+
+
+def test_turns_are_those_of_a_session(talker):
+    with talker.session() as session:
+        p = WorkflowRun(session)
+        for mine, its in ((p.system, session.system), (p.user, session.user), (p.assistant, session.assistant)):
+            assert mine("Hello") == its("Hello")
+            assert mine("Hello", opening=False) == its("Hello", opening=False) != its("Hello")
+
+
+def test_lists_of_calls_are_those_of_a_session(talker):
+    def play(forced=None, listed=True):
+        with talker.session(seed=3) as session:
+            p = WorkflowRun(session, sampling=SamplingParams(temperature=0.9, max_tokens=6), replay=forced)
+            texts = [{"tokens": p.user(text)} for text in ("One", "Two")]
+            asked = p.prefill("ask", texts) if listed else [p.prefill("ask", **call) for call in texts]
+            calls = [{"header": p.assistant(), "parents": asked, "max_tokens": most} for most in (2, 4)]
+            said = p.decode("say", calls) if listed else [p.decode("say", **call) for call in calls]
+            said.append(p.decode("say", p.assistant(), said))
+            return [stage for stage, _ in p.calls], [message.result().tokens for message in said], p.transcript()
+
+    stages, said, content = play()
+    assert stages == ["ask", "ask", "say", "say", "say"]
+    assert [len(tokens) for tokens in content["say"]] == [2, 4, 6]
+    assert play(listed=False) == (stages, said, content)
+    assert play(forced=content)[2] == content
+
+
+def test_what_stands_beside_a_list_of_calls_is_named(talker):
+    with talker.session() as session:
+        p = WorkflowRun(session)
+        asked = p.prefill("ask", p.user("One"))
+        for bad in ({"parents": [asked]}, {"max_tokens": 3}):
+            with pytest.raises(InvalidRequestError, match=f"{next(iter(bad))}=.* beside a list"):
+                p.decode("say", [{"header": p.assistant()}], **bad)
+        with pytest.raises(InvalidRequestError, match="needs 'tokens'"):
+            p.prefill("ask", [{"parents": [asked]}])
+        with pytest.raises(InvalidRequestError, match="into a list"):
+            p.prefill("ask", p.user("Two"), asked)
+        assert [stage for stage, _ in p.calls] == ["ask"]
+
+
+def test_orders_are_for_alice_alone(play):
+    p = play("prisoners_dilemma", strategy="defect", orders="Say nothing of the prize.")
+    told = {name: steps(p, f"{name} system")[0].text for name in ("Alice", "Bob")}
+    assert "always defect.\nSay nothing of the prize." in told["Alice"]
+    assert "prize" not in told["Bob"] and "defect." not in told["Bob"].partition("as you can get.")[2]
+
+
+def test_plans_are_copied_and_the_talk_is_free(play):
+    sampling = SamplingParams(temperature=0.9, max_tokens=6)
+    before = play("prisoners_dilemma", "prefix", sampling=sampling)
+    copied = {stage: before.transcript()[stage] for stage in ("Alice plans", "Bob plans")}
+    after = play("prisoners_dilemma", forced=copied, sampling=sampling)
+    assert {s: after.transcript()[s] for s in copied} == copied
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("tree_of_thoughts", {"branches": 0}, "branches=0"),
+        ("debate_iterative", {"rounds": 0}, "rounds=0"),
+        ("debate_parallel", {"agents": 0}, "agents=0"),
+        ("multi_qa", {"topology": "ring"}, "ring"),
+        ("branch_solve_merge", {"task": "one"}, "two concepts"),
+        ("prisoners_dilemma", {"task": "Carol"}, "Carol"),
+        ("prisoners_dilemma", {"strategy": "win"}, "win"),
+        ("prisoners_dilemma", {"leak": "all"}, "all"),
+        ("prisoners_dilemma", {"rounds": 0}, "rounds=0"),
+    ],
+)
+def test_bad_options_say_what_is_possible(name, options, said, play):
+    with pytest.raises(ConfigError, match=said):
+        play(name, **options)
+
+
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from functools import cache, partial
+from choreograph.workflows import Condition, single_call
+CONDITIONS = {"first": Condition("prefix"), "second": Condition("naive")}
+
+@dataclass
+class Prompt:
+    text: str
+
+def run(p, task):
+    return p.decode("answer", p.assistant(), [p.prefill("task", p.user(Prompt(task).text))], max_tokens=2)
+
+class Callable:
+    def __call__(self, p, task):
+        return run(p, task)
+
+"""
+
+
+@pytest.mark.parametrize(
+    "last", ["", "run = cache(run)", "run = single_call.run", "run = partial(run)", "run = Callable()"]
+)
+def test_what_stands_beside_run_is_that_of_its_file(last, tmp_path):
+    """However the file comes by its `run`; and a dataclass with postponed annotations is one."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN + last)
+    before = source_hash(find(str(file)))
+    assert list(conditions_of(find(str(file)))) == ["first", "second"]
+    file.write_text(OWN.replace("first", "one") + last)
+    assert list(conditions_of(find(str(file)))) == ["one", "second"]
+    assert source_hash(find(str(file))) != before
+
+
+def test_a_file_that_borrows_a_workflow_has_its_conditions_by_default(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("from choreograph.workflows.multi_qa import run")
+    assert conditions_of(find(str(file))) == conditions_of(find("multi_qa"))
+
+
+def test_one_stop_string_is_not_its_letters(talker):
+    with talker.session() as session:
+        p = WorkflowRun(session, sampling=SamplingParams(stop="a", max_tokens=2))
+        for stop in ("END", ["END"], ("END",)):
+            assert p.decode("say", "x", stop=stop)._request.decode_state.sampling.stop == ("a", "END")
+
+
+def test_a_note_is_json(talker):
+    with talker.session() as session:
+        p = WorkflowRun(session)
+        p.record("votes", [1, 2])
+        with pytest.raises(DataError, match="note 'votes'"):
+            p.record("votes", {1, 2})
+        assert p.outputs == {"votes": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "said"),
+    [
+        ("{}", "CONDITIONS"),
+        ("['prefix']", "CONDITIONS"),
+        ("{'a': 'prefix'}", "CONDITIONS"),
+        ("{'a': Condition('prefx')}", "'prefx'"),
+    ],
+)
+def test_conditions_that_are_none_are_refused_before_anything_runs(conditions, said, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN + f"CONDITIONS = {conditions}")
+    with pytest.raises(ConfigError, match=said):
+        conditions_of(find(str(file)))
