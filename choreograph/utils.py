@@ -1,4 +1,4 @@
-"""Where results go: refused before anything is computed, where nothing could be written. Knows no results."""
+"""File helpers, cleanup of several resources, and a lock that defers SIGINT."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from .errors import ConfigError
 
 
 def ensure_dir(path: Path) -> None:
-    """Makes a folder, with those above it, if it is not there. Raises ConfigError where none can be."""
+    """Create a directory and its parents; raise ConfigError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -21,13 +21,13 @@ def ensure_dir(path: Path) -> None:
 
 
 def can_create_dir(path: Path) -> bool:
-    """Whether it is a folder, or nothing but folders stands where it would be made."""
+    """Return whether `path` is a directory or could be created as one."""
     there = next((place for place in (path, *path.absolute().parents) if place.exists()), None)
     return there is not None and there.is_dir()
 
 
 def atomic_write_text(file: Path, text: str) -> None:
-    """In place of what is there, once all of it is written."""
+    """Replace `file` by `text` atomically."""
     if file.exists() and not file.is_file():  # a device, a pipe
         file.write_text(text, encoding="utf-8")
         return
@@ -41,7 +41,7 @@ def atomic_write_text(file: Path, text: str) -> None:
 
 
 def ensure_writable(file: Path | None) -> None:
-    """Makes the folder of a file that is to be written, if one is. Raises ConfigError where it could not be."""
+    """Create the directory of `file`; raise ConfigError if the file could not be written."""
     if file is None:
         return
     if file.is_dir():
@@ -52,7 +52,7 @@ def ensure_writable(file: Path | None) -> None:
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> list[Exception]:
-    """Calls all of them, even if one raises; returns what was raised."""
+    """Call all callables even if one raises; return the exceptions."""
     problems: list[Exception] = []
     for call in calls:
         try:
@@ -108,7 +108,7 @@ _SIGINT_GUARD = _SigintGuard()
 
 
 class DeferSigintLock:
-    """A lock that its thread may take again, for `threading.Condition` too: who waits there can be interrupted."""
+    """Re-entrant lock that defers SIGINT while held; usable with `threading.Condition`."""
 
     def __init__(self) -> None:
         self._lock: Any = threading.RLock()
@@ -126,7 +126,7 @@ class DeferSigintLock:
         return bool(got)
 
     def _wait(self, timeout: float) -> bool:
-        """Until another thread gives it back. Who holds nothing else can be interrupted meanwhile."""
+        """Wait for another thread to release the lock; interruptible if no other lock is held."""
         if timeout >= 0:
             return bool(self._lock.acquire(timeout=timeout))
         while not self._lock.acquire(timeout=SIGINT_POLL_SECONDS):
@@ -174,7 +174,7 @@ class DeferSigintLock:
 
 @contextmanager
 def allow_sigint() -> Iterator[None]:
-    """For what may be broken off, whatever is locked."""
+    """Deliver SIGINT immediately inside this block, even while a `DeferSigintLock` is held."""
     held = _in_main_thread() and _SIGINT_GUARD.num_holds > 0
     if held:
         _SIGINT_GUARD.unblock()

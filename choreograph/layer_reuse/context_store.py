@@ -84,7 +84,7 @@ class ContextStore:
         return name
 
     def store_hidden(self, context: Message) -> tuple[int, ...]:
-        """Keeps it likewise, and tells for which layers there is what came into them: those that `Engine.share` named
+        """Keeps it likewise, and tells for which layers there is what came into them: those that `Engine.enable_layer_reuse` named
         before the context was encoded. Raises InvalidRequestError where there are none."""
         self._check_fully_computed(context)
         layers = tuple(sorted(context._request.kv.cached_hidden_layers))

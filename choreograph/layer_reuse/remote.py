@@ -197,7 +197,7 @@ def _digest(value: object) -> str:
 class RemoteSender:
     """A sender in another process. One that has failed once is not asked again: what it says could be anything.
 
-    name: how `Engine.share` and events call its model. seconds: how long an answer, or a layer, may take.
+    name: how `Engine.enable_layer_reuse` and events call its model. seconds: how long an answer, or a layer, may take.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class LatencyAwareSelector:
 
     @property
     def patterns(self) -> tuple[LayerPattern, ...]:
-        """All that it may answer: what `Engine.share` wants to know."""
+        """All that it may answer: what `Engine.enable_layer_reuse` wants to know."""
         return tuple(point.pattern for point in self.points)
 
     def expected_ttft(self, point: ParetoPoint, load: EngineLoad) -> float:
@@ -61,7 +61,7 @@ def enable_profiled_reuse(
     max_loss: float = float("inf"),
     capacity: int | None = None,
 ) -> LatencyAwareSelector:
-    """`Engine.share` as a profile and the load say. Raises ConfigError for a profile of other models."""
+    """`Engine.enable_layer_reuse` as a profile and the load say. Raises ConfigError for a profile of other models."""
     family = engine.core.model_set
     for role, name, known in (("receiver", receiver, profile.receiver), ("sender", sender, profile.sender)):
         if family.fingerprint(name) != known:

@@ -43,7 +43,7 @@ class LoraWeights:
 
 
 class LoraManager:
-    """The adapters of one model. Used by whoever runs the model, one at a time."""
+    """The adapters of one model. Used by the caller that runs the model, one at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -52,7 +52,7 @@ class PromptCache:
         self._session = engine.session(client_id=client_id)
         self._messages: dict[RunKey, Message] = {}
         self._host_snapshots: dict[RunKey, KVSnapshot] = {}
-        self._lock = threading.RLock()  # of whoever encodes modules or lets go of them
+        self._lock = threading.RLock()  # of the caller that encodes modules or lets go of them
 
     def __enter__(self) -> "PromptCache":
         return self

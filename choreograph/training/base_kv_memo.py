@@ -24,7 +24,7 @@ class BaseKVMemo:
 
     packs: all that will be asked for. What several of them have is kept, the most frequent first, as long as there is
     room. tokens: how many there is room for, if not as many as `MEMORY` holds. Each is computed by itself, so that it
-    comes out the same, bit by bit, whoever asks first.
+    comes out the same, bit by bit, the caller that asks first.
     """
 
     def __init__(self, hf_model: HFModel, packed_traces: Iterable[PackedTrace], max_tokens: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Lessons: the calls of a trace as they are made under reuse, saying what the baseline said. Computes nothing."""
+"""Examples: the calls of a trace as they are made under reuse, saying what the baseline said. Computes nothing."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -249,7 +249,7 @@ def _answer_tokens(model: HFModel, trace: Trace) -> list[int]:
 
 
 def concat_examples(examples: Sequence[TrainingExample]) -> TrainingExample:
-    """Several lessons as one, in which equal prefills are one, as they are one encoding. All of them read, or none."""
+    """Several examples as one, in which equal prefills are one, as they are one encoding. All of them read, or none."""
     if len(examples) == 1:
         return examples[0]
     reading = examples[0].adapter_only
@@ -257,7 +257,7 @@ def concat_examples(examples: Sequence[TrainingExample]) -> TrainingExample:
     result: list[TracedCall] = []
     known: dict[object, int] = {}
     parts = [(one.calls[:at], one.calls[at:]) for one in examples for at in [first_decode_index(one.calls)]]
-    numbers: list[list[int]] = [[] for _ in examples]  # of each lesson's calls, among all
+    numbers: list[list[int]] = [[] for _ in examples]  # of each example's calls, among all
     for part in range(2):
         if reading:
             known = {}  # what the adapter computes is not what the base does

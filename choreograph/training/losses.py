@@ -63,7 +63,7 @@ def _chunks(first: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True)
 class KVTarget:
-    """rows: of a lesson's pass, those that are seen; layers: their keys, turned to where they stand, and values, as the
+    """rows: of a example's pass, those that are seen; layers: their keys, turned to where they stand, and values, as the
     mean over the decodes that see them, each with its whole prompt."""
 
     rows: Int[Tensor, "R"]
@@ -125,7 +125,7 @@ def _mean_by_row(vectors: Float[Tensor, "G P D"], row_ids: Int[Tensor, "P"]) -> 
 
 
 def example_losses(hf_model: HFModel, examples: Sequence[TrainingExample], model: str = BASE_MODEL) -> list[float]:
-    """The mean log-loss of a token of every lesson, by the model or one of its adapters."""
+    """The mean log-loss of a token of every example, by the model or one of its adapters."""
     result = []
     for example in examples:
         packed = example.packed
@@ -134,14 +134,14 @@ def example_losses(hf_model: HFModel, examples: Sequence[TrainingExample], model
 
 
 def mean_loss(hf_model: HFModel, examples: Sequence[TrainingExample], model: str = BASE_MODEL) -> float:
-    """The mean of a token over all lessons, each token weighing the same."""
+    """The mean of a token over all examples, each token weighing the same."""
     return mean_losses(hf_model, examples, model, with_kl=False)[0]
 
 
 def mean_losses(
     hf_model: HFModel, examples: Sequence[TrainingExample], model: str = BASE_MODEL, *, with_kl: bool
 ) -> tuple[float, float]:
-    """Log-loss and divergence of a token over all lessons, each token weighing the same; no divergence is zero."""
+    """Log-loss and divergence of a token over all examples, each token weighing the same; no divergence is zero."""
     loss = apart = 0.0
     for example in examples:
         packed = example.packed
@@ -153,8 +153,8 @@ def mean_losses(
 
 
 def token_losses(logits: Tensor, targets: Sequence[int], kl_example: TrainingExample | None) -> tuple[Tensor, Tensor]:
-    """Of every generated token its log-loss, and KL(baseline || now) over the tokens that the trace of the lesson kept,
-    the rest as one; zeros without a lesson. Logits are read once for both."""
+    """Of every generated token its log-loss, and KL(baseline || now) over the tokens that the trace of the example kept,
+    the rest as one; zeros without a example. Logits are read once for both."""
     if kl_example is None:
         loss = -log_likelihood(logits, targets)
         return loss, torch.zeros_like(loss)

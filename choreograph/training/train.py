@@ -1,6 +1,6 @@
-"""Fine-tunes LoRA adapters on lessons, so that a model on reused encodings says what it says on the baseline.
+"""Fine-tunes LoRA adapters on examples, so that a model on reused encodings says what it says on the baseline.
 
-A lesson is computed in one pass (`onepass.packed`), so that gradients reach every message that was reused. What follows
+A example is computed in one pass (`training.packed_forward`), so that gradients reach every message that was reused. What follows
 from a checkpoint depends on it and the seed alone: a run that was stopped goes on as if it had not been.
 """
 
@@ -60,7 +60,7 @@ def train(
 ) -> TrainReport:
     """Trains an adapter and saves it in `out`, as `peft` does; the model is left as it was.
 
-    baseline: the lessons for validation as the baseline computes them, to say how much of the gap is closed.
+    baseline: the examples for validation as the baseline computes them, to say how much of the gap is closed.
     on_update: called with the number of updates that are made, and of all. A folder that holds checkpoints of the same
     setting is gone on with, a finished one is read.
     """
@@ -217,7 +217,7 @@ def _is_finished(
     out: Path,
     config: TrainConfig,
 ) -> bool:
-    """Whether a folder holds this training, ended. It belongs to one setting, model, and set of lessons, once there is
+    """Whether a folder holds this training, ended. It belongs to one setting, model, and set of examples, once there is
     something of it to lose."""
     file, ended = out / "train.json", (out / "report.json").exists()
     if ended and not (file.exists() and (out / "adapter_model.safetensors").exists()):
@@ -337,7 +337,7 @@ def _dtype_name(base: HFModel) -> str:
 
 
 def _find_trace_workflow(traces: Path, settings: Mapping[str, Any], name: str | None) -> WorkflowFunction:
-    """The workflow of some traces. One that is a file of its own has to be named by whoever trains: to look it up runs
+    """The workflow of some traces. One that is a file of its own has to be named by the caller that trains: to look it up runs
     its code."""
     known = settings["workflow"]
     if name is None and known not in names():

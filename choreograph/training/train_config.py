@@ -15,7 +15,7 @@ class TrainConfig:
     """The paper's setting where it says one (section 3.3, footnote 7).
 
     targets: the linear layers that get an adapter, by the end of their names; those of the attention if none are named.
-    lessons: how many go into one update. packed: how many of these are computed in one pass, where what they share is
+    examples: how many go into one update. packed: how many of these are computed in one pass, where what they share is
     computed once, at the cost of memory (with `encodings` each has its own). kl: weight of the divergence from the
     log-probabilities kept in the traces, beside the log-loss, in what is learned and what the best checkpoint is chosen
     by. encodings: weight of how far reused encodings are from the mean of those in all readers' own prompts
@@ -86,10 +86,10 @@ _REPORT_KEYS = {"loss_before": "before", "loss_after": "after"}  # names in the 
 
 @dataclass
 class TrainReport:
-    """Mean log-loss of a token of the lessons for validation: under reuse before and after, and of the baseline.
+    """Mean log-loss of a token of the examples for validation: under reuse before and after, and of the baseline.
 
     divergence: of the same tokens from the baseline, before and after, where it was learned from. trained_share:
-    trained parameters over those of the model, as the paper counts. seconds: of a lesson, in training. peak_memory: the
+    trained parameters over those of the model, as the paper counts. seconds: of a example, in training. peak_memory: the
     most bytes that the process, or the GPU, ever held. log: what was measured on the way.
     """
 

@@ -1,4 +1,4 @@
-"""transformers' training loop over lessons that are computed in one pass each. Owns checkpoints and metrics."""
+"""transformers' training loop over examples that are computed in one pass each. Owns checkpoints and metrics."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ _CHECKPOINTING_OPTION = next(n for n in ("activation_checkpointing", "gradient_c
 
 
 class PackedTrainer(Trainer):
-    """transformers' loop over lessons that are computed in one pass each, or a few together."""
+    """transformers' loop over examples that are computed in one pass each, or a few together."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class PackedTrainer(Trainer):
         self._mean_num_targets = fmean(example.num_targets for example in examples)
         self._mean_examples_per_forward = float(
             config.examples_per_forward
-        )  # how many lessons of this update share a pass, in the mean
-        self.validation_seconds, self.num_trained_examples = 0.0, 0  # seconds; lessons
+        )  # how many examples of this update share a pass, in the mean
+        self.validation_seconds, self.num_trained_examples = 0.0, 0  # seconds; examples
         updates = -(-len(examples) // config.batch_size)  # of an epoch
         every = max(1, updates // config.evals_per_epoch)
         warm_up = int(config.warmup_ratio * updates * config.epochs)  # the first of them has a rate of 0
@@ -77,7 +77,7 @@ class PackedTrainer(Trainer):
         self.remove_callback(PrinterCallback)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The passes of one update. Their mean is taken, so a pass counts by its share of the update's lessons."""
+        """The passes of one update. Their mean is taken, so a pass counts by its share of the update's examples."""
         passes, count = super().get_batch_samples(*args, **kwargs)
         if passes:
             self._mean_examples_per_forward = fmean(len(one["lessons"]) for one in passes)
@@ -125,7 +125,7 @@ class PackedTrainer(Trainer):
 
 
 class _SingleDeviceArguments(TrainingArguments):
-    """A lesson is one sequence, computed where the model is: it is not scattered over several GPUs, nor moved."""
+    """A example is one sequence, computed where the model is: it is not scattered over several GPUs, nor moved."""
 
     @property
     def n_gpu(self) -> int:
