@@ -11,6 +11,7 @@ ChoreographError
 │   └── PromptError                        prompt that does not follow its schema
 ├── GraphError (ValueError)                unreadable step graph of agents
 ├── ModelError (OSError)                   model that cannot be found, loaded or served
+├── MissingDependencyError (ImportError)   optional dependency that is not installed
 ├── InvalidRequestError (ValueError)       invalid `prefill` or `decode` arguments
 │   ├── NotAMessageError                   parent that is not a message
 │   ├── WrongSessionError                  parent of another engine or session
@@ -72,6 +73,10 @@ class GraphError(ChoreographError, ValueError):
 
 class ModelError(ChoreographError, OSError):
     """Model that cannot be found, loaded or served."""
+
+
+class MissingDependencyError(ChoreographError, ImportError):
+    """Optional dependency that is not installed; the message names the extra that provides it."""
 
 
 class InvalidRequestError(ChoreographError, ValueError):

@@ -6,10 +6,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, MissingDependencyError
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency; raise MissingDependencyError naming the extra that provides it."""
+    try:
+        return import_module(module)
+    except ImportError as exc:
+        if exc.name is not None and exc.name != module.partition(".")[0]:
+            raise  # installed, but one of its own imports fails
+        raise MissingDependencyError(
+            f"{exc.name or module} is not installed: run pip install 'choreograph[{extra}]'"
+        ) from None
 
 
 def ensure_dir(path: Path) -> None:
