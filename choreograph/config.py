@@ -1,88 +1,158 @@
-"""Engine configuration: frozen dataclasses, validated once when created."""
+"""Engine configuration: frozen pydantic dataclasses, validated once when created."""
 
+import dataclasses
+import operator
 import os
-import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Annotated, Any, Literal, dataclass_transform, get_args
 
-from .errors import ConfigError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    StrictBool,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic import (
+    dataclasses as pydantic_dataclasses,
+)
+
+from .errors import ChoreographError, ConfigError
 from .utils import can_create_dir
 
-BACKENDS = ("auto", "native", "triton", "flex", "sdpa", "reference")
+Backend = Literal["auto", "native", "triton", "sdpa", "reference"]
+EvictionPolicyName = Literal["workflow", "lru", "lfu", "fifo"]
+Quantization = Literal["int8", "int4"]
 
-EVICTION_POLICIES = ("workflow", "lru", "lfu", "fifo")
-
-QUANTIZATIONS = (None, "int8", "int4")
-
-_UNITS = {
-    unit: base**power
-    for power, letter in enumerate("kmgt", 1)
-    for unit, base in ((f"{letter}b", 1000), (f"{letter}ib", 1024))
-}
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)", re.IGNORECASE)
+BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
-def _check(ok: bool, name: str, value: object, hint: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name}={value!r}: {hint}")
+def as_int(value: object) -> int | None:
+    """Return an integer of any library (NumPy, a tensor of one element) as int; None for other values and booleans."""
+    try:
+        return operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
-def _is_int(value: object, min_value: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= min_value
+def _to_int(value: object) -> int:
+    number = as_int(value)
+    if number is None:
+        raise ValueError("use a whole number")
+    return number
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, str) and _SIZE.fullmatch(value) is not None
+Int = Annotated[int, BeforeValidator(_to_int)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+
+
+def _check_size(value: object) -> int | str:
+    if isinstance(value, str):
+        try:
+            TypeAdapter(ByteSize).validate_python(value)
+        except ValidationError:
+            raise ValueError('use a size like "512MiB" or "4GiB", or a number of tokens') from None
+        return value
+    if (number := as_int(value)) is None or number < 1:
+        raise ValueError('use None, a number of tokens, or a size like "512MiB" or "4GiB"')
+    return number
+
+
+CacheSize = Annotated[int | str, BeforeValidator(_check_size)]
 
 
 def parse_capacity(size: int | str, bytes_per_token: int) -> int:
     """Return a capacity in tokens; `size` is a number of tokens or a size in bytes ("4GiB")."""
-    if isinstance(size, int):
-        return size
-    result = _SIZE.fullmatch(size)
-    assert result is not None
-    return int(float(result[1]) * _UNITS[result[2].lower()]) // bytes_per_token
+    return size if isinstance(size, int) else TypeAdapter(ByteSize).validate_python(size) // bytes_per_token
 
 
-def _check_switch(name: str, value: object) -> None:
-    _check(isinstance(value, bool), name, value, "use True or False")
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
+def validated(error: type[Exception] = ConfigError) -> Callable[[type], Any]:
+    """Make a class a frozen pydantic dataclass; invalid or unknown options raise `error` with name and value."""
+
+    def decorate(cls: type) -> Any:
+        config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+        result: Any = pydantic_dataclasses.dataclass(frozen=True, config=config)(cls)
+        validate = result.__init__
+
+        @wraps(validate)
+        def checked_init(self: Any, *args: Any, **options: Any) -> None:
+            try:
+                validate(self, *args, **options)
+            except ValidationError as exc:
+                raise error(_describe(exc, options, sorted(f.name for f in dataclasses.fields(self)))) from None
+
+        result.__init__ = checked_init
+        return result
+
+    return decorate
+
+
+def _describe(error: ValidationError, options: dict[str, Any], known: list[str]) -> str:
+    """Return "name=value: what to use instead" of the first invalid option."""
+    first = error.errors(include_url=False)[0]
+    if isinstance(raised := first.get("ctx", {}).get("error"), ChoreographError):  # of __post_init__
+        return str(raised)
+    reason = str(first["msg"]).removeprefix("Value error, ").replace("Input should be", "should be")
+    name = next((str(part) for part in first["loc"]), "")
+    value = options[name] if name in options else first["input"]
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{name}={value!r}: no such option; known: {known}"
+    return f"{name}={value!r}: {reason}"
 
 
 def check_count(value: object, name: str, min_value: int) -> None:
     """Raise ConfigError unless `value` is an integer of at least `min_value`."""
-    _check(_is_int(value, min_value), name, value, f"use {min_value} or more")
+    number = as_int(value)
+    if number is None or number < min_value:
+        raise ConfigError(f"{name}={value!r}: use {min_value} or more")
 
 
-@dataclass(frozen=True)
+def _check_disk_dir(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    if not isinstance(path, (str, os.PathLike)) or not can_create_dir(Path(path)):
+        raise ValueError("use the path of a directory that exists or can be created")
+    return path
+
+
+def _instance_of(kind: type) -> BeforeValidator:
+    """Refuse other values, also dicts of options."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, kind):
+            raise ValueError(f"use {kind.__name__}(...)")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_ascending(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if not sizes or sorted(set(sizes)) != list(sizes):
+        raise ValueError("use None, or batch sizes in ascending order")
+    return sizes
+
+
+@validated()
 class CacheConfig:
     """Size of the KV cache, its lower tiers and its eviction policy."""
 
-    capacity: int | str | None = None  # device tokens or bytes ("4GiB"); None: from the model limit and free memory
-    page_size: int = 16  # tokens per page, the unit of allocation
-    eviction: str = "lru"  # policy that ranks unreferenced entries, one of EVICTION_POLICIES
-    host_capacity: int | str | None = None  # host tier, tokens or bytes ("4GiB"); None: no host tier
-    disk_capacity: int | str | None = None  # disk tier, tokens or bytes ("4GiB"); None: no disk tier
-    disk_dir: str | os.PathLike[str] | None = None  # directory of the disk tier; None: the temporary directory
-    poison_freed_pages: bool = False  # fill freed pages with NaN, so that tests detect reads of freed memory
+    capacity: CacheSize | None = None  # device tokens or bytes ("4GiB"); None: from the model limit and free memory
+    page_size: PositiveInt = 16  # tokens per page, the unit of allocation
+    eviction: EvictionPolicyName = "lru"  # ranks unreferenced entries
+    host_capacity: CacheSize | None = None  # host tier, tokens or bytes ("4GiB"); None: no host tier
+    disk_capacity: CacheSize | None = None  # disk tier, tokens or bytes ("4GiB"); None: no disk tier
+    # directory of the disk tier; None: the temporary directory
+    disk_dir: Annotated[Any, AfterValidator(_check_disk_dir)] | None = None
+    poison_freed_pages: StrictBool = False  # fill freed pages with NaN, so that tests detect reads of freed memory
 
     def __post_init__(self) -> None:
-        _check(_is_int(self.page_size, 1), "page_size", self.page_size, "use 1 or more")
-        _check(
-            self.capacity is None or _is_int(self.capacity, self.page_size) or _is_size(self.capacity),
-            "capacity",
-            self.capacity,
-            f'use None, at least one page of {self.page_size}, or a size like "512MiB" or "4GiB"',
-        )
-        for name in ("host_capacity", "disk_capacity"):
-            value = getattr(self, name)
-            ok = value is None or _is_int(value, 1) or _is_size(value)
-            _check(ok, name, value, 'use None, a number of tokens, or a size like "512MiB" or "4GiB"')
-        folder = self.disk_dir
-        ok = folder is None or (isinstance(folder, (str, os.PathLike)) and can_create_dir(Path(folder)))
-        _check(ok, "disk_dir", folder, "use None, or the path of a directory that exists or can be created")
-        _check(self.eviction in EVICTION_POLICIES, "eviction", self.eviction, f"use one of {EVICTION_POLICIES}")
-        _check_switch("poison_freed_pages", self.poison_freed_pages)
+        if isinstance(self.capacity, int) and self.capacity < self.page_size:
+            raise ConfigError(f"capacity={self.capacity}: use at least one page of {self.page_size} tokens")
 
 
 def check_capacity(cache: CacheConfig, bytes_per_token: int, device_memory: int, host_memory: int) -> None:
@@ -96,7 +166,7 @@ def check_capacity(cache: CacheConfig, bytes_per_token: int, device_memory: int,
     Raises:
         ConfigError: if a capacity is too small or larger than the memory.
     """
-    for name, least, most in (
+    for name, min_tokens, memory in (
         ("capacity", cache.page_size, device_memory),
         ("host_capacity", cache.page_size, host_memory),
         ("disk_capacity", 1, None),
@@ -104,37 +174,26 @@ def check_capacity(cache: CacheConfig, bytes_per_token: int, device_memory: int,
         size = getattr(cache, name)
         if size is None:
             continue
-        held = parse_capacity(size, bytes_per_token)
-        _check(
-            held >= least,
-            name,
-            size,
-            f"{least * bytes_per_token:,} bytes hold {least} token{'s' * (least > 1)}; use that or more",
-        )
-        fits = most is None or held * bytes_per_token <= most
-        _check(fits, name, size, f"that takes {held * bytes_per_token:,} bytes, the memory has {most or 0:,}; use less")
+        num_tokens = parse_capacity(size, bytes_per_token)
+        num_bytes = num_tokens * bytes_per_token
+        if num_tokens < min_tokens:
+            min_bytes = min_tokens * bytes_per_token
+            raise ConfigError(f"{name}={size!r}: use {min_bytes:,} bytes ({min_tokens} tokens) or more")
+        if memory is not None and num_bytes > memory:
+            raise ConfigError(f"{name}={size!r}: takes {num_bytes:,} bytes, the memory has {memory:,}; use less")
 
 
-@dataclass(frozen=True)
+@validated()
 class SchedulerConfig:
     """Limits of one scheduler step."""
 
-    max_num_batched_tokens: int = 1024  # tokens of one forward pass; longer prefills are chunked
-    max_num_seqs: int = 256  # requests that may run at the same time
-    skip_loading: bool = True  # run ready requests before requests whose context is still being loaded (KVFlow §3.2)
-
-    def __post_init__(self) -> None:
-        _check(
-            _is_int(self.max_num_batched_tokens, 1),
-            "max_num_batched_tokens",
-            self.max_num_batched_tokens,
-            "use 1 or more",
-        )
-        _check(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "use 1 or more")
-        _check_switch("skip_loading", self.skip_loading)
+    max_num_batched_tokens: PositiveInt = 1024  # tokens of one forward pass; longer prefills are chunked
+    max_num_seqs: PositiveInt = 256  # requests that may run at the same time
+    # run ready requests before requests whose context is still being loaded (KVFlow §3.2)
+    skip_loading: StrictBool = True
 
 
-@dataclass(frozen=True)
+@validated()
 class EngineConfig:
     """All options of an engine.
 
@@ -142,41 +201,15 @@ class EngineConfig:
     model. Rotary tables that depend on the sequence length (longrope, dynamic) are computed for ``max_model_len``.
     """
 
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    backend: str = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
-    compile: bool = False  # run small steps through torch.compile, on a GPU as CUDA graphs
-    compile_sizes: tuple[int, ...] | None = None  # batch sizes in tokens to compile; None: 1 to 16, on a GPU 2 to 256
-    quantization: str | None = None  # None, or weight-only "int8" or "int4" through torchao
-    max_model_len: int | None = None  # logical positions to use; None: the limit of the model
-
-    def __post_init__(self) -> None:
-        _check(isinstance(self.cache, CacheConfig), "cache", self.cache, "use CacheConfig(...)")
-        _check(isinstance(self.scheduler, SchedulerConfig), "scheduler", self.scheduler, "use SchedulerConfig(...)")
-        _check_switch("compile", self.compile)
-        _check(self.backend in BACKENDS, "backend", self.backend, f"use one of {BACKENDS}")
-        _check(
-            self.quantization in QUANTIZATIONS,
-            "quantization",
-            self.quantization,
-            f"use one of {QUANTIZATIONS}",
-        )
-        _check(
-            self.max_model_len is None or _is_int(self.max_model_len, 1),
-            "max_model_len",
-            self.max_model_len,
-            "use None or 1 or more",
-        )
-        rows = self.compile_sizes
-        _check(
-            rows is None
-            or (
-                isinstance(rows, tuple)
-                and rows != ()
-                and all(_is_int(r, 1) for r in rows)
-                and sorted(set(rows)) == list(rows)
-            ),
-            "compile_sizes",
-            rows,
-            "use None or rising whole numbers of 1 or more",
-        )
+    cache: Annotated[CacheConfig, _instance_of(CacheConfig)] = dataclasses.field(default_factory=CacheConfig)
+    scheduler: Annotated[SchedulerConfig, _instance_of(SchedulerConfig)] = dataclasses.field(
+        default_factory=SchedulerConfig
+    )
+    backend: Backend = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
+    compile: StrictBool = False  # run small steps through torch.compile, on a GPU as CUDA graphs
+    # batch sizes in tokens to compile; None: 1 to 16, on a GPU 2 to 256
+    compile_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=True), AfterValidator(_check_ascending)] | None = (
+        None
+    )
+    quantization: Quantization | None = None  # weight-only, through torchao
+    max_model_len: PositiveInt | None = None  # logical positions to use; None: the limit of the model

@@ -55,15 +55,12 @@ class EventBus:
         while self._pending and self._dispatch_lock.acquire(blocking=False):
             try:
                 while self._pending:
-                    errors += self._notify(self._pending.popleft())
+                    event = self._pending.popleft()
+                    errors += call_all(partial(listener, event) for listener in list(self._listeners.values()))
             finally:
                 self._dispatch_lock.release()
         if errors:
             raise errors[0]
-
-    def _notify(self, event: Event) -> list[Exception]:
-        """Call all listeners; return the exceptions they raised."""
-        return call_all(partial(listener, event) for listener in list(self._listeners.values()))
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Add a listener; return a function that removes it (idempotent)."""

@@ -4,12 +4,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from .errors import ConfigError, MissingDependencyError
 
@@ -31,7 +31,7 @@ def ensure_dir(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(f"{path}: no folder can be made there ({exc.strerror}): use another one") from None
+        raise ConfigError(f"{path}: directory cannot be created ({exc.strerror}): use another path") from None
 
 
 def can_create_dir(path: Path) -> bool:
@@ -59,145 +59,131 @@ def ensure_writable(file: Path | None) -> None:
     if file is None:
         return
     if file.is_dir():
-        raise ConfigError(f"{file}: this is a folder: name a file in it")
+        raise ConfigError(f"{file}: is a directory: use the path of a file")
     ensure_dir(file.parent)
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"{file}: may not be written: use another place")
+        raise ConfigError(f"{file}: is not writable: use another path")
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> list[Exception]:
     """Call all callables even if one raises; return the exceptions."""
-    problems: list[Exception] = []
+    errors: list[Exception] = []
     for call in calls:
         try:
             call()
         except Exception as exc:
-            problems.append(exc)
-    return problems
+            errors.append(exc)
+    return errors
 
 
-def close_behind(close: Callable[[], object], problem: BaseException | None) -> None:
-    """Closes what a block used that was left by a problem, or by none. What closing raises does not take the problem's
-    place: it is told as a note on it."""
+def close_after(close: Callable[[], object], error: BaseException | None) -> None:
+    """Call `close` in an `__exit__`: an exception of the block stays, one of `close` becomes a note on it."""
     try:
         close()
-    except Exception as another:
-        if problem is None:
+    except Exception as exc:
+        if error is None:
             raise
-        problem.add_note(f"Closing raised another: {another!r}")
+        error.add_note(f"Closing raised another: {exc!r}")
 
 
-SIGINT_POLL_SECONDS = 0.1  # seconds between two looks for an interrupt while another thread has the lock
+SIGINT_POLL_SECONDS = 0.1  # seconds between two checks for SIGINT while another thread has the lock
 
 
-class _SigintGuard:
-    """holds: of quiet locks by the main thread. before: the handler whose place is taken. noted: it was interrupted."""
+class _SigintState:
+    """Deferral of SIGINT in the main thread, shared by all locks since a process has one handler."""
 
-    def __init__(self) -> None:
-        self.num_holds, self.is_pending = 0, False
-        self.previous_handler: Callable[..., object] | int | None = None
-
-    def block(self) -> None:
-        if (
-            self.previous_handler is None and signal.getsignal(signal.SIGINT) is not None
-        ):  # else it is not Python's to set
-            self.previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
-
-    def unblock(self) -> None:
-        before, self.previous_handler = self.previous_handler, None
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
-        if self.is_pending:
-            self.is_pending = False
-            if callable(before):  # alone: an event loop has heard of the signal when it came
-                before(signal.SIGINT, sys._getframe())
-            else:
-                signal.raise_signal(signal.SIGINT)
-
-    def _on_sigint(self, *_: object) -> None:
-        self.is_pending = True
+    num_holds = 0  # of all locks, by the main thread
+    is_pending = False  # SIGINT arrived while deferred
+    previous_handler: Callable[..., object] | int | None = None  # None: not deferred
 
 
-_SIGINT_GUARD = _SigintGuard()
+def _defer_sigint() -> None:
+    if (
+        _SigintState.previous_handler is None and signal.getsignal(signal.SIGINT) is not None
+    ):  # else not Python's to set
+        _SigintState.previous_handler = signal.signal(
+            signal.SIGINT, lambda *_: setattr(_SigintState, "is_pending", True)
+        )
+
+
+def _deliver_sigint() -> None:
+    """Restore the handler and run it if SIGINT arrived."""
+    handler, _SigintState.previous_handler = _SigintState.previous_handler, None
+    if handler is not None:
+        signal.signal(signal.SIGINT, handler)
+    if _SigintState.is_pending:
+        _SigintState.is_pending = False
+        if callable(handler):  # not raise_signal: an event loop got the signal when it arrived
+            handler(signal.SIGINT, sys._getframe())
+        else:
+            signal.raise_signal(signal.SIGINT)
 
 
 class DeferSigintLock:
-    """Re-entrant lock that defers SIGINT while held; usable with `threading.Condition`."""
+    """Re-entrant lock; while the main thread holds it, SIGINT is deferred."""
 
     def __init__(self) -> None:
-        self._lock: Any = threading.RLock()
-        self._depth = 0  # of the main thread
+        self._lock = threading.RLock()
+        self._depth = 0  # acquisitions of the owning thread
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if not _in_main_thread():
-            return bool(self._lock.acquire(blocking, timeout))
-        _SIGINT_GUARD.block()
-        got = self._lock.acquire(False) or (blocking and self._wait(timeout))
-        self._depth += got
-        _SIGINT_GUARD.num_holds += got
-        if not _SIGINT_GUARD.num_holds:
-            _SIGINT_GUARD.unblock()
-        return bool(got)
+        if threading.current_thread() is not threading.main_thread():
+            acquired = self._lock.acquire(blocking, timeout)
+        else:
+            _defer_sigint()
+            acquired = self._lock.acquire(blocking=False) or (blocking and self._wait(timeout))
+            _SigintState.num_holds += acquired
+            if not _SigintState.num_holds:
+                _deliver_sigint()
+        self._depth += acquired
+        return acquired
 
     def _wait(self, timeout: float) -> bool:
         """Wait for another thread to release the lock; interruptible if no other lock is held."""
         if timeout >= 0:
-            return bool(self._lock.acquire(timeout=timeout))
+            return self._lock.acquire(timeout=timeout)
         while not self._lock.acquire(timeout=SIGINT_POLL_SECONDS):
-            if _SIGINT_GUARD.is_pending and not _SIGINT_GUARD.num_holds:
-                _SIGINT_GUARD.unblock()
-                _SIGINT_GUARD.block()
+            if _SigintState.is_pending and not _SigintState.num_holds:
+                _deliver_sigint()
+                _defer_sigint()
         return True
 
-    def release(self) -> None:
+    def release(self, *_exc_info: object) -> None:
+        self._depth -= 1
         self._lock.release()
-        if _in_main_thread():
-            self._depth -= 1
-            _SIGINT_GUARD.num_holds -= 1
-            if not _SIGINT_GUARD.num_holds:
-                _SIGINT_GUARD.unblock()
+        if threading.current_thread() is threading.main_thread():
+            _SigintState.num_holds -= 1
+            if not _SigintState.num_holds:
+                _deliver_sigint()
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
+    __exit__ = release
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    @property
+    def is_held(self) -> bool:
+        """True if any thread holds the lock."""
+        return self._depth > 0
 
-    # what `threading.Condition` asks of a lock that may be taken several times
-
-    def _is_owned(self) -> bool:
-        return bool(self._lock._is_owned())
-
-    def _release_save(self) -> tuple[Any, int]:
-        state, depth = self._lock._release_save(), 0
-        if _in_main_thread():
-            depth, self._depth = self._depth, 0
-            _SIGINT_GUARD.num_holds -= depth
-            if not _SIGINT_GUARD.num_holds:
-                _SIGINT_GUARD.unblock()
-        return state, depth
-
-    def _acquire_restore(self, saved: tuple[Any, int]) -> None:
-        state, depth = saved
-        if depth:
-            _SIGINT_GUARD.block()
-        self._lock._acquire_restore(state)
-        self._depth += depth
-        _SIGINT_GUARD.num_holds += depth
+    def sleep(self, seconds: float) -> None:
+        """Release the lock for some seconds, so that other threads and SIGINT get through."""
+        depth = self._depth
+        try:
+            for _ in range(depth):
+                self.release()
+            time.sleep(seconds)
+        finally:
+            for _ in range(depth):
+                self.acquire()
 
 
 @contextmanager
 def allow_sigint() -> Iterator[None]:
     """Deliver SIGINT immediately inside this block, even while a `DeferSigintLock` is held."""
-    held = _in_main_thread() and _SIGINT_GUARD.num_holds > 0
-    if held:
-        _SIGINT_GUARD.unblock()
+    is_deferred = _SigintState.num_holds > 0 and threading.current_thread() is threading.main_thread()
+    if is_deferred:
+        _deliver_sigint()
     try:
         yield
     finally:
-        if held:
-            _SIGINT_GUARD.block()
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        if is_deferred:
+            _defer_sigint()

@@ -28,7 +28,7 @@ PROSE = re.compile(
     | mends? | mended | mending | spite | heard | hearing | hears | told | tells | telling
     | lessons? | rehears\w* | begun | foresee\w* | foreseen | hasten\w*
     | sen[dt]s?\ away | stands?\ (?:at|for|in|where) | where\ it\ stands | stood
-    | lender | borrow\w* | beginnings? | counsel | endings?
+    | lender | borrow\w* | beginnings?(?!-of) | counsel | endings?
     | (?:an|the|its|their|this|each|every|whose|no|old|saved|stored|host|device|reused)\ encodings? | encodings\ (?:of|that|are|which|in|on)
     | twice\ over | at\ its\ end | of\ its\ own\ accord | is\ nothing\ to | what\ watches
     )\b""",

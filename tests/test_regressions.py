@@ -48,7 +48,7 @@ def test_a_parent_released_after_validation_is_still_refused():
 # -- broken steps --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["sample", "build_metadata", "_schedule_chunk", "forward"])
+@pytest.mark.parametrize("where", ["sample", "build_metadata", "Batch.add_chunk", "forward"])
 def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch):
     engine, expected = tiny_models.engine(), answer(tiny_models.engine())
 
@@ -60,10 +60,11 @@ def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch
         sampled = session.decode([4], sampling=SamplingParams(max_tokens=5, seed=9, logprobs=1))
         for _ in range(3):
             with monkeypatch.context() as patch:
+                engine.core.model_runner.reset()  # else the metadata was built by the step before
                 if where == "forward":
                     patch.setattr(engine.core.hf_model, "forward", broken)
                 else:
-                    module = "scheduler" if where == "_schedule_chunk" else "model_runner"
+                    module = "scheduler" if where == "Batch.add_chunk" else "model_runner"
                     patch.setattr(f"choreograph.engine.{module}.{where}", broken)
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
@@ -139,7 +140,7 @@ def test_a_hearer_that_raises_fails_its_message_alone(mode, at):
         watched.on_logprobs(hear)
         other.on_logprobs(rows.append)
         assert other.output_token_ids == [int(row.argmax()) for row in rows] == expected
-        with pytest.raises(RequestFailedError, match="what watches it raised ValueError: mine") as failed:
+        with pytest.raises(RequestFailedError, match="its log-probability callback raised ValueError: mine") as failed:
             watched.result()
         assert isinstance(failed.value.__cause__, ValueError) and len(heard) == at
         with pytest.raises(RequestFailedError, match=f"parent {watched.id} failed"):

@@ -142,7 +142,7 @@ def test_a_list_is_taken_whole_or_not_at_all(engine, session):
 
 def test_arguments_beside_a_list_are_refused(session):
     parent = session.prefill([1])
-    with pytest.raises(InvalidRequestError, match=r"parents=.*put it into each call"):
+    with pytest.raises(InvalidRequestError, match=r"parents=.*put it into each request"):
         session.prefill([{"tokens": [1]}], parents=[parent])
     with pytest.raises(InvalidRequestError, match="new_offset=3"):
         session.prefill([{"tokens": [1]}], new_offset=3)

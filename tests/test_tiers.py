@@ -153,9 +153,7 @@ def test_what_can_never_fit_is_refused_with_numbers_and_what_cannot_fit_now_wait
     engine = tiny_models.engine(tokens=32)
     with engine.session(seed=0) as session:
         big = [session.prefill([i] * 12) for i in range(4)]
-        with pytest.raises(
-            CacheFullError, match="24 tokens that it sees and 16 of its own, in whole pages 40; the whole"
-        ):
+        with pytest.raises(CacheFullError, match="24 context tokens and 16 own tokens, in whole pages 40; the whole"):
             session.decode([1] * 10, big[:2], sampling=SamplingParams(max_tokens=6)).result()
         ways = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
         readers = [session.decode([1, 2], [message], sampling=ways) for message in big]
@@ -256,7 +254,7 @@ def test_a_damaged_file_or_a_broken_transfer_leads_to_a_rebuild_and_the_same_res
             session.prefill([7] * 40).release() or session.prefill([8] * 40).result().release()
             assert (root.kv_location, child.kv_location) == ("disk", "disk")
             if damage:
-                file = root._request.kv.tier_copies["disk"].file
+                file = root._request.entry.tier_copies["disk"].file
                 file.write_bytes(file.read_bytes()[:-4] + b"oops")
             message = session.decode([5], [root, child], sampling=GREEDY)
             behind = session.prefill([6], [child])

@@ -1,29 +1,36 @@
-"""Engine core: request submission, the step loop, and how requests end."""
+"""Engine core: admission of requests, the step loop, and how requests end."""
 
 import itertools
-import threading
+import random
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..attention.autotune import create_tuned_backend
 from ..attention.cpp_backend import BackendUnavailableError
 from ..config import EngineConfig
-from ..errors import CacheFullError, ChoreographError, MessageReleasedError, RequestFailedError, SessionClosedError
+from ..errors import (
+    CacheFullError,
+    ChoreographError,
+    MessageReleasedError,
+    RequestFailedError,
+    RequestTooLargeError,
+    SessionClosedError,
+)
 from ..events import EventBus
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.hashing import content_hash
+from ..kv_cache.manager import KVCacheManager
 from ..kv_cache.shared_headers import copy_headers, reuse_header
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet
 from ..outputs import FinishReason, Usage
 from ..utils import DeferSigintLock
-from .cache_setup import create_kv_cache_manager
 from .cross_model import CrossModelReuse
-from .finish import LogprobCallbacks, RequestFinisher, wrap_error
 from .model_runner import ModelRunner
-from .placement import PLACERS, Placement, cache_salt, insert_into_prefix_tree
+from .placement import PLACERS, cache_salt, insert_into_prefix_tree
 from .request import Request, RequestState, strip_duplicate_stop
 from .residency import ContextLoader
 from .scheduler import Batch, Scheduler
@@ -38,11 +45,17 @@ class EngineCore:
     `choreograph.Engine` adds sessions and chat templates.
     """
 
-    def __init__(self, hf_model: HFModel, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        hf_model: HFModel,
+        config: EngineConfig,
+        cache_manager: KVCacheManager,
+        events: EventBus,
+        lock: DeferSigintLock,
+    ) -> None:
         self.hf_model = hf_model
         self.model_set = ModelSet(hf_model)
-        self.config = config
-        self.events = EventBus()
+        self.config, self.cache_manager, self.events, self.lock = config, cache_manager, events, lock
         model_info = hf_model.model_info
         try:
             self.backend, self.backend_fallback_reason = create_tuned_backend(
@@ -50,43 +63,27 @@ class EngineCore:
             )
         except BackendUnavailableError as reason:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
-        self.lock = DeferSigintLock()
-        sleep = threading.Condition(self.lock).wait  # type: ignore[arg-type] # releases the lock
-        self.cache_manager = create_kv_cache_manager(hf_model, config, self.events, sleep)
         self.model_runner = ModelRunner(self.model_set, self.cache_manager.pool, self.backend)
-        self.context_loader = ContextLoader(self.cache_manager, self._recompute, lambda: bool(self.scheduler.running))
-        self.scheduler = Scheduler(
-            self.cache_manager,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            skip_loading=config.scheduler.skip_loading,
-            admit=self._admit,
-            fail=lambda request, exc: self.finisher.fail(request, exc),
-            weights_group=self.model_set.weights_group,
-            recover_lost=lambda requests: self.cross_model_reuse.recompute_lost(requests),
-        )
+        self.new_id = itertools.count(1).__next__
+        self.scheduler = Scheduler(self.cache_manager, config.scheduler)
+        self.context_loader = ContextLoader(self.cache_manager, self.scheduler, self._recompute)
         self.cross_model_reuse = CrossModelReuse(self.cache_manager, self.model_set, self.scheduler, self.events)
-        self.finisher = RequestFinisher(
-            self.cache_manager, self.scheduler, self.context_loader, self.events, self.model_runner.reset
-        )
-        self.logprob_callbacks = LogprobCallbacks(self.finisher.fail)
         self.num_steps = 0
         self.num_batched_tokens = 0
         self.closed = False
         self.wall_clock = True  # False in simulations on a virtual clock
         self.yield_hook: Callable[[], bool] | None = None  # set by `run_concurrently`
-        self.new_id = itertools.count(1).__next__
+        self._pending_logprobs: deque[tuple[Request, Tensor]] = deque()  # not given to their callbacks yet
 
     # -- submission ---------------------------------------------------------------------------------------
 
-    def add_requests(self, *requests: Request, on_accepted: Callable[[], None] = lambda: None) -> None:
+    def add_requests(self, requests: Sequence[Request], seeds: random.Random) -> None:
         """Queue validated requests, all or none, without computing anything.
 
         The caller dispatches the events once it has registered the requests; so with `release`.
 
         Args:
-            on_accepted: called when the requests can no longer be refused, before any other thread
-                can submit.
+            seeds: source of the seeds of decodes without their own; a refused request takes none.
 
         Raises:
             SessionClosedError: if the engine is closed.
@@ -97,72 +94,98 @@ class EngineCore:
             if self.closed:
                 raise SessionClosedError("the engine is closed: make a new one")
             for request in requests:
-                released_parent = next((p for p in request.parents if p.released), None)
-                if released_parent is not None:
-                    raise MessageReleasedError(f"parent {released_parent.id} was released: keep it until its last use")
+                for parent in request.parents:
+                    if parent.released:
+                        raise MessageReleasedError(f"parent {parent.id} was released: keep it until its last use")
                 self._check_fits(request)
-            on_accepted()
             for request in requests:
-                self._enqueue(request)
-
-    def _enqueue(self, request: Request) -> None:
-        for parent in request.dependencies:
-            parent.num_waiting_dependents += 1
-        if request.mode != "choreographed" and not request.is_decode:
-            self.finisher.finish(request, RequestState.DONE, "encoded")  # text only: nothing to compute
-        else:
-            self.scheduler.waiting.append(request)
-        self.events.emit("submitted", call=request.id)
+                if request.decode_state is not None:
+                    own_seed = request.decode_state.sampling.seed
+                    seed = seeds.getrandbits(63) if own_seed is None else int(own_seed)
+                    request.decode_state.generator.manual_seed(seed % (1 << 63))
+                for parent in request.dependencies:
+                    parent.num_waiting_dependents += 1
+                if request.is_text_only:
+                    self.finish(request, RequestState.DONE, "encoded")  # nothing to compute
+                else:
+                    self.scheduler.waiting.append(request)
+                self.events.emit("submitted", call=request.id)
 
     def _check_fits(self, request: Request) -> None:
-        if request.mode != "choreographed" and not request.is_decode:
+        if request.is_text_only or request.computed_layers is not None:
             return
-        pages, num_tokens = self.cache_manager.pool.pages, self._max_tokens(request, len(request.prompt))
-        if request.computed_layers is None and self.cache_manager.pool.num_pages_for(num_tokens) > pages:
-            page_size = self.cache_manager.pool.page_size
+        pool, max_positions = self.cache_manager.pool, self.hf_model.model_info.max_positions
+        num_tokens = request.max_num_tokens(len(request.prompt), max_positions)
+        if num_tokens > pool.pages * pool.page_size:
             raise CacheFullError(
-                f"needs room for {num_tokens} tokens; the whole cache holds {pages * page_size}: "
+                f"needs room for {num_tokens} tokens; the whole cache holds {pool.pages * pool.page_size}: "
                 "shorten the call (max_tokens counts) or raise CacheConfig.capacity"
             )
 
-    def _max_tokens(self, request: Request, num_prompt_tokens: int) -> int:
-        """Return the maximum length in tokens of the request's KV entry."""
-        if request.decode_state is None:
-            return num_prompt_tokens
-        max_generated = self.hf_model.model_info.max_positions - num_prompt_tokens - len(request.footer)
-        return num_prompt_tokens + max(1, min(request.decode_state.max_new_tokens, max_generated)) + len(request.footer)
+    # -- admission ----------------------------------------------------------------------------------------
+
+    def _admit_waiting(self) -> None:
+        """Admit requests in order until one has to wait for capacity.
+
+        Requests that wait for parents are skipped.
+        """
+        self.scheduler.blocked_request = None
+        if self.model_set.remote:  # only remote entries can be lost
+            self.cross_model_reuse.recompute_lost(self.scheduler.waiting)
+        for request in list(self.scheduler.waiting):
+            if len(self.scheduler.running) >= self.config.scheduler.max_num_seqs:
+                break
+            if request.state is not RequestState.WAITING:
+                continue
+            for parent in request.dependencies:
+                if parent.state in (RequestState.FAILED, RequestState.CANCELLED):
+                    reason = parent.error or parent.state.value
+                    self.fail(request, RequestFailedError(f"parent {parent.id} failed: {reason}"))
+                    break
+            else:
+                if request.dependencies_ready and not self._try_admit(request):
+                    self.scheduler.blocked_request = request
+                    break
+
+    def _try_admit(self, request: Request) -> bool:
+        """Admit a request; return False if it must wait for capacity."""
+        try:
+            self._admit(request)
+        except CacheFullError as exc:
+            may_free = self.cache_manager.has_pending or any(not other.is_finished for other in self.scheduler.running)
+            if may_free and not isinstance(exc, RequestTooLargeError):
+                return False
+            self.fail(request, exc)
+        except ChoreographError as exc:
+            self.fail(request, exc)
+        return True
 
     def _admit(self, request: Request) -> None:
-        """Place a request and allocate its KV entry, or raise.
-
-        Called by the scheduler, in order of submission.
-        """
-        model_info = self.hf_model.model_info
+        """Place a request, allocate its KV entry and start it, or raise."""
+        cache, model_info, decode_state = self.cache_manager, self.hf_model.model_info, request.decode_state
         request.resolve_dependencies()
         self.cross_model_reuse.resolve(request)
-        placement = PLACERS[request.mode](request, self.cache_manager, model_info)
+        placement = PLACERS[request.mode](request, cache, model_info)
         num_context_tokens = sum(s.num_tokens for s in placement.context if s.visible_in(0))
         if placement.cached_entry is not None:
             request.entry = placement.cached_entry
-            self.cache_manager.acquire(placement.cached_entry, request.message_owner)
+            cache.acquire(request.entry, request.message_owner)
             request.usage = Usage(cached_tokens=num_context_tokens + len(placement.tokens))
-            self.events.emit(
-                "hit", call=request.id, tokens=len(placement.tokens), where=placement.cached_entry.location
-            )
-            self.finisher.finish(request, RequestState.DONE, "cached")
+            self.events.emit("hit", call=request.id, tokens=len(placement.tokens), where=request.entry.location)
+            self.finish(request, RequestState.DONE, "cached")
             return
-        if request.decode_state is not None:
+        if decode_state is not None:
             # the only sampling option that depends on context tokens
-            if request.decode_state.sampling.repetition_penalty != 1.0:
-                request.decode_state.prompt = [t for tokens in request.parent_tokens() for t in tokens] + request.prompt
+            if decode_state.sampling.repetition_penalty != 1.0:
+                decode_state.prompt = [t for tokens in request.parent_tokens() for t in tokens] + request.prompt
             max_generated = model_info.max_positions - placement.position - len(placement.tokens) - len(request.footer)
-            if request.decode_state.forced_tokens is None:
-                request.decode_state.max_new_tokens = max(1, min(request.decode_state.max_new_tokens, max_generated))
-        capacity = self._max_tokens(request, len(placement.tokens))
+            if decode_state.forced_tokens is None:
+                decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
+        capacity = request.max_num_tokens(len(placement.tokens), model_info.max_positions)
         self.context_loader.ensure_resident(
             request.id, placement.context, capacity, partial=request.computed_layers is not None
         )
-        request.entry = self.cache_manager.allocate_entry(
+        entry = request.entry = cache.allocate_entry(
             placement.tokens,
             placement.position,
             placement.context,
@@ -172,51 +195,46 @@ class EngineCore:
             computed_layers=request.computed_layers,
         )
         try:
-            self._attach_kv(request, placement, num_context_tokens)
+            entry.cached_hidden_layers = self.model_set.captured_layers(
+                request.model, cache.pool.hidden if request.computed_layers is None else ()
+            )
+            for kv_slice in placement.context:
+                cache.acquire(kv_slice.entry, request.request_owner)
+            self.context_loader.release(request.id)
+            request.context, entry.agent_key = entry.context, request.agent_key
+            request.usage = Usage(cached_tokens=num_context_tokens, computed_tokens=len(entry.tokens))
+            if request.mode == "choreographed":
+                cache.acquire(entry, request.message_owner)
+            if placement.content_hash is not None:
+                self.events.emit("miss", call=request.id, tokens=len(placement.tokens))
+                cache.register(entry, placement.content_hash)
+            if request.mode == "prefix":
+                insert_into_prefix_tree(request, cache)
         except BaseException:  # the request stays in the waiting queue
             self.scheduler.release_allocation(request)
             raise
-        self._start(request)
+        request.state = RequestState.RUNNING
+        self.scheduler.waiting.remove(request)
+        self.scheduler.running.append(request)
+        self._release_dependencies(request)
+        self.events.emit(
+            "admitted",
+            call=request.id,
+            encoding=entry.id,
+            cached=request.usage.cached_tokens,
+            encode=len(entry.tokens),
+        )
         if request.mode == "choreographed" and request.is_decode:
-            reuse_header(self.cache_manager, request)
+            reuse_header(cache, request)
 
     def _recompute(self, entry: KVEntry) -> None:
         """Start recomputing a discarded KV entry in its newly allocated pages."""
-        request = Request.for_recompute(self.new_id(), entry)
+        request = Request.for_recompute(self.new_id(), entry, self.model_set.weights_group(entry.model))
         for kv_slice in entry.context:
             self.cache_manager.acquire(kv_slice.entry, request.request_owner)
         self.cache_manager.acquire(entry, request.request_owner)
         self.scheduler.running.append(request)
         self.events.emit("rebuilding", call=request.id, encoding=entry.id, tokens=len(entry.tokens))
-
-    def _attach_kv(self, request: Request, placement: Placement, num_context_tokens: int) -> None:
-        """Acquire the request's context and make its KV entry available for lookup."""
-        entry = request.kv
-        entry.cached_hidden_layers = self.model_set.captured_layers(
-            request.model, self.cache_manager.pool.hidden if request.computed_layers is None else ()
-        )
-        for kv_slice in placement.context:
-            self.cache_manager.acquire(kv_slice.entry, request.request_owner)
-        self.context_loader.release(request.id)
-        request.context, entry.agent_key = entry.context, request.agent_key
-        request.usage = Usage(cached_tokens=num_context_tokens, computed_tokens=len(entry.tokens))
-        if request.mode == "choreographed":
-            self.cache_manager.acquire(entry, request.message_owner)
-        if placement.content_hash is not None:
-            self.events.emit("miss", call=request.id, tokens=len(placement.tokens))
-            self.cache_manager.register(entry, placement.content_hash)
-        if request.mode == "prefix":
-            insert_into_prefix_tree(request, self.cache_manager)
-
-    def _start(self, request: Request) -> None:
-        request.state = RequestState.RUNNING
-        self.scheduler.waiting.remove(request)
-        self.scheduler.running.append(request)
-        self.finisher._release_dependencies(request)
-        num_tokens = len(request.kv.tokens)
-        self.events.emit(
-            "admitted", call=request.id, encoding=request.kv.id, cached=request.usage.cached_tokens, encode=num_tokens
-        )
 
     # -- the step -----------------------------------------------------------------------------------------
 
@@ -228,14 +246,7 @@ class EngineCore:
         with self.lock:
             try:
                 batch = self._next_batch(wait)
-                samples = batch.sampled_rows if batch else []
-                logits = self._compute(batch, [row for _, row in samples]) if batch else None
-                requests = [request for request, _ in samples]
-                tokens = (
-                    self.model_runner.sample(logits, requests, launch_next=not self.scheduler.has_runnable)
-                    if logits is not None and requests
-                    else []
-                )
+                tokens = self._compute(batch) if batch is not None else []
             except TransferError:  # the lost KV is recomputed; the step is retried
                 self.scheduler.rollback()
                 return True
@@ -244,9 +255,7 @@ class EngineCore:
                 raise
             if batch is not None:
                 self.scheduler.commit(batch)
-                copy_headers(self.cache_manager, [take.request for take in batch.chunks])
-                self._process_outputs(batch, requests, tokens)
-                self.logprob_callbacks.dispatch()
+                self._process_outputs(batch, tokens)
         self.events.dispatch()
         return batch is not None
 
@@ -256,8 +265,11 @@ class EngineCore:
         With `wait`, block on transfers and pins while only they can free capacity.
         """
         while True:
-            self.poll_transfers()
-            batch = self.scheduler.schedule(self.model_runner.launched_requests())
+            if self.cache_manager.has_pending:
+                self.poll_transfers()
+            if self.scheduler.waiting:
+                self._admit_waiting()
+            batch = self.scheduler.schedule(self.model_runner.launched_requests() if self.model_runner.overlaps else ())
             if batch is not None or not (
                 wait and self.scheduler.num_unfinished and self.cache_manager.wait_for_space()
             ):
@@ -268,49 +280,67 @@ class EngineCore:
         for lost_entry in self.cache_manager.poll_transfers():
             self.scheduler.preempt_readers(lost_entry)
 
-    def _compute(self, batch: Batch, rows: list[int]) -> "Tensor | None":
-        for take in batch.chunks:
-            take.request.start_time = take.request.start_time or time.perf_counter()
-        logits = self.model_runner(batch, rows)
+    def _compute(self, batch: Batch) -> list[int | None]:
+        """Run the model on a batch; return the sampled token of each request in `batch.sampled`, None for NaN."""
+        for chunk in batch.chunks:
+            if chunk.request.start_time is None:
+                chunk.request.start_time = time.perf_counter()
+        logits = self.model_runner.forward(batch)
         self.num_steps += 1
         self.num_batched_tokens += len(batch.tokens)
         self.events.emit("step", rows=len(batch.tokens), calls=len(batch.chunks))
-        return logits
+        if logits is None or not batch.sampled:
+            return []
+        launch_next = self.model_runner.overlaps and not self.scheduler.has_runnable
+        return self.model_runner.sample(logits, batch.sampled, launch_next=launch_next)
 
-    def _process_outputs(self, batch: Batch, requests: list[Request], tokens: list[int | None]) -> None:
+    def _process_outputs(self, batch: Batch, tokens: list[int | None]) -> None:
         """Append the sampled tokens and finish the requests that are complete.
 
-        An error while appending a token fails only that request.
+        An error while appending a token, or in a log-probability callback, fails only that request.
         """
+        if batch.shared_headers:
+            copy_headers(self.cache_manager, batch.shared_headers)
         now = time.perf_counter()
-        for request, token in zip(requests, tokens, strict=True):
+        for request, token in zip(batch.sampled, tokens, strict=True):
             try:
                 self._append_token(request, token, now)
             except Exception as exc:
-                self.finisher.fail(request, wrap_error(request, "its next token could not be taken,", exc))
-        for request in (take.request for take in batch.chunks):
-            if request.is_finished or request.entry is None or not request.entry.is_complete:
+                self.fail(request, _wrap_error(request, "appending its next token raised", exc))
+        for request, _, _, token_end in batch.chunks:
+            if request.entry is None or len(request.entry.tokens) > token_end or request.is_finished:
                 continue
             if request.cancel_when_computed and request.state is RequestState.RUNNING and request.is_decode:
-                self.finisher.finish(request, RequestState.CANCELLED, "cancelled")
+                self.finish(request, RequestState.CANCELLED, "cancelled")
             elif request.state is RequestState.TOKENS_FINAL or not request.is_decode:
-                self.finisher.finish(request, RequestState.DONE, request.finish_reason or "encoded")
+                self.finish(request, RequestState.DONE, request.finish_reason or "encoded")
+        while self._pending_logprobs:
+            request, logprobs = self._pending_logprobs.popleft()
+            if request.state in (RequestState.FAILED, RequestState.CANCELLED):
+                continue
+            assert request.decode_state is not None and request.decode_state.on_logprobs is not None
+            try:
+                request.decode_state.on_logprobs(logprobs)
+            except Exception as exc:
+                self.fail(request, _wrap_error(request, "its log-probability callback raised", exc))
 
     def _append_token(self, request: Request, token: int | None, now: float) -> None:
         if token is None:
-            self.finisher.fail(
-                request, RequestFailedError(f"message {request.id}: the model gave NaN instead of logits")
-            )
+            self.fail(request, RequestFailedError(f"message {request.id}: the model gave NaN instead of logits"))
             return
         decode_state, entry = request.decode_state, request.entry
-        assert decode_state is not None and entry is not None
-        request.first_token_time = request.first_token_time or now
-        self.logprob_callbacks.enqueue(request)
+        assert decode_state is not None
+        if request.first_token_time is None:
+            request.first_token_time = now
+        if decode_state.on_logprobs is not None and decode_state.pending_logprobs is not None:
+            self._pending_logprobs.append((request, decode_state.pending_logprobs))
         reason = decode_state.append(token)
         entry.tokens.append(token)
         self.events.emit("token", call=request.id, token=token)
         if reason is not None:
             self._finish_generation(request, reason, now)
+
+    # -- the end of a request -----------------------------------------------------------------------------
 
     def _finish_generation(self, request: Request, reason: FinishReason, now: float) -> None:
         """Mark a decode's tokens as final.
@@ -318,14 +348,14 @@ class EngineCore:
         The KV of its last tokens is computed by the next step that includes them.
         """
         decode_state, entry = request.decode_state, request.entry
-        assert decode_state is not None and entry is not None
+        assert decode_state is not None
         request.finish_time, request.finish_reason = now, reason
         self.events.emit("known", call=request.id)
         request.footer = strip_duplicate_stop(request.footer, decode_state.tokens, decode_state.stop_tokens)
-        num_footer_tokens = len(request.footer) if request.mode == "choreographed" else 0
         request.usage = Usage(
             cached_tokens=request.usage.cached_tokens,
-            computed_tokens=request.usage.computed_tokens + num_footer_tokens,
+            computed_tokens=request.usage.computed_tokens
+            + (len(request.footer) if request.mode == "choreographed" else 0),
             completion_tokens=len(decode_state.tokens),
         )
         request.state = RequestState.TOKENS_FINAL
@@ -338,15 +368,76 @@ class EngineCore:
         entry.tokens.pop()  # its KV was not computed; a later prompt computes it if needed
         if request.mode == "prefix":
             insert_into_prefix_tree(request, self.cache_manager)
-        self.finisher.finish(request, RequestState.DONE, reason)
+        self.finish(request, RequestState.DONE, reason)
+
+    def finish(self, request: Request, state: RequestState, reason: FinishReason | None) -> None:
+        """Move a request to a final state: the only way out of the queues.
+
+        Frees the unused pages of its KV entry and releases every reference except the message's own.
+        """
+        cache, entry, previous_state = self.cache_manager, request.entry, request.state
+        request.state, request.finish_reason = state, reason
+        self.context_loader.release(request.id)
+        request.finish_time = request.finish_time or time.perf_counter()
+        for queue in (self.scheduler.waiting, self.scheduler.running):
+            if request in queue:
+                queue.remove(request)
+        if not self.scheduler.running:
+            self.model_runner.reset()
+        if previous_state is RequestState.WAITING:
+            self._release_dependencies(request)
+        for kv_slice in request.context:
+            cache.release(kv_slice.entry, request.request_owner)
+        request.context = ()
+        if request.decode_state is not None:
+            request.decode_state.prompt = []
+        if entry is not None:
+            if previous_state is not RequestState.WAITING:
+                if entry.is_complete:
+                    cache.free_unused_pages(entry)
+                cache.release(entry, request.request_owner)
+            is_unused = request.released and not request.num_waiting_dependents
+            if is_unused or state in (RequestState.FAILED, RequestState.CANCELLED):
+                cache.release(entry, request.message_owner)
+        self.events.emit("finished" if state is RequestState.DONE else state.value, call=request.id)
+
+    def fail(self, request: Request, exc: ChoreographError) -> None:
+        """End a request with an error."""
+        request.error = exc
+        self.finish(request, RequestState.FAILED, None)
+
+    def _release_dependencies(self, request: Request) -> None:
+        """Drop an admitted request's claim on its dependencies; release those whose release was deferred for it."""
+        for parent in request.dependencies:
+            parent.num_waiting_dependents -= 1
+            if parent.released and not parent.num_waiting_dependents:
+                self._release_message(parent)
 
     def release(self, request: Request) -> None:
-        """Release a message.
-
-        KV that requests in flight attend to stays until they end.
-        """
+        """Release a message: cancel it, or drop its KV entry once no request in flight attends to it."""
         with self.lock:
-            self.finisher.release(request)
+            if request.released:
+                return
+            request.released = True
+            self.events.emit("released", call=request.id)
+            if not request.num_waiting_dependents:
+                self._release_message(request)
+
+    def _release_message(self, request: Request) -> None:
+        if request.state is RequestState.WAITING:
+            self.finish(request, RequestState.CANCELLED, "cancelled")
+        elif request.state in (RequestState.RUNNING, RequestState.TOKENS_FINAL):
+            entry = request.entry
+            other_owners = entry.owners - {request.request_owner, request.message_owner} or entry.num_tree_children
+            if other_owners and not entry.is_complete:  # its readers need the tokens it already has
+                request.cancel_when_computed = True
+                request.finish_reason = request.finish_reason or "cancelled"
+            elif request.state is RequestState.TOKENS_FINAL:
+                self.finish(request, RequestState.DONE, request.finish_reason)
+            else:
+                self.finish(request, RequestState.CANCELLED, "cancelled")
+        elif request.entry is not None:
+            self.cache_manager.release(request.entry, request.message_owner)
 
     # -- driving ------------------------------------------------------------------------------------------
 
@@ -371,13 +462,15 @@ class EngineCore:
         if request.error is not None:
             raise request.error
 
-    def run_until_idle(self) -> None:
-        """Step until no request can run."""
-        while self.step():
-            pass
-
     def check(self) -> None:
         """Check the invariants of the KV cache and the scheduler's queues."""
         with self.lock:
             self.cache_manager.check()
             self.scheduler.check()
+
+
+def _wrap_error(request: Request, description: str, exc: Exception) -> RequestFailedError:
+    """Return the error that readers of the message get, caused by `exc`."""
+    error = RequestFailedError(f"message {request.id}: {description} {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error

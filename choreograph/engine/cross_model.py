@@ -196,14 +196,14 @@ class CrossModelReuse:
             return tokens if request.computed_layers is None else tokens * len(request.computed_layers) / num_layers
 
         num_tokens = sum(weighted(len(c.tokens), c) for c in waiting)
-        num_tokens += sum(weighted(len(c.kv.tokens) - c.kv.num_computed_tokens, c) for c in running)
+        num_tokens += sum(weighted(len(c.entry.tokens) - c.entry.num_computed_tokens, c) for c in running)
         return EngineLoad(len(waiting), len(running), num_tokens)
 
     def resolve(self, request: Request) -> None:
         """Fall back to all layers if the requested partial prefill is impossible."""
         if request.computed_layers is None or request.source is None:
             return
-        source_entry = request.source.kv
+        source_entry = request.source.entry
         missing = LayerPattern.from_layers(request.computed_layers).entry_layers - source_entry.cached_hidden_layers
         reason = f"no inputs of layers {sorted(missing)} were kept" if missing else ""
         if source_entry.missing_layers - request.computed_layers:
@@ -215,7 +215,7 @@ class CrossModelReuse:
         pool = self._cache_manager.pool
         lengths = [
             len(request.prompt),
-            *(len(p.kv.tokens) for p in request.parents if p.kv.computed_layers is not None),
+            *(len(p.entry.tokens) for p in request.parents if p.entry.computed_layers is not None),
         ]
         if not request.computed_layers <= pool.partial_layers or sum(map(pool.num_pages_for, lengths)) > pool.num_pages(
             partial=True
@@ -232,14 +232,12 @@ class CrossModelReuse:
             if any(source.entry is not None and source.entry.is_lost for source in parent.source_chain):
                 if parent.entry is None:  # already queued
                     continue
-                self._cache_manager.release(parent.kv, parent.message_owner)
+                self._cache_manager.release(parent.entry, parent.message_owner)
                 self._scheduler.requeue(parent)
                 if parent.model in self._model_set.remote:
                     client_id = parent.cache_salt.partition("\0")[2]
-                    parent.model, parent.cache_salt = (
-                        BASE_MODEL,
-                        f"{self._model_set.fingerprint(BASE_MODEL)}\0{client_id}",
-                    )
+                    parent.model = parent.weights_group = BASE_MODEL
+                    parent.cache_salt = f"{self._model_set.fingerprint(BASE_MODEL)}\0{client_id}"
                 self._fall_back_to_full(parent, "what the sender encoded is lost")
 
     def _fall_back_to_full(self, request: Request, reason: str) -> None:

@@ -1,26 +1,34 @@
 """`Engine`, the public entry point: models, their KV cache, and sessions."""
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..config import EngineConfig, check_capacity
+from ..config import EngineConfig, as_int, check_capacity, parse_capacity
 from ..errors import ConfigError, ModelError
 from ..events import EventBus
+from ..kv_cache.manager import KVCacheManager
+from ..kv_cache.pool import KVPool
+from ..kv_cache.tiers import make_tiers
+from ..kv_cache.transfer import SyncExecutor
 from ..models.hf_model import HFModel
 from ..models.info import ModelInfo, total_memory
 from ..models.loader import DEFAULT_MODEL, check_dtype, load
 from ..models.lora import LoraWeights
 from ..outputs import BASE_MODEL, MODES, Mode
-from ..sampling_params import as_int
+from ..utils import DeferSigintLock
 from .core import EngineCore
 from .cross_model import LayerPattern, PatternSelector, parse_layer_pattern
 from .session import Session
 from .text import ChatTemplate
+
+GC_THRESHOLD_BYTES = 1 << 26  # collect garbage before allocating a cache of this size
 
 Source = str | os.PathLike[str]
 
@@ -43,7 +51,9 @@ class Engine:
         config, model_info = config or EngineConfig(), hf_model.model_info
         memory = [total_memory(device) for device in (model_info.device, torch.device("cpu"))]
         check_capacity(config.cache, model_info.kv_bytes_per_token, *memory)
-        self.core = EngineCore(hf_model, config)
+        events, lock = EventBus(), DeferSigintLock()
+        cache_manager = _create_cache_manager(hf_model, config, events, lock.sleep)
+        self.core = EngineCore(hf_model, config, cache_manager, events, lock)
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)
         for name, model in (models or {}).items():
@@ -200,10 +210,10 @@ class Engine:
         """
         self.core.hf_model.ensure_single_process("layer reuse between models")
         if (pattern is None) == (selector is None):
-            raise ConfigError("give a pattern, or a function that chooses one of several patterns")
+            raise ConfigError("give either pattern=... or selector=... with patterns=...")
         layer_patterns = [parse_layer_pattern(p) for p in ((pattern,) if pattern is not None else tuple(patterns))]
         if not layer_patterns:
-            raise ConfigError("patterns is empty: name all that `choose` may answer")
+            raise ConfigError("patterns=(): list all patterns that `selector` may return")
         core = self.core
         with core.lock, core.hf_model.attention_hook():  # no step starts meanwhile
             while core.cache_manager.offload_manager.wait():
@@ -253,7 +263,8 @@ class Engine:
 
     def run_until_idle(self) -> None:
         """Run until everything submitted is complete."""
-        self.core.run_until_idle()
+        while self.core.step():
+            pass
 
     def clear_cache(self) -> None:
         """Discard every KV entry that no message references."""
@@ -309,3 +320,37 @@ def _enable_compile(hf_model: HFModel, config: EngineConfig) -> None:
         from ..models.torch_compile import CompiledForward
 
         hf_model.compiled = CompiledForward(hf_model, config.compile_sizes or (1, 2, 4, 8, 16))
+
+
+def _create_cache_manager(
+    hf_model: HFModel, config: EngineConfig, events: EventBus, sleep: Callable[[float], object]
+) -> KVCacheManager:
+    """Create the KV cache of an engine: pool, tiers and transfer executor.
+
+    Raises:
+        ConfigError: if the ranks of one model have different options.
+    """
+    model_info, cache, tp_group = hf_model.model_info, config.cache, hf_model.tp_group
+    if tp_group is not None:
+        shared_config = replace(config, cache=replace(cache, disk_dir=None))
+        tp_group.ensure_equal("options", (shared_config, model_info.layers, model_info.max_positions, model_info.dtype))
+    bytes_per_token = model_info.kv_bytes_per_token
+    if (
+        cache.capacity is None
+        or parse_capacity(cache.capacity, bytes_per_token) * bytes_per_token >= GC_THRESHOLD_BYTES
+    ):
+        gc.collect()  # unreferenced engines contain reference cycles; free their memory now
+    pool = KVPool(
+        pages=hf_model.default_cache_tokens(cache.capacity) // cache.page_size,
+        page_size=cache.page_size,
+        layers=[(model_info.kv_heads, model_info.head_dim)] * model_info.layers,
+        dtype=model_info.dtype,
+        device=model_info.device,
+        poison_freed_pages=cache.poison_freed_pages,
+    )
+    shared: dict[str, Any] = (
+        {} if tp_group is None else {"executor": SyncExecutor(model_info.device), "clock": tp_group.shared_clock}
+    )
+    return KVCacheManager(
+        pool, eviction=cache.eviction, events=events, tiers=make_tiers(pool, cache), sleep=sleep, **shared
+    )

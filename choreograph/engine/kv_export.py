@@ -48,7 +48,7 @@ def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
         request.entry, request.state = entry, RequestState.RUNNING
         core.cache_manager.acquire(entry, request.message_owner)
         request.usage = Usage(cached_tokens=len(request.prompt))
-        core.finisher.finish(request, RequestState.DONE, "cached")
+        core.finish(request, RequestState.DONE, "cached")
 
 
 def export_kv(core: EngineCore, request: Request) -> KVSnapshot:

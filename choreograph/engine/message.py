@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..config import as_int
 from ..errors import ConfigError, InvalidPositionError, InvalidRequestError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import FinishReason, KVReuse, Timing, TokenLogprob, Usage
-from ..sampling_params import as_int
 from .core import EngineCore
 from .kv_export import KVSnapshot, export_kv, pin, unpin
 from .placement import resolve_offsets
@@ -51,10 +51,10 @@ class MessageSlice:
 class Message:
     """Handle of one message of a session, complete or not."""
 
-    def __init__(self, request: Request, core: EngineCore, decode_text: Callable[[list[int]], str] | None) -> None:
+    def __init__(self, request: Request, core: EngineCore, tokenizer: Any) -> None:
         self._request = request
         self._core = core
-        self._decode_text = decode_text
+        self._tokenizer = tokenizer
         self.parents: tuple[Message | MessageSlice, ...] = ()
         self.imported_from: Message | None = None  # the original of an imported message
         self.kv_reuse: KVReuse = "recompute"  # for parents of other models
@@ -107,10 +107,11 @@ class Message:
         Excludes header, stop tokens and footer of a decode.
         """
         self._wait_tokens_final()
-        if self._decode_text is None:
+        if self._tokenizer is None:
             raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained(tokenizer=...)")
         if self._request.decode_state is None:
-            return self._decode_text(self._request.prompt)
+            text: str = self._tokenizer.decode(self._request.prompt, skip_special_tokens=True)
+            return text
         return self._request.decode_state.text
 
     @property
@@ -118,16 +119,15 @@ class Message:
         """Number of tokens."""
         return len(self.tokens)
 
-    def part(self, first: int, last: int) -> MessageSlice:
-        """Return tokens [first, last) for use as a parent."""
-        begin, end = as_int(first), as_int(last)
-        for name, arg, value in (("first", first, begin), ("last", last, end)):
-            if value is None:
-                raise InvalidPositionError(f"{name}={arg!r}: use a whole number")
-        assert begin is not None and end is not None
-        if not 0 <= begin < end:
-            raise InvalidPositionError(f"part {begin}:{end}: use 0 <= first < last")
-        return MessageSlice(self, begin, end)
+    def __getitem__(self, tokens: slice) -> MessageSlice:
+        """Return tokens [start:stop] for use as a parent; an omitted stop is the length, which is waited for."""
+        if not isinstance(tokens, slice) or tokens.step is not None:
+            raise InvalidPositionError(f"message[{tokens!r}]: use message[start:stop]")
+        start = 0 if tokens.start is None else as_int(tokens.start)
+        stop = self.length if tokens.stop is None else as_int(tokens.stop)
+        if start is None or stop is None or not 0 <= start < stop:
+            raise InvalidPositionError(f"message[{tokens.start}:{tokens.stop}]: use integers, 0 <= start < stop")
+        return MessageSlice(self, start, stop)
 
     @property
     def position(self) -> int:
@@ -212,7 +212,7 @@ class Message:
         if decode_state is None:
             yield self.text
             return
-        if self._decode_text is None:
+        if self._tokenizer is None:
             raise ConfigError("stream needs a tokenizer: give one to Engine.from_pretrained(tokenizer=...)")
         num_sent = 0
         while not self._tokens_final():
@@ -245,7 +245,7 @@ class Message:
         """
         if self._has_no_kv:
             raise InvalidRequestError(
-                f"message {self.id} is text alone in {self._request.mode} mode: it has no KV entry to export"
+                f"message {self.id} has no KV entry of its own in {self._request.mode} mode: export works in choreographed mode"
             )
         return export_kv(self._core, self.wait_encoded()._request)
 

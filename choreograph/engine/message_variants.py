@@ -1,43 +1,27 @@
 """Per-model variants of messages for reuse across models (DroidSpeak §4.2)."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError
 from ..outputs import KVReuse
-from .core import EngineCore
 from .cross_model import LayerPattern
 from .kv_export import attach_entry
 from .message import Message, MessageSlice, unwrap_slice
-from .validation import Offsets
+
+if TYPE_CHECKING:
+    from .session import Session
 
 Parent = Message | MessageSlice
 
 ReencodeFn = Callable[[Message, tuple[Parent, ...]], Message]
 
 
-class BuildRequest(Protocol):
-    """Builds a request of the session without submitting it."""
-
-    def __call__(
-        self, ids: list[int], parents: tuple[Parent, ...], offsets: Offsets, new_offset: int | None, *, model: str
-    ) -> Message: ...
-
-
 class MessageVariants:
     """Creates and finds the variants of one session's messages."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        build_request: BuildRequest,
-        submit: Callable[[list[Message]], list[Message]],
-        register_completed: Callable[[Message], Message],
-    ) -> None:
-        self._core = core
-        self._build_request = build_request
-        self._submit = submit
-        self._register_completed = register_completed
+    def __init__(self, session: "Session") -> None:
+        self._session, self._core = session, session._core
 
     def resolve_parents(self, message: Message) -> tuple[Parent, ...]:
         """Replace parents of other models by their variants for the message's model.
@@ -96,11 +80,12 @@ class MessageVariants:
             )
         if not pattern.layers:
             return message
-        restricted = self._build_request([], variant.parents, None, None, model=variant.model)
+        restricted = self._session._build_request([], variant.parents, None, None, model=variant.model)
         restricted._request.source, restricted._request.position = message._request, variant.position
         restricted._request.computed_layers = pattern.layers
-        attach_entry(self._core, restricted._request, variant._request.kv)
-        return self._register_completed(restricted)
+        attach_entry(self._core, restricted._request, variant._request.entry)
+        self._session._register([restricted])
+        return restricted
 
     def remote_placeholder(self, message: Message, model: str) -> Message:
         """Create a message for work computed by a model in another process.
@@ -108,13 +93,13 @@ class MessageVariants:
         It is not submitted; the caller registers it once the KV arrived.
         """
         request = message._request
-        return self._build_request(
+        return self._session._build_request(
             list(request.prompt), message.parents, request.offsets, request.new_offset, model=model
         )
 
     def attach_remote(self, context: Message, message: Message, pattern: LayerPattern) -> Message:
         """Register a remote message and return its variant for `message`'s model."""
-        self._register_completed(context)
+        self._session._register([context])
         variant = self._reencode(context, self.resolve_parents(message), message.model, pattern)
         if variant is not context:
             variant.variants[context.model, "sent"] = context  # released with the variant
@@ -133,12 +118,12 @@ class MessageVariants:
         """Submit a prefill of the message by another model."""
         if pattern is not None and not pattern.layers:
             return message
-        variant = self._build_request([], parents, None, None, model=model)
+        variant = self._session._build_request([], parents, None, None, model=model)
         variant._request.source = (message.imported_from or message)._request
         variant.kv_reuse = "reuse"  # its parents are resolved already
         if pattern is not None and len(pattern.layers) < self._core.hf_model.model_info.layers:
             variant._request.computed_layers = pattern.layers
-        return self._submit([variant])[0]
+        return self._session._submit([variant])[0]
 
 
 def _variant_for(model: str, reuse_key: str, parent: Parent, reencode: ReencodeFn) -> Parent:

@@ -1,16 +1,16 @@
 """Model execution with overlap scheduling.
 
-While the device computes a step, the next one is planned, assuming that every decode continues.
-Where small batches are CUDA graphs, the next step is also launched, on the sampled tokens still on
-the device, so the device does not wait for Python. The launched step is used for every request
-that continued. Rows of finished requests are discarded: they write to slots that were theirs at
-launch time, and any new owner's write is ordered after it on the same stream.
+After each step the next one is planned, assuming that every decode continues: its metadata is the
+last one advanced by a token. A GPU computes meanwhile. Where small batches are CUDA graphs, the next
+step is also launched, on the sampled tokens still on the device, so the device does not wait for
+Python. The launched step is used for every request that continued. Rows of finished requests are
+discarded: they write to slots that were theirs at launch time, and any new owner's write is ordered
+after it on the same stream.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from ..models.model_set import ModelSet
 from ..models.tensor_parallel import TPGroup
 from ..outputs import TokenLogprob
 from .cross_model import LayerPattern
-from .request import Request, RequestState
+from .request import DecodeState, Request, RequestState
 from .sampler import SampleOutput, sample
 from .scheduler import Batch, ScheduledChunk
 
@@ -34,10 +34,12 @@ if TYPE_CHECKING:
 
 
 class OverlapScheduler:
-    """Plans and launches at most one step in advance."""
+    """Plans and, on a GPU, launches at most one step in advance."""
 
-    def __init__(self, model_set: ModelSet, make_forward_context: Callable[[Batch], ForwardContext]) -> None:
-        self._model_set, self._make_forward_context = model_set, make_forward_context
+    def __init__(
+        self, model_set: ModelSet, make_forward_context: Callable[[Batch], ForwardContext], overlaps: bool
+    ) -> None:
+        self._model_set, self._make_forward_context, self.overlaps = model_set, make_forward_context, overlaps
         self._out_of_memory = False  # no memory for the results of two steps
         self.reset()
 
@@ -50,27 +52,27 @@ class OverlapScheduler:
     def plan_next(self, batch: Batch) -> None:
         """Plan the step after `batch`, assuming that all sampled requests continue."""
         previous, self._current = self._current, None
-        requests = [request for request, _ in batch.sampled_rows]
-        if not requests or any(chunk.request.shared_header is not None for chunk in batch.chunks):
+        if not batch.sampled or batch.shared_headers:
             return
-        next_batch = Batch(tokens=[0] * len(requests), models=[request.model for request in requests])
-        for row, request in enumerate(requests):
-            token = len(request.kv.tokens)
-            if token >= len(request.kv.pages) * request.kv.page_size:
+        next_batch, contexts = Batch(tokens=[0] * len(batch.sampled)), []
+        for row, request in enumerate(batch.sampled):
+            entry, token = request.entry, len(request.entry.tokens)
+            page, slot = divmod(token, entry.page_size)
+            if page >= len(entry.pages):
                 return
-            next_batch.positions.append(request.kv.base_position + token)
-            next_batch.slots.append(request.kv.slot(token))
+            next_batch.models.append(request.model)
+            next_batch.positions.append(entry.base_position + token)
+            next_batch.slots.append(entry.pages[page] * entry.page_size + slot)
             next_batch.chunks.append(ScheduledChunk(request, row, token, token + 1))
-        kv_slices = [request.context for request in requests]
-        is_continued = previous is not None and previous.is_continued_by(next_batch, kv_slices)
-        step = (
-            previous.forward_context.next_step()
-            if previous is not None and is_continued
-            else self._make_forward_context(next_batch)
-        )
+            contexts.append(request.context)
+        if previous is not None and previous.is_continued_by(next_batch, contexts):
+            step = previous.forward_context.next_step()
+        else:
+            step = self._make_forward_context(next_batch)
         step.layer_waiters = batch.layer_waiters
-        self._model_set.get(next_batch.models[0]).prepare_graph(step)
-        self._planned = PlannedStep(next_batch, kv_slices, step)
+        if self.overlaps:
+            self._model_set.get(next_batch.models[0]).prepare_graph(step)
+        self._planned = PlannedStep(next_batch, contexts, step)
 
     def take_plan(self, batch: Batch) -> ForwardContext | None:
         """Return the forward context planned for `batch`; None if the plan differs."""
@@ -78,7 +80,8 @@ class OverlapScheduler:
         if planned is None or not planned.matches(batch):
             return None
         self._current = planned
-        return replace(planned.forward_context, layer_waiters=batch.layer_waiters)
+        planned.forward_context.layer_waiters = batch.layer_waiters
+        return planned.forward_context
 
     def launch_next(self, sample_output: SampleOutput) -> None:
         """Launch the planned step on the device's sampled tokens.
@@ -99,7 +102,7 @@ class OverlapScheduler:
             logits = self._model_set.get(batch.models[0]).launch_graph(tokens, batch.positions, step, batch.models)
         except torch.OutOfMemoryError:
             self._out_of_memory = True
-            warnings.warn("no memory for the results of two steps: none is begun ahead any more", stacklevel=2)
+            warnings.warn("not enough memory for the results of two steps: steps no longer overlap", stacklevel=2)
             return
         if logits is not None:
             self._launched = LaunchedStep(self._planned, sample_output, logits, _record_event(logits.device))
@@ -146,21 +149,22 @@ class PlannedStep(NamedTuple):
     def matches(self, batch: Batch) -> bool:
         """True if `batch` has the same rows, requests and contexts."""
         planned = self.batch
-        return (planned.chunks, planned.slots, planned.positions) == (
-            batch.chunks,
-            batch.slots,
-            batch.positions,
-        ) and all(old is chunk.request.context for old, chunk in zip(self.contexts, batch.chunks, strict=True))
+        if (planned.chunks, planned.slots, planned.positions) != (batch.chunks, batch.slots, batch.positions):
+            return False
+        is_same = True
+        for context, chunk in zip(self.contexts, batch.chunks, strict=True):
+            is_same &= context is chunk.request.context
+        return is_same
 
     def is_continued_by(self, batch: Batch, contexts: list[tuple[KVSlice, ...]]) -> bool:
         """True if `batch` is the same requests, one token and slot later."""
-        planned = self.batch
-        return (
-            len(batch.chunks) == len(planned.chunks)
-            and all(new.request is old.request for new, old in zip(batch.chunks, planned.chunks, strict=True))
-            and all(new is old for new, old in zip(contexts, self.contexts, strict=True))
-            and batch.slots == [slot + 1 for slot in planned.slots]
-        )
+        if len(batch.chunks) != len(self.batch.chunks):
+            return False
+        for i, chunk in enumerate(batch.chunks):
+            is_same_request = chunk.request is self.batch.chunks[i].request and contexts[i] is self.contexts[i]
+            if not is_same_request or batch.slots[i] != self.batch.slots[i] + 1:
+                return False
+        return True
 
 
 class LaunchedStep(NamedTuple):
@@ -188,7 +192,7 @@ class LaunchedStep(NamedTuple):
             or request.context is not kv_slices[row]
         ):
             return False
-        entry, token_index = request.kv, batch.chunks[row].token_start
+        entry, token_index = request.entry, batch.chunks[row].token_start
         same_place = (
             entry.num_computed_tokens == token_index
             and entry.slot(token_index) == batch.slots[row]
@@ -208,7 +212,7 @@ class ModelRunner:
         self.overlaps = pool.keys[0].device.type == "cuda"
         self._model_set, self._pool = model_set, pool
         self.backend = backend
-        self._overlap_scheduler = OverlapScheduler(model_set, self._make_forward_context)
+        self._overlap_scheduler = OverlapScheduler(model_set, self._make_forward_context, self.overlaps)
 
     def launched_requests(self) -> list[Request]:
         """Requests whose next token is being computed already.
@@ -218,30 +222,34 @@ class ModelRunner:
         return self._overlap_scheduler.launched()
 
     def reset(self) -> None:
-        """Discard the planned and the launched step when nothing runs."""
+        """Discard what is kept from earlier steps when nothing runs."""
         self._overlap_scheduler.reset()
 
-    def __call__(self, batch: Batch, rows: list[int]) -> "Tensor | None":
-        """Run the batch and return the logits of `rows`, (len(rows), V).
+    def forward(self, batch: Batch) -> "Tensor | None":
+        """Run the batch and return the logits of its sampled rows, (len(batch.sampled), V) float32.
 
         None for a batch that is computed in some layers only.
         """
-        logits = self._overlap_scheduler.take_logits(batch)
-        if logits is not None:
-            self._overlap_scheduler.plan_next(batch)
-            return logits
-        hf_model = self._model_set.get(batch.models[0])
-        forward_context = self._overlap_scheduler.take_plan(batch) or self._make_forward_context(batch)
-        if batch.computed_layers is None:
-            with _synchronized(batch, rows, hf_model.tp_group):
-                logits = hf_model.forward(batch.tokens, batch.positions, forward_context, rows, batch.models)
-            if self.overlaps:
+        if self.overlaps:
+            logits = self._overlap_scheduler.take_logits(batch)
+            if logits is not None:
                 self._overlap_scheduler.plan_next(batch)
-            return logits
-        for first, end in LayerPattern.from_layers(batch.computed_layers).ranges:
-            forward_context.injected_hidden = {first: _hidden_inputs(batch, self._pool, first)} if first else {}
-            hf_model.forward_layers(first, end, batch.tokens, batch.positions, forward_context, batch.models)
-        return None
+                return logits
+        forward_context = self._overlap_scheduler.take_plan(batch) or self._make_forward_context(batch)
+        hf_model = self._model_set.get(batch.models[0])
+        if batch.computed_layers is not None:
+            for first, end in LayerPattern.from_layers(batch.computed_layers).ranges:
+                forward_context.injected_hidden = {first: _hidden_inputs(batch, self._pool, first)} if first else {}
+                hf_model.forward_layers(first, end, batch.tokens, batch.positions, forward_context, batch.models)
+            return None
+        rows = batch.sampled_rows
+        if hf_model.tp_group is None:
+            logits = hf_model.forward(batch.tokens, batch.positions, forward_context, rows, batch.models)
+        else:
+            with _synchronized(batch, hf_model.tp_group):
+                logits = hf_model.forward(batch.tokens, batch.positions, forward_context, rows, batch.models)
+        self._overlap_scheduler.plan_next(batch)
+        return logits
 
     def sample(self, logits: "Tensor", requests: list[Request], *, launch_next: bool) -> list[int | None]:
         """Sample one token per request; None where the logits are NaN.
@@ -251,11 +259,14 @@ class ModelRunner:
         Args:
             launch_next: launch the next step early; set if no other request could compute now.
         """
-        decode_states = [request.decode_state for request in requests if request.decode_state is not None]
+        decode_states: list[DecodeState] = []
+        for request in requests:
+            assert request.decode_state is not None
+            decode_states.append(request.decode_state)
         sample_output = sample(logits, decode_states)
         if launch_next:
             self._overlap_scheduler.launch_next(sample_output)
-        sampled, tp_group = sample_output.read(), self._model_set.get(requests[0].model).tp_group
+        sampled, tp_group = sample_output.read(), self._model_set.base.tp_group
         if tp_group is None:
             return sampled
         logprobs = [
@@ -288,15 +299,14 @@ class ModelRunner:
 
 
 @contextmanager
-def _synchronized(batch: Batch, rows: list[int], tp_group: TPGroup | None) -> Iterator[None]:
+def _synchronized(batch: Batch, tp_group: TPGroup) -> Iterator[None]:
     """Compute only if the batch is the same on every rank."""
-    if tp_group is None:
-        yield
-        return
     # wait for all loads first: a failed one must raise before any rank computes
     for wait_for_layer in batch.layer_waiters:
         wait_for_layer(0)
-    with tp_group.synchronized_step((batch.tokens, batch.positions, batch.slots, rows, list(batch.reads()))):
+    with tp_group.synchronized_step(
+        (batch.tokens, batch.positions, batch.slots, batch.sampled_rows, list(batch.reads()))
+    ):
         yield
 
 
@@ -319,7 +329,7 @@ def _hidden_inputs(batch: Batch, pool: KVPool, layer: int) -> "Tensor":
         wait_for_layer(layer)
     slots = []
     for chunk in batch.chunks:
-        source = chunk.request.kv.source_entry
+        source = chunk.request.entry.source_entry
         assert source is not None and layer in source.cached_hidden_layers
         slots += [source.slot(token) for token in range(chunk.token_start, chunk.token_end)]
     return pool.hidden[layer][slots][None]

@@ -90,7 +90,7 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
         return Placement(list(request.prompt), request.position, kv_slices)
     salt = cache_salt(request, model_info)
     if request.computed_layers is not None and request.source is not None:
-        kv_slices += (KVSlice(request.source.kv, 0, 0, request.position, frozenset()),)  # provides the hidden states
+        kv_slices += (KVSlice(request.source.entry, 0, 0, request.position, frozenset()),)  # provides the hidden states
         salt = f"{salt}\0{sorted(request.computed_layers)}"
     key = content_hash(salt, request.prompt, request.position, kv_slices)
     return Placement(list(request.prompt), request.position, kv_slices, key, cache_manager.lookup(key))
@@ -124,16 +124,16 @@ def _parent_slices(
     others.
     """
     if parent.computed_layers is None or parent.source is None:
-        assert parent.kv.computed_layers is None, "a partial KV entry is used in all layers"
-        if parent.kv.missing_layers:
+        assert parent.entry.computed_layers is None, "a partial KV entry is used in all layers"
+        if parent.entry.missing_layers:
             raise InvalidRequestError(
-                f"parent {parent.id} came without layers {sorted(parent.kv.missing_layers)}: see a version of it"
+                f"parent {parent.id} came without layers {sorted(parent.entry.missing_layers)}: use a variant of it"
             )
-        yield KVSlice(parent.kv, token_start, num_tokens, position)
+        yield KVSlice(parent.entry, token_start, num_tokens, position)
         return
-    yield KVSlice(parent.kv, token_start, num_tokens, position, parent.computed_layers)
+    yield KVSlice(parent.entry, token_start, num_tokens, position, parent.computed_layers)
     yield KVSlice(
-        parent.source.kv, token_start, num_tokens, position, frozenset(range(num_layers)) - parent.computed_layers
+        parent.source.entry, token_start, num_tokens, position, frozenset(range(num_layers)) - parent.computed_layers
     )
 
 
@@ -168,7 +168,7 @@ def prefix(request: Request, cache_manager: KVCacheManager, model_info: ModelInf
 
 def insert_into_prefix_tree(request: Request, cache_manager: KVCacheManager) -> None:
     """Make a prefix-mode KV entry available to later prompts."""
-    entry = request.kv
+    entry = request.entry
     prefix_tokens = [t for s in entry.context for t in s.entry.tokens[s.token_start : s.token_start + s.num_tokens]]
     if cache_manager.prefix_tree(request.cache_salt, create=True).insert(entry, prefix_tokens):
         entry.is_indexed = True

@@ -52,10 +52,6 @@ class DecodeState:
         self.max_new_tokens = len(self.forced_tokens) if self.forced_tokens is not None else self.sampling.max_tokens
 
     @property
-    def next_forced_token(self) -> int | None:
-        return None if self.forced_tokens is None else self.forced_tokens[len(self.tokens)]
-
-    @property
     def stop_allowed(self) -> bool:
         """True if the next token may end the message (`min_tokens`)."""
         return len(self.tokens) >= self.sampling.min_tokens
@@ -74,7 +70,7 @@ class DecodeState:
 
         Returns the finish reason if it ends the message, else None.
         """
-        stop_allowed = self.stop_allowed
+        stop_allowed = len(self.tokens) >= self.sampling.min_tokens
         self.tokens.append(token)
         if self.next_logprob is not None:
             self.logprobs.append(self.next_logprob)
@@ -85,7 +81,9 @@ class DecodeState:
         text = self.text
         if self.detokenizer is not None and not stop:
             text += self.detokenizer.step(token)
-        end = self._find_stop_string(text) if (is_last or self.forced_tokens is None) and stop_allowed else None
+        end = None
+        if self.sampling.stop and stop_allowed and (is_last or self.forced_tokens is None):
+            end = self._find_stop_string(text)
         has_stop_string = end is not None
         self.text = text[:end]  # assigned once: other threads must not read text that a stop string removes
         if not (stop or has_stop_string or is_last):
@@ -157,7 +155,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     position: int | None = None  # set once the lengths of all parents are final
     parent_positions: tuple[int, ...] = ()  # likewise
-    entry: KVEntry | None = None
+    entry: KVEntry = None  # type: ignore[assignment]  # set when the request is admitted
     context: tuple[KVSlice, ...] = ()  # slices this request attends to
     shared_header: KVSlice | None = None  # slice read for the first tokens until they are copied
     error: ChoreographError | None = None
@@ -167,6 +165,7 @@ class Request:
     released: bool = False
     cancel_when_computed: bool = False
     model: str = BASE_MODEL  # model or adapter that computes it
+    weights_group: str = BASE_MODEL  # requests of one group share a batch; adapters are in their base's
     agent_key: object = None  # agent the KV entry belongs to, for eviction hints
     is_recompute: bool = False  # internal: recomputes a discarded entry
     # seconds of time.perf_counter(), as the times below
@@ -179,17 +178,38 @@ class Request:
     finish_time: float | None = None
 
     @classmethod
-    def for_recompute(cls, id: int, entry: KVEntry) -> "Request":
+    def for_recompute(cls, id: int, entry: KVEntry, weights_group: str) -> "Request":
         """Create a prefill that recomputes an existing entry in its own pages."""
         request = cls(id, 0, "choreographed", "", list(entry.tokens), (), (), None, ())
         request.is_recompute, request.state, request.num_skipped_steps = True, RequestState.RUNNING, 1 << 30
-        request.model, request.computed_layers = entry.model, entry.computed_layers
+        request.model, request.weights_group, request.computed_layers = (
+            entry.model,
+            weights_group,
+            entry.computed_layers,
+        )
         request.entry, request.context, request.position = entry, entry.context, entry.base_position
         return request
 
     @property
     def is_decode(self) -> bool:
         return self.decode_state is not None
+
+    @property
+    def is_text_only(self) -> bool:
+        """True if its mode computes nothing for it: a prefill outside of choreographed mode."""
+        return self.mode != "choreographed" and self.decode_state is None
+
+    def max_num_tokens(self, num_prompt_tokens: int, max_positions: int) -> int:
+        """Return the maximum length in tokens of the KV entry."""
+        if self.decode_state is None:
+            return num_prompt_tokens
+        max_generated = max_positions - num_prompt_tokens - len(self.footer)
+        return num_prompt_tokens + max(1, min(self.decode_state.max_new_tokens, max_generated)) + len(self.footer)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that are not scheduled yet."""
+        return len(self.entry.tokens) - self.entry.num_scheduled_tokens
 
     @property
     def finishes_next_step(self) -> bool:
@@ -203,12 +223,6 @@ class Request:
         For a partial prefill: itself in the computed layers and `source` in the others.
         """
         return (self,) if self.computed_layers is None or self.source is None else (self, self.source)
-
-    @property
-    def kv(self) -> KVEntry:
-        """KV entry of an admitted request."""
-        assert self.entry is not None
-        return self.entry
 
     @property
     def tokens_final(self) -> bool:
@@ -245,8 +259,22 @@ class Request:
     @property
     def dependencies(self) -> tuple["Request", ...]:
         """Requests that must be final before this one is admitted."""
-        sources = tuple(p.source for p in (*self.parents, self) if p.source is not None)
-        return self.parents + sources
+        result = self.parents
+        for request in (*self.parents, self):
+            if request.source is not None:
+                result += (request.source,)
+        return result
+
+    @property
+    def dependencies_ready(self) -> bool:
+        """True if all tokens the request depends on are final."""
+        if self.source is not None and not (self.source.tokens_final and self.source.position is not None):
+            return False
+        needs_entries = self.mode == "choreographed"
+        return all(
+            parent.tokens_final and (not needs_entries or all(p.entry is not None for p in parent.source_chain))
+            for parent in self.parents
+        )
 
     def resolve_dependencies(self) -> None:
         """Copy tokens and placement from `source` and set `ready_time`.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ..errors import CacheBusyError, CacheFullError, RequestFailedError, RequestTooLargeError
 from ..kv_cache.entry import KVEntry, KVSlice
 from ..kv_cache.manager import KVCacheManager
+from .scheduler import Scheduler
 
 _CAPACITY_HINT = "shorten the call (max_tokens counts) or raise CacheConfig.capacity"
 
@@ -32,15 +33,12 @@ class ContextLoader:
 
     Args:
         recompute: starts computing an entry that has pages but no content.
-        has_running: True while requests run that will free capacity when they end.
     """
 
     def __init__(
-        self, cache_manager: KVCacheManager, recompute: Callable[[KVEntry], None], has_running: Callable[[], bool]
+        self, cache_manager: KVCacheManager, scheduler: Scheduler, recompute: Callable[[KVEntry], None]
     ) -> None:
-        self._cache_manager = cache_manager
-        self._recompute = recompute
-        self._has_running = has_running
+        self._cache_manager, self._scheduler, self._recompute = cache_manager, scheduler, recompute
         self._request_id: int | None = None
         self._retries_left = 0
         self._acquired: dict[int, KVEntry] = {}
@@ -88,7 +86,7 @@ class ContextLoader:
             num_pages = sum(map(pool.num_pages_for, (*context_lengths.values(), own_length)))
             if num_pages > pool.num_pages(is_partial_pool):
                 raise RequestTooLargeError(
-                    f"needs room for {sum(context_lengths.values())} tokens that it sees and {own_length} of its own, "
+                    f"needs room for {sum(context_lengths.values())} context tokens and {own_length} own tokens, "
                     f"in whole pages {num_pages * pool.page_size}; the whole "
                     f"{'partial-layer pool' if is_partial_pool else 'cache'} "
                     f"holds {pool.num_pages(is_partial_pool) * pool.page_size}: "
@@ -110,7 +108,7 @@ class ContextLoader:
             self._acquire(frame)
             missing = _next_to_load(frame.needed)
             if missing is not None and missing.is_lost:
-                raise RequestFailedError("its context came from another process and is lost: make it again")
+                raise RequestFailedError("its context came from another process and is lost: prefill it again")
             if missing is not None and not missing.tier_copies:
                 stack.append(_Frame(_unique_entries(missing.context), missing))
                 continue
@@ -135,7 +133,7 @@ class ContextLoader:
 
     def _yield_pages(self, stack: Sequence[_Frame]) -> bool:
         """Release entries needed later while a recomputation needs their pages."""
-        if not self._retries_left or self._has_running():
+        if not self._retries_left or self._scheduler.running:
             return False
         needed_ids = {e.id for e in stack[-1].needed} | {frame.target.id for frame in stack if frame.target is not None}
         deferred = [
@@ -171,4 +169,4 @@ def _next_to_load(needed: list[KVEntry]) -> KVEntry | None:
     context, which need the most capacity, come before those that are loaded or have no context.
     """
     missing = [entry for entry in needed if not entry.has_pages]
-    return min(missing, key=lambda one: bool(one.tier_copies) or not one.context, default=None)
+    return min(missing, key=lambda entry: bool(entry.tier_copies) or not entry.context, default=None)

@@ -35,19 +35,22 @@ def sample(logits: Float[Tensor, "B V"], decode_states: list[DecodeState]) -> "S
 
     Idempotent: random numbers are consumed only when the token is appended.
     """
-    unforced = [i for i, g in enumerate(decode_states) if g.next_forced_token is None]
-    processed = {
-        i: _apply_penalties(logits[i].float(), decode_states[i])
-        for i in unforced
-        if not _needs_no_processors(decode_states[i])
-    }
-    tokens = _sample_batch(logits, decode_states, [i for i in unforced if i not in processed])
+    plain: list[int] = []
+    processed: dict[int, Tensor] = {}
+    forced: dict[int, int] = {}
+    for i, state in enumerate(decode_states):
+        if state.forced_tokens is not None:
+            forced[i] = state.forced_tokens[len(state.tokens)]
+        elif _needs_no_processors(state):
+            plain.append(i)
+        else:
+            processed[i] = _apply_penalties(logits[i].float(), state)
+    tokens = _sample_batch(logits, decode_states, plain)
     if processed:
         sampled = _sample_batch(
             torch.stack([*processed.values()]), [decode_states[i] for i in processed], range(len(processed))
         )
         tokens = tokens.index_copy(0, to_device(list(processed), torch.long, logits.device), sampled)
-    forced = {i: token for i, g in enumerate(decode_states) for token in (g.next_forced_token,) if token is not None}
     if forced:
         rows, host_tokens = (
             to_device(list(values), torch.long, logits.device) for values in (forced.keys(), forced.values())
@@ -77,54 +80,53 @@ class SampleOutput:
     ) -> None:
         self.tokens, self.host_tokens = tokens, list[int]()
         self._logits, self._decode_states, self._processed_rows = logits, decode_states, processed_rows
-        self._top_logprobs = {
-            i: _logprobs(logits[i], tokens[i : i + 1], g.sampling.logprobs)
-            for i, g in enumerate(decode_states)
-            if g.sampling.logprobs is not None
-        }
+        self._top_logprobs: dict[int, Tensor] = {}
+        self._callback_logprobs: dict[int, AsyncHostCopy] = {}
+        for i, state in enumerate(decode_states):
+            if state.sampling.logprobs is not None:
+                self._top_logprobs[i] = _logprobs(logits[i], tokens[i : i + 1], state.sampling.logprobs)
+            if state.on_logprobs is not None:
+                self._callback_logprobs[i] = AsyncHostCopy(_log_softmax(logits[i]))
         self._host_copy = AsyncHostCopy(
             torch.cat([tokens.double(), *self._top_logprobs.values()]) if self._top_logprobs else tokens
         )
-        self._callback_logprobs = {
-            i: AsyncHostCopy(_log_softmax(logits[i])) for i, g in enumerate(decode_states) if g.on_logprobs is not None
-        }
 
     def read(self) -> list[int | None]:
         """Wait for the tokens; return one per row, None for NaN logits.
 
         Stores requested log-probabilities and callback rows in the decode states.
         """
-        host_tokens = self._host_copy.read().tolist()
-        offset = len(self._decode_states)
-        self.host_tokens = [int(token) for token in host_tokens[:offset]]
-        tokens = [self._resolve(i, token) for i, token in enumerate(self.host_tokens)]
+        values = self._host_copy.read().tolist()
+        offset, tokens = len(self._decode_states), list[int | None]()
+        self.host_tokens = list(map(int, values[:offset]))
+        for i, token in enumerate(self.host_tokens):
+            state = self._decode_states[i]
+            state.needs_host_sampling = token == NEEDS_FULL_VOCAB
+            if state.needs_host_sampling:
+                tokens.append(_sample_full_vocab(self._processed_rows.get(i, self._logits[i]).float(), state))
+            else:
+                tokens.append(None if token == NAN_LOGITS else token)
         for i, part in self._top_logprobs.items():
-            logprob, *rest = host_tokens[offset : offset + len(part)]
-            token, offset = tokens[i], offset + len(part)
-            if token is not None:
-                logprob = float(_log_softmax(self._logits[i])[token]) if host_tokens[i] == NEEDS_FULL_VOCAB else logprob
-                values, ids = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
-                self._decode_states[i].next_logprob = TokenLogprob(token, logprob, dict(zip(ids, values, strict=True)))
+            logprob, *rest = values[offset : offset + len(part)]
+            chosen, offset = tokens[i], offset + len(part)
+            if chosen is not None:
+                if self.host_tokens[i] == NEEDS_FULL_VOCAB:
+                    logprob = float(_log_softmax(self._logits[i])[chosen])
+                top = zip(map(int, rest[len(rest) // 2 :]), rest[: len(rest) // 2], strict=True)
+                self._decode_states[i].next_logprob = TokenLogprob(chosen, logprob, dict(top))
         for i, row in self._callback_logprobs.items():
             if tokens[i] is not None:
                 # cloned: callers may keep it, and must not keep pinned memory
                 self._decode_states[i].pending_logprobs = row.read().clone()
         return tokens
 
-    def _resolve(self, row: int, token: int) -> int | None:
-        self._decode_states[row].needs_host_sampling = token == NEEDS_FULL_VOCAB
-        if token == NEEDS_FULL_VOCAB:
-            return _sample_full_vocab(
-                self._processed_rows.get(row, self._logits[row]).float(), self._decode_states[row]
-            )
-        return None if token == NAN_LOGITS else token
-
 
 def _needs_no_processors(state: DecodeState) -> bool:
     """True if sampling depends on neither earlier tokens nor single token ids."""
     s = state.sampling
     penalties = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
-    return not penalties and not s.logit_bias and (state.stop_allowed or not (state.stop_tokens or s.stop))
+    stop_allowed = not s.min_tokens or state.stop_allowed
+    return not penalties and not s.logit_bias and (stop_allowed or not (state.stop_tokens or s.stop))
 
 
 def _apply_penalties(row: Float[Tensor, " V"], state: DecodeState) -> Float[Tensor, " V"]:
@@ -169,15 +171,18 @@ def _sample_batch(
 
     Sampled tokens may be NEEDS_FULL_VOCAB; rows with NaN give NAN_LOGITS. Never synchronizes.
     """
-    device = logits.device
-    sampled = [i for i in rows if not decode_states[i].sampling.greedy]
-    # first: the copy overlaps with the forward pass
-    sampling_tensor = _sampling_tensor([decode_states[i] for i in sampled], device)
-    row_index = to_device(sampled, torch.long, device) if len(sampled) < len(logits) else None
+    device, sampled, sampled_states = logits.device, list[int](), list[DecodeState]()
+    for i in rows:
+        if not decode_states[i].sampling.greedy:
+            sampled.append(i)
+            sampled_states.append(decode_states[i])
+    if sampled:  # first: the copies overlap with the forward pass
+        sampling_tensor = _sampling_tensor(sampled_states, device)
+        row_index = to_device(sampled, torch.long, device) if len(sampled) < len(logits) else None
     largest, tokens = logits.max(-1)  # NaN if the row contains NaN
     if sampled:
         sampled_tokens = _sample_truncated(
-            logits if row_index is None else logits[row_index], [decode_states[i] for i in sampled], sampling_tensor
+            logits if row_index is None else logits[row_index], sampled_states, sampling_tensor
         )
         tokens = sampled_tokens if row_index is None else tokens.index_copy(0, row_index, sampled_tokens)
     return tokens.where(~largest.isnan(), NAN_LOGITS)

@@ -1,7 +1,10 @@
 """`Session`: prefill and decode over its own messages, with argument validation."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -17,24 +20,22 @@ from ..errors import (
 )
 from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode
 from ..sampling_params import SamplingParams
-from ..utils import call_all, close_behind
-from . import validation as arguments
+from ..utils import call_all, close_after
 from .core import EngineCore
 from .cross_model import LayerPattern, parse_layer_pattern
 from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
 from .message import Message, MessageSlice, unwrap_slice
 from .message_variants import MessageVariants
 from .request import DecodeState, Request
-from .request_context import current_tag
 from .text import ChatTemplate, ChatTurns, Turn, make_detokenizer
 from .validation import (
     Offsets,
     build_each,
     check_choreographed,
-    check_not_empty,
     check_offsets,
     check_parents,
     check_position,
+    check_sampling,
     check_tokens,
     is_batch,
 )
@@ -45,6 +46,29 @@ if TYPE_CHECKING:
 PromptInput = str | Sequence[int] | Turn
 
 DEFAULT_SAMPLING = SamplingParams()
+
+
+@dataclass(frozen=True, eq=False)
+class RequestTag:
+    """Attribution to an agent of the requests made inside a `tag_requests` block."""
+
+    session: object  # session whose requests are tagged
+    agent_key: object  # given to every request
+    on_message: Callable[[Message], None]  # called with every message
+
+
+# Tasks, threads and concurrent programs each have their own; a new task inherits the tags of its creator.
+_TAGS: ContextVar[tuple[RequestTag, ...]] = ContextVar("choreograph_request_tags", default=())
+
+
+@contextmanager
+def tag_requests(tag: RequestTag) -> Iterator[None]:
+    """Tag all requests made inside the block; blocks nest, and those sharing a context may end in any order."""
+    _TAGS.set((*_TAGS.get(), tag))
+    try:
+        yield
+    finally:
+        _TAGS.set(tuple(other for other in _TAGS.get() if other is not tag))
 
 
 class Session(ChatTurns):
@@ -74,14 +98,14 @@ class Session(ChatTurns):
         self.closed = False
         self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
-        self._variants = MessageVariants(core, self._build_request, self._submit, self._register_completed)
+        self._variants = MessageVariants(self)
         self._seed_rng = random.Random(seed)
 
     def __enter__(self) -> "Session":
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, *_: object) -> None:
-        close_behind(self.close, exc)
+        close_after(self.close, exc)
 
     @property
     def messages(self) -> list[Message]:
@@ -130,16 +154,10 @@ class Session(ChatTurns):
                 this model, once per session; "partial" does so only in the layers given to
                 `Engine.enable_layer_reuse` and reuses the others; "reuse" reuses all layers.
         """
-        shared_args = {
-            "parents": parents,
-            "offsets": offsets,
-            "new_offset": new_offset,
-            "model": model,
-            "kv_reuse": kv_reuse,
-        }
         if is_batch(tokens):
-            return self._submit(build_each(tokens, self._build_prefill, shared_args))
-        return self._submit([self._build_prefill(tokens, **shared_args)])[0]
+            args = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
+            return self._submit(build_each(tokens, self._build_prefill, args | {"model": model, "kv_reuse": kv_reuse}))
+        return self._submit([self._build_prefill(tokens, parents, offsets, new_offset, model, kv_reuse)])[0]
 
     @overload
     def decode(self, header: list[dict[str, Any]]) -> list[Message]: ...
@@ -181,17 +199,14 @@ class Session(ChatTurns):
 
         The other arguments are those of `prefill`.
         """
-        shared_args = {
-            "parents": parents,
-            "offsets": offsets,
-            "new_offset": new_offset,
-            "model": model,
-            "kv_reuse": kv_reuse,
-        }
-        shared_args |= {"sampling": sampling, "footer": footer, "forced_tokens": forced_tokens}
         if is_batch(header):
-            return self._submit(build_each(header, self._build_decode, shared_args))
-        return self._submit([self._build_decode(header, **shared_args)])[0]
+            args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
+            args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
+            return self._submit(build_each(header, self._build_decode, args))
+        message = self._build_decode(
+            header, parents, offsets, new_offset, sampling, footer, forced_tokens, model, kv_reuse
+        )
+        return self._submit([message])[0]
 
     def import_message(self, message: Message) -> Message:
         """Import a complete message of another session of the same client.
@@ -214,8 +229,9 @@ class Session(ChatTurns):
             original = message._request
             copy._request.computed_layers, copy._request.source = original.computed_layers, original.source
             copy._request.parents, copy._request.parent_slices = original.parents, original.parent_slices
-        attach_entry(self._core, copy._request, message._request.kv)
-        return self._register_completed(copy)
+        attach_entry(self._core, copy._request, message._request.entry)
+        self._register([copy])
+        return copy
 
     def import_kv(
         self,
@@ -245,7 +261,8 @@ class Session(ChatTurns):
             for parent in self._variants.resolve_parents(message):
                 unwrap_slice(parent).wait_encoded()
             if import_kv(self._core, message._request, snapshot, check=check):
-                return self._register_completed(message)
+                self._register([message])
+                return message
         return self._submit([message])[0]
 
     def partial_prefill(
@@ -267,12 +284,13 @@ class Session(ChatTurns):
         check_choreographed(self.mode)
         return self._variants.with_layers(message, self._resolve_model(model), parse_layer_pattern(pattern))
 
-    # -- validation: everything is checked before anything is changed ---------------------------------------
+    # -- building requests: everything is checked before anything is changed --------------------------------
 
     def _build_prefill(
         self, tokens, parents=(), offsets=None, new_offset=None, model=None, kv_reuse="recompute"
     ) -> Message:
-        parents, model = self._validate_parents(parents), self._resolve_model(model)
+        self._check_open()
+        parents = check_parents(parents, self._core, self.id)
         ids = self._tokenize_input(tokens, opening=not parents)
         return self._build_request(ids, parents, offsets, new_offset, model=model, kv_reuse=kv_reuse)
 
@@ -288,19 +306,29 @@ class Session(ChatTurns):
         model=None,
         kv_reuse="recompute",
     ) -> Message:
-        parents, model = self._validate_parents(parents), self._resolve_model(model)
+        self._check_open()
+        parents, footer_ids = check_parents(parents, self._core, self.id), list[int]()
         if isinstance(header, Turn):
-            ids, own_footer = self._require_chat_template().open_turn(header, opening=not parents and header.opening)
-            check_not_empty(ids, "header")
+            ids, footer_ids = self._require_chat_template().open_turn(header, opening=not parents and header.opening)
+            if not ids:
+                raise InvalidTokensError("header is empty: give at least one token")
         else:
-            ids, own_footer = self._tokenize_input(header, opening=not parents, name="header"), []
-        footer = (
-            own_footer
-            if footer is None
-            else self._tokenize_input(footer, opening=False, name="footer", allow_empty=True)
+            ids = self._tokenize_input(header, opening=not parents, name="header")
+        if footer is not None:
+            footer_ids = self._tokenize_input(footer, opening=False, name="footer", allow_empty=True)
+        check_sampling(sampling, self._core.hf_model.model_info.vocab_size, has_tokenizer=self._tokenizer is not None)
+        if forced_tokens is not None:
+            forced_tokens = self._tokenize_input(forced_tokens, opening=False, name="forced_tokens")
+        eos = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
+        decode_state = DecodeState(
+            sampling=sampling,
+            prompt=ids,
+            stop_tokens=frozenset((*eos, *sampling.stop_token_ids)),
+            generator=torch.Generator(),
+            forced_tokens=forced_tokens,
+            detokenizer=make_detokenizer(self._tokenizer),
         )
-        decode_state = self._build_decode_state(ids, sampling, forced_tokens)
-        return self._build_request(ids, parents, offsets, new_offset, decode_state, footer, model, kv_reuse)
+        return self._build_request(ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse)
 
     def _build_request(
         self,
@@ -318,24 +346,35 @@ class Session(ChatTurns):
         max_positions = core.hf_model.model_info.max_positions
         if kv_reuse not in KV_REUSE:
             raise ConfigError(f"kv_reuse={kv_reuse!r}: use one of {KV_REUSE}")
-        parent_offsets = check_offsets(offsets, len(parents), max_positions)
-        new_offset = check_position("new_offset", new_offset, max_positions)
+        if model is not None and model != self.model and model not in core.model_set.remote:
+            model = self._resolve_model(model)
+        model, tag = model or self.model, self._current_tag()
+        parent_requests: list[Request] = []
+        parent_slices: list[tuple[int, int] | None] = []
+        for parent in parents:
+            if isinstance(parent, MessageSlice):
+                parent_requests.append(parent.message._request)
+                parent_slices.append((parent.start, parent.stop))
+            else:
+                parent_requests.append(parent._request)
+                parent_slices.append(None)
         request = Request(
             id=core.new_id(),
             session_id=self.id,
             mode=self.mode,
-            cache_salt=self._cache_salt(model or self.model),
+            cache_salt=self._cache_salt(model),
             prompt=ids,
-            parents=tuple(unwrap_slice(p)._request for p in parents),
-            parent_slices=tuple((p.start, p.stop) if isinstance(p, MessageSlice) else None for p in parents),
-            offsets=parent_offsets,
-            new_offset=new_offset,
+            parents=tuple(parent_requests),
+            parent_slices=tuple(parent_slices),
+            offsets=check_offsets(offsets, len(parents), max_positions),
+            new_offset=None if new_offset is None else check_position("new_offset", new_offset, max_positions),
             decode_state=decode_state,
             footer=footer or [],
-            model=model or self.model,
-            agent_key=tag.agent_key if (tag := current_tag(self)) else None,
+            model=model,
+            weights_group=core.model_set.weights_group(model),
+            agent_key=None if tag is None else tag.agent_key,
         )
-        message = Message(request, core, self._decode_text)
+        message = Message(request, core, self._tokenizer)
         message.parents, message.kv_reuse = parents, kv_reuse
         return message
 
@@ -352,55 +391,6 @@ class Session(ChatTurns):
             )
         return name
 
-    def _submit(self, messages: list[Message]) -> list[Message]:
-        """Submit all messages or none; a refused request consumes no session seed."""
-        for message in messages:
-            self._variants.resolve_parents(message)
-        requests = [message._request for message in messages]
-        self._core.add_requests(*requests, on_accepted=lambda: self._assign_seeds(requests))
-        self._register(*messages)
-        self._core.events.dispatch()
-        return messages
-
-    def _assign_seeds(self, requests: Iterable[Request]) -> None:
-        for decode_state in (request.decode_state for request in requests):
-            if decode_state is not None:
-                own = decode_state.sampling.seed
-                seed = self._seed_rng.getrandbits(63) if own is None else int(own)
-                decode_state.generator.manual_seed(seed % (1 << 63))
-
-    def _register_completed(self, message: Message) -> Message:
-        """Register a message that needs no computation."""
-        self._register(message)
-        self._core.events.dispatch()
-        return message
-
-    def _register(self, *messages: Message) -> None:
-        """Track messages until they are released, at the latest with the session.
-
-        Callers dispatch events only afterwards.
-        """
-        for message in messages:
-            message.on_release = self._unregister
-            self._messages[message.id] = message
-            if tag := current_tag(self):
-                tag.on_message(message)
-        if self.closed:  # concurrently, possibly before these were registered
-            for message in messages:
-                message._release_quietly()
-            self._check_open()
-
-    def _unregister(self, message: Message) -> None:
-        self._messages.pop(message.id, None)
-
-    def _validate_parents(self, parents: Iterable[Message | MessageSlice]) -> tuple[Message | MessageSlice, ...]:
-        self._check_open()
-        return check_parents(parents, self._core, self.id)
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise SessionClosedError("the session is closed: open a new one")
-
     def _tokenize_input(
         self, prompt: PromptInput, *, opening: bool, name: str = "tokens", allow_empty: bool = False
     ) -> list[int]:
@@ -411,10 +401,9 @@ class Session(ChatTurns):
         elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
             raise InvalidTokensError(f"{name}={prompt!r}: give a string, token ids or a chat turn")
         else:
-            vocab_size = self._core.hf_model.model_info.vocab_size
-            ids = check_tokens(prompt, name, vocab_size)
-        if not allow_empty:
-            check_not_empty(ids, name)
+            ids = check_tokens(prompt, name, self._core.hf_model.model_info.vocab_size)
+        if not ids and not allow_empty:
+            raise InvalidTokensError(f"{name} is empty: give at least one token")
         return ids
 
     def _require_chat_template(self) -> ChatTemplate:
@@ -422,25 +411,46 @@ class Session(ChatTurns):
             raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained, or use token ids")
         return self._chat_template
 
-    def _build_decode_state(
-        self, header: list[int], sampling: SamplingParams, forced_tokens: Sequence[int] | None
-    ) -> DecodeState:
-        arguments.check_sampling(
-            sampling, self._core.hf_model.model_info.vocab_size, has_tokenizer=self._tokenizer is not None
-        )
-        if forced_tokens is not None:
-            forced_tokens = self._tokenize_input(forced_tokens, opening=False, name="forced_tokens")
-        eos = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
-        return DecodeState(
-            sampling=sampling,
-            prompt=header,
-            stop_tokens=frozenset((*eos, *sampling.stop_token_ids)),
-            generator=torch.Generator(),
-            forced_tokens=forced_tokens,
-            detokenizer=make_detokenizer(self._tokenizer),
-        )
+    def _check_open(self) -> None:
+        if self.closed:
+            raise SessionClosedError("the session is closed: open a new one")
 
-    @property
-    def _decode_text(self) -> Callable[[list[int]], str] | None:
-        tokenizer = self._tokenizer
-        return None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    def _current_tag(self) -> RequestTag | None:
+        """Return the innermost tag of this session; None if there is none."""
+        for tag in reversed(_TAGS.get()):
+            if tag.session is self:
+                return tag
+        return None
+
+    # -- submission -----------------------------------------------------------------------------------------
+
+    def _submit(self, messages: list[Message]) -> list[Message]:
+        """Submit all messages or none; a refused request consumes no session seed."""
+        requests = []
+        for message in messages:
+            request = message._request
+            for parent in request.parents:
+                if parent.model != request.model:
+                    self._variants.resolve_parents(message)
+                    break
+            requests.append(request)
+        self._core.add_requests(requests, self._seed_rng)
+        self._register(messages)
+        return messages
+
+    def _register(self, messages: list[Message]) -> None:
+        """Track messages until they are released, at the latest with the session; then dispatch the events."""
+        tag = self._current_tag()
+        for message in messages:
+            message.on_release = self._unregister
+            self._messages[message._request.id] = message
+            if tag is not None:
+                tag.on_message(message)
+        if self.closed:  # concurrently, possibly before these were registered
+            for message in messages:
+                message._release_quietly()
+            self._check_open()
+        self._core.events.dispatch()
+
+    def _unregister(self, message: Message) -> None:
+        self._messages.pop(message.id, None)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+from ..config import as_int
 from ..errors import (
     DuplicateParentError,
     InvalidPositionError,
@@ -16,8 +17,8 @@ from ..errors import (
     SamplingError,
     WrongSessionError,
 )
-from ..sampling_params import SamplingParams, as_int
-from .message import Message, MessageSlice, unwrap_slice
+from ..sampling_params import SamplingParams
+from .message import Message, MessageSlice
 from .request import RequestState
 
 Offsets = Sequence[int | None] | None
@@ -25,7 +26,9 @@ Offsets = Sequence[int | None] | None
 
 def is_batch(value: object) -> bool:
     """True if `value` is a non-empty list of argument dicts."""
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(request, Mapping) for request in value)
+    if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Mapping):
+        return False
+    return all(isinstance(request, Mapping) for request in value)
 
 
 def build_each(
@@ -42,7 +45,7 @@ def build_each(
     for name, value in shared_args.items():
         default = parameters[name].default
         if value is not default and not (type(value) is type(default) and value == default):
-            raise InvalidRequestError(f"{name}={value!r} beside a list of calls: put it into each call")
+            raise InvalidRequestError(f"{name}={value!r} with a list of requests: put it into each request")
     for request in calls:
         for name in request:
             if name not in parameters:
@@ -53,7 +56,7 @@ def build_each(
                 )
                 raise InvalidRequestError(f"{name}={request[name]!r}: no such argument; {hint}")
         if first not in request:
-            raise InvalidRequestError(f"{dict(request)!r}: a call needs {first!r}")
+            raise InvalidRequestError(f"{dict(request)!r}: a request needs {first!r}")
     return [build(**request) for request in calls]
 
 
@@ -61,12 +64,6 @@ def build_each(
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Parameters of a function by name, without `self`."""
     return {name: parameter for name, parameter in inspect.signature(function).parameters.items() if name != "self"}
-
-
-def check_not_empty(ids: list[int], name: str) -> None:
-    """Raise InvalidTokensError if there is no token."""
-    if not ids:
-        raise InvalidTokensError(f"{name} is empty: give at least one token")
 
 
 def check_parents(
@@ -78,9 +75,9 @@ def check_parents(
     if not isinstance(parents, Iterable):
         raise InvalidRequestError(f"parents={parents!r}: use a list of messages")
     parents = tuple(parents)
-    seen: dict[int, list[range]] = {}
+    seen: dict[int, list[tuple[int, int]]] = {}
     for index, arg in enumerate(parents):
-        parent, label = unwrap_slice(arg), f"parents[{index}]"
+        parent, label = arg.message if isinstance(arg, MessageSlice) else arg, f"parents[{index}]"
         if not isinstance(parent, Message):
             raise NotAMessageError(f"{label}={parent!r} is not a message of this session")
         if parent._core is not core or parent._request.session_id != session_id:
@@ -89,16 +86,14 @@ def check_parents(
             raise MessageReleasedError(f"{label} (message {parent.id}) was released: keep it until its last use")
         if parent._request.state is RequestState.FAILED:
             raise InvalidRequestError(f"{label} (message {parent.id}) failed: {parent._request.error}")
-        tokens = range(arg.start, arg.stop) if isinstance(arg, MessageSlice) else range(1 << 40)
-        ranges = seen.setdefault(parent.id, [])
-        if any(tokens.start < other.stop and other.start < tokens.stop for other in ranges):
-            reason = (
-                "is given twice"
-                if not isinstance(arg, MessageSlice)
-                else f"is given twice in part ({arg.start}:{arg.stop})"
-            )
-            raise DuplicateParentError(f"{label} (message {parent.id}) {reason}: prefill it again to show it twice")
-        ranges.append(tokens)
+        start, stop = (arg.start, arg.stop) if isinstance(arg, MessageSlice) else (0, 1 << 40)
+        for other_start, other_stop in seen.setdefault(parent._request.id, []):
+            if start < other_stop and other_start < stop:
+                part = f" in part ({start}:{stop})" if isinstance(arg, MessageSlice) else ""
+                raise DuplicateParentError(
+                    f"{label} (message {parent.id}) is given twice{part}: prefill it again to use it twice"
+                )
+        seen[parent._request.id].append((start, stop))
     return parents
 
 
@@ -129,7 +124,7 @@ def check_position(name: str, position: object, max_positions: int) -> int | Non
 def check_choreographed(mode: str) -> None:
     """Check that the mode is choreographed, the only one with layer reuse."""
     if mode != "choreographed":
-        raise InvalidRequestError(f"there is no partial prefill in {mode} mode, where nothing is shared")
+        raise InvalidRequestError(f"mode={mode!r} has no partial prefill: use mode='choreographed'")
 
 
 def check_tokens(tokens: Iterable[object], name: str, vocab_size: int) -> list[int]:

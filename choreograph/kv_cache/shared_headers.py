@@ -62,7 +62,7 @@ def _header_key(cache_salt: str, base_position: int, context: Iterable[KVSlice])
 
 def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
     """Skip the header tokens of a new decode that another decode over the same context has."""
-    entry = request.kv
+    entry = request.entry
     result = cache_manager.shared_headers.lookup(request.cache_salt, request.prompt, entry.base_position, entry.context)
     cache_manager.shared_headers.add(request.cache_salt, entry)
     if result is None:
@@ -80,12 +80,10 @@ def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
 def copy_headers(cache_manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
     """Copy shared headers into the requests' own slots after the step that computed them."""
     shared = [(req, req.shared_header) for req in requests if req.shared_header is not None]
-    if not shared:
-        return
     slots = [kv_slice.entry.slot(token) for _, kv_slice in shared for token in range(kv_slice.num_tokens)]
     cache_manager.pool.copy_slots(
-        slots, [req.kv.slot(token) for req, kv_slice in shared for token in range(kv_slice.num_tokens)]
+        slots, [req.entry.slot(token) for req, kv_slice in shared for token in range(kv_slice.num_tokens)]
     )
     for req, kv_slice in shared:
         cache_manager.release(kv_slice.entry, req.request_owner)
-        req.shared_header, req.context, req.kv.is_aliased = None, req.kv.context, False
+        req.shared_header, req.context, req.entry.is_aliased = None, req.entry.context, False

@@ -16,7 +16,7 @@ from ..engine.message import Message, MessageSlice, unwrap_slice
 from ..errors import InvalidRequestError
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import LayerKeyValues
-from ..utils import close_behind
+from ..utils import close_after
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +66,7 @@ class ContextStore:
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, *_: object) -> None:
-        close_behind(self.close, exc)
+        close_after(self.close, exc)
 
     def close(self) -> None:
         """Forgets everything."""
@@ -87,7 +87,7 @@ class ContextStore:
         """Keeps it likewise, and tells for which layers there is what came into them: those that `Engine.enable_layer_reuse` named
         before the context was encoded. Raises InvalidRequestError where there are none."""
         self._check_fully_computed(context)
-        layers = tuple(sorted(context._request.kv.cached_hidden_layers))
+        layers = tuple(sorted(context._request.entry.cached_hidden_layers))
         if not layers:
             raise InvalidRequestError(
                 f"message {context.id}: no inputs of layers were kept; call engine.enable_layer_reuse(...) before it is encoded"
@@ -106,7 +106,7 @@ class ContextStore:
             raise InvalidRequestError(
                 f"message {context.id} was computed in some layers only: store what it was made from"
             )
-        family, own = self._engine.core.model_set, context.wait_encoded()._request.kv
+        family, own = self._engine.core.model_set, context.wait_encoded()._request.entry
         waiting, seen = [own], {own.id}
         while waiting:
             made = waiting.pop()
@@ -170,7 +170,7 @@ class ContextStore:
         seen: dict[int, tuple[str, KVEntry]] = {}
         for message in self._session.messages:
             if message._request.entry is not None:
-                seen.setdefault(message._request.kv.id, (message.model, message._request.kv))
+                seen.setdefault(message._request.entry.id, (message.model, message._request.entry))
         for model, entry in seen.values():
             layers = range(len(pool.keys)) if entry.computed_layers is None else entry.computed_layers
             for layer in layers:

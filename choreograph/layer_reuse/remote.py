@@ -322,7 +322,7 @@ class RemoteSender:
             cached_hidden_layers=come,
             missing_layers=absent,
         )
-        self._in_flight = context._request.kv.transfer
+        self._in_flight = context._request.entry.transfer
         return context
 
     def _emit_fallback(self, message: Message, reason: str) -> None:

@@ -17,7 +17,7 @@ from ..engine.session import Session
 from ..errors import ConfigError, PromptError, WrongSessionError
 from ..outputs import BASE_MODEL
 from ..sampling_params import SamplingParams
-from ..utils import close_behind
+from ..utils import close_after
 from . import storage
 from .layout import ChatTokenizer, Layout, ModuleLayout, ModulePath, compute_layout, tokenizer_fingerprint
 from .parser import load_prompt, load_schema
@@ -58,7 +58,7 @@ class PromptCache:
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, *_: object) -> None:
-        close_behind(self.close, exc)
+        close_after(self.close, exc)
 
     def close(self) -> None:
         """Lets go of every module; other caches and sessions keep what they hold."""
@@ -217,7 +217,7 @@ class PromptCache:
             whole, count = mine[key], len(self._module_layout(key).runs[one.run_index].tokens)
             parents.append(
                 (
-                    whole if one.num_tokens == count else whole.part(one.token_start, one.token_start + one.num_tokens),
+                    whole if one.num_tokens == count else whole[one.token_start : one.token_start + one.num_tokens],
                     one.position,
                 )
             )

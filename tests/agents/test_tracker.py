@@ -270,7 +270,7 @@ def test_a_part_stands_for_its_message_where_it_is_marked():
     with tiny_models.engine().session() as s, Workflow(s, CYCLE) as team:
         with team.agent("a") as agent:
             role = s.prefill(fixed_of(0))
-            agent.mark_fixed(role.part(0, 5))
+            agent.mark_fixed(role[0:5])
             s.decode([50], [role], sampling=BRIEF).result()
         assert team.fixed_prefix_hashes("a") == [role._request.entry.content_hash]
 

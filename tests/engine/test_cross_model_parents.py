@@ -23,13 +23,13 @@ def engine():
 def test_parents_stay_what_was_given(engine, share):
     with engine.session() as session:
         text, other = session.prefill([1, 2, 3]), session.prefill([4, 5])
-        said = session.decode([7], [text, other.part(0, 1)], model="math", kv_reuse=share, sampling=GREEDY)
+        said = session.decode([7], [text, other[0:1]], model="math", kv_reuse=share, sampling=GREEDY)
         assert said.parents[0] is text and said.parents[1].message is other and said.offsets == (0, 3)
         names = zip(said._request.parents, (text, other), strict=True)
         assert all((call is given._request) == (share == "reuse") for call, given in names)
         steps = [StageCall("talk", text), StageCall("talk", other), StageCall("talk", said)]
         assert [bar.number for bar in graph.message_rows(steps)[-1].context] == [1, 2]
-        own = session.prefill(said.tokens, [text, other.part(0, 1)])
+        own = session.prefill(said.tokens, [text, other[0:1]])
         assert context_hash(own) == context_hash(said)
     engine.check()
 

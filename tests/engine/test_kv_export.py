@@ -132,7 +132,7 @@ def test_a_copy_is_of_what_its_tokens_saw(engine):
     with engine.session() as session:
         seen, other = session.prefill([1, 2, 3]), session.prefill([3, 2, 1])
         copy = session.prefill(TOKENS, [seen]).export_kv()
-        for parents, offsets in (((), None), ([other], None), ([seen], [1]), ([seen.part(0, 2)], [0])):
+        for parents, offsets in (((), None), ([other], None), ([seen], [1]), ([seen[0:2]], [0])):
             with pytest.raises(InvalidRequestError, match="give the tokens, parents and offsets"):
                 session.import_kv(TOKENS, copy, parents, offsets, 3)
         assert session.import_kv(TOKENS, copy, [seen]).usage.cached_tokens == 4

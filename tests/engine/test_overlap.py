@@ -187,7 +187,7 @@ def test_memory_that_does_not_hold_two_steps_holds_one(monkeypatch):
     try:
         with engine.session() as session:
             message = session.decode([5], [session.prefill(list(range(20)))], sampling=LONG)
-            with pytest.warns(UserWarning, match="none is begun ahead any more"):
+            with pytest.warns(UserWarning, match="steps no longer overlap"):
                 assert len(message.tokens) == 13
     finally:
         del engine.core.hf_model.launch_graph

@@ -31,7 +31,7 @@ def test_a_name_says_what_was_read_and_where_not_by_whom(engine):
         below = [context_hash(s.prefill([7], [m])) for s, m in ((one, first), (other, second))]
         assert below[0] == below[1] != context_hash(one.prefill([7]))
         assert below[0] != context_hash(one.prefill([7], [first], offsets=[2], new_offset=7))
-        assert below[0] != context_hash(one.prefill([7], [first.part(0, 6)], offsets=[1]))
+        assert below[0] != context_hash(one.prefill([7], [first[0:6]], offsets=[1]))
 
 
 def test_where_encodings_cannot_move_a_name_says_where_they_stand():
@@ -51,9 +51,10 @@ def test_what_was_stored_outlives_its_session(engine):
             name = store.store_kv(context)
             assert store.store_hidden(context) == (2,) and store.store_kv(context) == name
             expected = [
-                engine.core.cache_manager.pool.export_layer(layer, context._request.kv.slots) for layer in range(LAYERS)
+                engine.core.cache_manager.pool.export_layer(layer, context._request.entry.slots)
+                for layer in range(LAYERS)
             ]
-            inputs = engine.core.cache_manager.pool.hidden[2][context._request.kv.slots]
+            inputs = engine.core.cache_manager.pool.hidden[2][context._request.entry.slots]
         for layer, pair in enumerate(expected):
             assert all(map(torch.equal, store.fetch_kv(name, "base", layer), pair))
         assert torch.equal(store.fetch_hidden(name, "base", 2), inputs)
@@ -136,7 +137,7 @@ def test_what_is_stored_is_encoded(engine):
     with ContextStore(engine) as store, engine.session() as session:
         said = session.decode([7], [session.prefill(CONTEXT)], sampling=GREEDY)
         name = store.store_kv(said)
-        assert said._request.kv.is_complete and store.context(name, "base")._request.kv.is_complete
+        assert said._request.entry.is_complete and store.context(name, "base")._request.entry.is_complete
 
 
 def test_a_long_talk_has_a_name(engine):

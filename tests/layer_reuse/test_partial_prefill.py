@@ -156,8 +156,8 @@ def test_room_that_memory_does_not_have_is_refused_and_changes_nothing():
     with engine.session() as session:
         text = session.prefill(CONTEXT)
         with pytest.raises(InvalidRequestError, match="a part is no message"):
-            session.partial_prefill(text.part(0, 3), [1, 3, 4], model="math")
-        said = session.decode([7], [text.part(0, 3)], model="math", kv_reuse="partial", sampling=GREEDY)
+            session.partial_prefill(text[0:3], [1, 3, 4], model="math")
+        said = session.decode([7], [text[0:3]], model="math", kv_reuse="partial", sampling=GREEDY)
         assert said.tokens and text.variants["math", "partial"].computed_layers == (0, 3)
     engine.check()
 
@@ -181,10 +181,10 @@ def test_its_own_inputs_give_its_own_keys():
     store = engine.core.cache_manager
     with engine.session() as session:
         text, own = session.prefill(CONTEXT), session.prefill(CONTEXT, model="math")
-        sent, wanted = text.wait_encoded()._request.kv, own.wait_encoded()._request.kv
+        sent, wanted = text.wait_encoded()._request.entry, own.wait_encoded()._request.entry
         store.pool.hidden[2][sent.slots] = store.pool.hidden[2][wanted.slots]
         session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY).result()
-        made = text.variants["math", "partial"]._request.kv
+        made = text.variants["math", "partial"]._request.entry
         for layer in (0, 2, 3):
             result, expected = (store.pool.export_layer(layer, e.slots) for e in (made, wanted))
             for one, other in zip(result, expected, strict=True):

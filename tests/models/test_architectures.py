@@ -225,7 +225,7 @@ def test_learned_positions_stay_at_home_and_say_why(name):
             moved.result()
         there = session.decode([1], [same], offsets=[40], new_offset=50, sampling=GREEDY).output_token_ids
         here = session.decode([1], [first], sampling=GREEDY).output_token_ids
-        assert same._request.kv is not first._request.kv
+        assert same._request.entry is not first._request.entry
         assert len(here) == len(there) == GREEDY.max_tokens
         copy = first.export_kv()
         with pytest.raises(InvalidPositionError, match="encoded at 0, and learned positions keep it from 60"):

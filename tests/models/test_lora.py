@@ -272,7 +272,7 @@ def test_parts_borrowed_and_released_messages_have_versions(engine, merged):
             mine = session.import_message(text)
             late = session.prefill([9, 9], [mine])
             mine.release()
-            seen = [late, session.import_message(text).part(1, 4)]
+            seen = [late, session.import_message(text)[1:4]]
             with engine.session() as third:
                 twice = third.import_message(session.import_message(text))
                 other = third.decode([10], [twice], sampling=GREEDY, model=model)

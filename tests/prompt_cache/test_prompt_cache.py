@@ -57,25 +57,25 @@ def test_an_answer_is_a_chat_turn(engine, characters):
 def test_a_part_of_a_message_is_a_parent(engine):
     with engine.session() as session:
         whole = session.prefill("abcdefgh")
-        two = [whole.part(0, 3), whole.part(5, 8)]
+        two = [whole[0:3], whole[5:8]]
         placed = session.prefill("xy", parents=two, offsets=[0, 5])
         assert placed.position == 8 and placed.offsets == (0, 5)
         assert [p.length for p in placed.parents] == [3, 3]
         packed = session.prefill("xy", parents=two)
         assert packed.position == 6 and packed.offsets == (0, 3)
         for bad, says in (
-            ([whole.part(0, 3), whole.part(2, 4)], "given twice"),
-            ([whole, whole.part(2, 4)], "given twice"),
+            ([whole[0:3], whole[2:4]], "given twice"),
+            ([whole, whole[2:4]], "given twice"),
         ):
             with pytest.raises(ValueError, match=says):
                 session.prefill("z", parents=bad)
         with pytest.raises(ValueError, match="part 0:9 of message"):
-            session.prefill("z", parents=[whole.part(0, 9)]).result()
-        with pytest.raises(ValueError, match="use 0 <= first < last"):
-            whole.part(3, 3)
+            session.prefill("z", parents=[whole[0:9]]).result()
+        with pytest.raises(ValueError, match="0 <= start < stop"):
+            whole[3:3]
     with engine.session(mode="prefix") as session:
         whole = session.prefill("abcdefgh")
-        text = session.decode("x", parents=[whole.part(1, 3)], forced_tokens=[40])
+        text = session.decode("x", parents=[whole[1:3]], forced_tokens=[40])
         assert text.result().position == 2
 
 

@@ -297,7 +297,7 @@ def test_what_sees_a_reader_is_prefilled_by_it(tmp_path):
         "    text = p.prefill('text', [1, 2, 3])\n"
         "    said = p.decode('answer', [4], [text])\n"
         "    more = p.prefill('more', [5, 6], [text, said])\n"
-        "    part = p.prefill('part', [7], (m.part(0, 1) for m in [more]))\n"
+        "    part = p.prefill('part', [7], (m[0:1] for m in [more]))\n"
         "    other = p.prefill('other', [8], [text])\n"
         "    return p.decode('again', [9], [text, said, more, part, other])\n"
     )

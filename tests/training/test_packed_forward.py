@@ -61,7 +61,7 @@ def test_every_family_in_one_pass(name):
         a = session.prefill([1, 2, 3, 4])
         b = session.decode([5, 6], [a], forced_tokens=[7, 8, 9], sampling=WITH_LOGPROBS)
         places = {"offsets": [30, 3], "new_offset": 50} if engine.model_info.supports_shift else {"offsets": [5, 0]}
-        c = session.decode([9], [b.part(1, 4), a], **places, forced_tokens=[1, 2], sampling=WITH_LOGPROBS)
+        c = session.decode([9], [b[1:4], a], **places, forced_tokens=[1, 2], sampling=WITH_LOGPROBS)
         steps = [StageCall("", m) for m in (a, b, c)]
         assert in_one_pass(engine.core.hf_model, trace_calls(steps)) == pytest.approx(heard(steps), abs=1e-4)
 
