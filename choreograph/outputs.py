@@ -44,3 +44,22 @@ class Timing:
     queue_time: float | None = None  # until the first step of the request
     ttft: float | None = None  # until the first token; None for a prefill
     e2e: float | None = None  # until the last token; for a prefill, until its KV is computed
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """State of an engine at one moment, and its counters since it was created."""
+
+    num_waiting: int  # requests that wait for parents or capacity
+    num_running: int  # admitted requests
+    num_steps: int  # forward passes so far
+    num_batched_tokens: int  # tokens computed so far
+    num_pages: int  # device pages
+    num_free_pages: int  # device pages of no entry
+    num_referenced_pages: int  # device pages of entries that messages or requests reference
+    num_referenced_entries: int  # these entries
+    num_unreferenced_entries: int  # cached entries that may be evicted
+    num_partial_pages: int  # pages of the partial-layer pool
+    num_referenced_partial_pages: int  # of these, referenced
+    tier_tokens: Mapping[str, int]  # tokens stored in each offload tier, by name
+    events: Mapping[str, int]  # number of events so far, by kind

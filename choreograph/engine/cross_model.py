@@ -28,7 +28,7 @@ class LayerPattern:
         end = -1
         for first, last in self.ranges:
             if not 0 <= first < last or first <= end:
-                raise ConfigError(f"ranges={self.ranges!r}: use first < end, in order and apart")
+                raise ConfigError(f"ranges={self.ranges!r}: use ascending ranges [first, end) with gaps between them")
             end = last
 
     @classmethod
@@ -141,10 +141,10 @@ class CrossModelReuse:
         """
         model_set, pool = self._model_set, self._cache_manager.pool
         if self._check_model("receiver", receiver) == self._check_model("sender", sender):
-            raise ConfigError(f"receiver={receiver!r} is the sender too: a model already reuses its own cache")
+            raise ConfigError(f"receiver={receiver!r} is also the sender: use two models")
         patterns = [pattern.check(len(pool.keys)) for pattern in patterns]
         if not callable(selector):
-            raise ConfigError(f"selector={selector!r}: use a function of the load that answers a pattern")
+            raise ConfigError(f"selector={selector!r}: use a function from EngineLoad to LayerPattern")
         if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
             raise ConfigError(f"capacity={capacity!r}: use a positive number or None")
         entry_layers = frozenset[int]().union(*(pattern.entry_layers for pattern in patterns))
@@ -156,7 +156,7 @@ class CrossModelReuse:
                 pool.grow_partial_pool(computed, pool.pages if capacity is None else pool.num_pages_for(capacity))
             self._cache_manager.offload_manager.enable_hidden_cache(entry_layers, hidden_size)
         except RuntimeError as exc:  # torch raises nothing narrower
-            raise ConfigError(f"capacity={capacity!r}: there is no memory for that ({exc}); use less") from None
+            raise ConfigError(f"capacity={capacity!r}: not enough memory ({exc}); use less") from None
         for decoder in decoders:
             decoder.capture(entry_layers)
         self._selectors[receiver, sender] = selector
@@ -175,7 +175,7 @@ class CrossModelReuse:
         if (receiver, sender) not in self._selectors:
             pairs = [f"{r!r} from {s!r}" for r, s in self._selectors] or "no pairs"
             raise ConfigError(
-                f"kv_reuse='partial': {receiver!r} does not share with {sender!r} ({pairs}): "
+                f"kv_reuse='partial': {receiver!r} has no layer reuse with {sender!r} ({pairs}): "
                 f"call engine.enable_layer_reuse({receiver!r}, {sender!r}, ...) first"
             )
 
@@ -205,13 +205,13 @@ class CrossModelReuse:
             return
         source_entry = request.source.entry
         missing = LayerPattern.from_layers(request.computed_layers).entry_layers - source_entry.cached_hidden_layers
-        reason = f"no inputs of layers {sorted(missing)} were kept" if missing else ""
+        reason = f"inputs of layers {sorted(missing)} are not cached" if missing else ""
         if source_entry.missing_layers - request.computed_layers:
-            reason = f"layers {sorted(source_entry.missing_layers - request.computed_layers)} did not come"
+            reason = f"layers {sorted(source_entry.missing_layers - request.computed_layers)} were not sent"
         if source_entry.is_lost:
-            reason = "what the sender encoded is lost"
+            reason = "the sender's KV is lost"
         if request.source.computed_layers is not None:
-            reason = "what it begins from was computed in some layers only"
+            reason = "its source was computed in some layers only"
         pool = self._cache_manager.pool
         lengths = [
             len(request.prompt),
@@ -220,7 +220,7 @@ class CrossModelReuse:
         if not request.computed_layers <= pool.partial_layers or sum(map(pool.num_pages_for, lengths)) > pool.num_pages(
             partial=True
         ):
-            reason = "there is no room for so much in these layers alone"
+            reason = "the partial-layer pool is too small"
         if reason:
             self._fall_back_to_full(request, reason)
 
@@ -238,7 +238,7 @@ class CrossModelReuse:
                     client_id = parent.cache_salt.partition("\0")[2]
                     parent.model = parent.weights_group = BASE_MODEL
                     parent.cache_salt = f"{self._model_set.fingerprint(BASE_MODEL)}\0{client_id}"
-                self._fall_back_to_full(parent, "what the sender encoded is lost")
+                self._fall_back_to_full(parent, "the sender's KV is lost")
 
     def _fall_back_to_full(self, request: Request, reason: str) -> None:
         request.computed_layers = None

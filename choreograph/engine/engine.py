@@ -21,7 +21,7 @@ from ..models.hf_model import HFModel
 from ..models.info import ModelInfo, total_memory
 from ..models.loader import DEFAULT_MODEL, check_dtype, load
 from ..models.lora import LoraWeights
-from ..outputs import BASE_MODEL, MODES, Mode
+from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
 from .core import EngineCore
 from .cross_model import LayerPattern, PatternSelector, parse_layer_pattern
@@ -272,6 +272,27 @@ class Engine:
             while self.core.cache_manager.offload_manager.wait():
                 self.core.poll_transfers()
             self.core.cache_manager.evict_unreferenced()
+
+    def stats(self) -> EngineStats:
+        """Return the load of queues, KV cache and tiers, and the counters of the engine."""
+        core = self.core
+        with core.lock:
+            cache, tiers = core.cache_manager.stats, core.cache_manager.offload_manager.tiers
+            return EngineStats(
+                num_waiting=len(core.scheduler.waiting),
+                num_running=len(core.scheduler.running),
+                num_steps=core.num_steps,
+                num_batched_tokens=core.num_batched_tokens,
+                num_pages=cache["pages"],
+                num_free_pages=cache["free_pages"],
+                num_referenced_pages=cache["held_pages"],
+                num_referenced_entries=cache["held_encodings"],
+                num_unreferenced_entries=cache["idle_encodings"],
+                num_partial_pages=cache.get("band_pages", 0),
+                num_referenced_partial_pages=cache.get("held_band_pages", 0),
+                tier_tokens={tier.name: tier.used_tokens for tier in tiers},
+                events=dict(core.events.counts),
+            )
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of cache or queues is broken."""

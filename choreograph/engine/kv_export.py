@@ -3,7 +3,7 @@
 import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,11 +58,13 @@ def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
             f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts"
         )
     if request.computed_layers is not None:
-        raise InvalidRequestError(f"message {request.id} was computed in some layers only: copy what it was made from")
+        raise InvalidRequestError(f"message {request.id} was computed in some layers only: export the message it comes from")
     core.model_set.weights_hash(request.model)  # slow the first time (reads all weights): not under the lock
     with core.lock, resident(core, request) as entry:
         model_hash = core.model_set.weights_hash(entry.model)
-        work_hash = _content_hash(core, entry.tokens, entry.base_position, entry.context, entry.model)
+        work_hash = portable_content_hash(
+            entry.tokens, entry.base_position, entry.context, entry.model, core.model_set.weights_hash
+        )
         base_position, layers = entry.base_position, core.cache_manager.pool.export_slots(entry.slots)
     return KVSnapshot(base_position, layers, model_hash, work_hash, _checksum(base_position, layers))
 
@@ -75,39 +77,27 @@ def resident(core: EngineCore, request: Request) -> Iterator[KVEntry]:
     evict it.
     """
     owner_id = -request.id
-    with core.lock:
+    with core.lock, ExitStack() as owned:
         entry = _require_entry(request)
-        references = [
-            (entry, ("call", owner_id)),
-            *((kv_slice.entry, ("message", owner_id)) for kv_slice in entry.context),
-        ]
-        for referenced, owner in references:
-            core.cache_manager.acquire(referenced, owner)
+        owners = [(entry, ("call", owner_id)), *((s.entry, ("message", owner_id)) for s in entry.context)]
+        for owned_entry, owner in owners:
+            core.cache_manager.acquire(owned_entry, owner)
+            owned.callback(core.cache_manager.release, owned_entry, owner)
         try:
-            try:
-                _load(core, request, owner_id)
-            finally:  # a step that raises must not leave references
-                core.context_loader.release(owner_id)
-            yield entry
-        finally:
-            for referenced, owner in references:
-                core.cache_manager.release(referenced, owner)
-
-
-def _load(core: EngineCore, request: Request, owner_id: int) -> None:
-    """Step until the message's KV entry is complete on the device."""
-    while not (entry := _require_entry(request)).is_complete:
-        try:
-            core.context_loader.ensure_resident(owner_id, [KVSlice(entry, 0, len(entry.tokens), entry.base_position)])
-        except CacheFullError:
-            is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
-            if not core.step(wait=False):
-                if is_stuck:
-                    raise
-                _wait_for_space(core)
-        else:
-            if not core.step(wait=False):
-                _wait_for_space(core)
+            while not (entry := _require_entry(request)).is_complete:
+                is_stuck = False
+                try:
+                    whole = KVSlice(entry, 0, len(entry.tokens), entry.base_position)
+                    core.context_loader.ensure_resident(owner_id, [whole])
+                except CacheFullError:
+                    is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
+                    if is_stuck and not core.step(wait=False):
+                        raise
+                if not is_stuck and not core.step(wait=False):
+                    _wait_for_space(core)
+        finally:  # a step that raises must not leave references
+            core.context_loader.release(owner_id)
+        yield entry
 
 
 def _require_entry(request: Request) -> KVEntry:
@@ -157,98 +147,81 @@ def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check
     with core.lock:
         _check_snapshot(core, request, snapshot)
     if check:  # slow: not under the lock
-        _verify_checksum(snapshot)
+        if snapshot.checksum is None:
+            raise InvalidRequestError(
+                "the copy has no checksum: export it again with Message.export_kv, or skip this check with check=False"
+            )
+        if snapshot.checksum != _checksum(snapshot.base_position, snapshot.layers):
+            raise InvalidRequestError("the copy is damaged, its checksum differs: export it again")
     with core.lock:
         entry = reserve(core, request)
         if entry is None:
             return request.is_finished
-        with _release_on_error(core, request, entry):
+        with ExitStack() as on_error:
+            on_error.callback(cancel_reservation, core, request, entry)
             if snapshot.base_position != entry.base_position and not core.hf_model.model_info.supports_shift:
                 raise InvalidPositionError(
-                    f"the copy was encoded at {snapshot.base_position}, and learned positions keep it from "
-                    f"{entry.base_position}"
+                    f"the copy was computed at position {snapshot.base_position}, not {entry.base_position}, and "
+                    f"{core.hf_model.model_info.name} has learned positions: its keys cannot be rotated"
                 )
             core.cache_manager.pool.import_slots(entry.slots, snapshot.layers)
             entry.num_scheduled_tokens = entry.num_computed_tokens = len(entry.tokens)
             core.events.emit("restored", call=request.id, tokens=len(entry.tokens))
             _adopt(core, request, entry, snapshot.base_position)
+            on_error.pop_all()
     return True
 
 
 def _check_snapshot(core: EngineCore, request: Request, snapshot: object) -> None:
-    """Check that the snapshot has the request's model, tokens and context."""
+    """Check that the snapshot, which may be hand-edited, has the request's model, tokens and context."""
     if not isinstance(snapshot, KVSnapshot):
         raise InvalidRequestError(f"snapshot is of type {type(snapshot).__name__}: use what Message.export_kv gave")
-    _check_fields(snapshot)
-    if snapshot.model_hash != core.model_set.weights_hash(request.model):
-        raise InvalidRequestError(
-            f"the copy was computed by another model than {request.model!r}: name the one that made it"
-        )
-    placement, pool = _compute_placement(core, request), core.cache_manager.pool
-    shapes = [tuple(tuple(tensor.shape) for tensor in layer) for layer in snapshot.layers]
-    expected = [
-        ((len(placement.tokens), *keys.shape[1:]), (len(placement.tokens), *values.shape[1:]))
-        for keys, values in zip(pool.keys, pool.values, strict=True)
-    ]
-    if shapes != expected:
-        raise InvalidRequestError(
-            f"the copy has keys and values {shapes[:1]} in {len(shapes)} layers, these {len(placement.tokens)} "
-            f"tokens have {expected[:1]} in {len(expected)}: give the tokens that it was made of"
-        )
-    dtypes, cache_dtype = {tensor.dtype for layer in snapshot.layers for tensor in layer}, pool.keys[0].dtype
-    if dtypes != {cache_dtype}:
-        raise InvalidRequestError(
-            f"the copy is in {sorted(map(str, dtypes))}, the cache in {cache_dtype}: use what Message.export_kv gave"
-        )
-    work_hash = _content_hash(core, placement.tokens, placement.position, placement.context, request.model)
-    if snapshot.content_hash != work_hash:
-        raise InvalidRequestError(
-            f"the copy is of work {snapshot.content_hash[:12]}, these tokens and parents are {work_hash[:12]}: "
-            "give the tokens, parents and offsets that it was made of"
-        )
-
-
-def _check_fields(snapshot: KVSnapshot) -> None:
-    """Check the field types of a snapshot, which may be hand-edited."""
+    base_position, layers = snapshot.base_position, snapshot.layers
     is_valid = {
-        "base_position": type(snapshot.base_position) is int and 0 <= snapshot.base_position < 1 << 31,
-        "layers": isinstance(snapshot.layers, (list, tuple)) and all(map(_is_layer, snapshot.layers)),
+        "base_position": type(base_position) is int and 0 <= base_position < 1 << 31,
+        "layers": isinstance(layers, (list, tuple)) and all(map(_is_layer, layers)),
         "model_hash": isinstance(snapshot.model_hash, str),
         "content_hash": isinstance(snapshot.content_hash, str),
         "checksum": snapshot.checksum is None or isinstance(snapshot.checksum, int),
     }
     for field, valid in is_valid.items():
         if not valid:
-            raise InvalidRequestError(
-                f"snapshot.{field} is {reprlib.repr(getattr(snapshot, field))}: use what Message.export_kv gave"
-            )
-
-
-def _verify_checksum(snapshot: KVSnapshot) -> None:
-    if snapshot.checksum is None:
+            value = reprlib.repr(getattr(snapshot, field))
+            raise InvalidRequestError(f"snapshot.{field} is {value}: use what Message.export_kv gave")
+    if snapshot.model_hash != core.model_set.weights_hash(request.model):
+        raise InvalidRequestError(f"the copy was computed by another model than {request.model!r}: name that model")
+    placement, pool = _compute_placement(core, request), core.cache_manager.pool
+    num_tokens = len(placement.tokens)
+    shapes = [(tuple(keys.shape), tuple(values.shape)) for keys, values in layers]
+    pool_layers = zip(pool.keys, pool.values, strict=True)
+    expected = [((num_tokens, *keys.shape[1:]), (num_tokens, *values.shape[1:])) for keys, values in pool_layers]
+    if shapes != expected:
         raise InvalidRequestError(
-            "the copy has no checksum, an older version or a hand made it: make a new one with Message.export_kv, or "
-            "skip this check with check=False"
+            f"the copy has keys and values {shapes[:1]} in {len(shapes)} layers, these {num_tokens} tokens have "
+            f"{expected[:1]} in {len(expected)}: use the tokens that were exported"
         )
-    if snapshot.checksum != _checksum(snapshot.base_position, snapshot.layers):
+    dtypes, cache_dtype = {tensor.dtype for layer in layers for tensor in layer}, pool.keys[0].dtype
+    if dtypes != {cache_dtype}:
         raise InvalidRequestError(
-            "the copy is damaged, its checksum is another than when it was copied out: make a new one"
+            f"the copy is in {sorted(map(str, dtypes))}, the cache in {cache_dtype}: use what Message.export_kv gave"
         )
-
-
-def _checksum(base_position: int, layers: list[LayerKeyValues]) -> int:
-    content = (as_bytes(tensor.cpu().contiguous()).data for layer in layers for tensor in layer)
-    return checksum(itertools.chain([str(base_position).encode()], content))
+    work_hash = portable_content_hash(
+        placement.tokens, placement.position, placement.context, request.model, core.model_set.weights_hash
+    )
+    if snapshot.content_hash != work_hash:
+        raise InvalidRequestError(
+            f"the copy has content hash {snapshot.content_hash[:12]}, these tokens and parents {work_hash[:12]}: "
+            "give the tokens, parents and offsets that were exported"
+        )
 
 
 def _is_layer(layer: object) -> bool:
     return isinstance(layer, (list, tuple)) and len(layer) == 2 and all(isinstance(t, Tensor) for t in layer)
 
 
-def _content_hash(
-    core: EngineCore, tokens: list[int], base_position: int, context: Iterable[KVSlice], model: str
-) -> str:
-    return portable_content_hash(tokens, base_position, context, model, core.model_set.weights_hash)
+def _checksum(base_position: int, layers: list[LayerKeyValues]) -> int:
+    content = (as_bytes(tensor.cpu().contiguous()).data for layer in layers for tensor in layer)
+    return checksum(itertools.chain([str(base_position).encode()], content))
 
 
 def _compute_placement(core: EngineCore, request: Request) -> Placement:
@@ -277,14 +250,13 @@ def start_remote_load(
         cached_hidden_layers: layers whose input hidden states are loaded too.
         missing_layers: layers whose keys and values are not loaded.
     """
-    with core.lock, _release_on_error(core, request, entry):
-        entry.cached_hidden_layers, entry.missing_layers, entry.can_recompute = (
-            cached_hidden_layers,
-            missing_layers,
-            False,
-        )
+    with core.lock, ExitStack() as on_error:
+        on_error.callback(cancel_reservation, core, request, entry)
+        entry.cached_hidden_layers, entry.missing_layers = cached_hidden_layers, missing_layers
+        entry.can_recompute = False
         core.cache_manager.offload_manager.load_remote(entry, ops)
         _adopt(core, request, entry, base_position)
+        on_error.pop_all()
 
 
 def reserve(
@@ -333,16 +305,6 @@ def _adopt(core: EngineCore, request: Request, entry: KVEntry, base_position: in
     assert entry.content_hash is not None
     core.cache_manager.register(entry, entry.content_hash)
     attach_entry(core, request, entry)
-
-
-@contextmanager
-def _release_on_error(core: EngineCore, request: Request, entry: KVEntry) -> Iterator[None]:
-    """Release the reserved entry if the block raises."""
-    try:
-        yield
-    except BaseException:
-        cancel_reservation(core, request, entry)
-        raise
 
 
 def cancel_reservation(core: EngineCore, request: Request, entry: KVEntry) -> None:

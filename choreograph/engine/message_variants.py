@@ -57,7 +57,7 @@ class MessageVariants:
         """Return a variant that recomputes these layers, also of the context."""
         num_layers = self._core.hf_model.model_info.layers
         if message.model == model:
-            raise InvalidRequestError(f"message {message.id} was encoded by {model!r} itself")
+            raise InvalidRequestError(f"message {message.id} was computed by {model!r} itself")
         pattern.check(num_layers)
 
         def reencode(parent: Message, parents: tuple[Parent, ...]) -> Message:
@@ -76,7 +76,7 @@ class MessageVariants:
             computed_layers is not None and not pattern.layers <= computed_layers
         ):
             raise InvalidRequestError(
-                f"message {variant.id} is no version of {message.id} that has the layers {pattern}"
+                f"message {variant.id} is not a variant of {message.id} with layers {pattern}"
             )
         if not pattern.layers:
             return message

@@ -279,7 +279,7 @@ class Session(ChatTurns):
             pattern: a `LayerPattern` or its three integers.
         """
         if isinstance(message, MessageSlice):
-            raise InvalidRequestError("a part is no message: give the complete message, and use a part of the result")
+            raise InvalidRequestError("message {message.id} is a slice: give the complete message, and slice the result")
         check_parents([message], self._core, self.id)
         check_choreographed(self.mode)
         return self._variants.with_layers(message, self._resolve_model(model), parse_layer_pattern(pattern))
