@@ -114,9 +114,12 @@ def layer_reuse(record: Record) -> Iterator[Line]:
         loss = format_estimate(pooled[how], sign=True)
         yield f"Qwen 0.5B, base to adapter, {title}: F1 lost, points", loss, "", "reuse"
     full = record("reuse")["runs"][f"base to full, again, {SMOLLM}"]["quality"]["data"]["nq"]
-    yield "SmolLM2, base to full fine-tune, all layers reused: F1 lost, points", format_estimate(
-        full["reused loss"], sign=True
-    ), "", "reuse"
+    yield (
+        "SmolLM2, base to full fine-tune, all layers reused: F1 lost, points",
+        format_estimate(full["reused loss"], sign=True),
+        "",
+        "reuse",
+    )
     for label, title in (
         ("prefill of 4096", "prefill of 4,096 tokens"),
         ("first token behind 4096, fetched", "first token after 4,096 tokens of another process"),

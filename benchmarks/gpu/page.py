@@ -126,6 +126,4 @@ def _table(name: str, predictions: Mapping[str, Mapping[str, float]], measures: 
     )
     note = f"\n\nPredicted for {PRESETS[name].name}: `python -m benchmarks.gpu --predict {name}`."
     cells = [line for line in table.cells(mine, predicted, {}, PARTS) if not measures or line[0] in measures]
-    return (
-        markdown(table.HEAD, cells) + note + (f" Measured: {made}." if made else "")
-    )
+    return markdown(table.HEAD, cells) + note + (f" Measured: {made}." if made else "")

@@ -1,4 +1,4 @@
-"""Griffe extension: the comment behind a field is its description in the reference."""
+"""Griffe extension: comments behind fields become descriptions, and trees in docstrings code blocks."""
 
 import ast
 import io
@@ -28,3 +28,10 @@ class FieldComments(griffe.Extension):
         comment = comments_by_line(attr.filepath).get(line)
         if comment:
             attr.docstring = griffe.Docstring(comment, lineno=line, parent=attr)
+
+    def on_module_members(self, *, mod: griffe.Module, **kwargs: Any) -> None:
+        """Put a tree drawn in a module's docstring into a code block."""
+        if mod.docstring is None or "├── " not in mod.docstring.value:
+            return
+        intro, _, tree = mod.docstring.value.partition("\n\n")
+        mod.docstring.value = f"{intro}\n\n```text\n{tree.rstrip()}\n```"
