@@ -1,12 +1,13 @@
-# make setup | demo | test | check | bench NAME=... [ARGS=...]   Everything runs inside .venv.
+# make setup | demo | test | check | docs | bench NAME=... [ARGS=...]   Everything runs inside .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
+DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup demo test test-all check format bench wheel clean
+.PHONY: setup demo test test-all check format docs bench wheel clean
 
 setup: $(READY)
 
@@ -44,6 +45,14 @@ $(BENCH_READY): $(READY)
 bench: $(BENCH_READY)
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=...   one of:"; ls benchmarks/*.py benchmarks/*/__main__.py | sed 's|benchmarks/||;s|/__main__||;s|\.py||' | grep -v '^common\|^_'; exit 2; }
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+
+$(DOCS_READY): $(READY)
+	$(PIP) install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# The site is written to out/site; the build needs no network.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(READY)
 	$(BIN)/python -m build --wheel

@@ -19,32 +19,38 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         (
             "1 stream: compiled bf16",
             "llama.cpp",
-        ): "the same: speed against llama.cpp, whose weights are of four bits (Q4_1)",
-        ("1 stream: compiled int8", "llama.cpp"): "the same with int8 weights: speed against llama.cpp Q4_1",
+        ): "decode step (compiled), 512 tokens of context: speed against llama.cpp with 4-bit weights (Q4_1)",
+        ("1 stream: compiled int8", "llama.cpp"): "decode step with int8 weights: speed against llama.cpp Q4_1",
         (
             "8 branches, shared context: compiled bf16",
             "Hugging Face eager",
-        ): "8 branches over one context: speed against eager Hugging Face",
-        ("8 branches, shared context: compiled bf16", "llama.cpp"): "the same: speed against llama.cpp Q4_1",
+        ): "decode step of 8 branches over one context: speed against eager Hugging Face",
+        (
+            "8 branches, shared context: compiled bf16",
+            "llama.cpp",
+        ): "decode step of 8 branches over one context: speed against llama.cpp Q4_1",
         (
             "float32, 1 stream: compiled float32",
             "Hugging Face eager",
-        ): "one decode step in float32, AVX2 alone: speed against eager Hugging Face",
+        ): "decode step in float32, AVX2 only: speed against eager Hugging Face",
         (
             "float32, 8 branches, shared context: compiled float32",
             "Hugging Face eager",
-        ): "8 branches in float32, AVX2 alone: speed against eager Hugging Face",
+        ): "decode step of 8 branches in float32, AVX2 only: speed against eager Hugging Face",
     },
     "prefill": {
         ("prefill of 1024 tokens", "Hugging Face eager"): "prefill of 1024 tokens: speed against eager Hugging Face",
-        ("prefill of 1024 tokens", "llama.cpp"): "the same: speed against llama.cpp Q4_1",
+        ("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens: speed against llama.cpp Q4_1",
     },
     "ttft": {
         (
             "home: first token in decode steps",
             None,
-        ): "time to first token behind 4096 cached tokens, in decode steps (less is better)",
-        ("moved: first token in decode steps", None): "the same, every parent moved (less is better)",
+        ): "time to first token after 4096 cached tokens, in decode steps (less is better)",
+        (
+            "moved: first token in decode steps",
+            None,
+        ): "time to first token after 4096 cached tokens, all parents at other positions (less is better)",
     },
     "arena": {("64k over 2k slots", None): "time of a step in a cache of 64k slots over one of 2k (1 is ideal)"},
     "speed": {
@@ -62,8 +68,11 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         (
             "5120 cached, 32 new: against no reuse",
             None,
-        ): "time to first token, 5120 tokens in cached modules and 32 new",
-        ("5120 cached, 32 new: against Hugging Face", None): "the same, against eager Hugging Face",
+        ): "time to first token, 5120 tokens in cached modules and 32 new: against no reuse",
+        (
+            "5120 cached, 32 new: against Hugging Face",
+            None,
+        ): "time to first token, 5120 tokens in cached modules and 32 new: against eager Hugging Face",
     },
     "kvflow": {
         (
@@ -71,25 +80,25 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
             None,
         ): "ten agents whose prompts of 2048 tokens fill twice the cache: step graph with host memory over LRU that "
         "recomputes",
-        ("2048/32/32: over host, reactive", None): "the same agents: step graph over loading when a call needs it",
+        ("2048/32/32: over host, reactive", None): "the ten agents: step graph over loading on demand",
     },
     "kvflow_peer": {
         ("8 desks: over device only", None): "eight desks of four agents, room for half: step graph with host memory "
         "over LRU that recomputes",
-        ("8 desks: over host, reactive", None): "the same desks: step graph over loading when a call needs it",
+        ("8 desks: over host, reactive", None): "the eight desks: step graph over loading on demand",
     },
     "reuse": {
         (
             "base to adapter, again, qwen2.5-coder-0.5b-instruct-q4_k_m: first token behind 4096, fetched",
             None,
-        ): "Qwen2.5-Coder-0.5B with an adapter: first token behind 4096 tokens that its base encoded in another "
-        "process, half of the layers computed again: speed against a prefill of its own",
+        ): "Qwen2.5-Coder-0.5B with an adapter: first token after 4096 tokens that its base computed in another "
+        "process, half of the layers recomputed: speed against a full prefill",
     },
     "gpu": {
         (
             "decode step, batch 8: share of the limit",
             None,
-        ): f"{SHAPE}: decode step of 8 calls, share of what copying as many bytes allows",
+        ): f"{SHAPE}: decode step of 8 requests, share of the speed of copying as many bytes",
         ("triton, prefill: SDPA over it", None): f"{SHAPE}: attention of a prefill of 2048 tokens, speed against SDPA",
         **{
             (f"{title}: {measure}", None): f"{SHAPE}: {title}, {words}, prefix mode over choreographed"
@@ -107,15 +116,15 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         (
             "multi_qa, trivia, qwen2.5-coder-0.5b-instruct-q4_k_m: gap closed",
             None,
-        ): "Qwen2.5-Coder-0.5B, two questions encoded apart: share of what reuse loses that fine-tuning gives back",
+        ): "Qwen2.5-Coder-0.5B, MultiQA without passages: share of the reuse gap that fine-tuning closes",
         (
             "multi_qa, qwen2.5-coder-0.5b-instruct-q4_k_m: gap closed",
             None,
-        ): "the same, each question with its passage",
+        ): "Qwen2.5-Coder-0.5B, MultiQA with passages: share of the reuse gap that fine-tuning closes",
         (
             "tree_of_thoughts, qwen2.5-coder-0.5b-instruct-q4_k_m: gap closed",
             None,
-        ): "the same for Tree of Thoughts (other workflows: `docs/results.md`)",
+        ): "Qwen2.5-Coder-0.5B, Tree of Thoughts: share of the reuse gap that fine-tuning closes",
     },
 }
 # label, benchmark, measure of ours, measure of the peer, ratio (measure, peer); None: no absolute number is recorded
@@ -184,19 +193,17 @@ def summary(results: Path = RESULTS) -> str:
 
 def table(results: Path = RESULTS) -> str:
     """Return the full table in Markdown, from the results that exist."""
-    lines = ["| What | Ratio | 95% | `make bench NAME=` |", "|---|---|---|---|"]
-    machines = set()
+    lines = ["| What | Ratio (95%) | Machine | `make bench NAME=` |", "|---|---|---|---|"]
     for name, shown in README_ROWS.items():
         for path in results.glob(f"{name}.json"):
             record = json.loads(path.read_text())
             rows = {(row["measure"], row["peer"]): row for row in record["rows"] if row["unit"] in RATIOS}
             for key, label in shown.items():
                 if row := rows.get(key):
-                    machines.add(f"{row['made']['hardware']}, torch {record['torch']}")
-                    span = f"{row['low']:.2f} to {row['high']:.2f}"
-                    lines.append(f"| {label} | {row['value']:.2f} | {span} | `{name}` |")
-    where = f"Measured on {'; '.join(sorted(machines))}"
-    return "\n".join([f"{where} (the embedded model in bfloat16 where a row names no other; paired runs):", "", *lines])
+                    ratio = f"{row['value']:.2f} ({row['low']:.2f}, {row['high']:.2f})"
+                    machine = f"{row['made']['hardware']}, torch {record['torch']}"
+                    lines.append(f"| {label} | {ratio} | {machine} | `{name}` |")
+    return "\n".join(lines)
 
 
 def main() -> None:

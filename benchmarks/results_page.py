@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results.md from the JSON results, between its marks; the words around them are by hand."""
+"""Write the tables of `docs/results.md` and `benchmarks/results/*.md` from the JSON results, between their marks."""
 
 import json
 import re
@@ -9,10 +9,18 @@ from typing import Any
 
 from choreograph.evaluation.report import format_estimate, format_p_value, format_unparsed
 
-from . import results_reuse
+from . import results_reuse, results_summary
 from .common import RESULTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+DETAILS = Path(__file__).parent / "results"  # pages with all tables, beside the JSON files
+SUMMARY_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+PAGES = (
+    SUMMARY_PAGE,
+    *(
+        DETAILS / f"{name}.md"
+        for name in ("workflows", "quality", "finetuning", "prompt_cache", "kvflow", "layer_reuse", "quantization")
+    ),
+)
 MARK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TITLES = {
     "direct": "Direct",
@@ -459,6 +467,11 @@ def reuse(name: str) -> str:
     return markdown(head, lines) + ("\n\n" + _provenance_note("reuse") if name == "reuse-quality" else "")
 
 
+def summary(section: str) -> str:
+    """Return the rows of one section of the summary page."""
+    return markdown(results_summary.HEAD, results_summary.SECTIONS[section](record))
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "speed": speed,
     "stages": stages,
@@ -485,11 +498,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kvflow-policies": kvflow_policies,
     "quantization": quantization,
     **{name: partial(reuse, name) for name in results_reuse.TABLES},
+    **{f"summary-{name}": partial(summary, name) for name in results_summary.SECTIONS},
 }
 
 
 def fill_tables(text: str) -> str:
-    """The page with every table written anew."""
+    """Return the text of a page with every table generated again."""
     return MARK.sub(lambda m: f"{m[1]}{_table(m['name'])}\n{m[3]}", text)
 
 
@@ -501,4 +515,5 @@ def _table(name: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill_tables(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(fill_tables(page.read_text()))

@@ -1,4 +1,4 @@
-"""The tables of sharing between models (DroidSpeak) for docs/results.md, from what `benchmarks/reuse.py` measured."""
+"""Tables of layer reuse between models (DroidSpeak), from the results of `benchmarks/reuse.py`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -60,11 +60,17 @@ def test_the_workflow_in_the_documents_is_the_example():
 
 
 def test_the_tables_of_the_results_are_what_the_results_say():
-    from benchmarks.results_page import PAGE, TABLES, fill_tables
+    from benchmarks.results_page import PAGES, TABLES, fill_tables
 
-    text = PAGE.read_text()
-    assert fill_tables(text) == text
-    assert all(f"<!-- table: {name} -->" in text for name in TABLES)
+    texts = [page.read_text() for page in PAGES]
+    assert [fill_tables(text) for text in texts] == texts
+    assert all(sum(f"<!-- table: {name} -->" in text for text in texts) == 1 for name in TABLES)
+
+
+def test_the_summary_of_the_results_fits_a_page():
+    from benchmarks.results_page import SUMMARY_PAGE
+
+    assert len(SUMMARY_PAGE.read_text().splitlines()) <= 120
 
 
 def test_the_table_of_the_readme_is_what_the_results_say():
@@ -87,9 +93,9 @@ def test_modules_stay_small_and_open_with_a_contract():
 
 
 def test_the_tables_of_the_predictions_are_what_was_predicted():
-    from benchmarks.gpu.page import PAGE, fill_tables
+    from benchmarks.gpu.page import PAGES, fill_tables
 
-    text = PAGE.read_text()
-    assert fill_tables(text) == text and all(
-        f"<!-- table: {name} -->" in text for name in ("h200", "h200_otherwise", "check")
-    )
+    texts = [page.read_text() for page in PAGES]
+    assert [fill_tables(text) for text in texts] == texts
+    names = ("h200", "h200_otherwise", "h200_summary", "check", "binaries")
+    assert all(sum(f"<!-- table: {name} -->" in text for text in texts) == 1 for name in names)

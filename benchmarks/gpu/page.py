@@ -1,17 +1,38 @@
-"""Writes the tables of docs/performance.md from the JSON results, between its marks; the words are by hand."""
+"""Write the GPU tables of `benchmarks/results/gpu.md` and `docs/performance.md` from the JSON results."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..common import RESULTS, last_result, row_from_record
-from ..results_page import format_provenance, markdown
+from ..results_page import DETAILS, format_provenance, markdown
 from . import table
 from .lines import PARTS
 from .predictions import PRESETS
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PAGES = (DETAILS / "gpu.md", Path(__file__).parents[2] / "docs" / "performance.md")
+SUMMARY_MEASURES = (  # rows of docs/performance.md
+    "decode step, batch 1",
+    "decode step, batch 8",
+    "decode step, batch 8: share of the limit",
+    "decode step, batch 8, shared",
+    "first token, moved over home",
+    "triton, decode of 1: SDPA over it",
+    "triton, decode of 8, shared: SDPA over it",
+    "triton, prefill: SDPA over it",
+    "Prompt Cache: no reuse over modules",
+    "DroidSpeak: prefill, all layers over a quarter",
+    "KVFlow: over device only",
+    "KVFlow: over reactive loading",
+    "Tree of Thoughts: TTFT",
+    "Tree of Thoughts: end to end",
+    "iterative debate: TTFT",
+    "iterative debate: end to end",
+    "parallel debate: TTFT",
+    "parallel debate: end to end",
+    "Tree of Thoughts, large: end to end",
+)
 MARK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -27,7 +48,8 @@ def save_predictions(name: str, predictions: Mapping[str, Mapping[str, float]]) 
 
 
 def fill() -> None:
-    PAGE.write_text(fill_tables(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(fill_tables(page.read_text()))
 
 
 def fill_tables(text: str) -> str:
@@ -35,6 +57,8 @@ def fill_tables(text: str) -> str:
 
     def table_of(match: re.Match[str]) -> str:
         name, _, other = match["name"].partition("_")
+        if other == "summary":
+            return f"{match[1]}{_table(name, known[name], SUMMARY_MEASURES)}\n{match[3]}"
         apart = {"check": _check, "binaries": _binaries}.get(name)
         made = apart() if apart else _alternatives_table(known[name]) if other else _table(name, known[name])
         return f"{match[1]}{made}\n{match[3]}"
@@ -92,8 +116,8 @@ def _alternatives_table(predictions: Mapping[str, Mapping[str, float]]) -> str:
     return markdown(("measure", *predictions), lines)
 
 
-def _table(name: str, predictions: Mapping[str, Mapping[str, float]]) -> str:
-    """Measured figures beside predictions for the device that they come from."""
+def _table(name: str, predictions: Mapping[str, Mapping[str, float]], measures: Collection[str] = ()) -> str:
+    """Measured figures beside predictions for the device that they come from; all of them without `measures`."""
     predicted = next(iter(predictions.values()))
     rows = [row_from_record(row) for row in last_result("gpu").get("rows", [])]
     mine = [row for row in rows if PRESETS[name].card in (row.provenance or {}).get("hardware", "")]
@@ -101,6 +125,5 @@ def _table(name: str, predictions: Mapping[str, Mapping[str, float]]) -> str:
         dict.fromkeys(f"commit {r.provenance['commit']}, {r.provenance['date']}" for r in mine if r.provenance)
     )
     note = f"\n\nPredicted for {PRESETS[name].name}: `python -m benchmarks.gpu --predict {name}`."
-    return (
-        markdown(table.HEAD, table.cells(mine, predicted, {}, PARTS)) + note + (f" Measured: {made}." if made else "")
-    )
+    cells = [line for line in table.cells(mine, predicted, {}, PARTS) if not measures or line[0] in measures]
+    return markdown(table.HEAD, cells) + note + (f" Measured: {made}." if made else "")
