@@ -15,14 +15,12 @@ from ..errors import (
     ChoreographError,
     MessageReleasedError,
     RequestFailedError,
-    RequestTooLargeError,
     SessionClosedError,
 )
 from ..events import EventBus
-from ..kv_cache.entry import KVEntry
 from ..kv_cache.hashing import content_hash
 from ..kv_cache.manager import KVCacheManager
-from ..kv_cache.shared_headers import copy_headers, reuse_header
+from ..kv_cache.shared_headers import copy_headers
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet
@@ -30,8 +28,8 @@ from ..outputs import FinishReason, Usage
 from ..utils import DeferSigintLock
 from .cross_model import CrossModelReuse
 from .model_runner import ModelRunner
-from .placement import PLACERS, cache_salt, insert_into_prefix_tree
-from .request import Request, RequestState, strip_duplicate_stop
+from .placement import cache_salt, insert_into_prefix_tree
+from .request import Request, RequestState, wrap_error
 from .residency import ContextLoader
 from .scheduler import Batch, Scheduler
 
@@ -65,8 +63,8 @@ class EngineCore:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
         self.model_runner = ModelRunner(self.model_set, self.cache_manager.pool, self.backend)
         self.new_id = itertools.count(1).__next__
-        self.scheduler = Scheduler(self.cache_manager, config.scheduler)
-        self.context_loader = ContextLoader(self.cache_manager, self.scheduler, self._recompute)
+        self.scheduler = Scheduler(self)
+        self.context_loader = ContextLoader(self.cache_manager, self.scheduler)
         self.cross_model_reuse = CrossModelReuse(self.cache_manager, self.model_set, self.scheduler, self.events)
         self.num_steps = 0
         self.num_batched_tokens = 0
@@ -122,142 +120,59 @@ class EngineCore:
                 "shorten the call (max_tokens counts) or raise CacheConfig.capacity"
             )
 
-    # -- admission ----------------------------------------------------------------------------------------
-
-    def _admit_waiting(self) -> None:
-        """Admit requests in order until one has to wait for capacity.
-
-        Requests that wait for parents are skipped.
-        """
-        self.scheduler.blocked_request = None
-        if self.model_set.remote:  # only remote entries can be lost
-            self.cross_model_reuse.recompute_lost(self.scheduler.waiting)
-        for request in list(self.scheduler.waiting):
-            if len(self.scheduler.running) >= self.config.scheduler.max_num_seqs:
-                break
-            if request.state is not RequestState.WAITING:
-                continue
-            for parent in request.dependencies:
-                if parent.state in (RequestState.FAILED, RequestState.CANCELLED):
-                    reason = parent.error or parent.state.value
-                    self.fail(request, RequestFailedError(f"parent {parent.id} failed: {reason}"))
-                    break
-            else:
-                if request.dependencies_ready and not self._try_admit(request):
-                    self.scheduler.blocked_request = request
-                    break
-
-    def _try_admit(self, request: Request) -> bool:
-        """Admit a request; return False if it must wait for capacity."""
-        try:
-            self._admit(request)
-        except CacheFullError as exc:
-            may_free = self.cache_manager.has_pending or any(not other.is_finished for other in self.scheduler.running)
-            if may_free and not isinstance(exc, RequestTooLargeError):
-                return False
-            self.fail(request, exc)
-        except ChoreographError as exc:
-            self.fail(request, exc)
-        return True
-
-    def _admit(self, request: Request) -> None:
-        """Place a request, allocate its KV entry and start it, or raise."""
-        cache, model_info, decode_state = self.cache_manager, self.hf_model.model_info, request.decode_state
-        request.resolve_dependencies()
-        self.cross_model_reuse.resolve(request)
-        placement = PLACERS[request.mode](request, cache, model_info)
-        num_context_tokens = sum(s.num_tokens for s in placement.context if s.visible_in(0))
-        if placement.cached_entry is not None:
-            request.entry = placement.cached_entry
-            cache.acquire(request.entry, request.message_owner)
-            request.usage = Usage(cached_tokens=num_context_tokens + len(placement.tokens))
-            self.events.emit("hit", call=request.id, tokens=len(placement.tokens), where=request.entry.location)
-            self.finish(request, RequestState.DONE, "cached")
-            return
-        if decode_state is not None:
-            # the only sampling option that depends on context tokens
-            if decode_state.sampling.repetition_penalty != 1.0:
-                decode_state.prompt = [t for tokens in request.parent_tokens() for t in tokens] + request.prompt
-            max_generated = model_info.max_positions - placement.position - len(placement.tokens) - len(request.footer)
-            if decode_state.forced_tokens is None:
-                decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
-        capacity = request.max_num_tokens(len(placement.tokens), model_info.max_positions)
-        self.context_loader.ensure_resident(
-            request.id, placement.context, capacity, partial=request.computed_layers is not None
-        )
-        entry = request.entry = cache.allocate_entry(
-            placement.tokens,
-            placement.position,
-            placement.context,
-            capacity=capacity,
-            owner=request.request_owner,
-            model=request.model,
-            computed_layers=request.computed_layers,
-        )
-        try:
-            entry.cached_hidden_layers = self.model_set.captured_layers(
-                request.model, cache.pool.hidden if request.computed_layers is None else ()
-            )
-            for kv_slice in placement.context:
-                cache.acquire(kv_slice.entry, request.request_owner)
-            self.context_loader.release(request.id)
-            request.context, entry.agent_key = entry.context, request.agent_key
-            request.usage = Usage(cached_tokens=num_context_tokens, computed_tokens=len(entry.tokens))
-            if request.mode == "choreographed":
-                cache.acquire(entry, request.message_owner)
-            if placement.content_hash is not None:
-                self.events.emit("miss", call=request.id, tokens=len(placement.tokens))
-                cache.register(entry, placement.content_hash)
-            if request.mode == "prefix":
-                insert_into_prefix_tree(request, cache)
-        except BaseException:  # the request stays in the waiting queue
-            self.scheduler.release_allocation(request)
-            raise
-        request.state = RequestState.RUNNING
-        self.scheduler.waiting.remove(request)
-        self.scheduler.running.append(request)
-        self._release_dependencies(request)
-        self.events.emit(
-            "admitted",
-            call=request.id,
-            encoding=entry.id,
-            cached=request.usage.cached_tokens,
-            encode=len(entry.tokens),
-        )
-        if request.mode == "choreographed" and request.is_decode:
-            reuse_header(cache, request)
-
-    def _recompute(self, entry: KVEntry) -> None:
-        """Start recomputing a discarded KV entry in its newly allocated pages."""
-        request = Request.for_recompute(self.new_id(), entry, self.model_set.weights_group(entry.model))
-        for kv_slice in entry.context:
-            self.cache_manager.acquire(kv_slice.entry, request.request_owner)
-        self.cache_manager.acquire(entry, request.request_owner)
-        self.scheduler.running.append(request)
-        self.events.emit("rebuilding", call=request.id, encoding=entry.id, tokens=len(entry.tokens))
-
     # -- the step -----------------------------------------------------------------------------------------
 
     def step(self, *, wait: bool = True) -> bool:
         """Compute one step; return False if nothing could run.
 
-        A step that raises leaves requests and cache unchanged.
+        An exception of the model, the backend or the sampler fails only the requests that cause it.
+        A step that is interrupted leaves requests and cache unchanged.
         """
         with self.lock:
             try:
                 batch = self._next_batch(wait)
-                tokens = self._compute(batch) if batch is not None else []
+                if batch is not None:
+                    self._run_batch(batch)
             except TransferError:  # the lost KV is recomputed; the step is retried
                 self.scheduler.rollback()
                 return True
             except BaseException:
                 self.scheduler.rollback()
                 raise
-            if batch is not None:
-                self.scheduler.commit(batch)
-                self._process_outputs(batch, tokens)
         self.events.dispatch()
         return batch is not None
+
+    def _run_batch(self, batch: Batch) -> None:
+        """Compute a batch and process its outputs; if it raises, compute its requests separately."""
+        try:
+            tokens = self._compute(batch)
+        except TransferError:
+            raise
+        except Exception as exc:
+            if self.hf_model.tp_group is not None:
+                raise  # the other ranks would not compute the parts
+            self.scheduler.rollback()
+            self.model_runner.reset()
+            self._isolate_failure([chunk.request for chunk in batch.chunks], exc)
+            return
+        self.scheduler.commit(batch)
+        self._process_outputs(batch, tokens)
+
+    def _isolate_failure(self, requests: list[Request], exc: Exception) -> None:
+        """Compute a batch that raised `exc` in halves; fail the requests that raise alone."""
+        requests = [request for request in requests if request in self.scheduler.running]
+        if len(requests) == 1:
+            request, entry = requests[0], requests[0].entry
+            self.fail(request, wrap_error(request, "computing it raised", exc))
+            if not entry.is_complete:
+                self.scheduler.preempt_readers(entry)
+                self.cache_manager.fail(entry, request.error)
+            return
+        middle = len(requests) // 2
+        for half in (requests[:middle], requests[middle:]):
+            batch = self.scheduler.pack([request for request in half if request in self.scheduler.running])
+            if batch is not None:
+                self._run_batch(batch)
 
     def _next_batch(self, wait: bool) -> Batch | None:
         """Schedule the next batch.
@@ -268,7 +183,7 @@ class EngineCore:
             if self.cache_manager.has_pending:
                 self.poll_transfers()
             if self.scheduler.waiting:
-                self._admit_waiting()
+                self.scheduler.admit_waiting()
             batch = self.scheduler.schedule(self.model_runner.launched_requests() if self.model_runner.overlaps else ())
             if batch is not None or not (
                 wait and self.scheduler.num_unfinished and self.cache_manager.wait_for_space()
@@ -286,27 +201,30 @@ class EngineCore:
             if chunk.request.start_time is None:
                 chunk.request.start_time = time.perf_counter()
         logits = self.model_runner.forward(batch)
+        if batch.shared_headers:
+            copy_headers(self.cache_manager, batch.shared_headers)
         self.num_steps += 1
         self.num_batched_tokens += len(batch.tokens)
         self.events.emit("step", rows=len(batch.tokens), calls=len(batch.chunks))
         if logits is None or not batch.sampled:
             return []
         launch_next = self.model_runner.overlaps and not self.scheduler.has_runnable
-        return self.model_runner.sample(logits, batch.sampled, launch_next=launch_next)
+        tokens = self.model_runner.sample(logits, batch.sampled, launch_next=launch_next)
+        if len(tokens) != len(batch.sampled):
+            raise RequestFailedError(f"the model gave {len(tokens)} rows of logits for {len(batch.sampled)} requests")
+        return tokens
 
     def _process_outputs(self, batch: Batch, tokens: list[int | None]) -> None:
         """Append the sampled tokens and finish the requests that are complete.
 
         An error while appending a token, or in a log-probability callback, fails only that request.
         """
-        if batch.shared_headers:
-            copy_headers(self.cache_manager, batch.shared_headers)
         now = time.perf_counter()
         for request, token in zip(batch.sampled, tokens, strict=True):
             try:
                 self._append_token(request, token, now)
             except Exception as exc:
-                self.fail(request, _wrap_error(request, "appending its next token raised", exc))
+                self.fail(request, wrap_error(request, "appending its next token raised", exc))
         for request, _, _, token_end in batch.chunks:
             if request.entry is None or len(request.entry.tokens) > token_end or request.is_finished:
                 continue
@@ -322,7 +240,7 @@ class EngineCore:
             try:
                 request.decode_state.on_logprobs(logprobs)
             except Exception as exc:
-                self.fail(request, _wrap_error(request, "its log-probability callback raised", exc))
+                self.fail(request, wrap_error(request, "its log-probability callback raised", exc))
 
     def _append_token(self, request: Request, token: int | None, now: float) -> None:
         if token is None:
@@ -351,7 +269,7 @@ class EngineCore:
         assert decode_state is not None
         request.finish_time, request.finish_reason = now, reason
         self.events.emit("known", call=request.id)
-        request.footer = strip_duplicate_stop(request.footer, decode_state.tokens, decode_state.stop_tokens)
+        request.join_footer()
         request.usage = Usage(
             cached_tokens=request.usage.cached_tokens,
             computed_tokens=request.usage.computed_tokens
@@ -360,6 +278,8 @@ class EngineCore:
         )
         request.state = RequestState.TOKENS_FINAL
         if request.mode == "choreographed":
+            if request.drops_stop:
+                entry.tokens.pop()
             entry.tokens += request.footer
             entry.num_final_tokens = len(entry.tokens)
             salt = cache_salt(request, self.hf_model.model_info)
@@ -385,7 +305,7 @@ class EngineCore:
         if not self.scheduler.running:
             self.model_runner.reset()
         if previous_state is RequestState.WAITING:
-            self._release_dependencies(request)
+            self.release_dependencies(request)
         for kv_slice in request.context:
             cache.release(kv_slice.entry, request.request_owner)
         request.context = ()
@@ -406,7 +326,7 @@ class EngineCore:
         request.error = exc
         self.finish(request, RequestState.FAILED, None)
 
-    def _release_dependencies(self, request: Request) -> None:
+    def release_dependencies(self, request: Request) -> None:
         """Drop an admitted request's claim on its dependencies; release those whose release was deferred for it."""
         for parent in request.dependencies:
             parent.num_waiting_dependents -= 1
@@ -467,10 +387,3 @@ class EngineCore:
         with self.lock:
             self.cache_manager.check()
             self.scheduler.check()
-
-
-def _wrap_error(request: Request, description: str, exc: Exception) -> RequestFailedError:
-    """Return the error that readers of the message get, caused by `exc`."""
-    error = RequestFailedError(f"message {request.id}: {description} {type(exc).__name__}: {exc}")
-    error.__cause__ = exc
-    return error

@@ -1,16 +1,23 @@
 """Use KV entries without computing them: share, pin, export and import."""
 
 import itertools
+import json
+import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import (
     CacheBusyError,
+    CacheFileError,
     CacheFullError,
+    ConfigError,
     InvalidPositionError,
     InvalidRequestError,
     MessageReleasedError,
@@ -21,6 +28,7 @@ from ..kv_cache.hashing import portable_content_hash
 from ..kv_cache.pool import LayerKeyValues
 from ..kv_cache.tiers import TransferOps, as_bytes, checksum
 from ..outputs import Usage
+from ..utils import ensure_writable
 from .core import EngineCore
 from .placement import PLACERS, Placement
 from .request import Request, RequestState
@@ -38,6 +46,55 @@ class KVSnapshot(NamedTuple):
     model_hash: str  # weights hash of the model that computed it
     content_hash: str  # of tokens and context, equal across processes and clients
     checksum: int | None = None  # of base_position and layers; None: cannot be verified
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file with the hashes and the checksum in its header.
+
+        Raises:
+            ConfigError: if the file cannot be written.
+        """
+        tensors = {
+            f"layers.{i}.{name}": tensor.contiguous()
+            for i, layer in enumerate(self.layers)
+            for name, tensor in zip(("keys", "values"), layer, strict=True)
+        }
+        manifest = {"format": SNAPSHOT_FORMAT} | {name: json.dumps(getattr(self, name)) for name in _SAVED_FIELDS}
+        ensure_writable(Path(path))
+        part = Path(f"{os.fspath(path)}.part")
+        try:
+            save_file(tensors, part, manifest)
+            os.replace(part, path)
+        except OSError as exc:
+            part.unlink(missing_ok=True)
+            raise ConfigError(f"{path}: cannot be written ({exc.strerror})") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "KVSnapshot":
+        """Read a file written by `save`.
+
+        Raises:
+            CacheFileError: if the file is unreadable, of another format, or damaged.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                names, manifest = list(file.keys()), file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in names}
+            if manifest.get("format") != SNAPSHOT_FORMAT:
+                raise ValueError(f"format {manifest.get('format')!r} is not {SNAPSHOT_FORMAT!r}: export it again")
+            fields = {name: json.loads(manifest[name]) for name in _SAVED_FIELDS}
+            layers = [
+                (tensors.pop(f"layers.{i}.keys"), tensors.pop(f"layers.{i}.values")) for i in range(len(tensors) // 2)
+            ]
+        except (OSError, SafetensorError, ValueError, KeyError) as exc:
+            raise CacheFileError(f"{path}: not a readable KV snapshot ({exc})") from None
+        snapshot = cls(layers=layers, **fields)
+        if snapshot.checksum is not None and snapshot.checksum != _checksum(snapshot.base_position, layers):
+            raise CacheFileError(f"{path}: damaged, its checksum differs: export it again")
+        return snapshot
+
+
+SNAPSHOT_FORMAT = "choreograph-kv-1"
+_SAVED_FIELDS = ("base_position", "model_hash", "content_hash", "checksum")
 
 
 def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
@@ -58,7 +115,9 @@ def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
             f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts"
         )
     if request.computed_layers is not None:
-        raise InvalidRequestError(f"message {request.id} was computed in some layers only: export the message it comes from")
+        raise InvalidRequestError(
+            f"message {request.id} was computed in some layers only: export the message it comes from"
+        )
     core.model_set.weights_hash(request.model)  # slow the first time (reads all weights): not under the lock
     with core.lock, resident(core, request) as entry:
         model_hash = core.model_set.weights_hash(entry.model)

@@ -75,9 +75,7 @@ class MessageVariants:
         if variant._request.source is not message._request or (
             computed_layers is not None and not pattern.layers <= computed_layers
         ):
-            raise InvalidRequestError(
-                f"message {variant.id} is not a variant of {message.id} with layers {pattern}"
-            )
+            raise InvalidRequestError(f"message {variant.id} is not a variant of {message.id} with layers {pattern}")
         if not pattern.layers:
             return message
         restricted = self._session._build_request([], variant.parents, None, None, model=variant.model)

@@ -4,26 +4,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 import torch
 
-from ..errors import ChoreographError
+from ..errors import ChoreographError, RequestFailedError
 from ..kv_cache.entry import KVEntry, KVSlice
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
+from .text import Detokenizer
 
 UNIFORM_BATCH = 16  # random numbers drawn at once
-
-
-class Detokenizer(Protocol):
-    """Incremental detokenizer; a piece is empty until a character is complete."""
-
-    def step(self, token: int) -> str: ...
-
-    def flush(self) -> str:
-        """Return the text of incomplete trailing bytes (replacement characters)."""
-        ...
 
 
 @dataclass
@@ -36,6 +26,7 @@ class DecodeState:
     stop_tokens: frozenset[int]  # token ids that end the message
     generator: torch.Generator
     forced_tokens: list[int] | None = None  # taken in order instead of sampling
+    is_chat_turn: bool = False  # the footer is the template's: it replaces a generated stop token
     max_new_tokens: int = 0  # tokens
     detokenizer: Detokenizer | None = None
     tokens: list[int] = field(default_factory=list)  # generated so far, the stop token included
@@ -111,13 +102,6 @@ class DecodeState:
         return self.text[: len(self.text) - max_stop_len + 1] if max_stop_len > 1 else self.text
 
 
-def strip_duplicate_stop(footer: list[int], generated_tokens: list[int], stop_tokens: frozenset[int]) -> list[int]:
-    """Return the footer without a leading stop token that was already generated."""
-    if footer and generated_tokens and generated_tokens[-1] == footer[0] and footer[0] in stop_tokens:
-        return footer[1:]
-    return footer
-
-
 class RequestState(Enum):
     """Life cycle of a request.
 
@@ -161,6 +145,7 @@ class Request:
     error: ChoreographError | None = None
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
+    drops_stop: bool = False  # the last generated token is not part of the message: the footer ends it
     num_waiting_dependents: int = 0  # waiting requests that keep this one from being released
     released: bool = False
     cancel_when_computed: bool = False
@@ -241,7 +226,22 @@ class Request:
         """Tokens of a prefill; header, generated and footer of a decode."""
         if self.decode_state is None:
             return self.prompt if self.source is None else self.source.tokens
-        return self.prompt + self.decode_state.tokens + (self.footer if self.tokens_final else [])
+        generated = self.decode_state.tokens[:-1] if self.drops_stop else self.decode_state.tokens
+        return self.prompt + generated + (self.footer if self.tokens_final else [])
+
+    def join_footer(self) -> None:
+        """Remove a stop token that both ends the generated tokens and starts the footer.
+
+        A chat turn ends as its template writes it, whichever stop token was generated.
+        """
+        assert self.decode_state is not None
+        last = self.decode_state.tokens[-1] if self.decode_state.tokens else None
+        if last not in self.decode_state.stop_tokens:
+            return
+        if self.footer and self.footer[0] == last:
+            self.footer = self.footer[1:]
+        else:
+            self.drops_stop = self.decode_state.is_chat_turn
 
     def parent_tokens(self) -> list[list[int]]:
         """Return the visible tokens of each parent; all must be final."""
@@ -301,3 +301,10 @@ class Request:
             ttft=None if self.first_token_time is None else self.first_token_time - start,
             e2e=None if self.finish_time is None else max(0.0, self.finish_time - start),
         )
+
+
+def wrap_error(request: Request, description: str, exc: Exception) -> RequestFailedError:
+    """Return the error that readers of the message get, caused by `exc`."""
+    error = RequestFailedError(f"message {request.id}: {description} {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error

@@ -8,7 +8,7 @@ take the capacity that a recomputation needs, they are evicted and loaded again 
 bounded number of times.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CacheBusyError, CacheFullError, RequestFailedError, RequestTooLargeError
@@ -29,16 +29,10 @@ class _Frame:
 
 
 class ContextLoader:
-    """Makes the context of one request at a time resident.
+    """Makes the context of one request at a time resident."""
 
-    Args:
-        recompute: starts computing an entry that has pages but no content.
-    """
-
-    def __init__(
-        self, cache_manager: KVCacheManager, scheduler: Scheduler, recompute: Callable[[KVEntry], None]
-    ) -> None:
-        self._cache_manager, self._scheduler, self._recompute = cache_manager, scheduler, recompute
+    def __init__(self, cache_manager: KVCacheManager, scheduler: Scheduler) -> None:
+        self._cache_manager, self._scheduler = cache_manager, scheduler
         self._request_id: int | None = None
         self._retries_left = 0
         self._acquired: dict[int, KVEntry] = {}
@@ -107,6 +101,8 @@ class ContextLoader:
             frame = stack[-1]
             self._acquire(frame)
             missing = _next_to_load(frame.needed)
+            if missing is not None and missing.error is not None:
+                raise RequestFailedError(f"its context failed: {missing.error}") from missing.error
             if missing is not None and missing.is_lost:
                 raise RequestFailedError("its context came from another process and is lost: prefill it again")
             if missing is not None and not missing.tier_copies:
@@ -152,7 +148,7 @@ class ContextLoader:
         if frame.target is None:
             return
         self._cache_manager.allocate_pages(frame.target)
-        self._recompute(frame.target)  # acquires its own context
+        self._scheduler.add_recompute(frame.target)  # acquires its own context
         for entry in frame.acquired:
             if self._acquired.pop(entry.id, None) is not None:
                 self._cache_manager.release(entry, ("plan", self._request_id))

@@ -1,6 +1,6 @@
-"""Continuous-batching scheduler: queues, packing of the next batch, preemption.
+"""Continuous-batching scheduler: admission, packing of the next batch, preemption.
 
-The core admits requests in order of submission, each with all the pages it can ever need, so a
+Requests are admitted in order of submission, each with all the pages it can ever need, so a
 running request never waits for capacity and every step makes progress. A token may attend to
 tokens of the same step (each layer writes its KV before it reads), so a chain of prefills, or a
 finished message's last tokens and the header that follows, run in one batch.
@@ -9,13 +9,18 @@ finished message's last tokens and the header that follows, run in one batch.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..attention.metadata import KVRead
-from ..config import SchedulerConfig
+from ..errors import CacheFullError, ChoreographError, RequestFailedError, RequestTooLargeError
 from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads
-from ..kv_cache.manager import KVCacheManager
-from .request import Request, RequestState
+from ..kv_cache.shared_headers import reuse_header
+from ..outputs import Usage
+from .placement import PLACERS, insert_into_prefix_tree
+from .request import Request, RequestState, wrap_error
+
+if TYPE_CHECKING:
+    from .core import EngineCore
 
 BatchKey = tuple[str, frozenset[int] | None]  # weights group, computed layers (None: all)
 
@@ -84,12 +89,11 @@ class Batch:
 class Scheduler:
     """Queues of waiting and running requests, and the choice of what computes next."""
 
-    def __init__(self, cache_manager: KVCacheManager, config: SchedulerConfig) -> None:
+    def __init__(self, core: "EngineCore") -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.blocked_request: Request | None = None  # next in order, if it waits for capacity
-        self._cache_manager = cache_manager
-        self._config = config
+        self._core, self._cache_manager, self._config = core, core.cache_manager, core.config.scheduler
         self._last_scheduled_step: dict[BatchKey, int] = {}  # per batch group
         self._step_count = 0
 
@@ -114,6 +118,128 @@ class Scheduler:
         """True if the next request in order waits for capacity."""
         return self.blocked_request in self.waiting
 
+    # -- admission ----------------------------------------------------------------------------------------
+
+    def admit_waiting(self) -> None:
+        """Admit requests in order until one has to wait for capacity.
+
+        Requests that wait for parents are skipped.
+        """
+        self.blocked_request = None
+        if self._core.model_set.remote:  # only remote entries can be lost
+            self._core.cross_model_reuse.recompute_lost(self.waiting)
+        for request in list(self.waiting):
+            if len(self.running) >= self._config.max_num_seqs:
+                break
+            if request.state is not RequestState.WAITING:
+                continue
+            for parent in request.dependencies:
+                if parent.state in (RequestState.FAILED, RequestState.CANCELLED):
+                    reason = parent.error or parent.state.value
+                    self._core.fail(request, RequestFailedError(f"parent {parent.id} failed: {reason}"))
+                    break
+            else:
+                if request.dependencies_ready and not self._try_admit(request):
+                    self.blocked_request = request
+                    break
+
+    def _try_admit(self, request: Request) -> bool:
+        """Admit a request; return False if it must wait for capacity."""
+        try:
+            self._admit(request)
+        except CacheFullError as exc:
+            may_free = self._cache_manager.has_pending or any(not other.is_finished for other in self.running)
+            if may_free and not isinstance(exc, RequestTooLargeError):
+                return False
+            self._core.fail(request, exc)
+        except ChoreographError as exc:
+            self._core.fail(request, exc)
+        except Exception as exc:
+            self._core.fail(request, wrap_error(request, "admitting it raised", exc))
+        return True
+
+    def _admit(self, request: Request) -> None:
+        """Place a request, allocate its KV entry and start it, or raise."""
+        cache, model_info, decode_state = self._cache_manager, self._core.hf_model.model_info, request.decode_state
+        request.resolve_dependencies()
+        self._core.cross_model_reuse.resolve(request)
+        placement = PLACERS[request.mode](request, cache, model_info)
+        for kv_slice in placement.context:
+            error = kv_slice.entry.error
+            if error is not None and kv_slice.token_start + kv_slice.num_tokens > kv_slice.entry.num_computed_tokens:
+                raise RequestFailedError(f"its context failed: {error}") from error
+        num_context_tokens = sum(s.num_tokens for s in placement.context if s.visible_in(0))
+        if placement.cached_entry is not None:
+            request.entry = placement.cached_entry
+            cache.acquire(request.entry, request.message_owner)
+            request.usage = Usage(cached_tokens=num_context_tokens + len(placement.tokens))
+            self._core.events.emit("hit", call=request.id, tokens=len(placement.tokens), where=request.entry.location)
+            self._core.finish(request, RequestState.DONE, "cached")
+            return
+        if decode_state is not None:
+            # the only sampling option that depends on context tokens
+            if decode_state.sampling.repetition_penalty != 1.0:
+                decode_state.prompt = [t for tokens in request.parent_tokens() for t in tokens] + request.prompt
+            max_generated = model_info.max_positions - placement.position - len(placement.tokens) - len(request.footer)
+            if decode_state.forced_tokens is None:
+                decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
+        capacity = request.max_num_tokens(len(placement.tokens), model_info.max_positions)
+        self._core.context_loader.ensure_resident(
+            request.id, placement.context, capacity, partial=request.computed_layers is not None
+        )
+        entry = request.entry = cache.allocate_entry(
+            placement.tokens,
+            placement.position,
+            placement.context,
+            capacity=capacity,
+            owner=request.request_owner,
+            model=request.model,
+            computed_layers=request.computed_layers,
+        )
+        try:
+            entry.cached_hidden_layers = self._core.model_set.captured_layers(
+                request.model, cache.pool.hidden if request.computed_layers is None else ()
+            )
+            for kv_slice in placement.context:
+                cache.acquire(kv_slice.entry, request.request_owner)
+            self._core.context_loader.release(request.id)
+            request.context, entry.agent_key = entry.context, request.agent_key
+            request.usage = Usage(cached_tokens=num_context_tokens, computed_tokens=len(entry.tokens))
+            if request.mode == "choreographed":
+                cache.acquire(entry, request.message_owner)
+            if placement.content_hash is not None:
+                self._core.events.emit("miss", call=request.id, tokens=len(placement.tokens))
+                cache.register(entry, placement.content_hash)
+            if request.mode == "prefix":
+                insert_into_prefix_tree(request, cache)
+        except BaseException:  # the request stays in the waiting queue
+            self.release_allocation(request)
+            raise
+        request.state = RequestState.RUNNING
+        self.waiting.remove(request)
+        self.running.append(request)
+        self._core.release_dependencies(request)
+        self._core.events.emit(
+            "admitted",
+            call=request.id,
+            encoding=entry.id,
+            cached=request.usage.cached_tokens,
+            encode=len(entry.tokens),
+        )
+        if request.mode == "choreographed" and request.is_decode:
+            reuse_header(cache, request)
+
+    def add_recompute(self, entry: KVEntry) -> None:
+        """Start recomputing a discarded KV entry in its newly allocated pages."""
+        request = Request.for_recompute(self._core.new_id(), entry, self._core.model_set.weights_group(entry.model))
+        for kv_slice in entry.context:
+            self._cache_manager.acquire(kv_slice.entry, request.request_owner)
+        self._cache_manager.acquire(entry, request.request_owner)
+        self.running.append(request)
+        self._core.events.emit("rebuilding", call=request.id, encoding=entry.id, tokens=len(entry.tokens))
+
+    # -- packing ------------------------------------------------------------------------------------------
+
     def schedule(self, launched: Sequence[Request] = ()) -> Batch | None:
         """Build the next batch and mark its tokens as scheduled; None if nothing can run.
 
@@ -127,15 +253,15 @@ class Scheduler:
         """
         self._step_count += 1
         if launched:  # their context is fully loaded
-            return self._pack(list(launched), allow_loading=True)
+            return self.pack(list(launched), allow_loading=True)
         groups = self._group_by_model(self._priority_order())
         allow_loading = not self._config.skip_loading
         for requests in groups:
-            if batch := self._pack(requests, allow_loading):
+            if batch := self.pack(requests, allow_loading):
                 return batch
         if not allow_loading and self._cache_manager.offload_manager.jobs:
             for requests in groups:
-                if batch := self._pack(requests, allow_loading=True):
+                if batch := self.pack(requests, allow_loading=True):
                     return batch
         return None
 
@@ -184,7 +310,7 @@ class Scheduler:
             return [requests] if requests else []
         return [groups[key] for key in sorted(groups, key=lambda key: self._last_scheduled_step.get(key, 0))]
 
-    def _pack(self, requests: list[Request], allow_loading: bool) -> Batch | None:
+    def pack(self, requests: list[Request], allow_loading: bool = False) -> Batch | None:
         """Fill a batch from requests in order, up to the token budget; None if none of them is ready."""
         batch, token_budget, num_chunks = Batch(), self._config.max_num_batched_tokens, -1
         while num_chunks < len(batch.chunks) < len(requests):  # repeat while new chunks make others ready
@@ -208,18 +334,20 @@ class Scheduler:
             batch.layer_waiters = offload_manager.layer_waiters(t for t in loading if t is not None)
         return batch
 
-    def preempt_readers(self, lost_entry: KVEntry) -> None:
-        """Requeue all requests that depend on a lost entry, transitively.
+    # -- preemption ---------------------------------------------------------------------------------------
 
-        None of them has computed anything yet, since part of their context was never loaded.
+    def preempt_readers(self, lost_entry: KVEntry) -> None:
+        """Requeue all requests that need uncomputed tokens of a lost entry, transitively.
+
+        None of them has computed anything yet, since part of their context is missing.
         """
-        lost_ids, has_more = {lost_entry.id}, True
-        while has_more:
-            readers = [c for c in self.running if lost_ids & {s.entry.id for s in c.context}]
-            for request in readers:
-                lost_ids.add(request.entry.id)
-                self._preempt(request)
-            has_more = bool(readers)
+        lost_entries = [lost_entry]
+        for entry in lost_entries:  # grows during iteration
+            for request in list(self.running):
+                needed = [s.token_start + s.num_tokens for s in request.context if s.entry is entry]
+                if needed and max(needed) > entry.num_computed_tokens:
+                    lost_entries.append(request.entry)
+                    self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         """Undo the admission of a running request."""

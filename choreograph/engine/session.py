@@ -27,7 +27,7 @@ from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
 from .message import Message, MessageSlice, unwrap_slice
 from .message_variants import MessageVariants
 from .request import DecodeState, Request
-from .text import ChatTemplate, ChatTurns, Turn, make_detokenizer
+from .text import ChatTemplate, ChatTurns, Detokenizer, Turn
 from .validation import (
     Offsets,
     build_each,
@@ -279,7 +279,9 @@ class Session(ChatTurns):
             pattern: a `LayerPattern` or its three integers.
         """
         if isinstance(message, MessageSlice):
-            raise InvalidRequestError("message {message.id} is a slice: give the complete message, and slice the result")
+            raise InvalidRequestError(
+                "message {message.id} is a slice: give the complete message, and slice the result"
+            )
         check_parents([message], self._core, self.id)
         check_choreographed(self.mode)
         return self._variants.with_layers(message, self._resolve_model(model), parse_layer_pattern(pattern))
@@ -312,21 +314,32 @@ class Session(ChatTurns):
             ids, footer_ids = self._require_chat_template().open_turn(header, opening=not parents and header.opening)
             if not ids:
                 raise InvalidTokensError("header is empty: give at least one token")
+            self._check_rows(ids + footer_ids, "header")
         else:
             ids = self._tokenize_input(header, opening=not parents, name="header")
+        is_chat_turn = isinstance(header, Turn) and footer is None
         if footer is not None:
             footer_ids = self._tokenize_input(footer, opening=False, name="footer", allow_empty=True)
         check_sampling(sampling, self._core.hf_model.model_info.vocab_size, has_tokenizer=self._tokenizer is not None)
         if forced_tokens is not None:
             forced_tokens = self._tokenize_input(forced_tokens, opening=False, name="forced_tokens")
-        eos = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
+        stop_tokens = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_tokens.update(self._core.hf_model.eos_token_ids)
+        detokenizer = None
+        if self._chat_template is not None:
+            detokenizer = Detokenizer(self._tokenizer, ids, self._chat_template.byte_token_ids)
+            for text in sampling.stop:
+                if (token := self._chat_template.special_token_id(text)) is not None:
+                    stop_tokens.add(token)
         decode_state = DecodeState(
             sampling=sampling,
             prompt=ids,
-            stop_tokens=frozenset((*eos, *sampling.stop_token_ids)),
+            stop_tokens=frozenset(stop_tokens),
             generator=torch.Generator(),
             forced_tokens=forced_tokens,
-            detokenizer=make_detokenizer(self._tokenizer),
+            is_chat_turn=is_chat_turn,
+            detokenizer=detokenizer,
         )
         return self._build_request(ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse)
 
@@ -404,7 +417,19 @@ class Session(ChatTurns):
             ids = check_tokens(prompt, name, self._core.hf_model.model_info.vocab_size)
         if not ids and not allow_empty:
             raise InvalidTokensError(f"{name} is empty: give at least one token")
+        if isinstance(prompt, (Turn, str)):
+            self._check_rows(ids, name)
         return ids
+
+    def _check_rows(self, ids: list[int], name: str) -> None:
+        """Check that the model has an embedding for every token of the tokenizer's."""
+        vocab_size = self._core.hf_model.model_info.vocab_size
+        if ids and max(ids) >= vocab_size:
+            token = self._tokenizer.convert_ids_to_tokens(max(ids))
+            raise InvalidTokensError(
+                f"{name}: token {token!r} (id {max(ids)}) has no row in the model's embedding of {vocab_size}: "
+                "resize the embedding, or remove the token from the text"
+            )
 
     def _require_chat_template(self) -> ChatTemplate:
         if self._chat_template is None:

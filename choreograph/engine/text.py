@@ -6,16 +6,16 @@ turns never do. If the template writes the last answer differently from earlier 
 turn is rendered as an earlier one, and a turn to be generated as the last.
 """
 
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jinja2
-from tokenizers.decoders import DecodeStream
 
 from ..errors import ConfigError, InvalidTokensError
-from .request import Detokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -139,6 +139,16 @@ class ChatTemplate:
             (with_prefix[:start] for start in starts if with_prefix[start : start + len(without)] == without), []
         )
 
+    @cached_property
+    def byte_token_ids(self) -> frozenset[int]:
+        """Token ids of single bytes (sentencepiece byte fallback)."""
+        return frozenset(i for token, i in self._tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
+
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of the special token that `text` spells, which decoding skips; None if it is no such token."""
+        token: int | None = self._tokenizer.get_vocab().get(text)
+        return None if token is None or self._tokenizer.decode([token], skip_special_tokens=True) else token
+
     def _checked_turn(self, turn: Turn, opening: bool, is_last: bool = False) -> str:
         rendered = self._render_turn(turn, opening, is_last)
         if turn.text.strip() not in rendered and _MARKER not in self._render_turn(
@@ -257,86 +267,52 @@ class ChatTemplate:
         return f"{front}{turn.role.capitalize()}: {turn.text}\n"
 
 
-class FastDetokenizer:
-    """Incremental decoder of the tokenizers library; emits complete characters.
+CONTEXT_TOKENS = 8  # header tokens decoded with the generated ones, which may depend on them (leading spaces)
 
-    For byte tokens, a sequence that turns out not to be UTF-8 is decoded as replacement characters,
-    including bytes already emitted as text. Emitted text is kept; the rest is replaced.
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a character without a token (sentencepiece byte fallback)
+
+
+class Detokenizer:
+    """Incremental decoder of one message; the pieces join to the text that follows the header.
+
+    That is `tokenizer.decode(header + tokens)` without the header's part. Text is held back while
+    later tokens may change it: incomplete characters, and runs of byte tokens, which are decoded as
+    a whole.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._pending_ids: list[int] = []  # tokens whose text is not emitted yet
+    def __init__(self, tokenizer: Any, header: list[int], byte_token_ids: frozenset[int]) -> None:
+        self._tokenizer, self._byte_token_ids = tokenizer, byte_token_ids
+        start = max(0, len(header) - CONTEXT_TOKENS)
+        while start and header[start] in byte_token_ids:
+            start -= 1
+        self._ids = header[start:]  # last emitted piece, then the tokens not emitted yet
+        self._num_emitted = len(self._ids)
+        self._emitted_text: str | None = None  # of the first tokens of `_ids`; None: not decoded yet
 
     def step(self, token: int) -> str:
-        try:
-            return self._decode_token(token)
-        except Exception:  # the library has no other class: "Invalid prefix encountered"
-            return self._restart()
-
-    def _decode_token(self, token: int) -> str:
-        self._pending_ids.append(token)
-        piece = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
-        if piece:
-            self._pending_ids = []
-        return piece
-
-    def _restart(self) -> str:
-        """Decode the pending tokens with a new stream, which continues from here."""
-        tokens, self._pending_ids = self._pending_ids, []
-        self._stream = DecodeStream(skip_special_tokens=True)
-        try:
-            return "".join([self._decode_token(token) for token in tokens])
-        except Exception:
-            self._stream, self._pending_ids = DecodeStream(skip_special_tokens=True), []
-            return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        """Append a token; return the text that is now certain."""
+        self._ids.append(token)
+        return "" if token in self._byte_token_ids else self._emit(is_last=False)
 
     def flush(self) -> str:
-        return self._tokenizer.decode(self._pending_ids, skip_special_tokens=True)
+        """Return the text that was held back; incomplete characters become replacement characters."""
+        return self._emit(is_last=True)
 
-
-class SlowDetokenizer:
-    """Detokenizer for slow tokenizers.
-
-    Decodes all tokens each time and emits the new text.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._pending_ids: list[int] = []  # of these, not emitted yet
-        self._emitted_text = ""
-
-    def step(self, token: int) -> str:
-        self._token_ids.append(token)
-        self._pending_ids.append(token)
-        text = self._decode()
-        return "" if text.endswith("\ufffd") else self._emit_new_text(text)
-
-    def flush(self) -> str:
-        return self._emit_new_text(self._decode())
-
-    def _emit_new_text(self, text: str) -> str:
-        """Return the new part of `text`.
-
-        If later tokens change emitted text, that is kept and decoding restarts after it.
-        """
-        if not text.startswith(self._emitted_text):
-            self._token_ids, self._emitted_text = list(self._pending_ids), ""
-            text = self._decode()
-        piece, self._emitted_text = text[len(self._emitted_text) :], text
+    def _emit(self, *, is_last: bool) -> str:
+        if self._emitted_text is None:
+            self._emitted_text = self._decode(self._ids[: self._num_emitted])
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd") and not is_last:
+            return ""
+        start = len(self._emitted_text)
+        if not text.startswith(self._emitted_text):  # the header ended inside a character
+            start = len(os.path.commonprefix([text, self._emitted_text]))  # noqa: RUF071 - character by character
+        piece = text[start:]
         if piece:
-            self._pending_ids = []
+            self._ids = self._ids[self._num_emitted :]
+            self._num_emitted, self._emitted_text = len(self._ids), None
         return piece
 
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
-
-
-def make_detokenizer(tokenizer: Any) -> Detokenizer | None:
-    """Create a detokenizer for one message; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return FastDetokenizer(tokenizer) if getattr(tokenizer, "is_fast", False) else SlowDetokenizer(tokenizer)

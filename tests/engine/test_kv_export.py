@@ -3,11 +3,12 @@
 import pytest
 import torch
 from helpers import model_variants, tiny_models
+from safetensors.torch import save_file
 
 from choreograph import Engine, SamplingParams
 from choreograph.engine import kv_export as copies
 from choreograph.engine.kv_export import KVSnapshot
-from choreograph.errors import InvalidRequestError, SessionClosedError
+from choreograph.errors import CacheFileError, InvalidRequestError, SessionClosedError
 from choreograph.kv_cache.tiers import TransferOps
 from choreograph.models.info import weights_hash
 
@@ -204,3 +205,37 @@ def test_the_name_of_a_copy_knows_deep_chains(engine):
             message = session.prefill([2], [message], offsets=[0], new_offset=1)
         copy = message.export_kv()
         assert session.import_kv([2], copy, message.parents, [0], 1).usage.cached_tokens == 1
+
+
+def test_a_snapshot_is_saved_and_loaded(tmp_path):
+    file = tmp_path / "folder" / "message.safetensors"
+    with tiny_models.engine().session() as session:
+        message = session.prefill([1, 2, 3, 4])
+        snapshot = message.export_kv()
+        snapshot.save(file)
+    loaded = KVSnapshot.load(file)
+    assert loaded[0] == snapshot[0] and loaded[2:] == snapshot[2:]
+    assert all(
+        torch.equal(a, b)
+        for old, new in zip(snapshot.layers, loaded.layers, strict=True)
+        for a, b in zip(old, new, strict=True)
+    )
+    with tiny_models.engine().session() as session:
+        assert session.import_kv([1, 2, 3, 4], loaded).usage.computed_tokens == 0
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "other format", "absent"])
+def test_a_damaged_snapshot_file_is_refused(damage, tmp_path):
+    file = tmp_path / "message.safetensors"
+    with tiny_models.engine().session() as session:
+        session.prefill([1, 2, 3, 4]).export_kv().save(file)
+    content = file.read_bytes()
+    if damage == "flipped":
+        content = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+    file.write_bytes({"truncated": content[:-9], "empty": b""}.get(damage, content))
+    if damage == "other format":
+        save_file({"x": torch.zeros(1)}, file)
+    if damage == "absent":
+        file.unlink()
+    with pytest.raises(CacheFileError, match=str(file)):
+        KVSnapshot.load(file)

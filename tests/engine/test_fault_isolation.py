@@ -1,0 +1,150 @@
+"""An exception inside a step fails the requests that cause it, once; every other result is as in a quiet run."""
+
+import random
+
+import pytest
+import torch
+from helpers import tiny_models
+
+from choreograph import SamplingParams
+from choreograph.errors import RequestFailedError
+
+POISON = tiny_models.VOCABULARY - 1  # computing this token raises
+SAMPLING = SamplingParams(max_tokens=6, seed=3, logit_bias={POISON: -100}, ignore_eos=True)
+
+
+def break_forward(engine, monkeypatch, kind: str) -> list[int]:
+    """Break the model for batches that contain POISON; return a list that grows with every such call."""
+    forward, calls = engine.core.hf_model.forward, []
+
+    def broken(tokens, positions, context, rows, models=()):
+        if POISON not in tokens:
+            return forward(tokens, positions, context, rows, models)
+        calls.append(len(tokens))
+        if kind == "exception":
+            raise ValueError("poison")
+        if kind == "out of memory":
+            raise torch.OutOfMemoryError("poison")
+        if kind == "rows missing":
+            return forward(tokens, positions, context, rows, models)[:-1]
+        return forward(tokens, positions, context, rows, models)[:, None]  # one dimension too many
+
+    monkeypatch.setattr(engine.core.hf_model, "forward", broken)
+    return calls
+
+
+def random_program(seed: int) -> list[tuple[bool, list[int], list[int]]]:
+    """Return (is a decode, own tokens, parents) of each message; some contain POISON."""
+    chance, program = random.Random(seed), []
+    for index in range(chance.randrange(3, 12)):
+        parents = chance.sample(range(index), min(index, chance.randrange(3)))
+        tokens = [chance.randrange(POISON) for _ in range(chance.randrange(1, 8))]
+        if chance.random() < 0.25:
+            tokens[chance.randrange(len(tokens))] = POISON
+        program.append((chance.random() < 0.6, tokens, parents))
+    return program
+
+
+def run(engine, program, mode: str, skipped: set[int] = frozenset()) -> list[list[int] | Exception | None]:
+    """Return the tokens, or the error, of every message; None for the skipped ones."""
+    results = []
+    with engine.session(mode=mode, seed=1) as session:
+        messages = []
+        for index, (is_decode, tokens, parents) in enumerate(program):
+            if index in skipped:
+                messages.append(None)
+                continue
+            context = [messages[parent] for parent in parents]
+            messages.append(
+                session.decode(tokens, context, sampling=SAMPLING) if is_decode else session.prefill(tokens, context)
+            )
+        engine.run_until_idle()
+        for message in messages:
+            try:
+                results.append(None if message is None else message.result().tokens)
+            except RequestFailedError as exc:
+                results.append(exc)
+        engine.check()
+    engine.check()
+    return results
+
+
+def guilty(program, mode: str) -> set[int]:
+    """Messages that compute POISON or need a message that does."""
+    failed: set[int] = set()
+    for index, (is_decode, tokens, parents) in enumerate(program):
+        if mode == "choreographed":
+            if POISON in tokens or failed & set(parents):
+                failed.add(index)
+        elif is_decode and any(POISON in program[i][1] for i in (index, *parents)):
+            failed.add(index)  # the text of its parents is part of its prompt
+        elif any(i in failed for i in parents):
+            failed.add(index)
+    return failed
+
+
+@pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
+@pytest.mark.parametrize("kind", ["exception", "out of memory", "rows missing", "wrong shape"])
+def test_only_the_requests_that_cause_an_exception_fail(mode, kind, monkeypatch):
+    for seed in range(12):
+        program = random_program(seed)
+        engine = tiny_models.engine()
+        break_forward(engine, monkeypatch, kind)
+        results = run(engine, program, mode)
+        failed = {index for index, result in enumerate(results) if isinstance(result, Exception)}
+        if kind in ("exception", "out of memory"):
+            assert failed == guilty(program, mode)
+        expected = run(tiny_models.engine(), program, mode, failed)
+        assert [result for i, result in enumerate(results) if i not in failed] == [
+            result for i, result in enumerate(expected) if i not in failed
+        ]
+        with engine.session(seed=1) as session:  # the engine is as good as new
+            assert len(session.decode([1, 2], sampling=SAMPLING).output_token_ids) == 6
+
+
+def test_a_failure_is_raised_once_with_its_cause(monkeypatch):
+    engine = tiny_models.engine()
+    calls = break_forward(engine, monkeypatch, "exception")
+    with engine.session(seed=1) as session:
+        others = [session.decode([i], sampling=SAMPLING) for i in range(5)]
+        bad = session.decode([POISON], sampling=SAMPLING)
+        assert all(len(message.output_token_ids) == 6 for message in others)
+        with pytest.raises(RequestFailedError, match="poison") as failed:
+            bad.result()
+        assert isinstance(failed.value.__cause__, ValueError)
+        num_calls = len(calls)
+        session.decode([7], sampling=SAMPLING).result()
+        assert len(calls) == num_calls, "the failed request is not computed again"
+        with pytest.raises(RequestFailedError, match="failed"):
+            session.decode([8], [bad], sampling=SAMPLING).result()
+
+
+@pytest.mark.parametrize("target", ["sampler.sample", "sampler.SampleOutput.read"])
+def test_a_sampler_that_raises_for_one_request_fails_that_one(target, monkeypatch):
+    engine, expected = tiny_models.engine(), tiny_models.engine()
+    module, _, name = target.rpartition(".")
+    with expected.session(seed=1) as session:
+        tokens = [session.decode([i], sampling=SAMPLING).output_token_ids for i in range(3)]
+    bad_sampling = SamplingParams(max_tokens=6, seed=13, ignore_eos=True)
+    path = "choreograph.engine.model_runner.sample" if name == "sample" else f"choreograph.engine.{target}"
+    owner = __import__("choreograph.engine.model_runner", fromlist=["x"]) if name == "sample" else None
+    original = (
+        owner.sample
+        if owner
+        else __import__(f"choreograph.engine.{module.split('.')[0]}", fromlist=["x"]).SampleOutput.read
+    )
+
+    def broken(*args):
+        states = args[1] if name == "sample" else args[0]._decode_states
+        if any(state.sampling.seed == 13 for state in states):
+            raise RuntimeError("no sample")
+        return original(*args)
+
+    monkeypatch.setattr(path, broken)
+    with engine.session(seed=1) as session:
+        messages = [session.decode([i], sampling=SAMPLING) for i in range(3)]
+        bad = session.decode([9], sampling=bad_sampling)
+        assert [message.output_token_ids for message in messages] == tokens
+        with pytest.raises(RequestFailedError, match="no sample"):
+            bad.result()
+    engine.check()
