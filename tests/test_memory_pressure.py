@@ -27,14 +27,14 @@ class FailingMover(ThreadExecutor):
 
     def start(self, transfer: Transfer) -> None:
         if self._pick.random() < self._share:
-            copy_layer, at = transfer._copy_layer, self._pick.randrange(transfer.layers)
+            copy_layer, at = transfer.copy_layer, self._pick.randrange(transfer.layers)
 
             def breaking(layer: int) -> None:
                 if layer == at:
                     raise OSError("the link is down")
                 copy_layer(layer)
 
-            transfer._copy_layer = breaking
+            transfer.copy_layer = breaking
         super().start(transfer)
 
 

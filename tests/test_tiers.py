@@ -209,13 +209,13 @@ class Slow(ThreadExecutor):
         self.gate = threading.Event()
 
     def start(self, transfer: Transfer) -> None:
-        copy_layer = transfer._copy_layer
+        copy_layer = transfer.copy_layer
 
         def gated(layer: int) -> None:
             self.gate.wait(10)
             copy_layer(layer)
 
-        transfer._copy_layer = gated
+        transfer.copy_layer = gated
         super().start(transfer)
 
 

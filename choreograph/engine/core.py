@@ -13,7 +13,7 @@ from ..errors import CacheFullError, ChoreographError, MessageReleasedError, Req
 from ..events import EventBus
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.hashing import content_hash
-from ..kv_cache.shared_headers import copy_headers, reuse_header
+from ..kv_cache.prefix_tree import copy_headers, reuse_header
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet

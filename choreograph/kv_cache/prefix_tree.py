@@ -1,13 +1,18 @@
-"""Prefix tree of KV entries: finds the longest cached prefix of a prompt.
+"""Sharing of cached prefixes: the prefix tree, and equal headers of decodes over the same context."""
 
-The baseline of Prompt Choreography (§3.1): text is concatenated and the longest cached prefix is
-reused. An entry is attached to another at the token where they diverge, so entries are never split.
-"""
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from ..outputs import Usage
+from .entry import KVEntry, KVSlice
+from .hashing import content_hash
 
-from .entry import KVEntry, KVSlice, common_prefix_len
+if TYPE_CHECKING:
+    from ..engine.request import Request
+    from .manager import KVCacheManager
+
+MIN_SHARED_TOKENS = 4  # shorter headers are cheaper to compute than to copy
 
 
 class _Node(NamedTuple):
@@ -16,34 +21,33 @@ class _Node(NamedTuple):
     parent: KVEntry | None
     offset: int
 
+    @property
+    def key(self) -> tuple[int | None, int]:
+        return (self.parent.id if self.parent else None, self.offset)
+
 
 class _Path(NamedTuple):
-    """Path from the walk's start to a node, as a linked list."""
+    """Path from the root to a node, as a linked list."""
 
     node: _Node
     num_matched: int  # tokens matched up to the node
-    last_slice: KVSlice | None  # None for the first element
-    previous: "_Path | None"
-
-    @property
-    def slices(self) -> list[KVSlice]:
-        result, current = [], self
-        while current.last_slice is not None and current.previous is not None:
-            result.append(current.last_slice)
-            current = current.previous
-        return result[::-1]
+    last_slice: KVSlice | None  # None at the root
+    previous: "_Path | None"  # None at the root
 
 
 class PrefixTree:
-    """Prefix tree of one cache salt.
+    """Prefix tree of the KV entries of one cache salt: finds the longest cached prefix of a prompt.
 
-    Entries may still be growing: only final or computed tokens are matched.
+    The baseline of Prompt Choreography (§3.1): text is concatenated and the longest cached prefix is
+    reused. An entry is attached to another at the token where they diverge, so entries are never
+    split. Entries may still be growing: only final or computed tokens are matched.
     """
 
     def __init__(self, cache_salt: str = "") -> None:
         self.cache_salt = cache_salt
+        # children by node and first token, each with the index of that token in the child
         self._children: dict[tuple[int | None, int], dict[int, tuple[KVEntry, int]]] = {}
-        self._attached_at: dict[int, tuple[_Node, int]] = {}
+        self._attached_at: dict[int, tuple[_Node, int]] = {}  # node and first token by entry ID
         self._offsets: dict[int, dict[int, int]] = {}  # entry ID -> offset -> number of children
 
     @property
@@ -52,115 +56,181 @@ class PrefixTree:
 
     def match(self, tokens: list[int], limit: int | None = None) -> list[KVSlice]:
         """Return slices that cover the longest cached prefix of `tokens`, up to `limit` tokens."""
-        return self._walk(_Node(None, 0), 0, tokens, len(tokens) if limit is None else limit)[0]
+        path: _Path | None = self._walk(tokens, len(tokens) if limit is None else limit)
+        slices = []
+        while path is not None and path.last_slice is not None:
+            slices.append(path.last_slice)
+            path = path.previous
+        return slices[::-1]
 
-    def _walk(self, node: _Node, num_matched: int, tokens: list[int], limit: int) -> tuple[list[KVSlice], _Node, int]:
-        """Follow the longest match from a node: (slices, end node, tokens matched).
+    def _walk(self, tokens: list[int], limit: int) -> _Path:
+        """Return the path of the longest match; the first of equally long ones.
 
         Uses an explicit stack: the tree is as deep as a conversation is long.
         """
-        best = _Path(node, num_matched, None, None)
-        paths = [best]
-        while paths:
-            current = paths.pop()
-            if current.num_matched > best.num_matched:
-                best = current
-            paths += reversed(self._extend(current, tokens, limit))  # the first of equally long paths wins
-        return best.slices, best.node, best.num_matched
-
-    def _extend(self, path: "_Path", tokens: list[int], limit: int) -> list["_Path"]:
-        """Return the paths that extend `path` by one entry."""
-        at = path.num_matched
-        if at >= limit:
-            return []
-        entry, first = self._children.get(self._node_key(path.node), {}).get(tokens[at], (None, 0))
-        if entry is None:
-            return []
-        count = common_prefix_len(
-            entry.tokens, first, max(entry.num_final_tokens, entry.num_computed_tokens), tokens, at, limit
-        )
-        return [
-            _Path(_Node(entry, offset), at + offset - first, KVSlice(entry, first, offset - first, at), path)
-            for offset in self._branch_offsets(entry, first, count)
-        ]
-
-    def _branch_offsets(self, entry: KVEntry, token_start: int, num_tokens: int) -> list[int]:
-        """Return the offsets at which a path may leave an entry.
-
-        These are the end of the match and, since the entry may have grown past children attached at
-        its former end, every offset with children before it.
-        """
-        if not num_tokens:
-            return []
-        last = token_start + num_tokens
-        attached = self._offsets.get(entry.id, {})
-        return [last, *(offset for offset in attached if token_start < offset < last)]
+        best = _Path(_Node(None, 0), 0, None, None)
+        stack = [best]
+        while stack:
+            path = stack.pop()
+            start = path.num_matched
+            if start > best.num_matched:
+                best = path
+            children = self._children.get(path.node.key, {}) if start < limit else {}
+            if start >= limit or tokens[start] not in children:
+                continue
+            entry, first = children[tokens[start]]
+            num_ready = max(entry.num_final_tokens, entry.num_computed_tokens)
+            end = first + _common_prefix_len(entry.tokens, first, num_ready, tokens, start, limit)
+            # A path leaves the entry where the match ends or, since the entry may have grown past
+            # children attached at its former end, at any offset with children before it.
+            offsets = [end, *(offset for offset in self._offsets.get(entry.id, {}) if first < offset < end)]
+            for offset in reversed(offsets if end > first else []):
+                kv_slice = KVSlice(entry, first, offset - first, start)
+                stack.append(_Path(_Node(entry, offset), start + offset - first, kv_slice, path))
+        return best
 
     def insert(self, entry: KVEntry, prefix: list[int]) -> bool:
         """Attach an entry that continues `prefix`; return False if the tree already covers it."""
         tokens = prefix + entry.tokens
-        _, parent_node, prefix_len = self._walk(_Node(None, 0), 0, tokens, len(tokens))
-        if not len(prefix) <= prefix_len < len(tokens) or entry.id in self._attached_at:
+        path = self._walk(tokens, len(tokens))
+        if not len(prefix) <= path.num_matched < len(tokens) or entry.id in self._attached_at:
             return False
-        siblings = self._children.setdefault(self._node_key(parent_node), {})
-        if tokens[prefix_len] in siblings:
+        first_token, (parent, offset) = tokens[path.num_matched], path.node
+        siblings = self._children.setdefault(path.node.key, {})
+        if first_token in siblings:
             return False
-        siblings[tokens[prefix_len]] = (entry, prefix_len - entry.base_position)
-        self._attached_at[entry.id] = (parent_node, tokens[prefix_len])
+        siblings[first_token] = (entry, path.num_matched - entry.base_position)
+        self._attached_at[entry.id] = (path.node, first_token)
         entry.prefix_tree = self
-        if parent_node.parent is not None:
-            parent_node.parent.num_tree_children += 1
-            offsets = self._offsets.setdefault(parent_node.parent.id, {})
-            offsets[parent_node.offset] = offsets.get(parent_node.offset, 0) + 1
+        if parent is not None:
+            parent.num_tree_children += 1
+            offsets = self._offsets.setdefault(parent.id, {})
+            offsets[offset] = offsets.get(offset, 0) + 1
         return True
-
-    def children(self, entry: KVEntry) -> list[KVEntry]:
-        """Return the entries attached directly to an entry."""
-        nodes = [(entry.id, offset) for offset in self._offsets.get(entry.id, {})]
-        return [child for parent_node in nodes for child, _ in self._children[parent_node].values()]
 
     def descendants(self, entry: KVEntry) -> Iterator[KVEntry]:
         """Yield all entries below an entry, parents before children."""
-        result = [entry]
-        for ancestor in result:  # grows during iteration
-            children = self.children(ancestor)
-            result += children
-            yield from children
+        ancestors = [entry]
+        for ancestor in ancestors:  # grows during iteration
+            for offset in self._offsets.get(ancestor.id, {}):
+                children = [child for child, _ in self._children[ancestor.id, offset].values()]
+                ancestors += children
+                yield from children
 
     def remove(self, entry: KVEntry) -> None:
         """Detach an entry without children; no-op if it is not attached."""
-        attachment = self._attached_at.pop(entry.id, None)
-        if attachment is None:
+        if entry.id not in self._attached_at:
             return
         assert not entry.num_tree_children, "this KV entry has children in the prefix tree"
-        parent_node, token = attachment
-        siblings = self._children[self._node_key(parent_node)]
-        del siblings[token]
-        if not siblings:
-            del self._children[self._node_key(parent_node)]
+        node, first_token = self._attached_at.pop(entry.id)
+        del self._children[node.key][first_token]
+        if not self._children[node.key]:
+            del self._children[node.key]
         entry.prefix_tree = None
-        if parent_node.parent is not None:
-            parent_node.parent.num_tree_children -= 1
-            offsets = self._offsets[parent_node.parent.id]
-            offsets[parent_node.offset] -= 1
-            if not offsets[parent_node.offset]:
-                del offsets[parent_node.offset]
+        if node.parent is not None:
+            node.parent.num_tree_children -= 1
+            offsets = self._offsets[node.parent.id]
+            offsets[node.offset] -= 1
+            if not offsets[node.offset]:
+                del offsets[node.offset]
             if not offsets:
-                del self._offsets[parent_node.parent.id]
-
-    @staticmethod
-    def _node_key(node: _Node) -> tuple[int | None, int]:
-        return (node.parent.id if node.parent else None, node.offset)
+                del self._offsets[node.parent.id]
 
     def check(self) -> None:
         """Check that every entry is attached once and that child counts are right."""
-        attached = [pair[0].id for siblings in self._children.values() for pair in siblings.values()]
-        assert sorted(attached) == sorted(self._attached_at), "a KV entry is attached twice or nowhere"
-        counts: dict[int, int] = {}
-        for parent_node, _ in self._attached_at.values():
-            if parent_node.parent is not None:
-                counts[parent_node.parent.id] = counts.get(parent_node.parent.id, 0) + 1
-                assert parent_node.parent.id in self._attached_at, "a KV entry is attached to a removed one"
-        for siblings in self._children.values():
-            for entry, _ in siblings.values():
-                assert entry.num_tree_children == counts.get(entry.id, 0), "wrong child count"
+        entries = [entry for siblings in self._children.values() for entry, _ in siblings.values()]
+        assert sorted(e.id for e in entries) == sorted(self._attached_at), "a KV entry is attached twice or not at all"
+        num_children = Counter(node.parent.id for node, _ in self._attached_at.values() if node.parent is not None)
+        assert num_children.keys() <= self._attached_at.keys(), "a KV entry is attached to a removed one"
+        assert all(e.num_tree_children == num_children[e.id] for e in entries), "wrong child count"
+
+
+def _common_prefix_len(
+    cached_tokens: list[int], start: int, end: int, tokens: list[int], offset: int, limit: int
+) -> int:
+    """Return the common prefix length of cached_tokens[start:end] and tokens[offset:limit]."""
+    max_len = max(0, min(end - start, limit - offset))
+    if cached_tokens[start : start + max_len] == tokens[offset : offset + max_len]:
+        return max_len
+    return next(i for i in range(max_len) if cached_tokens[start + i] != tokens[offset + i])
+
+
+class SharedHeaderIndex:
+    """Index of decodes by context and base position.
+
+    Branches, voters and agents often start with equal headers over equal parents. The header is
+    computed for the first of them; the others read its tokens and copy them.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[bytes, int], dict[int, KVEntry]] = {}
+        self._keys: dict[int, tuple[bytes, int]] = {}  # by entry ID
+
+    def lookup(
+        self, cache_salt: str, tokens: list[int], base_position: int, context: Iterable[KVSlice]
+    ) -> KVSlice | None:
+        """Return the longest proper prefix of `tokens` that is computed by the next step."""
+        best = None
+        for other in self._entries.get(self._key(cache_salt, base_position, context), {}).values():
+            if other.is_aliased or not other.pages:
+                continue
+            num_ready = other.num_computed_tokens or other.num_final_tokens
+            count = _common_prefix_len(other.tokens, 0, num_ready, tokens, 0, len(tokens) - 1)
+            if count >= MIN_SHARED_TOKENS and (best is None or count > best.num_tokens):
+                best = KVSlice(other, 0, count, base_position)
+            if count == len(tokens) - 1:
+                break  # no longer match is possible
+        return best
+
+    def add(self, cache_salt: str, entry: KVEntry) -> None:
+        key = self._key(cache_salt, entry.base_position, entry.context)
+        self._entries.setdefault(key, {})[entry.id] = entry
+        self._keys[entry.id] = key
+
+    def remove(self, entry: KVEntry) -> None:
+        key = self._keys.pop(entry.id, None)
+        if key is not None:
+            del self._entries[key][entry.id]
+            if not self._entries[key]:
+                del self._entries[key]
+
+    @staticmethod
+    def _key(cache_salt: str, base_position: int, context: Iterable[KVSlice]) -> tuple[bytes, int]:
+        """Return the index key, with the absolute base position since keys are stored rotated."""
+        return content_hash(cache_salt, (), base_position, context), base_position
+
+
+def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
+    """Skip the header tokens of a new decode that another decode over the same context has."""
+    entry = request.kv
+    result = cache_manager.shared_headers.lookup(request.cache_salt, request.prompt, entry.base_position, entry.context)
+    cache_manager.shared_headers.add(request.cache_salt, entry)
+    if result is None:
+        return
+    cache_manager.acquire(result.entry, request.request_owner)
+    request.shared_header, request.context = result, (*request.context, result)
+    entry.num_scheduled_tokens = entry.num_computed_tokens = result.num_tokens
+    entry.is_aliased = True
+    entry.cached_hidden_layers &= result.entry.cached_hidden_layers
+    request.usage = Usage(
+        request.usage.cached_tokens + result.num_tokens, request.usage.computed_tokens - result.num_tokens
+    )
+
+
+def copy_headers(cache_manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
+    """Copy shared headers into the requests' own slots after the step that computed them."""
+    slots: list[int] = []
+    target_slots: list[int] = []
+    released = []
+    for request in requests:
+        if request.shared_header is not None:
+            source, tokens = request.shared_header.entry, range(request.shared_header.num_tokens)
+            slots += [source.slot(token) for token in tokens]
+            target_slots += [request.kv.slot(token) for token in tokens]
+            released.append(request)
+    if slots:
+        cache_manager.pool.copy_slots(slots, target_slots)
+    for request in released:
+        assert request.shared_header is not None
+        cache_manager.release(request.shared_header.entry, request.request_owner)
+        request.shared_header, request.context, request.kv.is_aliased = None, request.kv.context, False

@@ -14,11 +14,10 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
@@ -47,40 +46,6 @@ class TransferOps(NamedTuple):
     finish: Callable[[], None] = lambda: None  # after the last layer
 
 
-class CorruptCopyError(Exception):
-    """A copy cannot be read or fails its checksum."""
-
-
-@runtime_checkable
-class Tier(Protocol):
-    """Storage below the device that keeps copies of KV entries."""
-
-    name: str
-
-    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
-        """Also keep the inputs of these layers from now on."""
-
-    def fits(self, tokens: int) -> bool:
-        """Return whether a copy of `tokens` tokens fits now."""
-
-    def fits_when_empty(self, tokens: int) -> bool:
-        """Return whether a copy of `tokens` tokens would fit if the tier were empty."""
-
-    def reserve(self, tokens: int) -> TierCopy: ...
-
-    def free(self, copy: TierCopy) -> None:
-        """Free a copy. Its space counts as free even if removing it raises OSError."""
-
-    def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps: ...
-
-    def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps: ...
-
-    def check(self, copies: Sequence[TierCopy]) -> None:
-        """Raise AssertionError unless exactly these copies use space."""
-
-    def close(self) -> None: ...
-
-
 class HostTier:
     """Host memory tier: a `KVPool`, pinned if the device is a GPU."""
 
@@ -97,9 +62,6 @@ class HostTier:
             pinned=device_pool.keys[0].is_cuda,
         )
 
-    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
-        self.pool.enable_hidden_cache(layers, hidden_size)
-
     def fits(self, tokens: int) -> bool:
         return self.pool.num_pages_for(tokens) <= self.pool.free_pages
 
@@ -114,12 +76,15 @@ class HostTier:
         copy.pages = []
 
     def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps:
+        """Return the operations that fill a copy from pages of a pool."""
         return TransferOps(_copy_between(source, pages, self.pool, copy.pages, copy.tokens))
 
     def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps:
+        """Return the operations that read a copy into pages of a pool."""
         return TransferOps(_copy_between(self.pool, copy.pages, target, pages, copy.tokens))
 
     def check(self, copies: Sequence[TierCopy]) -> None:
+        """Raise AssertionError unless exactly these copies use space."""
         self.pool.check()
         used_pages = [page for copy in copies for page in copy.pages]
         assert len(used_pages) == len(set(used_pages)), "two copies share a page of host memory"
@@ -130,19 +95,19 @@ class HostTier:
 
 
 class DiskTier:
-    """Disk tier: one safetensors file per entry in a temporary folder, removed with the engine."""
+    """Disk tier: one safetensors file per entry in a temporary folder, removed with the engine.
+
+    Methods are those of `HostTier`.
+
+    Raises:
+        ConfigError: if `folder` is not writable.
+    """
 
     name = "disk"
 
     def __init__(self, device_pool: KVPool, tokens: int, folder: str | os.PathLike[str] | None = None) -> None:
-        """Create the folder.
-
-        Raises:
-            ConfigError: if `folder` is not writable.
-        """
-        self._token_bytes = device_pool.bytes_per_token
         self._limit = tokens
-        self._used = 0
+        self._used = 0  # tokens
         if folder is not None:
             ensure_dir(Path(folder))
         try:
@@ -151,9 +116,6 @@ class DiskTier:
             raise ConfigError(f"disk_dir={folder!r}: nothing can be written there ({exc}); use another") from None
         self._names = itertools.count(1)
         self.close = weakref.finalize(self, _remove, self.folder, os.getpid())
-
-    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
-        pass  # files store every tensor that exists
 
     def fits(self, tokens: int) -> bool:
         return self.fits_when_empty(self._used + tokens)
@@ -167,9 +129,10 @@ class DiskTier:
         return TierCopy(self.name, tokens, file=self.folder / f"{next(self._names)}.safetensors")
 
     def free(self, copy: TierCopy) -> None:
+        """Free a copy. Its space counts as free even if removing it raises OSError."""
         file, copy.file = copy.file, None
         if file is not None:
-            self._used -= copy.tokens  # even if the file cannot be removed
+            self._used -= copy.tokens
             try:
                 file.with_suffix(".part").unlink(missing_ok=True)
             finally:
@@ -177,12 +140,13 @@ class DiskTier:
 
     def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps:
         staging: dict[str, np.ndarray] = {}
-        file, ranges = copy.file, _copy_ranges(pages, source.page_size, None, copy.tokens)
+        file, ranges = copy.file, _copy_ranges(pages, pages, source.page_size, copy.tokens)
         assert file is not None
 
         def copy_layer(layer: int) -> None:
             for name, tensor in source.tensors(layer).items():
-                staging[f"{name}.{layer}"] = np.concatenate([as_bytes(tensor[a : a + n].cpu()) for a, _, n in ranges])
+                parts = [as_bytes(tensor[slot : slot + count].cpu()) for slot, _, count in ranges]
+                staging[f"{name}.{layer}"] = np.concatenate(parts)
 
         def finish() -> None:
             copy.checksum = checksum(staging[name].data for name in sorted(staging))
@@ -195,31 +159,31 @@ class DiskTier:
 
     def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps:
         staging: dict[str, np.ndarray] = {}
-        ranges = _copy_ranges(pages, target.page_size, None, copy.tokens)
+        ranges = _copy_ranges(pages, pages, target.page_size, copy.tokens)
 
         def prepare() -> None:
             assert copy.file is not None
-            try:
-                staging.update(load_file(copy.file))
-            except (OSError, SafetensorError, ValueError) as exc:
-                raise CorruptCopyError(f"cannot be read: {exc}") from exc
+            staging.update(load_file(copy.file))
             if checksum(staging[name].data for name in sorted(staging)) != copy.checksum:
-                raise CorruptCopyError("checksum mismatch")
+                raise OSError(f"{copy.file}: checksum mismatch")
 
         def copy_layer(layer: int) -> None:
             for name, tensor in target.tensors(layer).items():
-                content, at = staging.pop(f"{name}.{layer}", None), 0
+                content, start = staging.pop(f"{name}.{layer}", None), 0
                 if content is None and name == "inputs":  # inputs were not cached when the copy was written
                     continue
                 assert content is not None
                 for slot, _, count in ranges:
-                    _write_bytes(tensor[slot : slot + count], content[at : at + count])
-                    at += count
+                    _write_bytes(tensor[slot : slot + count], content[start : start + count])
+                    start += count
 
         return TransferOps(copy_layer, prepare=prepare, finish=staging.clear)
 
     def check(self, copies: Sequence[TierCopy]) -> None:
         assert self._used == sum(copy.tokens for copy in copies) <= self._limit, "disk usage is miscounted"
+
+
+Tier = HostTier | DiskTier
 
 
 def make_tiers(pool: KVPool, config: CacheConfig) -> list[Tier]:
@@ -232,40 +196,39 @@ def make_tiers(pool: KVPool, config: CacheConfig) -> list[Tier]:
     return tiers
 
 
-def _copy_between(source: KVPool, from_pages: Sequence[int], target: KVPool, to_pages: Sequence[int], tokens: int):
+def _copy_between(
+    source: KVPool, from_pages: Sequence[int], target: KVPool, to_pages: Sequence[int], tokens: int
+) -> Callable[[int], None]:
     """Return a function that copies a layer from pages of one pool to pages of another."""
-    ranges = _copy_ranges(from_pages, source.page_size, to_pages, tokens)
+    ranges = _copy_ranges(from_pages, to_pages, source.page_size, tokens)
 
     def copy_layer(layer: int) -> None:
-        from_, to = source.tensors(layer), target.tensors(layer)
-        for old, new in ((from_[name], to[name]) for name in from_ if name in to):
-            for a, b, count in ranges:
+        from_tensors, to_tensors = source.tensors(layer), target.tensors(layer)
+        for name in from_tensors.keys() & to_tensors.keys():
+            old, new = from_tensors[name], to_tensors[name]
+            for from_, to, count in ranges:
                 if old.device.type == new.device.type == "cpu":
-                    _write_bytes(new[b : b + count], as_bytes(old[a : a + count]))
+                    _write_bytes(new[to : to + count], as_bytes(old[from_ : from_ + count]))
                 else:
-                    new[b : b + count].copy_(old[a : a + count], non_blocking=True)
+                    new[to : to + count].copy_(old[from_ : from_ + count], non_blocking=True)
 
     return copy_layer
 
 
 def _copy_ranges(
-    from_pages: Sequence[int], page_size: int, to_pages: Sequence[int] | None, tokens: int
+    from_pages: Sequence[int], to_pages: Sequence[int], page_size: int, tokens: int
 ) -> list[tuple[int, int, int]]:
-    """Return (source slot, target slot, count) of each range contiguous in source and target.
-
-    Without `to_pages`, ranges are those of the source alone.
-    """
+    """Return (source slot, target slot, count) of each range contiguous in source and target."""
     ranges: list[tuple[int, int, int]] = []
-    left = tokens
-    for old, new in zip(from_pages, to_pages if to_pages is not None else from_pages, strict=True):
-        a, b, count = old * page_size, new * page_size, min(left, page_size)
-        left -= count
-        last = ranges[-1] if ranges else (0, 0, 0)
-        if ranges and (a, b) == (last[0] + last[2], last[1] + last[2]):
-            ranges[-1] = (last[0], last[1], last[2] + count)
+    last_pages = (-1, -1)
+    for index, pages in enumerate(zip(from_pages, to_pages, strict=True)):
+        count = max(0, min(page_size, tokens - index * page_size))
+        if pages == (last_pages[0] + 1, last_pages[1] + 1) and ranges:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1], ranges[-1][2] + count)
         else:
-            ranges.append((a, b, count))
-    assert left == 0, "number of pages does not match the tokens"
+            ranges.append((pages[0] * page_size, pages[1] * page_size, count))
+        last_pages = pages
+    assert sum(count for _, _, count in ranges) == tokens, "number of pages does not match the tokens"
     return ranges
 
 

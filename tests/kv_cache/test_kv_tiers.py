@@ -159,14 +159,14 @@ class Broken(ManualMover):
 
     def run(self) -> None:
         for transfer in self.queue:
-            inner = transfer._copy_layer
+            inner = transfer.copy_layer
 
             def copy_layer(layer, inner=inner):
                 if layer:
                     raise OSError("the cable is out")
                 inner(layer)
 
-            transfer._copy_layer = copy_layer
+            transfer.copy_layer = copy_layer
         super().run()
 
 

@@ -177,10 +177,11 @@ def test_prefixes_hang_deeper_than_calls_may_nest():
         for token, entry in enumerate(chain):
             assert store.prefix_tree("one").insert(entry, tokens[:token])
         assert [kv_slice.entry for kv_slice in store.prefix_tree("one").match([*tokens, 99])] == chain
-        assert not store._subtree_unused(chain[0])
+        descendants = list(store.prefix_tree("one").descendants(chain[0]))
+        assert descendants == chain[1:] and all(entry.owners for entry in descendants)
         for entry in chain[1:]:
             store.release(entry, HOLDER)
-        assert store._subtree_unused(chain[0])
+        assert not any(entry.owners for entry in store.prefix_tree("one").descendants(chain[0]))
         store._delete(chain[0])
     assert store.stats["free_pages"] == 2 * depth
     store.check()
