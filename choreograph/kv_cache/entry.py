@@ -31,7 +31,7 @@ class KVSlice(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """Position minus base position, in tokens; equal for all tokens of the slice."""
+        """Position minus base position, in tokens, of every token."""
         return self.position - self.token_start - self.entry.base_position
 
     def visible_in(self, layer: int) -> bool:
@@ -48,7 +48,7 @@ class SlotRange(NamedTuple):
 
 @dataclass(eq=False)
 class KVEntry:
-    """KV cache of one message, with the tokens and the context it was computed from.
+    """KV cache of one message, with its tokens and context.
 
     ``num_computed_tokens <= num_scheduled_tokens <= len(tokens)``. An entry with neither pages nor
     tier copies is dropped; it is recomputed from `tokens` and `context`.
@@ -103,7 +103,7 @@ class KVEntry:
 
     @property
     def has_data(self) -> bool:
-        """True if every token is computed on the device or copied to a tier."""
+        """True if all tokens are on the device or a tier."""
         return self.is_complete or bool(self.tier_copies)
 
     @property
@@ -123,7 +123,7 @@ class KVEntry:
 
     @property
     def in_use(self) -> bool:
-        """True if it has an owner other than a message, e.g. a running request or a pin."""
+        """True if a running request, pin or other non-message owner exists."""
         return any(owner[0] != "message" for owner in self.owners)
 
     def slot(self, token: int) -> int:
@@ -142,7 +142,7 @@ class KVEntry:
 
 
 def context_reads(slices: Iterable[KVSlice], q_start: int, q_end: int, layer: int = 0) -> list[KVRead]:
-    """Return the reads of context slices by query tokens q_start <= r < q_end in a layer.
+    """Return the reads of context slices by query tokens [q_start, q_end).
 
     Every query token attends to every token of every slice visible in the layer.
     """
@@ -184,7 +184,7 @@ def causal_reads(
 
 
 def group_layers_by_context(slices: Iterable[KVSlice], num_layers: int) -> list[list[int]]:
-    """Group the layers that share the same visible slices; each group has one attention plan."""
+    """Group the layers that share the same visible slices."""
     layer_sets = set()
     for _, _, num_tokens, _, layers in slices:
         if layers is not None and num_tokens:

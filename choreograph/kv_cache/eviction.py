@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class EvictionCandidate(NamedTuple):
-    """Inputs of an eviction policy for one entry that is not in use."""
+    """Inputs of an eviction policy for one entry not in use."""
 
     id: int  # entry ID
     created: int  # increasing counter
@@ -96,7 +96,7 @@ class EvictionHints(NamedTuple):
 
 
 class HintRegistry:
-    """Merged eviction hints of all workflows; per entry the minimum counts (KVFlow §3.1)."""
+    """Eviction hints of all workflows, merged by minimum (KVFlow §3.1)."""
 
     def __init__(self) -> None:
         self._hints: dict[object, EvictionHints] = {}
@@ -123,14 +123,9 @@ class HintRegistry:
         if entry.content_hash is not None:
             default = self._while_referenced.get(entry.content_hash) if entry.owners else None
             steps = self._steps_to_execution.get(entry.content_hash, default)
+        ephemeral = steps is None and entry.agent_key is not None and entry.agent_key in self._ephemeral_groups
         return EvictionCandidate(
-            entry.id,
-            created=entry.id,
-            last_access=entry.last_access,
-            hits=entry.hit_count,
-            referenced=bool(entry.owners),
-            steps_to_execution=steps,
-            ephemeral=steps is None and entry.agent_key is not None and entry.agent_key in self._ephemeral_groups,
+            entry.id, entry.id, entry.last_access, entry.hit_count, bool(entry.owners), steps, ephemeral
         )
 
 
@@ -143,29 +138,21 @@ def _min_steps(mappings: Iterable[Mapping[bytes, float]]) -> dict[bytes, float]:
 
 
 class PinTable:
-    """Pins: owners of entries that are removed automatically when they expire.
-
-    Args:
-        cache_manager: Manager of the entries.
-        clock: Monotonic seconds.
-    """
+    """Pins: owners of entries that are removed automatically when they expire."""
 
     def __init__(self, cache_manager: "KVCacheManager", clock: Callable[[], float]) -> None:
-        self.clock = clock
+        self.clock = clock  # returns monotonic seconds
         self._cache_manager = cache_manager
         self._expiry: dict[tuple[KVEntry, object], float] = {}  # seconds of the clock, infinite for no expiry
 
     def pin(self, entry: KVEntry, owner: object, seconds: float | None = None) -> None:
-        """Keep an entry on the device for `seconds`; for None or infinity until unpinned."""
-        until = math.inf
-        if seconds is not None and seconds != math.inf:
-            until = self.clock() + seconds
-        self._expiry[entry, owner] = until
+        """Keep an entry on the device for `seconds`, or until unpinned."""
+        seconds = math.inf if seconds is None else seconds
+        self._expiry[entry, owner] = seconds if seconds == math.inf else self.clock() + seconds
         self._cache_manager.acquire(entry, ("pin", owner))
 
     def unpin(self, entry: KVEntry, owner: object) -> None:
-        if (entry, owner) in self._expiry:
-            del self._expiry[entry, owner]
+        if self._expiry.pop((entry, owner), None) is not None:
             self._cache_manager.release(entry, ("pin", owner))
 
     def unpin_matching(self, predicate: Callable[[object], bool]) -> None:

@@ -8,7 +8,7 @@ from .entry import KVSlice
 
 
 def content_hash(cache_salt: str, tokens: Iterable[int], base_position: int, context: Iterable[KVSlice]) -> bytes:
-    """Hash salt, tokens, and the context entries with their positions relative to the base."""
+    """Hash salt, tokens, and the context at positions relative to the base."""
     digest = hashlib.sha256(hashlib.sha256(cache_salt.encode()).digest())  # every field below has a fixed length
     for kv_slice in context:
         assert kv_slice.entry.content_hash is not None, "context entries must be hashed first"

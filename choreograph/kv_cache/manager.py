@@ -8,10 +8,9 @@ from ..events import EventBus
 from ..outputs import BASE_MODEL
 from .entry import KVEntry, KVSlice
 from .eviction import EVICTION_POLICIES, HintRegistry, PinTable
-from .offload import OffloadManager
 from .pool import KVPool
 from .prefix_tree import PrefixTree, SharedHeaderIndex
-from .tiers import HostTier, Tier
+from .tiers import HostTier, OffloadManager, Tier
 from .transfer import ThreadExecutor, make_executor
 
 POLL_SECONDS = 0.02  # maximum sleep while waiting for a pin to expire
@@ -19,7 +18,7 @@ EVICTION_SLACK_DIVISOR = 32  # evict 1/32 of the pool more than required: not ev
 
 
 class KVCacheManager:
-    """Page pool, the KV entries in it, and the offload tiers below it.
+    """Page pool, the KV entries in it, and the lower tiers.
 
     Args:
         pool: Pages on the device.
@@ -69,13 +68,9 @@ class KVCacheManager:
         """Create an entry with pages for `capacity` tokens, evicting others if needed.
 
         Args:
-            tokens: Token IDs known so far; the entry keeps this list.
-            base_position: Position of token 0.
-            context: Slices that every token attends to.
+            tokens: Final token IDs so far; the entry keeps this list.
             capacity: Tokens to allocate pages for.
-            owner: First owner, as (kind, key).
-            model: Model or adapter that computes the entry.
-            computed_layers: Layers it is computed in; None for all.
+            owner: First owner, as (kind, key). For the others see `KVEntry`.
 
         Raises:
             CacheFullError: if not enough pages can be freed.
@@ -84,18 +79,18 @@ class KVCacheManager:
         pages = self._allocate(self.pool.num_pages_for(capacity), partial=computed_layers is not None)
         self._clock += 1
         entry = KVEntry(
-            id=self._clock,
-            tokens=tokens,
-            base_position=base_position,
-            context=tuple(context),
-            pages=pages,
-            page_size=self.pool.page_size,
+            self._clock,
+            tokens,
+            base_position,
+            tuple(context),
+            pages,
+            self.pool.page_size,
             num_final_tokens=len(tokens),
+            owners={owner},
             last_access=self._clock,
             model=model,
             computed_layers=computed_layers,
         )
-        entry.owners.add(owner)
         self._entries[entry.id] = entry
         return entry
 
@@ -110,7 +105,7 @@ class KVCacheManager:
         self._mark_used(entry)
 
     def release(self, entry: KVEntry, owner: tuple[str, object]) -> None:
-        """Remove an owner; delete the entry if it has no other and cannot be looked up.
+        """Remove an owner, and an entry without owners that cannot be looked up.
 
         Idempotent.
         """
@@ -122,12 +117,12 @@ class KVCacheManager:
             self._delete(entry)
 
     def free_unused_pages(self, entry: KVEntry) -> None:
-        """Free the pages that a finished entry does not need and mark its tokens final."""
+        """Free a finished entry's unused pages and mark its tokens final."""
         entry.num_final_tokens = len(entry.tokens)
         self._truncate_pages(entry, self.pool.num_pages_for(len(entry.tokens)))
 
     def discard(self, entry: KVEntry) -> None:
-        """Free the pages of an entry whose computation failed; tokens and context remain."""
+        """Free the pages of an entry whose computation failed."""
         self._free_pages(entry)
         if not entry.owners:
             self._delete(entry)
@@ -154,33 +149,31 @@ class KVCacheManager:
         self.pool.release(unused)
 
     def _delete(self, entry: KVEntry) -> None:
-        """Delete an unreferenced entry; if a transfer is running, cancel that and delete later."""
+        """Delete an unreferenced entry and detach its prefix subtree.
+
+        If a transfer is running, cancel that and delete later.
+        """
         if entry.transfer is not None:
             entry.transfer.cancel()
             return
         if entry.content_hash is not None and self._by_hash.get(entry.content_hash) is entry:
             del self._by_hash[entry.content_hash]
         entry.is_indexed = False
-        self._detach(entry)
+        tree = entry.prefix_tree
+        if tree is not None:
+            for child in reversed(list(tree.descendants(entry))):
+                tree.remove(child)
+                child.is_indexed = False
+                if not child.owners and child.transfer is None:
+                    self._delete(child)
+            tree.remove(entry)
+            if tree.is_empty:
+                self._prefix_trees.pop(tree.cache_salt, None)
         self.shared_headers.remove(entry)
         for copy in list(entry.tier_copies.values()):
             self.offload_manager.free(entry, copy)
         self._free_pages(entry)
         del self._entries[entry.id]
-
-    def _detach(self, entry: KVEntry) -> None:
-        """Remove an entry and its descendants from their prefix tree."""
-        tree = entry.prefix_tree
-        if tree is None:
-            return
-        for child in reversed(list(tree.descendants(entry))):
-            tree.remove(child)
-            child.is_indexed = False
-            if not child.owners and child.transfer is None:
-                self._delete(child)
-        tree.remove(entry)
-        if tree.is_empty:
-            self._prefix_trees.pop(tree.cache_salt, None)
 
     # -- lookup by content --------------------------------------------------------------------------------
 
@@ -188,20 +181,20 @@ class KVCacheManager:
         return self._by_hash.get(content_hash)
 
     def register(self, entry: KVEntry, content_hash: bytes) -> None:
-        """Set the content hash; `lookup` returns the first entry registered under a hash."""
+        """Set the content hash; `lookup` returns its first registered entry."""
         entry.content_hash = content_hash
         if self._by_hash.setdefault(content_hash, entry) is entry:
             entry.is_indexed = True
 
     def prefix_tree(self, cache_salt: str, *, create: bool = False) -> PrefixTree:
-        """Return the prefix tree of a salt; store a new one only if `create`."""
+        """Return the prefix tree of a salt, stored if `create`."""
         tree = self._prefix_trees.get(cache_salt) or PrefixTree(cache_salt)
         if create:
             self._prefix_trees[cache_salt] = tree
         return tree
 
     def uses_model(self, model: str) -> bool:
-        """Return whether a referenced entry was computed by `model` or attended to its output."""
+        """Return whether a referenced entry depends on `model`, also through contexts."""
         entries = [entry for entry in self._entries.values() if entry.owners]
         seen = {entry.id for entry in entries}
         for entry in entries:  # grows during iteration
@@ -250,7 +243,7 @@ class KVCacheManager:
             raise CacheFullError(f"{shortage}, the remaining unused pages are pinned")
 
     def _num_free(self, partial: bool) -> int:
-        """Return the pages that are free or are being freed by running offloads."""
+        """Return the pages that are free or being freed by offloads."""
         return self.pool.num_free(partial) + (0 if partial else self.offload_manager.pages_being_freed)
 
     def _evictable(self, partial: bool) -> list[KVEntry]:
@@ -266,7 +259,7 @@ class KVCacheManager:
         ]
 
     def _victims(self, entries: Iterable[KVEntry], incoming: KVEntry | None) -> Iterator[KVEntry]:
-        """Yield entries in the order of the policy, only those ranked below `incoming` if there is one."""
+        """Yield entries in policy order, up to `incoming` if given."""
         candidates = {entry.id: entry for entry in (*entries, incoming) if entry is not None}
         for entry_id in self._policy([self.hints.candidate(entry) for entry in candidates.values()]):
             if incoming is not None and entry_id == incoming.id:
@@ -282,7 +275,7 @@ class KVCacheManager:
         with_descendants: bool = False,
         partial: bool = False,
     ) -> None:
-        """Evict entries until `num_pages` pages are free or being freed, or no candidate is left.
+        """Evict entries until `num_pages` pages are free or being freed.
 
         Args:
             num_pages: Pages required.
@@ -335,16 +328,10 @@ class KVCacheManager:
 
     def _emit_evicted(self, entry: KVEntry, destination: str) -> None:
         """Emit an `evicted` event with the destination and the policy inputs."""
-        candidate = self.hints.candidate(entry)
+        inputs = self.hints.candidate(entry)
+        why = {"steps": inputs.steps_to_execution, "varying": inputs.ephemeral, "held": inputs.referenced}
         self._events.emit(
-            "evicted",
-            encoding=entry.id,
-            tokens=len(entry.tokens),
-            to=destination,
-            policy=self._policy_name,
-            steps=candidate.steps_to_execution,
-            varying=candidate.ephemeral,
-            held=candidate.referenced,
+            "evicted", encoding=entry.id, tokens=len(entry.tokens), to=destination, policy=self._policy_name, **why
         )
 
     # -- lower tiers --------------------------------------------------------------------------------------
@@ -363,7 +350,7 @@ class KVCacheManager:
         return tier.fits(size)
 
     def _evict_from_tier(self, depth: int, entry: KVEntry) -> None:
-        """Free a tier's copy, or demote it if it is the only one and a lower tier has space."""
+        """Free a tier's copy, or demote an only copy if possible."""
         tier, below = self.offload_manager.tiers[depth], self.offload_manager.tiers[depth + 1 :]
         is_only_copy = not entry.is_complete and len(entry.tier_copies) == 1
         if is_only_copy:
@@ -393,7 +380,7 @@ class KVCacheManager:
         self.offload_manager.load(entry)
 
     def prefetch(self, content_hash: bytes, max_loads: int) -> bool:
-        """Start loading an offloaded entry if only entries needed later are evicted for it.
+        """Start loading an offloaded entry, evicting only entries needed later.
 
         Return whether a load was started; at most `max_loads` run at a time.
         """
@@ -436,7 +423,7 @@ class KVCacheManager:
 
     @property
     def has_pending(self) -> bool:
-        """Return whether pages may become free without a step: by a transfer or an expiring pin."""
+        """True if a transfer or an expiring pin may free pages."""
         return bool(self.offload_manager.jobs) or self.pins.next_expiry is not None
 
     def wait_for_space(self) -> bool:
@@ -455,7 +442,7 @@ class KVCacheManager:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Entry and page counts of the device pool, with partial-layer pages if there are any."""
+        """Entry and page counts of the device pool."""
         referenced = [entry for entry in self._entries.values() if entry.owners]
         result = {
             "held_encodings": len(referenced),

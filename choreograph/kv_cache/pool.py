@@ -74,7 +74,7 @@ class PageAllocator:
                 self._free_runs.append((first, length))
 
     def check(self) -> None:
-        """Check that every page is either free or allocated, and that free runs are sorted and merged."""
+        """Check that pages are free or allocated, and free runs merged."""
         free = [page for first, length in self._free_runs for page in range(first, first + length)]
         assert self.num_free == len(free), "wrong free count"
         assert sorted([*free, *self.allocated]) == [*range(self.first, self.end)], "a page is both or neither"
@@ -96,7 +96,7 @@ LayerKeyValues = tuple[Float[Tensor, "T G D"], Float[Tensor, "T G D"]]  # keys a
 
 
 class KVPool:
-    """Paged KV cache: a main pool of all layers and an optional partial-layer pool.
+    """Paged KV cache: a main pool and an optional partial-layer pool.
 
     `keys[l]` and `values[l]` are (S, G, D) tensors of layer l, `hidden[l]` is the (S, E) input of
     layer l where it is cached. Page 0 is the null page: padding tokens write to it, and it is never
@@ -136,14 +136,14 @@ class KVPool:
         self.partial_layers: frozenset[int] = frozenset()
         self._main, self._partial = PageAllocator(1, pages), PageAllocator(pages + 1, 0)
         if poison_freed_pages:
-            self._poison(range(pages + 1))
+            self._poison(range(pages + 1), [*self.keys, *self.values])
 
     @property
     def free_pages(self) -> int:
         return self._main.num_free
 
     def num_free(self, partial: bool) -> int:
-        """Return the free pages of the main pool, or of the partial-layer pool."""
+        """Return the free pages of the main or partial-layer pool."""
         return (self._partial if partial else self._main).num_free
 
     def num_pages(self, partial: bool) -> int:
@@ -152,7 +152,7 @@ class KVPool:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in all layers, including cached layer inputs."""
-        tensors = (t for layer in range(len(self.keys)) for t in self.tensors(layer).values())
+        tensors = [*self.keys, *self.values, *self.hidden.values()]
         return sum(t[0].numel() * t.element_size() for t in tensors)
 
     @property
@@ -164,7 +164,7 @@ class KVPool:
         return -(-tokens // self.page_size)
 
     def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
-        """Allocate tensors that cache the inputs of these layers for all slots of the main pool."""
+        """Allocate tensors that cache these layers' inputs in the main pool."""
         like = self.keys[0]
         for layer in set(layers) - self.hidden.keys():
             shape = ((self.pages + 1) * self.page_size, hidden_size)
@@ -200,7 +200,7 @@ class KVPool:
         return grown
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """Return the cached tensors of a layer by name: keys, values and, if cached, inputs."""
+        """Return a layer's tensors by name: keys, values and any cached inputs."""
         result = {"keys": self.keys[layer], "values": self.values[layer]}
         return result | ({"inputs": self.hidden[layer]} if layer in self.hidden else {})
 
@@ -214,19 +214,18 @@ class KVPool:
         self._main.release(main)
         self._partial.release(partial)
         if self.poison_freed_pages:
-            self._poison(main)
-            self._poison(partial, self.partial_layers)
+            self._poison(main, [*self.keys, *self.values, *self.hidden.values()])
+            self._poison(partial, [tensors[i] for tensors in (self.keys, self.values) for i in self.partial_layers])
 
     def copy_slots(self, slots: list[int], target_slots: list[int]) -> None:
         """Copy all cached tensors from `slots` to `target_slots`."""
         device = self.keys[0].device
         old, new = torch.tensor(slots, device=device), torch.tensor(target_slots, device=device)
-        for layer in range(len(self.keys)):
-            for tensor in self.tensors(layer).values():
-                tensor[new] = tensor[old]
+        for tensor in (*self.keys, *self.values, *self.hidden.values()):
+            tensor[new] = tensor[old]
 
     def export_slots(self, slots: list[int]) -> list[LayerKeyValues]:
-        """Copy the keys and values of some slots to host memory, layer by layer."""
+        """Copy the keys and values of slots to host memory."""
         return [self.export_layer(layer, slots) for layer in range(len(self.keys))]
 
     def export_layer(self, layer: int, slots: list[int]) -> LayerKeyValues:
@@ -239,13 +238,10 @@ class KVPool:
         for keys, values, (new_keys, new_values) in zip(self.keys, self.values, layers, strict=True):
             keys[index], values[index] = new_keys.to(keys.device), new_values.to(values.device)
 
-    def _poison(self, pages: Iterable[int], partial_layers: Iterable[int] | None = None) -> None:
-        """Fill pages with NaN, in all layers or in the keys and values of some."""
+    def _poison(self, pages: Iterable[int], tensors: Iterable[Tensor]) -> None:
         slots = [page * self.page_size + i for page in pages for i in range(self.page_size)]
-        for layer in range(len(self.keys)) if partial_layers is None else partial_layers:
-            for name, tensor in self.tensors(layer).items():
-                if slots and (partial_layers is None or name != "inputs"):  # the partial-layer pool caches none
-                    tensor[slots] = float("nan")
+        for tensor in tensors if slots else ():
+            tensor[slots] = float("nan")
 
     def check(self) -> None:
         """Check both allocators, and that page 0 cannot be allocated."""

@@ -1,4 +1,4 @@
-"""Offload tiers for KV entries: host memory and disk, each with a capacity.
+"""Host and disk tiers for KV entries, and their transfers (KVFlow §3.2).
 
 A tier reserves space for a copy, returns the operations that fill it from a pool and read it back
 (layer by layer, for a `Transfer`), and frees it. The host tier is a `KVPool` of its own; the disk tier
@@ -13,8 +13,9 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,11 @@ from torch import Tensor
 
 from ..config import CacheConfig, parse_capacity
 from ..errors import ConfigError
+from ..events import EventBus
 from ..utils import ensure_dir
+from .entry import KVEntry
 from .pool import KVPool
+from .transfer import ThreadExecutor, Transfer
 
 
 @dataclass
@@ -73,7 +77,6 @@ class HostTier:
 
     def free(self, copy: TierCopy) -> None:
         self.pool.release(copy.pages)
-        copy.pages = []
 
     def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps:
         """Return the operations that fill a copy from pages of a pool."""
@@ -95,9 +98,9 @@ class HostTier:
 
 
 class DiskTier:
-    """Disk tier: one safetensors file per entry in a temporary folder, removed with the engine.
+    """Disk tier: a temporary folder with one safetensors file per entry.
 
-    Methods are those of `HostTier`.
+    Methods are those of `HostTier`. The folder is removed with the engine.
 
     Raises:
         ConfigError: if `folder` is not writable.
@@ -129,19 +132,14 @@ class DiskTier:
         return TierCopy(self.name, tokens, file=self.folder / f"{next(self._names)}.safetensors")
 
     def free(self, copy: TierCopy) -> None:
-        """Free a copy. Its space counts as free even if removing it raises OSError."""
-        file, copy.file = copy.file, None
-        if file is not None:
-            self._used -= copy.tokens
-            try:
-                file.with_suffix(".part").unlink(missing_ok=True)
-            finally:
-                file.unlink(missing_ok=True)
+        """Free a copy."""
+        assert copy.file is not None
+        self._used -= copy.tokens  # even if the file cannot be removed
+        copy.file.unlink(missing_ok=True)
 
     def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps:
         staging: dict[str, np.ndarray] = {}
-        file, ranges = copy.file, _copy_ranges(pages, pages, source.page_size, copy.tokens)
-        assert file is not None
+        ranges = _copy_ranges(pages, pages, source.page_size, copy.tokens)
 
         def copy_layer(layer: int) -> None:
             for name, tensor in source.tensors(layer).items():
@@ -149,10 +147,9 @@ class DiskTier:
                 staging[f"{name}.{layer}"] = np.concatenate(parts)
 
         def finish() -> None:
+            assert copy.file is not None
             copy.checksum = checksum(staging[name].data for name in sorted(staging))
-            part = file.with_suffix(".part")
-            save_file(staging, part)
-            os.replace(part, file)
+            save_file(staging, copy.file)
             staging.clear()
 
         return TransferOps(copy_layer, finish=finish)
@@ -199,7 +196,7 @@ def make_tiers(pool: KVPool, config: CacheConfig) -> list[Tier]:
 def _copy_between(
     source: KVPool, from_pages: Sequence[int], target: KVPool, to_pages: Sequence[int], tokens: int
 ) -> Callable[[int], None]:
-    """Return a function that copies a layer from pages of one pool to pages of another."""
+    """Return a function that copies a layer between two pools."""
     ranges = _copy_ranges(from_pages, to_pages, source.page_size, tokens)
 
     def copy_layer(layer: int) -> None:
@@ -218,7 +215,7 @@ def _copy_between(
 def _copy_ranges(
     from_pages: Sequence[int], to_pages: Sequence[int], page_size: int, tokens: int
 ) -> list[tuple[int, int, int]]:
-    """Return (source slot, target slot, count) of each range contiguous in source and target."""
+    """Return (source slot, target slot, count) of each range contiguous in both."""
     ranges: list[tuple[int, int, int]] = []
     last_pages = (-1, -1)
     for index, pages in enumerate(zip(from_pages, to_pages, strict=True)):
@@ -233,20 +230,20 @@ def _copy_ranges(
 
 
 def as_bytes(slots: Tensor) -> np.ndarray:
-    """View slots in host memory as a numpy array: (slots, bytes per slot) uint8."""
+    """View host slots as a uint8 array (slots, bytes per slot)."""
     return slots.detach().reshape(len(slots), -1).view(torch.uint8).numpy()
 
 
 def _write_bytes(slots: Tensor, content: np.ndarray) -> None:
-    """Write bytes into slots; on the host with one thread, since torch would use all cores."""
-    if slots.device.type == "cpu":
+    """Write bytes into slots."""
+    if slots.device.type == "cpu":  # numpy uses one thread, torch would use all cores
         as_bytes(slots)[:] = content
     else:
         slots.copy_(torch.from_numpy(content).view(slots.dtype).reshape(slots.shape))
 
 
 def checksum(parts: Iterable[bytes | memoryview]) -> int:
-    """Return the CRC-32 of all parts in order. Gigabytes per second; releases the GIL."""
+    """Return the CRC-32 of all parts in order."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -254,6 +251,153 @@ def checksum(parts: Iterable[bytes | memoryview]) -> int:
 
 
 def _remove(folder: Path, pid: int) -> None:
-    """Remove the folder, unless this is a forked child of the process that created it."""
+    """Remove the folder, except in a forked child of its creator."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+TransferKind = Literal["load", "offload", "lower"]
+
+EVENT_KINDS: dict[TransferKind, str] = {"load": "loaded", "offload": "offloaded", "lower": "lowered"}
+REMOTE_TIER = "elsewhere"  # tier name of the source of an imported entry, in events
+
+
+@dataclass(eq=False)
+class TransferJob:
+    """One transfer in flight, with its entry and copy."""
+
+    kind: TransferKind
+    entry: KVEntry
+    copy: TierCopy  # copy that is read (load) or written (offload, lower)
+    transfer: Transfer
+    source: HostTier | None = None  # tier that a demoted copy leaves
+
+
+class OffloadManager:
+    """Offload tiers, highest first, and the transfers between them and the device.
+
+    A transfer only copies. Its effect on the cache is applied by `complete`, in the engine thread.
+    """
+
+    def __init__(self, pool: KVPool, tiers: Sequence[Tier], executor: ThreadExecutor, events: EventBus) -> None:
+        self.pool = pool
+        self.tiers = tuple(tiers)
+        self.executor = executor
+        self.jobs: list[TransferJob] = []
+        self.num_loads = 0  # jobs that load an entry
+        self._events = events
+
+    @property
+    def pages_being_freed(self) -> int:
+        """Device pages that running offloads will free."""
+        return sum(len(job.entry.pages) for job in self.jobs if job.kind == "offload" and not job.entry.in_use)
+
+    def tokens_being_freed(self, tier: Tier) -> int:
+        """Return the tokens that running demotions will free on a tier."""
+        return sum(job.copy.tokens for job in self.jobs if job.source is tier)
+
+    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
+        """Cache the inputs of these layers, on the device and all tiers.
+
+        No transfer may be running.
+        """
+        assert not self.jobs
+        self.pool.enable_hidden_cache(layers, hidden_size)
+        for tier in self.tiers:
+            if isinstance(tier, HostTier):  # files store every tensor that exists
+                tier.pool.enable_hidden_cache(layers, hidden_size)
+
+    def accepts(self, tier: Tier, entry: KVEntry) -> bool:
+        """Return whether an empty tier could store the entry."""
+        is_supported = entry.computed_layers is None and tier.name not in entry.failed_tiers
+        return is_supported and tier.fits_when_empty(len(entry.tokens))
+
+    def load(self, entry: KVEntry) -> None:
+        """Start filling an entry's allocated pages from its nearest copy."""
+        tier = next(t for t in self.tiers if t.name in entry.tier_copies)
+        copy = entry.tier_copies[tier.name]
+        self._start("load", entry, copy, tier.load_ops(copy, self.pool, entry.pages))
+
+    def load_remote(self, entry: KVEntry, ops: TransferOps) -> None:
+        """Start filling an entry's allocated pages from an external source."""
+        self._start("load", entry, TierCopy(REMOTE_TIER, len(entry.tokens)), ops)
+
+    def offload(self, entry: KVEntry, tier: Tier) -> None:
+        """Start copying an entry from the device to a tier with space."""
+        copy = tier.reserve(len(entry.tokens))
+        self._start("offload", entry, copy, tier.store_ops(self.pool, entry.pages, copy))
+
+    def demote(self, entry: KVEntry, source: HostTier, tier: Tier) -> None:
+        """Start copying an entry from one tier to a lower one."""
+        copy = tier.reserve(len(entry.tokens))
+        ops = tier.store_ops(source.pool, entry.tier_copies[source.name].pages, copy)
+        self._start("lower", entry, copy, ops, source)
+
+    def _start(
+        self, kind: TransferKind, entry: KVEntry, copy: TierCopy, ops: TransferOps, source: HostTier | None = None
+    ) -> None:
+        assert entry.transfer is None, f"KV entry {entry.id} already has a transfer"
+        direction: Literal["loading", "offloading"] = "loading" if kind == "load" else "offloading"
+        entry.transfer = Transfer(direction, len(self.pool.keys), copy.tokens, *ops)
+        self.jobs.append(TransferJob(kind, entry, copy, entry.transfer, source))
+        self.num_loads += kind == "load"
+        self.executor.start(entry.transfer)
+
+    def complete(self, job: TransferJob) -> None:
+        """Give a finished transfer's copy to the entry, or roll it back.
+
+        The caller frees the device pages of a failed load.
+        """
+        self.jobs.remove(job)
+        self.num_loads -= job.kind == "load"
+        entry, transfer = job.entry, job.transfer
+        entry.transfer = None
+        if transfer.error is not None:
+            if not (job.kind == "load" and transfer.cancelled):  # a copy that cannot be read is useless
+                self.free(entry, job.copy)
+            if job.kind != "load" and not transfer.cancelled:  # do not retry: a disk may be full
+                entry.failed_tiers.add(job.copy.tier)
+            self._events.emit("failed_transfer", encoding=entry.id, way=job.kind, why=repr(transfer.error))
+            return
+        if job.kind != "load":
+            entry.tier_copies[job.copy.tier] = job.copy
+        if job.source is not None:
+            self.free(entry, entry.tier_copies[job.source.name])
+        self._events.emit(EVENT_KINDS[job.kind], encoding=entry.id, tokens=job.copy.tokens, tier=job.copy.tier)
+
+    def free(self, entry: KVEntry, copy: TierCopy) -> None:
+        """Free a copy of an entry."""
+        if entry.tier_copies.get(copy.tier) is copy:
+            del entry.tier_copies[copy.tier]
+        for tier in self.tiers:
+            try:
+                if tier.name == copy.tier:
+                    tier.free(copy)
+            except OSError as exc:  # the file stays until the tier is closed
+                self._events.emit("left_behind", encoding=entry.id, tokens=copy.tokens, why=repr(exc))
+
+    def wait(self) -> bool:
+        """Wait for the oldest transfer; return False if there is none."""
+        if not self.jobs:
+            return False
+        self.executor.wait(self.jobs[0].transfer)
+        return True
+
+    def layer_waiters(self, transfers: Iterable[Transfer]) -> tuple[Callable[[int], None], ...]:
+        """Return a function per transfer that waits for a layer's copy."""
+        return tuple(partial(self.executor.wait_for, transfer) for transfer in transfers)
+
+    def close(self) -> None:
+        self.executor.close()
+        for tier in self.tiers:
+            tier.close()
+
+    def check(self, entries: Sequence[KVEntry]) -> None:
+        """Check that copies and transfers agree with the entries."""
+        for tier in self.tiers:
+            copies = [e.tier_copies[tier.name] for e in entries if tier.name in e.tier_copies]
+            tier.check(copies + [job.copy for job in self.jobs if job.kind != "load" and job.copy.tier == tier.name])
+        entry_ids = [job.entry.id for job in self.jobs]
+        assert len(entry_ids) == len(set(entry_ids)), "two transfers of one KV entry"
+        assert sorted(entry_ids) == sorted(e.id for e in entries if e.transfer is not None), "a transfer is lost"
+        assert self.num_loads == sum(job.kind == "load" for job in self.jobs), "wrong number of loads"

@@ -1,4 +1,4 @@
-"""Background copies of KV cache layers, on a thread or a CUDA stream.
+"""Background copies of KV cache layers, by thread or CUDA stream.
 
 A transfer copies layer by layer, so that a step can compute a layer as soon as that layer has been
 copied. Cache state does not change here: the thread that started a transfer polls for completed ones.
@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,11 +32,10 @@ class Transfer:
     copy_layer: Callable[[int], None]  # copies one layer, in the background
     prepare: Callable[[], None] = lambda: None  # runs before the first layer, in the background
     finish: Callable[[], None] = lambda: None  # runs after the last layer, in the background
-    layers_done: int = 0  # layers copied so far
     error: BaseException | None = None
     is_finished: bool = False  # completed, failed or cancelled
     cancelled: bool = False
-    layer_events: list[Any] = field(default_factory=list)  # CUDA events, one per copied layer, if a stream copies
+    layer_events: list[Any] = field(default_factory=list)  # one per copied layer: a CUDA event if a stream copies
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def run(
@@ -56,7 +56,6 @@ class Transfer:
                     self.copy_layer(layer)
                     with self._changed:
                         self.layer_events.append(record_event())
-                        self.layers_done += 1
                         self._changed.notify_all()
             finally:
                 synchronize()
@@ -70,11 +69,6 @@ class Transfer:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def abort_after_fork(self) -> None:
-        """End a transfer whose thread does not exist in this process; its lock may be held for ever."""
-        self._changed = threading.Condition()
-        self.error, self.is_finished = InterruptedError("the process was forked"), True
-
     def wait_for(self, layer: int) -> None:
         """Wait until a layer is copied.
 
@@ -82,7 +76,7 @@ class Transfer:
             TransferError: if the transfer failed or was cancelled.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.is_finished or self.layers_done > layer)
+            self._changed.wait_for(lambda: self.is_finished or len(self.layer_events) > layer)
         if self.error is not None:
             raise TransferError(self) from self.error
 
@@ -93,7 +87,10 @@ class Transfer:
 
 
 class TransferError(Exception):
-    """A transfer that a step needed failed; the step is rolled back and the entry recomputed."""
+    """Failure of a transfer that a step needed.
+
+    The step is rolled back and the entry recomputed.
+    """
 
     def __init__(self, transfer: Transfer) -> None:
         super().__init__(f"a transfer failed: {transfer.error!r}")
@@ -101,7 +98,7 @@ class TransferError(Exception):
 
 
 class ThreadExecutor:
-    """Runs transfers in order on one background thread, started on demand and stopped when idle."""
+    """Runs transfers in order on one thread, stopped when idle."""
 
     def __init__(self, idle_seconds: float = 5.0) -> None:
         self._queue: deque[Transfer] = deque()  # the first one is running
@@ -157,9 +154,10 @@ class ThreadExecutor:
             thread.join()
 
     def reset_after_fork(self) -> None:
-        """Fail all transfers in a forked child, where the thread does not exist."""
+        """Fail all transfers in a forked child, which has no thread."""
         for transfer in self._queue:
-            transfer.abort_after_fork()
+            transfer.error, transfer.is_finished = InterruptedError("the process was forked"), True
+            transfer._changed = threading.Condition()  # the thread may have held the old lock
         self._queue.clear()
         self._changed, self._thread = threading.Condition(), None
 
@@ -167,20 +165,14 @@ class ThreadExecutor:
 _EXECUTORS: weakref.WeakSet[ThreadExecutor] = weakref.WeakSet()
 
 
-@atexit.register
-def _close_all() -> None:
-    """Stop all threads: one that copies during interpreter shutdown would crash it."""
+def _call_on_all(method: Callable[[ThreadExecutor], None]) -> None:
     for executor in list(_EXECUTORS):
-        executor.close()
+        method(executor)
 
 
-def _reset_all_after_fork() -> None:
-    for executor in list(_EXECUTORS):
-        executor.reset_after_fork()
-
-
+atexit.register(_call_on_all, ThreadExecutor.close)  # a copy during interpreter shutdown would crash it
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_all_after_fork)
+    os.register_at_fork(after_in_child=partial(_call_on_all, ThreadExecutor.reset_after_fork))
 
 
 class CudaStreamExecutor(ThreadExecutor):
@@ -190,8 +182,6 @@ class CudaStreamExecutor(ThreadExecutor):
     reads and writes files, and waits for the stream, so that pages are freed only after the copy.
 
     Args:
-        device: CUDA device.
-        idle_seconds: Seconds without work after which the thread stops.
         cuda: Module that creates streams and events: `torch.cuda` or a fake.
     """
 
@@ -202,7 +192,7 @@ class CudaStreamExecutor(ThreadExecutor):
         self._start_events: dict[Transfer, Any] = {}
 
     def start(self, transfer: Transfer) -> None:
-        """Queue a transfer, ordered after all work launched so far on the compute stream.
+        """Queue a transfer after all work launched on the compute stream.
 
         That work may still read or write the same pages.
         """
@@ -220,7 +210,7 @@ class CudaStreamExecutor(ThreadExecutor):
 
 
 class SyncExecutor(ThreadExecutor):
-    """Runs a transfer in `start`, so that it completes at the same step on all ranks."""
+    """Runs a transfer in `start`: all ranks complete it alike."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
