@@ -1,12 +1,12 @@
 """Eviction policies, eviction hints and pins.
 
-Where: `KVCacheManager._allocate` calls `_reclaim` when the device has too few free pages. It frees them
-with `_evict`, as `prefetch` does for an entry that is to be loaded. `_reclaim_tier` does the same for space
-on the host and disk tiers. `_evict_one` then offloads an entry or frees its pages.
+Where: `KVCacheManager._allocate` calls `_reclaim` when the device has too few free pages. `_reclaim` calls
+`_evict`, as does `prefetch` for the entry that it loads. `_evict_one` offloads an entry or frees its pages.
+`_reclaim_tier` evicts copies from the host and disk tiers in the same way.
 
-Which: entries without an owner other than messages, complete and without a running transfer, in the order
-of the policy that `CacheConfig(eviction=...)` names. Owners such as running requests and pins exclude an
-entry before the policy is asked.
+Which: the policy that `CacheConfig(eviction=...)` names orders the candidates. On the device these are
+complete entries without a running transfer that are not in use: running requests and pins exclude an entry
+before the policy is called.
 
 A policy is a pure function that returns the IDs of its candidates, first to evict first. To add one, write
 the function here, add it to `EVICTION_POLICIES` below and its name to `EVICTION_POLICIES` in `config.py`.

@@ -139,26 +139,22 @@ class SharedHeaderIndex:
         self._entries: dict[tuple[bytes, int], list[KVEntry]] = {}
         self._keys: dict[KVEntry, tuple[bytes, int]] = {}
 
-    def lookup(
-        self, cache_salt: str, tokens: list[int], base_position: int, context: Iterable[KVSlice]
-    ) -> KVSlice | None:
-        """Return the longest proper prefix of `tokens` ready by the next step."""
-        best = None
-        for other in self._entries.get(self._key(cache_salt, base_position, context), []):
+    def add(self, cache_salt: str, entry: KVEntry) -> KVSlice | None:
+        """Add an entry; return its longest proper prefix ready by the next step."""
+        position = entry.base_position  # keys are stored rotated to it
+        key = self._keys[entry] = (content_hash(cache_salt, (), position, entry.context), position)
+        best, max_length = None, len(entry.tokens) - 1
+        for other in self._entries.setdefault(key, []):
             if other.is_aliased or not other.pages:
                 continue
             num_ready = other.num_computed_tokens or other.num_final_tokens
-            count = _common_prefix_len(other.tokens, 0, num_ready, tokens, 0, len(tokens) - 1)
+            count = _common_prefix_len(other.tokens, 0, num_ready, entry.tokens, 0, max_length)
             if count >= MIN_SHARED_TOKENS and (best is None or count > best.num_tokens):
-                best = KVSlice(other, 0, count, base_position)
-            if count == len(tokens) - 1:
+                best = KVSlice(other, 0, count, position)
+            if count == max_length:
                 break  # no longer match is possible
+        self._entries[key].append(entry)
         return best
-
-    def add(self, cache_salt: str, entry: KVEntry) -> None:
-        key = self._key(cache_salt, entry.base_position, entry.context)
-        self._entries.setdefault(key, []).append(entry)
-        self._keys[entry] = key
 
     def remove(self, entry: KVEntry) -> None:
         key = self._keys.pop(entry, None)
@@ -167,17 +163,11 @@ class SharedHeaderIndex:
             if not self._entries[key]:
                 del self._entries[key]
 
-    @staticmethod
-    def _key(cache_salt: str, base_position: int, context: Iterable[KVSlice]) -> tuple[bytes, int]:
-        """Return the index key; keys are stored rotated to the base position."""
-        return content_hash(cache_salt, (), base_position, context), base_position
-
 
 def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
     """Skip header tokens that another decode over the same context has."""
     entry = request.kv
-    result = cache_manager.shared_headers.lookup(request.cache_salt, request.prompt, entry.base_position, entry.context)
-    cache_manager.shared_headers.add(request.cache_salt, entry)
+    result = cache_manager.shared_headers.add(request.cache_salt, entry)
     if result is None:
         return
     cache_manager.acquire(result.entry, request.request_owner)
