@@ -29,7 +29,7 @@ def session(engine):
     with engine.session(seed=0) as opened:
         yield opened
     engine.check()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_concatenations_past_the_limit(engine, mode):
         with pytest.raises(e.InvalidPositionError, match="position 513"):
             answer.result()
         serves(engine)
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_a_cache_held_by_a_pin(tiny_engine):
         held.unpin()
         assert session.prefill([2] * 48).result().usage.computed_tokens == 48
         engine.check()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 def test_a_call_that_does_not_fit_now_waits(tiny_engine):
@@ -586,7 +586,7 @@ def test_a_closed_engine(engine):
         assert state(engine) == before
         assert len(answer.tokens) == 5, "what was submitted before is still computed"
     engine.check()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 # -- a model that fails in the middle ------------------------------------------------------------------------

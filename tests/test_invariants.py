@@ -154,6 +154,6 @@ def test_nothing_is_held_when_every_session_is_closed():
         engine.run_until_idle()
         engine.check()
         counts = engine.core.cache_manager.stats
-        assert counts["held_encodings"] == 0 and not engine.core.scheduler.running
+        assert counts["num_referenced_entries"] == 0 and not engine.core.scheduler.running
     engine.clear_cache()
-    assert engine.core.cache_manager.stats["free_pages"] == engine.core.cache_manager.stats["pages"]
+    assert engine.stats().num_free_pages == engine.stats().num_pages

@@ -27,14 +27,14 @@ class FailingMover(ThreadExecutor):
 
     def start(self, transfer: Transfer) -> None:
         if self._pick.random() < self._share:
-            copy_layer, at = transfer._copy_layer, self._pick.randrange(transfer.layers)
+            copy_layer, at = transfer.copy_layer, self._pick.randrange(transfer.layers)
 
             def breaking(layer: int) -> None:
                 if layer == at:
                     raise OSError("the link is down")
                 copy_layer(layer)
 
-            transfer._copy_layer = breaking
+            transfer.copy_layer = breaking
         super().start(transfer)
 
 
@@ -109,4 +109,4 @@ def test_threads_pins_and_failing_copies_change_nothing(programs, mode, tokens, 
     engine.check()
     engine.clear_cache()
     counts = engine.core.cache_manager.stats
-    assert counts["free_pages"] == counts["pages"] and not engine.core.cache_manager.pins
+    assert counts["num_free_pages"] == counts["num_pages"] and not engine.core.cache_manager.pins

@@ -43,7 +43,7 @@ def test_it_equals_a_plain_run_and_hits_are_longest_common_prefixes(mode, prompt
             assert answer.usage.computed_tokens == len(whole) - answer.usage.cached_tokens
             known.append(whole + answer.output_token_ids[:-1])
             engine.check()
-        assert engine.core.cache_manager.stats["held_encodings"] == 0
+        assert engine.stats().num_referenced_entries == 0
 
 
 @settings(max_examples=many(30), deadline=None)

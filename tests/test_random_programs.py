@@ -77,7 +77,7 @@ def crowded_life(nodes: list[Node], mode: str, pick: random.Random) -> list[Mess
     session.close()
     engine.clear_cache()
     counts = engine.core.cache_manager.stats
-    assert counts["free_pages"] == counts["pages"]
+    assert counts["num_free_pages"] == counts["num_pages"]
     return messages
 
 

@@ -85,7 +85,7 @@ def test_a_call_whose_admission_breaks_holds_nothing(mode, where, monkeypatch):
     engine = tiny_models.engine()
     with engine.session(mode=mode) as session:
         parent = session.decode([1, 2, 3], sampling=GREEDY).wait_encoded()
-        held = engine.core.cache_manager.stats["held_pages"]
+        held = engine.stats().num_referenced_pages
         late = [session.prefill([4, 5], [parent])]
         late.append(session.decode([6], [parent, late[0]], sampling=GREEDY))
         with monkeypatch.context() as patch:
@@ -93,12 +93,12 @@ def test_a_call_whose_admission_breaks_holds_nothing(mode, where, monkeypatch):
             with pytest.raises(ZeroDivisionError):
                 engine.step()
         engine.check()
-        assert engine.core.cache_manager.stats["held_pages"] == held
+        assert engine.stats().num_referenced_pages == held
         assert late[1].output_token_ids
         engine.check()
     engine.clear_cache()
     counts = engine.core.cache_manager.stats
-    assert counts["held_encodings"] == 0 and counts["free_pages"] == counts["pages"]
+    assert counts["num_referenced_entries"] == 0 and counts["num_free_pages"] == counts["num_pages"]
 
 
 def test_one_call_without_numbers_fails_alone():
@@ -149,7 +149,7 @@ def test_a_hearer_that_raises_fails_its_message_alone(mode, at):
     engine.run_until_idle()
     engine.clear_cache()
     counts = engine.core.cache_manager.stats
-    assert counts["held_encodings"] == 0 and counts["free_pages"] == counts["pages"]
+    assert counts["num_referenced_entries"] == 0 and counts["num_free_pages"] == counts["num_pages"]
 
 
 def test_a_hearer_hears_of_steps_that_are_published():
@@ -172,7 +172,7 @@ def test_one_call_that_cannot_take_its_token_fails_alone(monkeypatch):
         with pytest.raises(RequestFailedError, match="ZeroDivisionError"):
             sick.result()
         engine.check()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 def test_listeners_act_between_steps():
@@ -194,7 +194,7 @@ def test_listeners_act_between_steps():
         for other in racers[1:]:
             with pytest.raises(MessageReleasedError):
                 other.result()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 @pytest.mark.parametrize("kind", ["submitted", "admitted", "token", "finished", "released"])
@@ -224,7 +224,7 @@ def test_a_listener_that_raises_orphans_nothing(kind):
     forget()
     engine.run_until_idle()
     engine.check()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 def test_a_listener_is_taken_off_once_however_often_that_is_asked():
@@ -253,7 +253,7 @@ def test_a_session_releases_everything_whatever_goes_wrong_and_raises_the_first_
     engine.events.subscribe(told)
     with pytest.raises(ValueError, match=f"message {messages[-1].id}"):
         session.close()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0 and not engine.core.cache_manager.pins
+    assert engine.stats().num_referenced_entries == 0 and not engine.core.cache_manager.pins
     engine.check()
 
 
@@ -305,7 +305,7 @@ def test_what_closing_a_session_raises_does_not_take_the_place_of_a_problem_insi
     assert "the listener's" in mine.__notes__[0]
     with pytest.raises(ValueError, match="the listener's"):
         block(None)
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 def test_the_first_problem_of_listeners_is_raised_when_all_have_heard():
@@ -357,7 +357,7 @@ def test_what_is_submitted_while_another_thread_closes_the_session_is_released()
     with pytest.raises(SessionClosedError):
         session.prefill([{"tokens": [1, 2]}, {"tokens": [3]}])
     engine.run_until_idle()
-    assert not session.messages and engine.core.cache_manager.stats["held_encodings"] == 0
+    assert not session.messages and engine.stats().num_referenced_entries == 0
 
 
 def test_what_is_pinned_while_another_thread_closes_the_session_is_not_kept():
@@ -373,7 +373,7 @@ def test_what_is_pinned_while_another_thread_closes_the_session_is_not_kept():
 
     engine.core.release = pinning
     session.close()
-    assert not engine.core.cache_manager.pins and engine.core.cache_manager.stats["held_encodings"] == 0
+    assert not engine.core.cache_manager.pins and engine.stats().num_referenced_entries == 0
 
 
 def test_threads_share_an_engine_and_engines_share_a_model():
@@ -394,7 +394,7 @@ def test_threads_share_an_engine_and_engines_share_a_model():
     assert tiny_models.model().config._attn_implementation == "sdpa"
     for engine in engines:
         engine.check()
-        assert engine.core.cache_manager.stats["held_encodings"] == 0
+        assert engine.stats().num_referenced_entries == 0
 
 
 # -- types ---------------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def test_released_messages_and_forgotten_clients_leave_nothing_behind():
             session.decode([1, 2, 3], sampling=GREEDY).result()
     engine.clear_cache()
     assert not engine.core.cache_manager._prefix_trees
-    assert engine.core.cache_manager.stats["idle_encodings"] == 0
+    assert engine.stats().num_unreferenced_entries == 0
 
 
 def test_clients_whose_calls_do_not_fit_leave_nothing_behind():

@@ -35,7 +35,7 @@ def session(engine):
         yield opened
         engine.check()
     engine.check()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def talk(embedded):
         yield opened
     embedded.run_until_idle()
     embedded.check()
-    assert embedded.core.cache_manager.stats["held_encodings"] == 0
+    assert embedded.core.cache_manager.stats["num_referenced_entries"] == 0
 
 
 def ids(engine, text: str) -> list[int]:
@@ -181,7 +181,7 @@ def test_places_and_endings_in_every_mode(engine, mode):
         assert (first.finish_reason, answer.finish_reason) == ("encoded", "length")
         assert session.decode([6], parents=[last], sampling=GREEDY).result().usage.completion_tokens == 6
         engine.check()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 # -- decoding ------------------------------------------------------------------------------------------------
@@ -519,9 +519,9 @@ def test_a_release_in_flight_cancels(engine, session):
     answer = session.decode([1], sampling=SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    held = engine.core.cache_manager.stats["held_pages"]
+    held = engine.stats().num_referenced_pages
     answer.release()
-    assert engine.core.cache_manager.stats["held_pages"] < held
+    assert engine.stats().num_referenced_pages < held
     engine.check()
     with pytest.raises(MessageReleasedError, match=f"message {answer.id} was released"):
         answer.tokens  # noqa: B018
@@ -597,7 +597,7 @@ def test_a_closed_session_releases_everything(engine):
         for _ in range(4):
             engine.step()
     engine.check()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
     assert not engine.step()
     for message in (running, waiting):
         with pytest.raises(MessageReleasedError):
@@ -606,7 +606,7 @@ def test_a_closed_session_releases_everything(engine):
         session.prefill([1])
     session.close()
     engine.clear_cache()
-    assert engine.core.cache_manager.stats["free_pages"] == engine.core.cache_manager.stats["pages"]
+    assert engine.stats().num_free_pages == engine.stats().num_pages
 
 
 def test_a_session_closes_after_an_error_inside(engine):
@@ -617,7 +617,7 @@ def test_a_session_closes_after_an_error_inside(engine):
 
     with pytest.raises(RuntimeError, match="mine"):
         workflow()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
     engine.check()
 
 

@@ -178,7 +178,7 @@ def test_a_pinned_message_stays_and_the_session_gives_it_back():
         with pytest.raises(ChoreographError, match="seconds=nan"):
             kept.pin(math.nan)
     engine.check()
-    assert engine.core.cache_manager.stats["held_pages"] == 0 and not engine.core.cache_manager.pins
+    assert engine.stats().num_referenced_pages == 0 and not engine.core.cache_manager.pins
 
 
 @pytest.mark.parametrize("seconds", [None, math.inf])
@@ -207,13 +207,13 @@ class Slow(ThreadExecutor):
         self.gate = threading.Event()
 
     def start(self, transfer: Transfer) -> None:
-        copy_layer = transfer._copy_layer
+        copy_layer = transfer.copy_layer
 
         def gated(layer: int) -> None:
             self.gate.wait(10)
             copy_layer(layer)
 
-        transfer._copy_layer = gated
+        transfer.copy_layer = gated
         super().start(transfer)
 
 
@@ -424,7 +424,10 @@ def test_a_disk_that_gives_nothing_back_leads_to_the_same_results_and_loses_no_m
     monkeypatch.undo()
     assert flow(engine) == expected
     counts = engine.core.cache_manager.stats
-    assert counts["held_encodings"] == counts["idle_encodings"] == 0 and counts["free_pages"] == counts["pages"]
+    assert (
+        counts["num_referenced_entries"] == counts["num_unreferenced_entries"] == 0
+        and counts["num_free_pages"] == counts["num_pages"]
+    )
     engine.check()
 
 
@@ -607,7 +610,7 @@ def test_bringing_a_message_back_that_breaks_holds_nothing(use, monkeypatch):
                 getattr(message, use)()
         engine.check()
     engine.run_until_idle()
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 def test_an_idle_prefix_goes_when_what_hangs_on_it_lies_in_a_full_tier():

@@ -97,7 +97,7 @@ def info(model: ModelOption = DEFAULT_MODEL, dtype: DtypeOption = DtypeName.auto
     """Show the model, its cache and the backend that this machine gets."""
     engine = open_engine(model, dtype)
     facts, counts = engine.model_info, engine.core.cache_manager.stats
-    tokens = counts["pages"] * engine.core.cache_manager.pool.page_size
+    tokens = counts["num_pages"] * engine.core.cache_manager.pool.page_size
     described = {
         "model": facts.name,
         "parameters": facts.parameters,

@@ -20,7 +20,7 @@ from ..errors import (
 from ..events import EventBus
 from ..kv_cache.hashing import content_hash
 from ..kv_cache.manager import KVCacheManager
-from ..kv_cache.shared_headers import copy_headers
+from ..kv_cache.prefix_tree import copy_headers
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet

@@ -176,13 +176,22 @@ class Engine:
 
     def _remove(self, name: str, remove: Callable[[str], None]) -> None:
         with self.core.lock:
-            if any(
-                request.model == name for request in self.core.scheduler.waiting
-            ) or self.core.cache_manager.uses_model(name):
+            if any(request.model == name for request in self.core.scheduler.waiting) or self._is_cached_by(name):
                 raise ConfigError(f"model {name!r} is in use: release its messages first")
             remove(name)
             self.core.cross_model_reuse.remove_model(name)
             self.clear_cache()  # its entries could be found under a reused name
+
+    def _is_cached_by(self, name: str) -> bool:
+        """Return whether a referenced KV entry depends on a model, also through contexts."""
+        entries = [entry for entry in self.core.cache_manager.entries.values() if entry.owners]
+        seen = set(entries)
+        for entry in entries:  # grows during iteration
+            for kv_slice in entry.context:
+                if kv_slice.entry not in seen:
+                    seen.add(kv_slice.entry)
+                    entries.append(kv_slice.entry)
+        return any(entry.model == name for entry in entries)
 
     def enable_layer_reuse(
         self,
@@ -277,20 +286,19 @@ class Engine:
         """Return the load of queues, KV cache and tiers, and the counters of the engine."""
         core = self.core
         with core.lock:
-            cache, tiers = core.cache_manager.stats, core.cache_manager.offload_manager.tiers
+            entries = core.cache_manager.entries.values()
             return EngineStats(
                 num_waiting=len(core.scheduler.waiting),
                 num_running=len(core.scheduler.running),
                 num_steps=core.num_steps,
                 num_batched_tokens=core.num_batched_tokens,
-                num_pages=cache["pages"],
-                num_free_pages=cache["free_pages"],
-                num_referenced_pages=cache["held_pages"],
-                num_referenced_entries=cache["held_encodings"],
-                num_unreferenced_entries=cache["idle_encodings"],
-                num_partial_pages=cache.get("band_pages", 0),
-                num_referenced_partial_pages=cache.get("held_band_pages", 0),
-                tier_tokens={tier.name: tier.used_tokens for tier in tiers},
+                **core.cache_manager.stats,
+                tier_tokens={
+                    tier.name: sum(
+                        copy.tokens for e in entries for name, copy in e.tier_copies.items() if name == tier.name
+                    )
+                    for tier in core.cache_manager.offload_manager.tiers
+                },
                 events=dict(core.events.counts),
             )
 

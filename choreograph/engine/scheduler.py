@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..attention.metadata import KVRead
 from ..errors import CacheFullError, ChoreographError, RequestFailedError, RequestTooLargeError
 from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads
-from ..kv_cache.shared_headers import reuse_header
+from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
 from .placement import PLACERS, insert_into_prefix_tree
 from .request import Request, RequestState, wrap_error

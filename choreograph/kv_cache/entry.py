@@ -1,6 +1,6 @@
 """KV entries, slices of them, and the slot ranges that attention reads."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ class KVSlice(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """Position minus base position, in tokens; equal for all tokens of the slice."""
+        """Position minus base position, in tokens, of every token."""
         return self.position - self.token_start - self.entry.base_position
 
     def visible_in(self, layer: int) -> bool:
@@ -48,7 +48,7 @@ class SlotRange(NamedTuple):
 
 @dataclass(eq=False)
 class KVEntry:
-    """KV cache of one message, with the tokens and the context it was computed from.
+    """KV cache of one message, with its tokens and context.
 
     ``num_computed_tokens <= num_scheduled_tokens <= len(tokens)``. An entry with neither pages nor
     tier copies is dropped; it is recomputed from `tokens` and `context`.
@@ -79,8 +79,16 @@ class KVEntry:
     computed_layers: frozenset[int] | None = None  # layers it is computed in; None for all
     cached_hidden_layers: frozenset[int] = frozenset()  # layers whose inputs are cached too
     missing_layers: frozenset[int] = frozenset()  # layers that an imported entry came without
+    error: Exception | None = None  # raised when it was computed; its tokens are incomplete
     can_recompute: bool = True  # False if the model that computed it is not loaded here
-    _slot_ranges: list[SlotRange] | None = None
+    slot_ranges: list[SlotRange] = field(init=False)  # slots of the tokens, one range per run of consecutive pages
+    source_entry: "KVEntry | None" = field(init=False)  # entry that a partial prefill starts from; None for a full one
+
+    def __post_init__(self) -> None:
+        self.set_pages(self.pages)
+        self.source_entry = None
+        if self.computed_layers is not None:
+            self.source_entry = next((s.entry for s in self.context if not s.num_tokens), None)
 
     @property
     def is_complete(self) -> bool:
@@ -96,7 +104,7 @@ class KVEntry:
 
     @property
     def has_data(self) -> bool:
-        """True if every token is computed on the device or copied to a tier."""
+        """True if all tokens are on the device or a tier."""
         return self.is_complete or bool(self.tier_copies)
 
     @property
@@ -116,23 +124,8 @@ class KVEntry:
 
     @property
     def in_use(self) -> bool:
-        """True if it has an owner other than a message, e.g. a running request or a pin."""
+        """True if a running request, pin or other non-message owner exists."""
         return any(owner[0] != "message" for owner in self.owners)
-
-    @property
-    def source_entry(self) -> "KVEntry | None":
-        """Entry of another model that a partial prefill starts from; None for a full one."""
-        return None if self.computed_layers is None else next(s.entry for s in self.context if not s.num_tokens)
-
-    @property
-    def slot_ranges(self) -> list[SlotRange]:
-        """Slot ranges of the tokens, one per run of consecutive pages. Cached."""
-        if self._slot_ranges is None:
-            self._slot_ranges, first = [], 0
-            for page, length in consecutive_runs(self.pages):
-                self._slot_ranges.append(SlotRange(first, page * self.page_size, length * self.page_size))
-                first += length * self.page_size
-        return self._slot_ranges
 
     def slot(self, token: int) -> int:
         return self.pages[token // self.page_size] * self.page_size + token % self.page_size
@@ -141,75 +134,63 @@ class KVEntry:
     def slots(self) -> list[int]:
         return [self.slot(token) for token in range(len(self.tokens))]
 
-    def truncate_pages(self, count: int) -> list[int]:
-        """Keep the first `count` pages; return the others."""
-        self.pages, rest = self.pages[:count], self.pages[count:]
-        self._slot_ranges = None
-        return rest
+    def set_pages(self, pages: list[int]) -> None:
+        """Replace the device pages, in token order."""
+        self.pages, self.slot_ranges, first = pages, [], 0
+        for page, count in consecutive_runs(pages):
+            self.slot_ranges.append(SlotRange(first, page * self.page_size, count * self.page_size))
+            first += count * self.page_size
 
 
-def common_prefix_len(
-    cached_tokens: list[int], start: int, end: int, tokens: list[int], offset: int, limit: int
-) -> int:
-    """Return the common prefix length of cached_tokens[start:end] and tokens[offset:limit]."""
-    max_len = min(end - start, limit - offset)
-    if cached_tokens[start : start + max_len] == tokens[offset : offset + max_len]:
-        return max(max_len, 0)
-    return next(i for i in range(max_len) if cached_tokens[start + i] != tokens[offset + i])
-
-
-def context_reads(slices: Iterable[KVSlice], q_start: int, q_end: int, layer: int = 0) -> Iterator[KVRead]:
-    """Yield the reads of context slices by query tokens q_start <= r < q_end in a layer.
+def context_reads(slices: Iterable[KVSlice], q_start: int, q_end: int, layer: int = 0) -> list[KVRead]:
+    """Return the reads of context slices by query tokens [q_start, q_end).
 
     Every query token attends to every token of every slice visible in the layer.
     """
-    for kv_slice in slices:
-        if not kv_slice.visible_in(layer):
+    reads = []
+    for entry, token_start, num_tokens, position, layers in slices:
+        if layers is not None and layer not in layers:
             continue
-        end = kv_slice.token_start + kv_slice.num_tokens
-        for span in kv_slice.entry.slot_ranges:
-            first, last = max(span.token_start, kv_slice.token_start), min(span.token_start + span.length, end)
+        shift = position - token_start - entry.base_position
+        for range_start, slot_start, length in entry.slot_ranges:
+            first, last = max(range_start, token_start), min(range_start + length, token_start + num_tokens)
             if first < last:
-                slot = span.slot_start + first - span.token_start
-                position = kv_slice.position + first - kv_slice.token_start
-                yield KVRead(slot, q_start, q_end, kv_slice.shift, last - first, 0, position)
+                slot = slot_start + first - range_start
+                reads.append(KVRead(slot, q_start, q_end, shift, last - first, 0, position + first - token_start))
+    return reads
 
 
 def causal_reads(
     entry: KVEntry, q_start: int, token_start: int, token_end: int, first_visible: int = 0
-) -> Iterator[KVRead]:
-    """Yield the causal reads of an entry's own tokens.
+) -> list[KVRead]:
+    """Return the causal reads of an entry's own tokens.
 
     Query token q_start + i computes token token_start + i, which attends to the entry's tokens from
     `first_visible` up to itself.
     """
-    rows = token_end - token_start
-    for span in slot_ranges_from(entry, first_visible):
-        if span.token_start >= token_end:
-            break
-        position = entry.base_position + span.token_start
-        partial_start = min(max(span.token_start - token_start, 0), rows)  # attends to the first slot
-        full_start = min(max(span.token_start + span.length - token_start, 0), rows)  # attends to all slots
+    reads, num_rows = [], token_end - token_start
+    for range_start, slot_start, length in entry.slot_ranges:
+        first, end = max(range_start, first_visible), range_start + length
+        if first >= min(end, token_end):
+            continue
+        slot, position = slot_start + first - range_start, entry.base_position + first
+        partial_start = min(max(first - token_start, 0), num_rows)  # attends to the first slot
+        full_start = min(max(end - token_start, 0), num_rows)  # attends to all slots
         if partial_start < full_start:
-            limit = token_start + partial_start + 1 - span.token_start
-            yield KVRead(span.slot_start, q_start + partial_start, q_start + full_start, 0, limit, 1, position)
-        if full_start < rows:
-            yield KVRead(span.slot_start, q_start + full_start, q_start + rows, 0, span.length, 0, position)
-
-
-def slot_ranges_from(entry: KVEntry, token_start: int) -> Iterator[SlotRange]:
-    for span in entry.slot_ranges:
-        skipped = max(0, token_start - span.token_start)
-        if skipped < span.length:
-            yield SlotRange(span.token_start + skipped, span.slot_start + skipped, span.length - skipped)
+            limit = token_start + partial_start + 1 - first
+            reads.append(KVRead(slot, q_start + partial_start, q_start + full_start, 0, limit, 1, position))
+        if full_start < num_rows:
+            reads.append(KVRead(slot, q_start + full_start, q_start + num_rows, 0, end - first, 0, position))
+    return reads
 
 
 def group_layers_by_context(slices: Iterable[KVSlice], num_layers: int) -> list[list[int]]:
-    """Group the layers that share the same visible slices; each group has one attention plan."""
-    layer_sets = {kv_slice.layers for kv_slice in slices if kv_slice.layers is not None and kv_slice.num_tokens}
-    if not layer_sets:
-        return [list(range(num_layers))]
+    """Group the layers that share the same visible slices."""
+    layer_sets = set()
+    for _, _, num_tokens, _, layers in slices:
+        if layers is not None and num_tokens:
+            layer_sets.add(layers)
     groups: dict[tuple[bool, ...], list[int]] = {}
-    for layer in range(num_layers):
-        groups.setdefault(tuple(layer in some for some in layer_sets), []).append(layer)
-    return list(groups.values())
+    for layer in range(num_layers) if layer_sets else ():
+        groups.setdefault(tuple(layer in layer_set for layer_set in layer_sets), []).append(layer)
+    return list(groups.values()) or [list(range(num_layers))]

@@ -1,19 +1,31 @@
 """Eviction policies, eviction hints and pins.
 
-A policy is a pure function that orders candidates, first to evict first. To add one, write the
-function and add it to `EVICTION_POLICIES`; `CacheConfig(eviction=...)` takes its key.
+Where: `KVCacheManager._allocate` calls `_reclaim` when the device has too few free pages. `_reclaim` calls
+`_evict`, as does `prefetch` for the entry that it loads. `_evict_one` offloads an entry or frees its pages.
+`_reclaim_tier` evicts copies from the host and disk tiers in the same way.
+
+Which: the policy that `CacheConfig(eviction=...)` names orders the candidates. On the device these are
+complete entries without a running transfer that are not in use: running requests and pins exclude an entry
+before the policy is called.
+
+A policy is a pure function that returns the IDs of its candidates, first to evict first. To add one, write
+the function here, add it to `EVICTION_POLICIES` below and its name to `EVICTION_POLICIES` in `config.py`.
+CONTRIBUTING.md lists the tests and the documentation to extend.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .entry import KVEntry
 
+if TYPE_CHECKING:
+    from .manager import KVCacheManager
+
 
 class EvictionCandidate(NamedTuple):
-    """Inputs of an eviction policy for one entry that is not in use."""
+    """Inputs of an eviction policy for one entry not in use."""
 
     id: int  # entry ID
     created: int  # increasing counter
@@ -33,10 +45,12 @@ def least_recently_used(candidates: Iterable[EvictionCandidate]) -> list[int]:
 
 
 def least_frequently_used(candidates: Iterable[EvictionCandidate]) -> list[int]:
+    """Order by references taken since creation, unreferenced entries first."""
     return _sorted(candidates, lambda item: (item.referenced, item.hits, item.last_access))
 
 
 def first_in_first_out(candidates: Iterable[EvictionCandidate]) -> list[int]:
+    """Order by creation, unreferenced entries first."""
     return _sorted(candidates, lambda item: (item.referenced, item.created))
 
 
@@ -47,12 +61,12 @@ def workflow_aware(candidates: Iterable[EvictionCandidate]) -> list[int]:
     recently used first), and fixed prefixes by decreasing steps-to-execution.
     """
 
-    def rank(item: EvictionCandidate) -> tuple[float | int, ...]:
+    def rank(item: EvictionCandidate) -> tuple[float, ...]:
         if item.ephemeral:
             return (0, 0, item.last_access)
         if item.steps_to_execution is None:
             return (2, item.referenced, item.last_access)
-        if item.steps_to_execution == float("inf"):
+        if item.steps_to_execution == math.inf:
             return (1, 0, item.last_access)
         return (3, -item.steps_to_execution, item.last_access)
 
@@ -60,7 +74,7 @@ def workflow_aware(candidates: Iterable[EvictionCandidate]) -> list[int]:
 
 
 def _sorted(
-    candidates: Iterable[EvictionCandidate], rank: Callable[[EvictionCandidate], tuple[float | int, ...]]
+    candidates: Iterable[EvictionCandidate], rank: Callable[[EvictionCandidate], tuple[float, ...]]
 ) -> list[int]:
     return [item.id for item in sorted(candidates, key=lambda item: (*rank(item), item.id))]
 
@@ -82,7 +96,7 @@ class EvictionHints(NamedTuple):
 
 
 class HintRegistry:
-    """Merged eviction hints of all workflows; per entry the minimum counts (KVFlow §3.1)."""
+    """Eviction hints of all workflows, merged by minimum (KVFlow §3.1)."""
 
     def __init__(self) -> None:
         self._hints: dict[object, EvictionHints] = {}
@@ -96,9 +110,8 @@ class HintRegistry:
 
     def update(self, source: object, hints: EvictionHints | None) -> None:
         """Replace the hints of a source; None removes them."""
-        if hints is None:
-            self._hints.pop(source, None)
-        else:
+        self._hints.pop(source, None)
+        if hints is not None:
             self._hints[source] = hints
         self._steps_to_execution = _min_steps(item.steps_to_execution for item in self._hints.values())
         self._while_referenced = _min_steps(item.while_referenced for item in self._hints.values())
@@ -106,28 +119,14 @@ class HintRegistry:
 
     def candidate(self, entry: KVEntry) -> EvictionCandidate:
         """Return the policy inputs of an entry."""
-        steps = (
-            None
-            if entry.content_hash is None
-            else self._steps_to_execution.get(
-                entry.content_hash, self._while_referenced.get(entry.content_hash) if entry.owners else None
-            )
-        )
-        varying = steps is None and entry.agent_key is not None and entry.agent_key in self._ephemeral_groups
+        steps = None
+        if entry.content_hash is not None:
+            default = self._while_referenced.get(entry.content_hash) if entry.owners else None
+            steps = self._steps_to_execution.get(entry.content_hash, default)
+        ephemeral = steps is None and entry.agent_key is not None and entry.agent_key in self._ephemeral_groups
         return EvictionCandidate(
-            entry.id,
-            created=entry.id,
-            last_access=entry.last_access,
-            hits=entry.hit_count,
-            referenced=bool(entry.owners),
-            steps_to_execution=steps,
-            ephemeral=varying,
+            entry.id, entry.id, entry.last_access, entry.hit_count, bool(entry.owners), steps, ephemeral
         )
-
-    def needed_no_later_than(self, entry: KVEntry, other: KVEntry) -> bool:
-        """Return whether hints say that `entry` is needed no later than `other`."""
-        steps, others = self.candidate(entry).steps_to_execution, self.candidate(other).steps_to_execution
-        return steps is not None and others is not None and steps <= others
 
 
 def _min_steps(mappings: Iterable[Mapping[bytes, float]]) -> dict[bytes, float]:
@@ -138,31 +137,23 @@ def _min_steps(mappings: Iterable[Mapping[bytes, float]]) -> dict[bytes, float]:
     return result
 
 
-OwnerCallback = Callable[[KVEntry, tuple[str, object]], None]
-
-
 class PinTable:
-    """Pins: owners of entries that are removed automatically when they expire.
+    """Pins: owners of entries that are removed automatically when they expire."""
 
-    Args:
-        acquire: Adds an owner to an entry.
-        release: Removes an owner from an entry.
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, acquire: OwnerCallback, release: OwnerCallback, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self._acquire, self._release = acquire, release
-        self._expiry: dict[tuple[KVEntry, object], float | None] = {}
+    def __init__(self, cache_manager: "KVCacheManager", clock: Callable[[], float]) -> None:
+        self.clock = clock  # returns monotonic seconds
+        self._cache_manager = cache_manager
+        self._expiry: dict[tuple[KVEntry, object], float] = {}  # seconds of the clock, infinite for no expiry
 
     def pin(self, entry: KVEntry, owner: object, seconds: float | None = None) -> None:
-        """Keep an entry on the device for `seconds`; for None or infinity until unpinned."""
-        self._expiry[entry, owner] = None if seconds is None or seconds == math.inf else self.clock() + seconds
-        self._acquire(entry, ("pin", owner))
+        """Keep an entry on the device for `seconds`, or until unpinned."""
+        seconds = math.inf if seconds is None else seconds
+        self._expiry[entry, owner] = seconds if seconds == math.inf else self.clock() + seconds
+        self._cache_manager.acquire(entry, ("pin", owner))
 
     def unpin(self, entry: KVEntry, owner: object) -> None:
-        if self._expiry.pop((entry, owner), 0) != 0:
-            self._release(entry, ("pin", owner))
+        if self._expiry.pop((entry, owner), None) is not None:
+            self._cache_manager.release(entry, ("pin", owner))
 
     def unpin_matching(self, predicate: Callable[[object], bool]) -> None:
         for entry, owner in [pin for pin in self._expiry if predicate(pin[1])]:
@@ -170,21 +161,21 @@ class PinTable:
 
     def expire(self) -> None:
         """Remove the pins whose time is over."""
-        expiring = [(pin, until) for pin, until in self._expiry.items() if until is not None]
-        now = self.clock() if expiring else 0.0  # reading a clock shared by processes costs a broadcast
-        for (entry, owner), until in expiring:
-            if until <= now:
+        if min(self._expiry.values(), default=math.inf) < math.inf:  # a clock shared by processes costs a broadcast
+            now = self.clock()
+            for entry, owner in [pin for pin, until in self._expiry.items() if until <= now]:
                 self.unpin(entry, owner)
 
     @property
     def next_expiry(self) -> float | None:
         """Seconds until the next pin expires; None if none does."""
-        times = [until for until in self._expiry.values() if until is not None]
-        return max(0.0, min(times) - self.clock()) if times else None
+        until = min(self._expiry.values(), default=math.inf)
+        return None if until == math.inf else max(0.0, until - self.clock())
 
     def __len__(self) -> int:
         return len(self._expiry)
 
     def check(self) -> None:
+        """Check that every pin is an owner of its entry."""
         for entry, owner in self._expiry:
             assert ("pin", owner) in entry.owners, "a pin is not among the owners of its entry"

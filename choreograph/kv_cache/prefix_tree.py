@@ -1,166 +1,196 @@
-"""Prefix tree of KV entries: finds the longest cached prefix of a prompt.
+"""Prefix tree, and sharing of equal headers over the same context."""
 
-The baseline of Prompt Choreography (§3.1): text is concatenated and the longest cached prefix is
-reused. An entry is attached to another at the token where they diverge, so entries are never split.
-"""
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from ..outputs import Usage
+from .entry import KVEntry, KVSlice
+from .hashing import content_hash
 
-from .entry import KVEntry, KVSlice, common_prefix_len
+if TYPE_CHECKING:
+    from ..engine.request import Request
+    from .manager import KVCacheManager
 
-
-class _Node(NamedTuple):
-    """Tree position after token `offset` - 1 of an entry; the root is (None, 0)."""
-
-    parent: KVEntry | None
-    offset: int
-
-
-class _Path(NamedTuple):
-    """Path from the walk's start to a node, as a linked list."""
-
-    node: _Node
-    num_matched: int  # tokens matched up to the node
-    last_slice: KVSlice | None  # None for the first element
-    previous: "_Path | None"
-
-    @property
-    def slices(self) -> list[KVSlice]:
-        result, current = [], self
-        while current.last_slice is not None and current.previous is not None:
-            result.append(current.last_slice)
-            current = current.previous
-        return result[::-1]
+MIN_SHARED_TOKENS = 4  # shorter headers are cheaper to compute than to copy
 
 
 class PrefixTree:
-    """Prefix tree of one cache salt.
+    """Prefix tree of one cache salt: finds a prompt's longest cached prefix.
 
-    Entries may still be growing: only final or computed tokens are matched.
+    The baseline of Prompt Choreography (§3.1): text is concatenated and the longest cached prefix is
+    reused. An entry is attached to another at the token where they diverge, so entries are never
+    split. Entries may still be growing: only final or computed tokens are matched.
     """
 
     def __init__(self, cache_salt: str = "") -> None:
         self.cache_salt = cache_salt
-        self._children: dict[tuple[int | None, int], dict[int, tuple[KVEntry, int]]] = {}
-        self._attached_at: dict[int, tuple[_Node, int]] = {}
-        self._offsets: dict[int, dict[int, int]] = {}  # entry ID -> offset -> number of children
+        # parent -> index in the parent -> first token -> (child, index of that token in the child)
+        self._children: dict[KVEntry | None, dict[int, dict[int, tuple[KVEntry, int]]]] = {}
+        self._attached_at: dict[KVEntry, tuple[KVEntry | None, int, int]] = {}  # child -> parent, index, first token
 
     @property
     def is_empty(self) -> bool:
         return not self._attached_at
 
     def match(self, tokens: list[int], limit: int | None = None) -> list[KVSlice]:
-        """Return slices that cover the longest cached prefix of `tokens`, up to `limit` tokens."""
-        return self._walk(_Node(None, 0), 0, tokens, len(tokens) if limit is None else limit)[0]
-
-    def _walk(self, node: _Node, num_matched: int, tokens: list[int], limit: int) -> tuple[list[KVSlice], _Node, int]:
-        """Follow the longest match from a node: (slices, end node, tokens matched).
+        """Return slices of the longest cached prefix, up to `limit` tokens.
 
         Uses an explicit stack: the tree is as deep as a conversation is long.
         """
-        best = _Path(node, num_matched, None, None)
-        paths = [best]
+        limit = len(tokens) if limit is None else limit
+        best: list[KVSlice] = []
+        paths = [best]  # slices from the root to a position in the tree
         while paths:
-            current = paths.pop()
-            if current.num_matched > best.num_matched:
-                best = current
-            paths += reversed(self._extend(current, tokens, limit))  # the first of equally long paths wins
-        return best.slices, best.node, best.num_matched
-
-    def _extend(self, path: "_Path", tokens: list[int], limit: int) -> list["_Path"]:
-        """Return the paths that extend `path` by one entry."""
-        at = path.num_matched
-        if at >= limit:
-            return []
-        entry, first = self._children.get(self._node_key(path.node), {}).get(tokens[at], (None, 0))
-        if entry is None:
-            return []
-        count = common_prefix_len(
-            entry.tokens, first, max(entry.num_final_tokens, entry.num_computed_tokens), tokens, at, limit
-        )
-        return [
-            _Path(_Node(entry, offset), at + offset - first, KVSlice(entry, first, offset - first, at), path)
-            for offset in self._branch_offsets(entry, first, count)
-        ]
-
-    def _branch_offsets(self, entry: KVEntry, token_start: int, num_tokens: int) -> list[int]:
-        """Return the offsets at which a path may leave an entry.
-
-        These are the end of the match and, since the entry may have grown past children attached at
-        its former end, every offset with children before it.
-        """
-        if not num_tokens:
-            return []
-        last = token_start + num_tokens
-        attached = self._offsets.get(entry.id, {})
-        return [last, *(offset for offset in attached if token_start < offset < last)]
+            path = paths.pop()
+            parent, index, num_matched = _end_of(path)
+            if num_matched > _end_of(best)[2]:  # the first of equally long paths wins
+                best = path
+            children = self._children.get(parent, {}).get(index, {})
+            if num_matched >= limit or tokens[num_matched] not in children:
+                continue
+            entry, first = children[tokens[num_matched]]
+            num_ready = max(entry.num_final_tokens, entry.num_computed_tokens)
+            end = first + _common_prefix_len(entry.tokens, first, num_ready, tokens, num_matched, limit)
+            # A path leaves the entry where the match ends or, since the entry may have grown past
+            # children attached at its former end, at any index with children before it.
+            ends = [end, *(i for i in self._children.get(entry, {}) if first < i < end)] if end > first else []
+            paths += [[*path, KVSlice(entry, first, i - first, num_matched)] for i in reversed(ends)]
+        return best
 
     def insert(self, entry: KVEntry, prefix: list[int]) -> bool:
-        """Attach an entry that continues `prefix`; return False if the tree already covers it."""
+        """Attach an entry after `prefix`; return False if it is covered already."""
         tokens = prefix + entry.tokens
-        _, parent_node, prefix_len = self._walk(_Node(None, 0), 0, tokens, len(tokens))
-        if not len(prefix) <= prefix_len < len(tokens) or entry.id in self._attached_at:
+        parent, index, num_matched = _end_of(self.match(tokens))
+        if not len(prefix) <= num_matched < len(tokens) or entry in self._attached_at:
             return False
-        siblings = self._children.setdefault(self._node_key(parent_node), {})
-        if tokens[prefix_len] in siblings:
+        first_token = tokens[num_matched]
+        siblings = self._children.setdefault(parent, {}).setdefault(index, {})
+        if first_token in siblings:
             return False
-        siblings[tokens[prefix_len]] = (entry, prefix_len - entry.base_position)
-        self._attached_at[entry.id] = (parent_node, tokens[prefix_len])
+        siblings[first_token] = (entry, num_matched - entry.base_position)
+        self._attached_at[entry] = (parent, index, first_token)
         entry.prefix_tree = self
-        if parent_node.parent is not None:
-            parent_node.parent.num_tree_children += 1
-            offsets = self._offsets.setdefault(parent_node.parent.id, {})
-            offsets[parent_node.offset] = offsets.get(parent_node.offset, 0) + 1
+        if parent is not None:
+            parent.num_tree_children += 1
         return True
-
-    def children(self, entry: KVEntry) -> list[KVEntry]:
-        """Return the entries attached directly to an entry."""
-        nodes = [(entry.id, offset) for offset in self._offsets.get(entry.id, {})]
-        return [child for parent_node in nodes for child, _ in self._children[parent_node].values()]
 
     def descendants(self, entry: KVEntry) -> Iterator[KVEntry]:
         """Yield all entries below an entry, parents before children."""
-        result = [entry]
-        for ancestor in result:  # grows during iteration
-            children = self.children(ancestor)
-            result += children
-            yield from children
+        ancestors = [entry]
+        for ancestor in ancestors:  # grows during iteration
+            for siblings in self._children.get(ancestor, {}).values():
+                children = [child for child, _ in siblings.values()]
+                ancestors += children
+                yield from children
 
     def remove(self, entry: KVEntry) -> None:
         """Detach an entry without children; no-op if it is not attached."""
-        attachment = self._attached_at.pop(entry.id, None)
-        if attachment is None:
+        if entry not in self._attached_at:
             return
         assert not entry.num_tree_children, "this KV entry has children in the prefix tree"
-        parent_node, token = attachment
-        siblings = self._children[self._node_key(parent_node)]
-        del siblings[token]
-        if not siblings:
-            del self._children[self._node_key(parent_node)]
+        parent, index, first_token = self._attached_at.pop(entry)
+        siblings_by_index = self._children[parent]
+        del siblings_by_index[index][first_token]
+        if not siblings_by_index[index]:
+            del siblings_by_index[index]
+        if not siblings_by_index:
+            del self._children[parent]
         entry.prefix_tree = None
-        if parent_node.parent is not None:
-            parent_node.parent.num_tree_children -= 1
-            offsets = self._offsets[parent_node.parent.id]
-            offsets[parent_node.offset] -= 1
-            if not offsets[parent_node.offset]:
-                del offsets[parent_node.offset]
-            if not offsets:
-                del self._offsets[parent_node.parent.id]
-
-    @staticmethod
-    def _node_key(node: _Node) -> tuple[int | None, int]:
-        return (node.parent.id if node.parent else None, node.offset)
+        if parent is not None:
+            parent.num_tree_children -= 1
 
     def check(self) -> None:
-        """Check that every entry is attached once and that child counts are right."""
-        attached = [pair[0].id for siblings in self._children.values() for pair in siblings.values()]
-        assert sorted(attached) == sorted(self._attached_at), "a KV entry is attached twice or nowhere"
-        counts: dict[int, int] = {}
-        for parent_node, _ in self._attached_at.values():
-            if parent_node.parent is not None:
-                counts[parent_node.parent.id] = counts.get(parent_node.parent.id, 0) + 1
-                assert parent_node.parent.id in self._attached_at, "a KV entry is attached to a removed one"
-        for siblings in self._children.values():
-            for entry, _ in siblings.values():
-                assert entry.num_tree_children == counts.get(entry.id, 0), "wrong child count"
+        """Check that entries are attached once and child counts are right."""
+        groups = [siblings for by_index in self._children.values() for siblings in by_index.values()]
+        entries = [entry for siblings in groups for entry, _ in siblings.values()]
+        assert Counter(entries) == Counter(self._attached_at.keys()), "a KV entry is attached twice or not at all"
+        num_children = Counter(parent for parent, _, _ in self._attached_at.values() if parent is not None)
+        assert num_children.keys() <= self._attached_at.keys(), "a KV entry is attached to a removed one"
+        assert all(entry.num_tree_children == num_children[entry] for entry in entries), "wrong child count"
+
+
+def _end_of(path: list[KVSlice]) -> tuple[KVEntry | None, int, int]:
+    """Return a path's last entry, end index in it, and token count."""
+    if not path:
+        return None, 0, 0
+    entry, token_start, num_tokens, position, _ = path[-1]
+    return entry, token_start + num_tokens, position + num_tokens
+
+
+def _common_prefix_len(
+    cached_tokens: list[int], start: int, end: int, tokens: list[int], offset: int, limit: int
+) -> int:
+    """Return the common prefix length of cached_tokens[start:end] and tokens[offset:limit]."""
+    max_len = max(0, min(end - start, limit - offset))
+    if cached_tokens[start : start + max_len] == tokens[offset : offset + max_len]:
+        return max_len
+    return next(i for i in range(max_len) if cached_tokens[start + i] != tokens[offset + i])
+
+
+class SharedHeaderIndex:
+    """Index of decodes by context and base position.
+
+    Branches, voters and agents often start with equal headers over equal parents. The header is
+    computed for the first of them; the others read its tokens and copy them.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[bytes, int], list[KVEntry]] = {}
+        self._keys: dict[KVEntry, tuple[bytes, int]] = {}
+
+    def add(self, cache_salt: str, entry: KVEntry) -> KVSlice | None:
+        """Add an entry; return its longest proper prefix ready by the next step."""
+        position = entry.base_position  # keys are stored rotated to it
+        key = self._keys[entry] = (content_hash(cache_salt, (), position, entry.context), position)
+        best, max_length = None, len(entry.tokens) - 1
+        for other in self._entries.setdefault(key, []):
+            if other.is_aliased or not other.pages:
+                continue
+            num_ready = other.num_computed_tokens or other.num_final_tokens
+            count = _common_prefix_len(other.tokens, 0, num_ready, entry.tokens, 0, max_length)
+            if count >= MIN_SHARED_TOKENS and (best is None or count > best.num_tokens):
+                best = KVSlice(other, 0, count, position)
+            if count == max_length:
+                break  # no longer match is possible
+        self._entries[key].append(entry)
+        return best
+
+    def remove(self, entry: KVEntry) -> None:
+        key = self._keys.pop(entry, None)
+        if key is not None:
+            self._entries[key].remove(entry)
+            if not self._entries[key]:
+                del self._entries[key]
+
+
+def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
+    """Skip header tokens that another decode over the same context has."""
+    entry = request.entry
+    result = cache_manager.shared_headers.add(request.cache_salt, entry)
+    if result is None:
+        return
+    cache_manager.acquire(result.entry, request.request_owner)
+    request.shared_header, request.context = result, (*request.context, result)
+    entry.num_scheduled_tokens = entry.num_computed_tokens = result.num_tokens
+    entry.is_aliased = True
+    entry.cached_hidden_layers &= result.entry.cached_hidden_layers
+    request.usage = Usage(
+        request.usage.cached_tokens + result.num_tokens, request.usage.computed_tokens - result.num_tokens
+    )
+
+
+def copy_headers(cache_manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
+    """Copy shared headers into the requests' own slots after a step."""
+    slots: list[int] = []
+    target_slots: list[int] = []
+    for request in requests:
+        assert request.shared_header is not None
+        for token in range(request.shared_header.num_tokens):
+            slots.append(request.shared_header.entry.slot(token))
+            target_slots.append(request.entry.slot(token))
+    cache_manager.pool.copy_slots(slots, target_slots)
+    for request in requests:
+        assert request.shared_header is not None
+        cache_manager.release(request.shared_header.entry, request.request_owner)
+        request.shared_header, request.context, request.entry.is_aliased = None, request.entry.context, False

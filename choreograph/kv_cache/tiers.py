@@ -1,4 +1,4 @@
-"""Offload tiers for KV entries: host memory and disk, each with a capacity.
+"""Host and disk tiers for KV entries, and their transfers (KVFlow §3.2).
 
 A tier reserves space for a copy, returns the operations that fill it from a pool and read it back
 (layer by layer, for a `Transfer`), and frees it. The host tier is a `KVPool` of its own; the disk tier
@@ -13,19 +13,22 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from ..config import CacheConfig, parse_capacity
 from ..errors import ConfigError
+from ..events import EventBus
 from ..utils import ensure_dir
+from .entry import KVEntry
 from .pool import KVPool
+from .transfer import ThreadExecutor, Transfer
 
 
 @dataclass
@@ -47,40 +50,6 @@ class TransferOps(NamedTuple):
     finish: Callable[[], None] = lambda: None  # after the last layer
 
 
-class CorruptCopyError(Exception):
-    """A copy cannot be read or fails its checksum."""
-
-
-@runtime_checkable
-class Tier(Protocol):
-    """Storage below the device that keeps copies of KV entries."""
-
-    name: str
-
-    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
-        """Also keep the inputs of these layers from now on."""
-
-    def fits(self, tokens: int) -> bool:
-        """Return whether a copy of `tokens` tokens fits now."""
-
-    def fits_when_empty(self, tokens: int) -> bool:
-        """Return whether a copy of `tokens` tokens would fit if the tier were empty."""
-
-    def reserve(self, tokens: int) -> TierCopy: ...
-
-    def free(self, copy: TierCopy) -> None:
-        """Free a copy. Its space counts as free even if removing it raises OSError."""
-
-    def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps: ...
-
-    def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps: ...
-
-    def check(self, copies: Sequence[TierCopy]) -> None:
-        """Raise AssertionError unless exactly these copies use space."""
-
-    def close(self) -> None: ...
-
-
 class HostTier:
     """Host memory tier: a `KVPool`, pinned if the device is a GPU."""
 
@@ -97,9 +66,6 @@ class HostTier:
             pinned=device_pool.keys[0].is_cuda,
         )
 
-    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
-        self.pool.enable_hidden_cache(layers, hidden_size)
-
     def fits(self, tokens: int) -> bool:
         return self.pool.num_pages_for(tokens) <= self.pool.free_pages
 
@@ -111,15 +77,17 @@ class HostTier:
 
     def free(self, copy: TierCopy) -> None:
         self.pool.release(copy.pages)
-        copy.pages = []
 
     def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps:
+        """Return the operations that fill a copy from pages of a pool."""
         return TransferOps(_copy_between(source, pages, self.pool, copy.pages, copy.tokens))
 
     def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps:
+        """Return the operations that read a copy into pages of a pool."""
         return TransferOps(_copy_between(self.pool, copy.pages, target, pages, copy.tokens))
 
     def check(self, copies: Sequence[TierCopy]) -> None:
+        """Raise AssertionError unless exactly these copies use space."""
         self.pool.check()
         used_pages = [page for copy in copies for page in copy.pages]
         assert len(used_pages) == len(set(used_pages)), "two copies share a page of host memory"
@@ -130,19 +98,19 @@ class HostTier:
 
 
 class DiskTier:
-    """Disk tier: one safetensors file per entry in a temporary folder, removed with the engine."""
+    """Disk tier: a temporary folder with one safetensors file per entry.
+
+    Methods are those of `HostTier`. The folder is removed with the engine.
+
+    Raises:
+        ConfigError: if `folder` is not writable.
+    """
 
     name = "disk"
 
     def __init__(self, device_pool: KVPool, tokens: int, folder: str | os.PathLike[str] | None = None) -> None:
-        """Create the folder.
-
-        Raises:
-            ConfigError: if `folder` is not writable.
-        """
-        self._token_bytes = device_pool.bytes_per_token
         self._limit = tokens
-        self._used = 0
+        self._used = 0  # tokens
         if folder is not None:
             ensure_dir(Path(folder))
         try:
@@ -151,9 +119,6 @@ class DiskTier:
             raise ConfigError(f"disk_dir={folder!r}: nothing can be written there ({exc}); use another") from None
         self._names = itertools.count(1)
         self.close = weakref.finalize(self, _remove, self.folder, os.getpid())
-
-    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
-        pass  # files store every tensor that exists
 
     def fits(self, tokens: int) -> bool:
         return self.fits_when_empty(self._used + tokens)
@@ -167,59 +132,55 @@ class DiskTier:
         return TierCopy(self.name, tokens, file=self.folder / f"{next(self._names)}.safetensors")
 
     def free(self, copy: TierCopy) -> None:
-        file, copy.file = copy.file, None
-        if file is not None:
-            self._used -= copy.tokens  # even if the file cannot be removed
-            try:
-                file.with_suffix(".part").unlink(missing_ok=True)
-            finally:
-                file.unlink(missing_ok=True)
+        """Free a copy."""
+        assert copy.file is not None
+        self._used -= copy.tokens  # even if the file cannot be removed
+        copy.file.unlink(missing_ok=True)
 
     def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps:
         staging: dict[str, np.ndarray] = {}
-        file, ranges = copy.file, _copy_ranges(pages, source.page_size, None, copy.tokens)
-        assert file is not None
+        ranges = _copy_ranges(pages, pages, source.page_size, copy.tokens)
 
         def copy_layer(layer: int) -> None:
             for name, tensor in source.tensors(layer).items():
-                staging[f"{name}.{layer}"] = np.concatenate([as_bytes(tensor[a : a + n].cpu()) for a, _, n in ranges])
+                parts = [as_bytes(tensor[slot : slot + count].cpu()) for slot, _, count in ranges]
+                staging[f"{name}.{layer}"] = np.concatenate(parts)
 
         def finish() -> None:
+            assert copy.file is not None
             copy.checksum = checksum(staging[name].data for name in sorted(staging))
-            part = file.with_suffix(".part")
-            save_file(staging, part)
-            os.replace(part, file)
+            save_file(staging, copy.file)
             staging.clear()
 
         return TransferOps(copy_layer, finish=finish)
 
     def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps:
         staging: dict[str, np.ndarray] = {}
-        ranges = _copy_ranges(pages, target.page_size, None, copy.tokens)
+        ranges = _copy_ranges(pages, pages, target.page_size, copy.tokens)
 
         def prepare() -> None:
             assert copy.file is not None
-            try:
-                staging.update(load_file(copy.file))
-            except (OSError, SafetensorError, ValueError) as exc:
-                raise CorruptCopyError(f"cannot be read: {exc}") from exc
+            staging.update(load_file(copy.file))
             if checksum(staging[name].data for name in sorted(staging)) != copy.checksum:
-                raise CorruptCopyError("checksum mismatch")
+                raise OSError(f"{copy.file}: checksum mismatch")
 
         def copy_layer(layer: int) -> None:
             for name, tensor in target.tensors(layer).items():
-                content, at = staging.pop(f"{name}.{layer}", None), 0
+                content, start = staging.pop(f"{name}.{layer}", None), 0
                 if content is None and name == "inputs":  # inputs were not cached when the copy was written
                     continue
                 assert content is not None
                 for slot, _, count in ranges:
-                    _write_bytes(tensor[slot : slot + count], content[at : at + count])
-                    at += count
+                    _write_bytes(tensor[slot : slot + count], content[start : start + count])
+                    start += count
 
         return TransferOps(copy_layer, prepare=prepare, finish=staging.clear)
 
     def check(self, copies: Sequence[TierCopy]) -> None:
         assert self._used == sum(copy.tokens for copy in copies) <= self._limit, "disk usage is miscounted"
+
+
+Tier = HostTier | DiskTier
 
 
 def make_tiers(pool: KVPool, config: CacheConfig) -> list[Tier]:
@@ -232,58 +193,57 @@ def make_tiers(pool: KVPool, config: CacheConfig) -> list[Tier]:
     return tiers
 
 
-def _copy_between(source: KVPool, from_pages: Sequence[int], target: KVPool, to_pages: Sequence[int], tokens: int):
-    """Return a function that copies a layer from pages of one pool to pages of another."""
-    ranges = _copy_ranges(from_pages, source.page_size, to_pages, tokens)
+def _copy_between(
+    source: KVPool, from_pages: Sequence[int], target: KVPool, to_pages: Sequence[int], tokens: int
+) -> Callable[[int], None]:
+    """Return a function that copies a layer between two pools."""
+    ranges = _copy_ranges(from_pages, to_pages, source.page_size, tokens)
 
     def copy_layer(layer: int) -> None:
-        from_, to = source.tensors(layer), target.tensors(layer)
-        for old, new in ((from_[name], to[name]) for name in from_ if name in to):
-            for a, b, count in ranges:
+        from_tensors, to_tensors = source.tensors(layer), target.tensors(layer)
+        for name in from_tensors.keys() & to_tensors.keys():
+            old, new = from_tensors[name], to_tensors[name]
+            for from_, to, count in ranges:
                 if old.device.type == new.device.type == "cpu":
-                    _write_bytes(new[b : b + count], as_bytes(old[a : a + count]))
+                    _write_bytes(new[to : to + count], as_bytes(old[from_ : from_ + count]))
                 else:
-                    new[b : b + count].copy_(old[a : a + count], non_blocking=True)
+                    new[to : to + count].copy_(old[from_ : from_ + count], non_blocking=True)
 
     return copy_layer
 
 
 def _copy_ranges(
-    from_pages: Sequence[int], page_size: int, to_pages: Sequence[int] | None, tokens: int
+    from_pages: Sequence[int], to_pages: Sequence[int], page_size: int, tokens: int
 ) -> list[tuple[int, int, int]]:
-    """Return (source slot, target slot, count) of each range contiguous in source and target.
-
-    Without `to_pages`, ranges are those of the source alone.
-    """
+    """Return (source slot, target slot, count) of each range contiguous in both."""
     ranges: list[tuple[int, int, int]] = []
-    left = tokens
-    for old, new in zip(from_pages, to_pages if to_pages is not None else from_pages, strict=True):
-        a, b, count = old * page_size, new * page_size, min(left, page_size)
-        left -= count
-        last = ranges[-1] if ranges else (0, 0, 0)
-        if ranges and (a, b) == (last[0] + last[2], last[1] + last[2]):
-            ranges[-1] = (last[0], last[1], last[2] + count)
+    last_pages = (-1, -1)
+    for index, pages in enumerate(zip(from_pages, to_pages, strict=True)):
+        count = max(0, min(page_size, tokens - index * page_size))
+        if pages == (last_pages[0] + 1, last_pages[1] + 1) and ranges:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1], ranges[-1][2] + count)
         else:
-            ranges.append((a, b, count))
-    assert left == 0, "number of pages does not match the tokens"
+            ranges.append((pages[0] * page_size, pages[1] * page_size, count))
+        last_pages = pages
+    assert sum(count for _, _, count in ranges) == tokens, "number of pages does not match the tokens"
     return ranges
 
 
 def as_bytes(slots: Tensor) -> np.ndarray:
-    """View slots in host memory as a numpy array: (slots, bytes per slot) uint8."""
+    """View host slots as a uint8 array (slots, bytes per slot)."""
     return slots.detach().reshape(len(slots), -1).view(torch.uint8).numpy()
 
 
 def _write_bytes(slots: Tensor, content: np.ndarray) -> None:
-    """Write bytes into slots; on the host with one thread, since torch would use all cores."""
-    if slots.device.type == "cpu":
+    """Write bytes into slots."""
+    if slots.device.type == "cpu":  # numpy uses one thread, torch would use all cores
         as_bytes(slots)[:] = content
     else:
         slots.copy_(torch.from_numpy(content).view(slots.dtype).reshape(slots.shape))
 
 
 def checksum(parts: Iterable[bytes | memoryview]) -> int:
-    """Return the CRC-32 of all parts in order. Gigabytes per second; releases the GIL."""
+    """Return the CRC-32 of all parts in order."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -291,6 +251,153 @@ def checksum(parts: Iterable[bytes | memoryview]) -> int:
 
 
 def _remove(folder: Path, pid: int) -> None:
-    """Remove the folder, unless this is a forked child of the process that created it."""
+    """Remove the folder, except in a forked child of its creator."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+TransferKind = Literal["load", "offload", "lower"]
+
+EVENT_KINDS: dict[TransferKind, str] = {"load": "loaded", "offload": "offloaded", "lower": "lowered"}
+REMOTE_TIER = "elsewhere"  # tier name of the source of an imported entry, in events
+
+
+@dataclass(eq=False)
+class TransferJob:
+    """One transfer in flight, with its entry and copy."""
+
+    kind: TransferKind
+    entry: KVEntry
+    copy: TierCopy  # copy that is read (load) or written (offload, lower)
+    transfer: Transfer
+    source: HostTier | None = None  # tier that a demoted copy leaves
+
+
+class OffloadManager:
+    """Offload tiers, highest first, and the transfers between them and the device.
+
+    A transfer only copies. Its effect on the cache is applied by `complete`, in the engine thread.
+    """
+
+    def __init__(self, pool: KVPool, tiers: Sequence[Tier], executor: ThreadExecutor, events: EventBus) -> None:
+        self.pool = pool
+        self.tiers = tuple(tiers)
+        self.executor = executor
+        self.jobs: list[TransferJob] = []
+        self.num_loads = 0  # jobs that load an entry
+        self._events = events
+
+    @property
+    def pages_being_freed(self) -> int:
+        """Device pages that running offloads will free."""
+        return sum(len(job.entry.pages) for job in self.jobs if job.kind == "offload" and not job.entry.in_use)
+
+    def tokens_being_freed(self, tier: Tier) -> int:
+        """Return the tokens that running demotions will free on a tier."""
+        return sum(job.copy.tokens for job in self.jobs if job.source is tier)
+
+    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
+        """Cache the inputs of these layers, on the device and all tiers.
+
+        No transfer may be running.
+        """
+        assert not self.jobs
+        self.pool.enable_hidden_cache(layers, hidden_size)
+        for tier in self.tiers:
+            if isinstance(tier, HostTier):  # files store every tensor that exists
+                tier.pool.enable_hidden_cache(layers, hidden_size)
+
+    def accepts(self, tier: Tier, entry: KVEntry) -> bool:
+        """Return whether an empty tier could store the entry."""
+        is_supported = entry.computed_layers is None and tier.name not in entry.failed_tiers
+        return is_supported and tier.fits_when_empty(len(entry.tokens))
+
+    def load(self, entry: KVEntry) -> None:
+        """Start filling an entry's allocated pages from its nearest copy."""
+        tier = next(t for t in self.tiers if t.name in entry.tier_copies)
+        copy = entry.tier_copies[tier.name]
+        self._start("load", entry, copy, tier.load_ops(copy, self.pool, entry.pages))
+
+    def load_remote(self, entry: KVEntry, ops: TransferOps) -> None:
+        """Start filling an entry's allocated pages from an external source."""
+        self._start("load", entry, TierCopy(REMOTE_TIER, len(entry.tokens)), ops)
+
+    def offload(self, entry: KVEntry, tier: Tier) -> None:
+        """Start copying an entry from the device to a tier with space."""
+        copy = tier.reserve(len(entry.tokens))
+        self._start("offload", entry, copy, tier.store_ops(self.pool, entry.pages, copy))
+
+    def demote(self, entry: KVEntry, source: HostTier, tier: Tier) -> None:
+        """Start copying an entry from one tier to a lower one."""
+        copy = tier.reserve(len(entry.tokens))
+        ops = tier.store_ops(source.pool, entry.tier_copies[source.name].pages, copy)
+        self._start("lower", entry, copy, ops, source)
+
+    def _start(
+        self, kind: TransferKind, entry: KVEntry, copy: TierCopy, ops: TransferOps, source: HostTier | None = None
+    ) -> None:
+        assert entry.transfer is None, f"KV entry {entry.id} already has a transfer"
+        direction: Literal["loading", "offloading"] = "loading" if kind == "load" else "offloading"
+        entry.transfer = Transfer(direction, len(self.pool.keys), copy.tokens, *ops)
+        self.jobs.append(TransferJob(kind, entry, copy, entry.transfer, source))
+        self.num_loads += kind == "load"
+        self.executor.start(entry.transfer)
+
+    def complete(self, job: TransferJob) -> None:
+        """Give a finished transfer's copy to the entry, or roll it back.
+
+        The caller frees the device pages of a failed load.
+        """
+        self.jobs.remove(job)
+        self.num_loads -= job.kind == "load"
+        entry, transfer = job.entry, job.transfer
+        entry.transfer = None
+        if transfer.error is not None:
+            if not (job.kind == "load" and transfer.cancelled):  # a copy that cannot be read is useless
+                self.free(entry, job.copy)
+            if job.kind != "load" and not transfer.cancelled:  # do not retry: a disk may be full
+                entry.failed_tiers.add(job.copy.tier)
+            self._events.emit("failed_transfer", encoding=entry.id, way=job.kind, why=repr(transfer.error))
+            return
+        if job.kind != "load":
+            entry.tier_copies[job.copy.tier] = job.copy
+        if job.source is not None:
+            self.free(entry, entry.tier_copies[job.source.name])
+        self._events.emit(EVENT_KINDS[job.kind], encoding=entry.id, tokens=job.copy.tokens, tier=job.copy.tier)
+
+    def free(self, entry: KVEntry, copy: TierCopy) -> None:
+        """Free a copy of an entry."""
+        if entry.tier_copies.get(copy.tier) is copy:
+            del entry.tier_copies[copy.tier]
+        for tier in self.tiers:
+            try:
+                if tier.name == copy.tier:
+                    tier.free(copy)
+            except OSError as exc:  # the file stays until the tier is closed
+                self._events.emit("left_behind", encoding=entry.id, tokens=copy.tokens, why=repr(exc))
+
+    def wait(self) -> bool:
+        """Wait for the oldest transfer; return False if there is none."""
+        if not self.jobs:
+            return False
+        self.executor.wait(self.jobs[0].transfer)
+        return True
+
+    def layer_waiters(self, transfers: Iterable[Transfer]) -> tuple[Callable[[int], None], ...]:
+        """Return a function per transfer that waits for a layer's copy."""
+        return tuple(partial(self.executor.wait_for, transfer) for transfer in transfers)
+
+    def close(self) -> None:
+        self.executor.close()
+        for tier in self.tiers:
+            tier.close()
+
+    def check(self, entries: Sequence[KVEntry]) -> None:
+        """Check that copies and transfers agree with the entries."""
+        for tier in self.tiers:
+            copies = [e.tier_copies[tier.name] for e in entries if tier.name in e.tier_copies]
+            tier.check(copies + [job.copy for job in self.jobs if job.kind != "load" and job.copy.tier == tier.name])
+        entry_ids = [job.entry.id for job in self.jobs]
+        assert len(entry_ids) == len(set(entry_ids)), "two transfers of one KV entry"
+        assert sorted(entry_ids) == sorted(e.id for e in entries if e.transfer is not None), "a transfer is lost"
+        assert self.num_loads == sum(job.kind == "load" for job in self.jobs), "wrong number of loads"

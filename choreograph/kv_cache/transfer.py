@@ -1,4 +1,4 @@
-"""Background copies of KV cache layers, on a thread or a CUDA stream.
+"""Background copies of KV cache layers, by thread or CUDA stream.
 
 A transfer copies layer by layer, so that a step can compute a layer as soon as that layer has been
 copied. Cache state does not change here: the thread that started a transfer polls for completed ones.
@@ -10,49 +10,33 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 TransferDirection = Literal["loading", "offloading"]
 
-CopyLayerFn = Callable[[int], None]
 
-
+@dataclass(eq=False)
 class Transfer:
-    """One copy in flight, of which `layers_done` of `layers` layers are copied.
+    """One copy in flight, layer by layer.
 
     An error ends it, as does `cancel` between two layers.
-
-    Args:
-        direction: Shown as the location of the entry.
-        layers: Number of layers.
-        tokens: Number of tokens.
-        copy_layer: Copies one layer, in the background.
-        prepare: Runs before the first layer, in the background.
-        finish: Runs after the last layer, in the background.
     """
 
-    def __init__(
-        self,
-        direction: TransferDirection,
-        layers: int,
-        tokens: int,
-        copy_layer: CopyLayerFn,
-        *,
-        prepare: Callable[[], None] = lambda: None,
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.direction = direction
-        self.layers = layers
-        self.tokens = tokens
-        self.layers_done = 0
-        self.error: BaseException | None = None
-        self.is_finished = False
-        self.cancelled = False
-        self.layer_events: list[Any] = []  # CUDA events, one per copied layer, if a stream copies
-        self._copy_layer, self._prepare, self._finish = copy_layer, prepare, finish
-        self._changed = threading.Condition()
+    direction: TransferDirection  # shown as the location of the entry
+    layers: int  # number of layers
+    tokens: int  # number of tokens
+    copy_layer: Callable[[int], None]  # copies one layer, in the background
+    prepare: Callable[[], None] = lambda: None  # runs before the first layer, in the background
+    finish: Callable[[], None] = lambda: None  # runs after the last layer, in the background
+    error: BaseException | None = None
+    is_finished: bool = False  # completed, failed or cancelled
+    cancelled: bool = False
+    layer_events: list[Any] = field(default_factory=list)  # one per copied layer: a CUDA event if a stream copies
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def run(
         self, record_event: Callable[[], Any] = lambda: None, synchronize: Callable[[], None] = lambda: None
@@ -65,18 +49,17 @@ class Transfer:
         """
         try:
             try:
-                self._prepare()
+                self.prepare()
                 for layer in range(self.layers):
                     if self.cancelled:
                         raise InterruptedError("cancelled")
-                    self._copy_layer(layer)
+                    self.copy_layer(layer)
                     with self._changed:
                         self.layer_events.append(record_event())
-                        self.layers_done += 1
                         self._changed.notify_all()
             finally:
                 synchronize()
-            self._finish()
+            self.finish()
         except BaseException as exc:  # reported to the engine thread through `error`
             self.error = exc
         with self._changed:
@@ -86,10 +69,6 @@ class Transfer:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def abort(self, exc: BaseException) -> None:
-        """End a transfer whose thread is gone (after a fork); replaces the possibly locked lock."""
-        self.error, self.is_finished, self._changed = exc, True, threading.Condition()
-
     def wait_for(self, layer: int) -> None:
         """Wait until a layer is copied.
 
@@ -97,7 +76,7 @@ class Transfer:
             TransferError: if the transfer failed or was cancelled.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.is_finished or self.layers_done > layer)
+            self._changed.wait_for(lambda: self.is_finished or len(self.layer_events) > layer)
         if self.error is not None:
             raise TransferError(self) from self.error
 
@@ -108,60 +87,23 @@ class Transfer:
 
 
 class TransferError(Exception):
-    """A transfer that a step needed failed; the step is rolled back and the entry recomputed."""
+    """Failure of a transfer that a step needed.
+
+    The step is rolled back and the entry recomputed.
+    """
 
     def __init__(self, transfer: Transfer) -> None:
         super().__init__(f"a transfer failed: {transfer.error!r}")
         self.transfer = transfer
 
 
-@runtime_checkable
-class TransferExecutor(Protocol):
-    """Runs transfers in order of submission and waits for them."""
-
-    def start(self, transfer: Transfer) -> None: ...
-
-    def wait(self, transfer: Transfer) -> None:
-        """Wait until a transfer has ended, successfully or not."""
-
-    def wait_for(self, transfer: Transfer, layer: int) -> None:
-        """Wait for a layer.
-
-        Raises:
-            TransferError: if the transfer failed.
-        """
-
-    def close(self) -> None: ...
-
-
-_EXECUTORS: "weakref.WeakSet[ThreadExecutor]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Stop all threads: one that copies during interpreter shutdown would crash it."""
-    for executor in list(_EXECUTORS):
-        executor.close()
-
-
-def _reset_after_fork() -> None:
-    """Reset all executors in a forked child, where their threads do not exist."""
-    for executor in list(_EXECUTORS):
-        executor.reset_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_after_fork)
-
-
 class ThreadExecutor:
-    """Runs transfers on one background thread, started on demand and stopped when idle."""
+    """Runs transfers in order on one thread, stopped when idle."""
 
     def __init__(self, idle_seconds: float = 5.0) -> None:
-        self._queue: deque[Transfer] = deque()
+        self._queue: deque[Transfer] = deque()  # the first one is running
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._running: Transfer | None = None
         self._closed = False
         self._idle_seconds = idle_seconds
         _EXECUTORS.add(self)
@@ -174,13 +116,6 @@ class ThreadExecutor:
                 self._thread.start()
             self._changed.notify_all()
 
-    def reset_after_fork(self) -> None:
-        """Fail all pending transfers and forget the thread."""
-        for transfer in (*filter(None, (self._running,)), *self._queue):
-            transfer.abort(InterruptedError("the process was forked"))
-        self._queue.clear()
-        self._changed, self._thread, self._running = threading.Condition(), None, None
-
     def _serve(self) -> None:
         while True:
             with self._changed:
@@ -188,29 +123,56 @@ class ThreadExecutor:
                 if not self._queue:
                     self._thread = None
                     return
-                transfer = self._running = self._queue.popleft()
-            self._execute(transfer)
-            self._running = None
+            self._execute(self._queue[0])
+            with self._changed:
+                self._queue.popleft()
 
     def _execute(self, transfer: Transfer) -> None:
         transfer.run()
 
     def wait(self, transfer: Transfer) -> None:
+        """Wait until a transfer has ended, successfully or not."""
         transfer.wait()
 
     def wait_for(self, transfer: Transfer, layer: int) -> None:
+        """Wait for a layer.
+
+        Raises:
+            TransferError: if the transfer failed.
+        """
         transfer.wait_for(layer)
 
     def close(self) -> None:
-        """Cancel pending transfers and join the thread."""
+        """Cancel all transfers and join the thread."""
         with self._changed:
-            for transfer in (*self._queue, *filter(None, (self._running,))):
+            for transfer in self._queue:
                 transfer.cancel()
             self._closed = True
             thread = self._thread
             self._changed.notify_all()
         if thread is not None:
             thread.join()
+
+    def reset_after_fork(self) -> None:
+        """Fail all transfers in a forked child, which has no thread."""
+        for transfer in self._queue:
+            transfer.error, transfer.is_finished = InterruptedError("the process was forked"), True
+            transfer._changed = threading.Condition()  # the thread may have held the old lock
+        self._queue.clear()
+        self._changed, self._thread = threading.Condition(), None
+
+
+_EXECUTORS: weakref.WeakSet[ThreadExecutor] = weakref.WeakSet()
+
+
+def _call_on_all(method: Callable[[ThreadExecutor], None]) -> None:
+    for executor in list(_EXECUTORS):
+        method(executor)
+
+
+atexit.register(_call_on_all, ThreadExecutor.close)  # a copy during interpreter shutdown would crash it
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=partial(_call_on_all, ThreadExecutor.reset_after_fork))
 
 
 class CudaStreamExecutor(ThreadExecutor):
@@ -220,8 +182,6 @@ class CudaStreamExecutor(ThreadExecutor):
     reads and writes files, and waits for the stream, so that pages are freed only after the copy.
 
     Args:
-        device: CUDA device.
-        idle_seconds: Seconds without work after which the thread stops.
         cuda: Module that creates streams and events: `torch.cuda` or a fake.
     """
 
@@ -232,7 +192,7 @@ class CudaStreamExecutor(ThreadExecutor):
         self._start_events: dict[Transfer, Any] = {}
 
     def start(self, transfer: Transfer) -> None:
-        """Queue a transfer, ordered after all work launched so far on the compute stream.
+        """Queue a transfer after all work launched on the compute stream.
 
         That work may still read or write the same pages.
         """
@@ -249,25 +209,17 @@ class CudaStreamExecutor(ThreadExecutor):
         self._cuda.current_stream(self._device).wait_event(transfer.layer_events[layer])
 
 
-class SyncExecutor:
-    """Runs a transfer synchronously, so that it completes at the same step on all ranks."""
+class SyncExecutor(ThreadExecutor):
+    """Runs a transfer in `start`: all ranks complete it alike."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._synchronize = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else lambda: None
 
     def start(self, transfer: Transfer) -> None:
         transfer.run(synchronize=self._synchronize)
 
-    def wait(self, transfer: Transfer) -> None:
-        transfer.wait()
 
-    def wait_for(self, transfer: Transfer, layer: int) -> None:
-        transfer.wait_for(layer)
-
-    def close(self) -> None:
-        pass
-
-
-def make_executor(device: torch.device) -> TransferExecutor:
+def make_executor(device: torch.device) -> ThreadExecutor:
     """Return the default executor of a device."""
     return CudaStreamExecutor(device) if device.type == "cuda" else ThreadExecutor()

@@ -31,7 +31,7 @@ def sent_away(engine, session):
     root = session.prefill([1] * 40).result()
     session.prefill([3] * 60).result().release()
     engine.clear_cache()
-    assert root.kv_location == "host" and engine.core.cache_manager.stats["free_pages"] == 20
+    assert root.kv_location == "host" and engine.stats().num_free_pages == 20
     return root
 
 

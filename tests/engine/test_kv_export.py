@@ -65,7 +65,7 @@ def test_a_copy_that_was_made_by_hand_is_refused_in_words(engine):
                 session.import_kv(TOKENS, odd)
         lists = copy._replace(layers=tuple(list(layer) for layer in copy.layers))
         assert session.import_kv(TOKENS, lists).usage.cached_tokens == 4
-    assert engine.core.cache_manager.stats["held_encodings"] == 0
+    assert engine.stats().num_referenced_entries == 0
 
 
 def by_numpy(copy):
@@ -92,7 +92,7 @@ def test_a_damaged_copy_is_found_out(engine):
         ):
             with pytest.raises(InvalidRequestError, match="damaged"):
                 session.import_kv(TOKENS, damaged)
-        assert not engine.core.cache_manager.stats["idle_encodings"]
+        assert not engine.stats().num_unreferenced_entries
         message = session.import_kv(TOKENS, copy._replace(layers=layers))
         assert message.usage.cached_tokens == 4 and message.export_kv().checksum == copy.checksum
     engine.check()
@@ -125,7 +125,10 @@ def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
         engine.check()
         engine.clear_cache()
         counts = engine.core.cache_manager.stats
-        assert counts["held_encodings"] == counts["idle_encodings"] == 0 and counts["free_pages"] == counts["pages"]
+        assert (
+            counts["num_referenced_entries"] == counts["num_unreferenced_entries"] == 0
+            and counts["num_free_pages"] == counts["num_pages"]
+        )
         engine.check()
 
 

@@ -159,14 +159,14 @@ class Broken(ManualMover):
 
     def run(self) -> None:
         for transfer in self.queue:
-            inner = transfer._copy_layer
+            inner = transfer.copy_layer
 
             def copy_layer(layer, inner=inner):
                 if layer:
                     raise OSError("the cable is out")
                 inner(layer)
 
-            transfer._copy_layer = copy_layer
+            transfer.copy_layer = copy_layer
         super().run()
 
 
@@ -209,7 +209,7 @@ def test_a_cancelled_transfer_rolls_back_and_what_nobody_holds_is_gone():
     assert entry.location == "offloading"
     mover.run()
     store.poll_transfers()
-    assert store.stats["free_pages"] == 4 and store.lookup(b"a") is None
+    assert store.stats["num_free_pages"] == 4 and store.lookup(b"a") is None
     store.check()
 
 

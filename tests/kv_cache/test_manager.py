@@ -68,10 +68,10 @@ def test_an_unfinished_encoding_is_dropped_with_its_last_holder_and_nothing_happ
     store = make()
     entry = store.allocate_entry([1, 2, 3], 0, (), capacity=3, owner=HOLDER)
     store.release(entry, ("call", 4))
-    assert store.stats["held_encodings"] == 1
+    assert store.stats["num_referenced_entries"] == 1
     store.release(entry, HOLDER)
     store.release(entry, HOLDER)
-    assert store.stats == {"held_encodings": 0, "idle_encodings": 0, "held_pages": 0, "free_pages": 8, "pages": 8}
+    assert store.stats == {"num_pages": 8, "num_free_pages": 8} | dict.fromkeys(set(store.stats) - {"num_pages", "num_free_pages"}, 0)
     store.check()
 
 
@@ -177,10 +177,11 @@ def test_prefixes_hang_deeper_than_calls_may_nest():
         for token, entry in enumerate(chain):
             assert store.prefix_tree("one").insert(entry, tokens[:token])
         assert [kv_slice.entry for kv_slice in store.prefix_tree("one").match([*tokens, 99])] == chain
-        assert not store._subtree_unused(chain[0])
+        descendants = list(store.prefix_tree("one").descendants(chain[0]))
+        assert descendants == chain[1:] and all(entry.owners for entry in descendants)
         for entry in chain[1:]:
             store.release(entry, HOLDER)
-        assert store._subtree_unused(chain[0])
+        assert not any(entry.owners for entry in store.prefix_tree("one").descendants(chain[0]))
         store._delete(chain[0])
-    assert store.stats["free_pages"] == 2 * depth
+    assert store.stats["num_free_pages"] == 2 * depth
     store.check()

@@ -113,7 +113,7 @@ def test_only_layers_that_are_computed_take_room():
         said = session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY)
         said.result()
         assert before - store.pool.free_pages == 2, "the decode alone"
-        assert store.stats["held_band_pages"] == 2
+        assert store.stats["num_referenced_partial_pages"] == 2
         assert store.pool.partial_layers == {0, 3}
         assert store.pool.partial_bytes_per_token * LAYERS == 2 * (store.pool.bytes_per_token - 4 * 32), "one E cache"
     engine.clear_cache()

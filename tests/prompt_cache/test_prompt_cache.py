@@ -121,7 +121,7 @@ def test_a_session_holds_its_answers_and_nothing_else(engine, keep):
         told.release()
         cache.check()
         if keep == "host":
-            assert not engine.core.cache_manager.stats["held_encodings"], "the device is left to others"
+            assert not engine.stats().num_referenced_entries, "the device is left to others"
 
 
 def test_what_failed_holds_nothing_on_the_device(model, characters):

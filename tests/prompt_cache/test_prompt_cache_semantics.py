@@ -182,7 +182,7 @@ def test_what_is_cached_is_not_computed_again(engine, keep):
         )  # argument, turn, header, and the answer with its end
         if keep == "host":
             engine.clear_cache()
-            assert engine.core.cache_manager.stats["free_pages"] == engine.core.cache_manager.stats["pages"]
+            assert engine.stats().num_free_pages == engine.stats().num_pages
 
 
 @pytest.mark.parametrize(
