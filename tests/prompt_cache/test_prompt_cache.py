@@ -181,7 +181,7 @@ def test_a_copy_that_finds_no_room_is_computed(model, characters):
 
 
 def test_options_are_checked(engine):
-    with pytest.raises(ConfigError, match="keep='disk'"):
+    with pytest.raises(ConfigError, match="location='disk'"):
         PromptCache(engine, STORY, location="disk")
     with PromptCache(engine, STORY) as cache:
         with (
