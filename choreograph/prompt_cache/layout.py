@@ -173,7 +173,7 @@ class _LayoutBuilder:
                 return self._add_children(child.children, target, position)
 
     def _add_bos(self, target: ModuleLayout, position: int) -> int:
-        """Add the beginning-of-sequence token before the very first text; a turn brings its own."""
+        """Add the BOS token before the very first text; a turn brings its own."""
         return target.add(position, self._layout.bos_ids) if position == 0 else position
 
     def _add_parameter(self, parameter: Parameter, target: ModuleLayout, position: int) -> int:
