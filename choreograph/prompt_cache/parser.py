@@ -7,14 +7,14 @@ Nothing is ever expanded: a DOCTYPE or ENTITY is refused.
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ..errors import PMLSyntaxError, PromptError, SchemaError
+from ..errors import PMLError, PMLSyntaxError, PromptError, SchemaError
 from .schema import NAME, ROLES, TAGS, Child, Import, Module, Parameter, Prompt, Role, Scaffold, Schema, Union
 
 _ATTRIBUTE = rf"({NAME})\s*=\s*(\"[^\"]*\"|'[^']*')"
@@ -26,12 +26,11 @@ _ENTITY = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#(\d{1,7})|#x([0-9a-fA-F]{1,6})
 _NAMED_ENTITIES = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 _QUOTE = {'"': "&quot;"}
 
-_PARAMETER_TAGS = ("parameter", "param")
 _SCHEMA_ATTRIBUTES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # tag: required, optional
     "schema": (("name",), ()),
     "module": (("name",), ("src", "cache")),
     "union": ((), ("required",)),
-    **dict.fromkeys(_PARAMETER_TAGS, (("name",), ("length", "len", "default"))),
+    **dict.fromkeys(("parameter", "param"), (("name",), ("length", "len", "default"))),
 }
 
 MAX_DEPTH = 200  # nested tags
@@ -46,10 +45,7 @@ def load_schema(source: str | Path) -> Schema:
     Raises:
         PMLError: if the text is not a valid schema.
     """
-    document = _Document(source, "schema", TAGS)
-    element = document.root()
-    document.check_attributes(element)
-    return Schema(element.attributes["name"], document.schema_children(element))
+    return _Parser(source, "schema", SchemaError, TAGS).parse()
 
 
 def load_prompt(source: str | Path) -> Prompt:
@@ -58,13 +54,7 @@ def load_prompt(source: str | Path) -> Prompt:
     Raises:
         PMLError: if the text is not a valid prompt.
     """
-    document = _Document(source, "prompt")
-    element = document.root()
-    arguments = dict(element.attributes)
-    schema = arguments.pop("schema", None)
-    if not schema:
-        raise document.error("<prompt> needs the attribute schema", element.offset)
-    return Prompt(schema, document.prompt_children(element), arguments)
+    return _Parser(source, "prompt", PromptError).parse()
 
 
 def dumps(value: Schema | Prompt) -> str:
@@ -85,70 +75,65 @@ class _Element:
     name: str
     attributes: dict[str, str]
     offset: int  # characters before its tag
-    children: list["_Element | _Text"] = field(default_factory=list)
+    children: list[Any] = field(default_factory=list)  # texts, and the values of complete elements
 
 
-class _Document:
-    """PML text, parsed into elements and then into the values of a schema or prompt.
+class _Parser:
+    """Parser of one document; every element is turned into its value when it is complete.
 
     Args:
         root_name: tag of the only top-level element.
+        error: raised if the file cannot be read.
         tags: names that are tags; others are text. Empty: every name is a tag.
     """
 
-    def __init__(self, source: str | Path, root_name: str, tags: tuple[str, ...] = ()) -> None:
+    def __init__(self, source: str | Path, root_name: str, error: type[PMLError], tags: tuple[str, ...] = ()) -> None:
         self._root_name = root_name
         self._tags = tags
         self._source_name = f"<{root_name}>"
         self._folder: Path | None = None
-        if not isinstance(source, str):
-            source = self._read_file(source)
+        if isinstance(source, Path):
+            self._source_name, self._folder = source.name, source.parent.resolve()
+            try:
+                source = source.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as exc:
+                raise error(f"{source}: cannot be read as text ({exc}); name a PML file in UTF-8") from None
+        elif not isinstance(source, str):
+            raise error(f"{root_name}={source!r}: give PML as text, a file as a pathlib.Path, or the value itself")
         self._text = source.removeprefix("\ufeff")
-        self._top = _Element("", {}, 0)
-        self._open_elements = [self._top]
+        self._document = _Element("", {}, 0)
+        self._open_elements = [self._document]
 
-    def _read_file(self, path: object) -> str:
-        error = SchemaError if self._root_name == "schema" else PromptError
-        if not isinstance(path, Path):
-            raise error(f"{self._root_name}={path!r}: give PML as text, a file as a pathlib.Path, or the value itself")
-        self._source_name, self._folder = path.name, path.parent.resolve()
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as exc:
-            raise error(f"{path}: cannot be read as text ({exc}); name a PML file in UTF-8") from None
-
-    def error(self, message: str, offset: int) -> PMLSyntaxError:
-        """Return an error at a character offset."""
+    def _error(self, message: str, offset: int) -> PMLSyntaxError:
         return PMLSyntaxError(message, self._source_name, *self._line_and_column(offset))
 
     def _line_and_column(self, offset: int) -> tuple[int, int]:
         return self._text.count("\n", 0, offset) + 1, offset - self._text.rfind("\n", 0, offset)
 
-    # -- text to elements -------------------------------------------------------------------------------------
-
-    def root(self) -> _Element:
-        """Parse the text and return its only element."""
+    def parse(self) -> Any:
+        """Return the value of the only top-level element."""
         declaration = re.match(r"\s*<\?xml\b.*?\?>", self._text, re.DOTALL)
         offset = declaration.end() if declaration else 0
         while offset < len(self._text):
-            if self._text[offset] == "<":
-                offset = self._parse_markup(offset)
+            start, offset = offset, self._text.find("<", offset)
+            if offset == start:
+                offset = self._parse_markup(start)
             else:
-                start, offset = offset, self._text.find("<", offset)
                 offset = len(self._text) if offset < 0 else offset
                 self._add(_Text(self._expand_entities(self._text[start:offset], start)))
-        last = self._open_elements[-1]
-        if last is not self._top:
-            raise self.error(f"<{last.name}> is never closed: write </{last.name}>, or &lt; for text", last.offset)
-        nodes = [node for node in self._top.children if isinstance(node, _Element) or node.value.strip()]
-        if len(nodes) != 1 or not isinstance(nodes[0], _Element) or nodes[0].name != self._root_name:
-            hint = "" if any(isinstance(node, _Element) for node in nodes) else " (a file is named by a pathlib.Path)"
-            raise self.error(
-                f"one <{self._root_name} ...> ... </{self._root_name}> is expected and nothing else{hint}", 0
-            )
+        element = self._open_elements[-1]
+        if element is not self._document:
+            message = f"<{element.name}> is never closed: write </{element.name}>, or &lt; for text"
+            raise self._error(message, element.offset)
+        nodes = [node for node in self._document.children if not isinstance(node, _Text) or node.value.strip()]
+        if len(nodes) != 1 or not isinstance(nodes[0], (Schema, Prompt)):
+            is_text = all(isinstance(node, _Text) for node in nodes)
+            hint = " (a file is named by a pathlib.Path)" if is_text else ""
+            name = self._root_name
+            raise self._error(f"one <{name} ...> ... </{name}> is expected and nothing else{hint}", 0)
         return nodes[0]
 
-    def _add(self, node: _Element | _Text) -> None:
+    def _add(self, node: Any) -> None:
         self._open_elements[-1].children.append(node)
 
     def _parse_markup(self, offset: int) -> int:
@@ -157,12 +142,12 @@ class _Document:
             if self._text.startswith(start, offset):
                 first, last = offset + len(start), self._text.find(end, offset)
                 if last < 0:
-                    raise self.error(f"a {construct} is never closed: write {end}", offset)
+                    raise self._error(f"a {construct} is never closed: write {end}", offset)
                 if start != "<!--":
                     self._add(_Text(self._text[first:last], verbatim=True))
                 return last + len(end)
         if declaration := _DECLARATION.match(self._text, offset):
-            raise self.error(
+            raise self._error(
                 f"{declaration[1].upper()} is refused: nothing is expanded; put such text into CDATA", offset
             )
         return self._parse_tag(offset)
@@ -174,41 +159,41 @@ class _Document:
         if tag is not None and tag[3] and not is_tag:
             similar = difflib.get_close_matches(tag[2], self._tags, n=1, cutoff=0.8)
             if similar:
-                raise self.error(f"<{tag[2]}> is not a tag: write <{similar[0]}>, or &lt;{tag[2]}> for text", offset)
+                raise self._error(f"<{tag[2]}> is not a tag: write <{similar[0]}>, or &lt;{tag[2]}> for text", offset)
         if tag is None and not self._tags:  # where any name may be a tag, text must look like one to be an error
             is_tag = _INCOMPLETE_TAG.match(self._text, offset) is not None
         if start is None or not is_tag:
             self._add(_Text("<"))
             return offset + 1
         if tag is None or (tag[1] and (tag[3].strip() or tag[6])):
-            raise self.error(f'{start[0]} is not a whole tag: write <name key="value"> or </name>', offset)
+            raise self._error(f'{start[0]} is not a whole tag: write <name key="value"> or </name>', offset)
         if tag[1]:
             self._close(tag[2], offset)
             return tag.end()
         element = _Element(tag[2], self._parse_attributes(tag[3], offset), offset)
-        self._add(element)
-        if not tag[6]:
+        if tag[6]:
+            self._add(self._build(element))
+        else:
             self._open_elements.append(element)
             if len(self._open_elements) > MAX_DEPTH + 1:
-                raise self.error(f"tags are nested deeper than {MAX_DEPTH}", offset)
+                raise self._error(f"tags are nested deeper than {MAX_DEPTH}", offset)
         return tag.end()
 
     def _close(self, name: str, offset: int) -> None:
         if all(element.name != name for element in self._open_elements[1:]):
-            raise self.error(f"</{name}> closes nothing that is open", offset)
+            raise self._error(f"</{name}> closes nothing that is open", offset)
         element = self._open_elements.pop()
         if element.name != name:
             line, column = self._line_and_column(offset)
-            where = f"before </{name}> in line {line}, column {column}"
-            raise self.error(
-                f"<{element.name}> is not closed {where}: write </{element.name}>, or &lt; for text", element.offset
-            )
+            message = f"<{element.name}> is not closed before </{name}> in line {line}, column {column}"
+            raise self._error(f"{message}: write </{element.name}>, or &lt; for text", element.offset)
+        self._add(self._build(element))
 
     def _parse_attributes(self, text: str, offset: int) -> dict[str, str]:
         attributes: dict[str, str] = {}
         for name, value in re.findall(_ATTRIBUTE, text):
             if name in attributes:
-                raise self.error(f"attribute {name!r} stands twice in one tag: remove one", offset)
+                raise self._error(f"attribute {name!r} stands twice in one tag: remove one", offset)
             attributes[name] = self._expand_entities(value[1:-1], offset)
         return attributes
 
@@ -218,123 +203,114 @@ class _Document:
                 return _NAMED_ENTITIES[match[1]]
             code = int(match[2] or match[3], 10 if match[2] else 16)
             if not 0 < code <= 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-                raise self.error(f"{match[0]} is not a character", offset + match.start())
+                raise self._error(f"{match[0]} is not a character", offset + match.start())
             return chr(code)
 
         return _ENTITY.sub(expand, text)
 
-    # -- elements to values -----------------------------------------------------------------------------------
+    # -- values -------------------------------------------------------------------------------------------
 
-    def check_attributes(self, element: _Element) -> None:
-        """Check that a tag of a schema has the attributes it needs and no others."""
-        required, optional = _SCHEMA_ATTRIBUTES.get(element.name, ((), ()))
-        for name in required:
-            if not element.attributes.get(name):
-                raise self.error(f"<{element.name}> needs the attribute {name}", element.offset)
-        for name in element.attributes:
-            if name not in (*required, *optional):
-                allowed = [*required, *optional]
-                raise self.error(f"<{element.name}> has no attribute {name!r}; it has {allowed}", element.offset)
+    def _build(self, element: _Element) -> Any:
+        """Return the value of a complete element."""
+        children = tuple(_strip_layout(element.children))
+        is_root = element.name == self._root_name and len(self._open_elements) == 1
+        if self._root_name == "schema":
+            return self._build_schema_value(element, children, is_root)
+        return self._build_prompt_value(element, children, is_root)
 
-    def schema_children(self, element: _Element) -> tuple[Child, ...]:
-        return tuple(n if isinstance(n, str) else self._schema_child(n) for n in _strip_layout(element.children))
-
-    def _schema_child(self, element: _Element) -> Child:
-        self.check_attributes(element)
-        if element.name in _PARAMETER_TAGS:
-            return self._parameter(element)
-        children: tuple[Any, ...] = self.schema_children(element)
+    def _build_schema_value(self, element: _Element, children: tuple[Any, ...], is_root: bool) -> Schema | Child:
+        name, attributes, offset = element.name, element.attributes, element.offset
+        required, optional = _SCHEMA_ATTRIBUTES.get(name, ((), ()))
+        for key in required:
+            if not attributes.get(key):
+                raise self._error(f"<{name}> needs the attribute {key}", offset)
+        for key in attributes:
+            if key not in (*required, *optional):
+                raise self._error(f"<{name}> has no attribute {key!r}; it has {[*required, *optional]}", offset)
+        if name in ("parameter", "param"):
+            lengths = [attributes[key] for key in ("length", "len") if key in attributes]
+            if element.children:
+                raise self._error(f"<{name}> holds nothing: write <{name} .../>", offset)
+            if len(lengths) != 1 or not re.fullmatch(r"\s*[0-9]{1,9}\s*", lengths[0]) or not int(lengths[0]):
+                raise self._error(f'<{name}> needs length="..." in tokens, 1 or more', offset)
+            return Parameter(attributes["name"], int(lengths[0]), attributes.get("default"))
+        if name == "module":
+            if "src" in attributes:
+                if children:
+                    raise self._error("a module has either src or content: remove one", offset)
+                children = (self._load_src(attributes["src"], offset),)
+            return Module(attributes["name"], children, self._flag(element, "cache", True))
+        if name in ROLES:
+            return Role(name, children)
+        if is_root:
+            return Schema(attributes["name"], children)
+        if name == "schema":
+            raise self._error("a <schema> cannot be inside a schema", offset)
         try:
-            match element.name:
-                case "union":
-                    return Union(children, self._flag(element, "required", False))
-                case "scaffold":
-                    return Scaffold(children)
+            return Scaffold(children) if name == "scaffold" else Union(children, self._flag(element, "required", False))
         except SchemaError as exc:
-            raise self.error(str(exc), element.offset) from None
-        match element.name:
-            case "module":
-                return self._module(element, children)
-            case "system" | "user" | "assistant":
-                return Role(element.name, children)
-        raise self.error(f"<{element.name}> cannot be inside a schema", element.offset)
+            raise self._error(str(exc), offset) from None
 
-    def _module(self, element: _Element, children: tuple[Child, ...]) -> Module:
-        if "src" in element.attributes:
-            if children:
-                raise self.error("a module has either src or content: remove one", element.offset)
-            children = (self._load_src(element),)
-        return Module(element.attributes["name"], children, self._flag(element, "cache", True))
-
-    def _load_src(self, element: _Element) -> str:
+    def _load_src(self, src: str, offset: int) -> str:
         """Read a text file in the schema's folder or below it."""
-        src = element.attributes["src"]
         if self._folder is None:
-            raise self.error(f"src={src!r} needs a schema that is read from a file", element.offset)
+            raise self._error(f"src={src!r} needs a schema that is read from a file", offset)
         try:
             path = (self._folder / src).resolve()
             if path.is_relative_to(self._folder):
                 return path.read_text(encoding="utf-8")
         except (OSError, RuntimeError, ValueError) as exc:  # ValueError: NUL in the name, or text that is not UTF-8
-            raise self.error(f"src={src!r} cannot be read as text: {type(exc).__name__}", element.offset) from None
-        raise self.error(f"src={src!r} is outside the schema's folder: put the file beside the schema", element.offset)
-
-    def _parameter(self, element: _Element) -> Parameter:
-        if element.children:
-            raise self.error(f"<{element.name}> holds nothing: write <{element.name} .../>", element.offset)
-        lengths = [element.attributes[key] for key in ("length", "len") if key in element.attributes]
-        if len(lengths) != 1 or not re.fullmatch(r"\s*[0-9]{1,9}\s*", lengths[0]) or not int(lengths[0]):
-            raise self.error(f'<{element.name}> needs length="..." in tokens, 1 or more', element.offset)
-        return Parameter(element.attributes["name"], int(lengths[0]), element.attributes.get("default"))
+            raise self._error(f"src={src!r} cannot be read as text: {type(exc).__name__}", offset) from None
+        raise self._error(f"src={src!r} is outside the schema's folder: put the file beside the schema", offset)
 
     def _flag(self, element: _Element, name: str, default: bool) -> bool:
         value = element.attributes.get(name, str(default)).lower()
         if value not in ("true", "false"):
-            raise self.error(f"{name}={element.attributes[name]!r}: use true or false", element.offset)
+            raise self._error(f"{name}={element.attributes[name]!r}: use true or false", element.offset)
         return value == "true"
 
-    def prompt_children(self, element: _Element) -> tuple[str | Import | Role, ...]:
-        return tuple(n if isinstance(n, str) else self._prompt_child(n) for n in _strip_layout(element.children))
-
-    def _prompt_child(self, element: _Element) -> Import | Role:
-        children = self.prompt_children(element)
+    def _build_prompt_value(
+        self, element: _Element, children: tuple[Any, ...], is_root: bool
+    ) -> Prompt | Import | Role:
+        if is_root:
+            arguments = dict(element.attributes)
+            schema = arguments.pop("schema", None)
+            if not schema:
+                raise self._error("<prompt> needs the attribute schema", element.offset)
+            return Prompt(schema, children, arguments)
         if element.name not in ROLES:
             return Import(element.name, children, element.attributes)
         if element.attributes or not all(isinstance(child, str) for child in children):
-            raise self.error(
-                f"<{element.name}> in a prompt holds text only: put imports outside of turns", element.offset
-            )
-        return Role(element.name, children)  # type: ignore[arg-type]
+            message = f"<{element.name}> in a prompt holds text only: put imports outside of turns"
+            raise self._error(message, element.offset)
+        return Role(element.name, children)
 
 
-def _strip_layout(nodes: list[_Element | _Text]) -> list[_Element | str]:
-    """Join adjacent texts, without the line breaks and indentation that only lay out tags.
+def _strip_layout(nodes: list[Any]) -> Iterator[Any]:
+    """Yield values and joined texts, without line breaks and indentation that only lay out tags.
 
     A parameter is part of the text, so white space next to it is kept.
     """
-    result: list[_Element | str] = []
     end = 0
-    for _, group in groupby(nodes, key=lambda node: isinstance(node, _Text)):
+    for is_text, group in groupby(nodes, key=lambda node: isinstance(node, _Text)):
         members = list(group)
         start, end = end, end + len(members)
-        result += [node for node in members if isinstance(node, _Element)]
-        texts = [node for node in members if isinstance(node, _Text)]
-        if not texts:
+        if not is_text:
+            yield from members
             continue
-        neighbors = nodes[start - 1] if start else None, nodes[end] if end < len(nodes) else None
         after_parameter, before_parameter = (
-            isinstance(node, _Element) and node.name in _PARAMETER_TAGS for node in neighbors
+            any(isinstance(node, Parameter) for node in neighbor)
+            for neighbor in (nodes[max(start - 1, 0) : start], nodes[end : end + 1])
         )
-        values = [text.value for text in texts]
-        if not after_parameter and not texts[0].verbatim:
+        values = [text.value for text in members]
+        if not after_parameter and not members[0].verbatim:
             values[0] = re.sub(r"\A[ \t\r]*\n", "", values[0])
-        if not before_parameter and not texts[-1].verbatim:
+        if not before_parameter and not members[-1].verbatim:
             values[-1] = re.sub(r"(?<=\n)[ \t]+\Z", "", values[-1])
         text = "".join(values)
-        is_content = after_parameter or before_parameter or any(text.verbatim for text in texts)
+        is_content = after_parameter or before_parameter or any(text.verbatim for text in members)
         if text.strip() or (text and is_content):
-            result.append(text)
-    return result
+            yield text
 
 
 def _dump(node: object) -> str:
