@@ -196,16 +196,16 @@ class PromptCache:
                 f"the prompt ends at position {resolved.end} of {max_positions}: no room for an answer, shorten it"
             )
         with ExitStack() as stack:  # the answer keeps its context until it ends; the session keeps the answer only
+            start: int | None = None
             if session.mode == "choreographed":
-                parents, header, start = self._place_context(session, resolved, stack)
+                parents, offsets, header, start = self._place_context(session, resolved, stack)
             else:
                 tokens = resolved.flatten(self.layout)
                 split = len(tokens) - (0 if header else 1)
-                parents = [(_release_on_exit(stack, session.prefill(tokens[:split])), 0)] if split else []
-                header, start = header or tokens[split:], None
-            messages, offsets = [message for message, _ in parents], [offset for _, offset in parents]
+                parents = [_release_on_exit(stack, session.prefill(tokens[:split]))] if split else []
+                header, offsets = header or tokens[split:], [0] * len(parents)
             return session.decode(
-                header, messages, offsets, start, sampling=sampling, footer=footer, forced_tokens=forced_tokens
+                header, parents, offsets, start, sampling=sampling, footer=footer, forced_tokens=forced_tokens
             )
 
     def _answer_template(self, resolved: ResolvedPrompt) -> tuple[list[int], list[int]]:
@@ -236,8 +236,8 @@ class PromptCache:
 
     def _place_context(
         self, session: Session, resolved: ResolvedPrompt, stack: ExitStack
-    ) -> tuple[list[tuple[Message | MessageSlice, int]], list[int], int]:
-        """Return the answer's parents with their offsets, its header and its start; the stack releases the parents."""
+    ) -> tuple[list[Message | MessageSlice], list[int], list[int], int]:
+        """Return the answer's parents, their offsets, its header and its start; the stack releases the parents."""
         cached, new, header, start = self._answer_context(resolved)
         keys = [_run_key(item, resolved) for item in cached]
         with self._exclusive():
@@ -245,16 +245,17 @@ class PromptCache:
             imported = {
                 key: _release_on_exit(stack, session.import_message(message)) for key, message in messages.items()
             }
-        parents: list[tuple[Message | MessageSlice, int]] = []
+        parents: list[Message | MessageSlice] = []
+        offsets = [item.position for item in cached]
         for key, item in zip(keys, cached, strict=True):
-            message, end = imported[key], item.token_start + item.num_tokens
             is_whole = item.num_tokens == len(self._run(key).tokens)
-            parents.append((message if is_whole else message.part(item.token_start, end), item.position))
+            end = item.token_start + item.num_tokens
+            parents.append(imported[key] if is_whole else imported[key].part(item.token_start, end))
         for text in new:
-            messages_so_far, offsets = [parent for parent, _ in parents], [offset for _, offset in parents]
-            message = session.prefill(list(text.tokens), messages_so_far, offsets, text.start)
-            parents.append((_release_on_exit(stack, message), text.start))
-        return parents, header, start
+            message = session.prefill(list(text.tokens), tuple(parents), tuple(offsets), text.start)
+            parents.append(_release_on_exit(stack, message))
+            offsets.append(text.start)
+        return parents, offsets, header, start
 
     def check(self) -> None:
         """Assert that all entries belong to the schema and match the location."""
