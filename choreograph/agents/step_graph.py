@@ -162,7 +162,13 @@ class StepGraph:
         for agent in (*agents, *choosers):
             if not isinstance(agent, str) or not agent:
                 raise GraphError(f"agent {agent!r}: use a name")
-        dependencies = {agent: _parse_dependency(spec, f"agent {agent!r}") for agent, spec in agents.items()}
+        dependencies: dict[str, Dependency | None] = {}
+        for agent, spec in agents.items():
+            try:
+                operand = _parse_operand(spec, f"agent {agent!r}") if spec not in (None, [], {}) else None
+            except RecursionError:  # a YAML alias may contain itself
+                raise GraphError(f"agent {agent!r}: what it waits for is nested too deep") from None
+            dependencies[agent] = Dependency("any_of", (operand,)) if isinstance(operand, str) else operand
         return cls(dependencies, exclusive_branches=choosers, cyclic=repeats, name=name)
 
     @property
@@ -181,10 +187,9 @@ class StepGraph:
         while changed:  # the smallest value falls into place first, so there are at most as many rounds as agents
             changed = False
             for agent, join in self._effective.items():
-                waiting = {before: self._steps_until(agent, before, steps, progress) for before in join.agents}
-                value = join.steps(waiting) + 1
-                if agent not in progress.running and value < steps[agent]:
-                    steps[agent], changed = value, True
+                waits = {before: self._steps_until(agent, before, steps, progress) for before in join.agents}
+                if join.steps(waits) + 1 < steps[agent]:  # never true for a running agent, which has 0
+                    steps[agent], changed = join.steps(waits) + 1, True
         return steps
 
     def _steps_until(self, agent: str, predecessor: str, steps: Mapping[str, float], progress: Progress) -> float:
@@ -240,16 +245,6 @@ def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             raise GraphError(f"{name!r} stands twice: give each agent once")
         result[name] = value
     return result
-
-
-def _parse_dependency(spec: object, where: str) -> Dependency | None:
-    if spec is None or spec == [] or spec == {}:
-        return None
-    try:
-        operand = _parse_operand(spec, where)
-    except RecursionError:  # a YAML alias may contain itself
-        raise GraphError(f"{where}: what it waits for is nested too deep") from None
-    return operand if isinstance(operand, Dependency) else Dependency("any_of", (operand,))
 
 
 def _parse_operand(spec: object, where: str) -> str | Dependency:

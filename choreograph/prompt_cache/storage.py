@@ -6,6 +6,7 @@ A file is verified completely before any of it is used.
 import hashlib
 import json
 import os
+import reprlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,9 +94,9 @@ def load(
         ) from None
     except ValidationError as exc:
         error = exc.errors()[0]
-        field = ".".join(map(str, error["loc"]))
+        where = f"{'.'.join(map(str, error['loc']))} {reprlib.repr(error['input'])}"
         raise CacheFileError(
-            f"{manifest_path.name} is no manifest: {field} {error['input']!r}: {error['msg']}: save the cache again"
+            f"{manifest_path.name} is no manifest: {where}: {error['msg']}: save the cache again"
         ) from None
     for name, value in fingerprints.items():
         if manifest.fingerprints.get(name) != value:
