@@ -6,14 +6,16 @@ has no graph and starts with nothing known.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
+from scipy.stats import kendalltau
 
 from benchmarks.belady import belady_hits
 from benchmarks.simulator import HardwareModel, simulated_engine
 from choreograph import CacheConfig, EngineConfig
-from choreograph.agents import Progress, StepGraph, TransitionStats, Workflow, compare_steps
+from choreograph.agents import Progress, StepGraph, TransitionStats, Workflow
+from choreograph.agents.step_graph import UNREACHABLE
 from choreograph.evaluation.statistics import bootstrap
 
 from .common import SIMULATED, Row, estimate_row, greedy, random_tokens, save
@@ -144,6 +146,25 @@ def compare_learned(graph: StepGraph, learned: TransitionStats, turns: list[str]
                 result.setdefault(key, []).append(value)
         progress.end(name)
     return {key: sum(values) / len(values) for key, values in result.items()}
+
+
+def compare_steps(declared: Mapping[str, float], learned: Mapping[str, float]) -> dict[str, float]:
+    """Compare two sets of steps to execution.
+
+    Returns:
+        distance: mean difference over the agents for which both are finite.
+        reachable: share of the agents for which both are finite, or neither.
+        tau: Kendall's tau between the two orders of eviction.
+    """
+    both = [name for name in declared if max(declared[name], learned.get(name, UNREACHABLE)) < UNREACHABLE]
+    same = sum((declared[n] < UNREACHABLE) == (learned.get(n, UNREACHABLE) < UNREACHABLE) for n in declared)
+    a, b = [declared[name] for name in both], [learned[name] for name in both]
+    is_constant = len(set(a)) < 2 or len(set(b)) < 2
+    return {
+        "distance": float(np.mean(np.abs(np.subtract(a, b)))) if both else 0.0,
+        "reachable": same / len(declared) if declared else 1.0,
+        "tau": 1.0 if is_constant else float(kendalltau(a, b).statistic),
+    }
 
 
 if __name__ == "__main__":

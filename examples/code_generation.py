@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from choreograph import Engine
+from choreograph import Engine, SamplingParams
 from choreograph.prompt_cache import PromptCache
-from choreograph.prompt_cache.compare import side_by_side
 
 PROMPTS = [
     """<prompt schema="game"><board.py/><player.py/><game.py/>
@@ -12,9 +11,14 @@ PROMPTS = [
     """<prompt schema="game"><scores.py/>
     <user>Write two lines that add a win for "ann" to the scores in "wins.json".</user></prompt>""",
 ]
+SAMPLING = SamplingParams(temperature=0, max_tokens=48)
 
 if __name__ == "__main__":
     schema = Path(__file__).parent / "pml" / "game" / "game.pml"
     with PromptCache(Engine.from_pretrained(), schema) as cache:
+        cache.warmup()
         for prompt in PROMPTS:
-            print(side_by_side(cache, prompt))
+            for mode in ("choreographed", "naive"):  # from modules, and the same text computed anew
+                with cache.engine.session(mode=mode) as session:
+                    answer = cache.generate(session, prompt, sampling=SAMPLING)
+                    print(f"-- {mode}: first token after {answer.timing.ttft * 1e3:.0f} ms\n{answer.text.strip()}\n")

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from choreograph import Engine
+from choreograph import Engine, SamplingParams
 from choreograph.prompt_cache import Import, Prompt, PromptCache, Role
-from choreograph.prompt_cache.compare import side_by_side
 
 READERS = {
     "a curious child": ("child", "no-knowledge", "evenings", "pictures", "adventure", "impatient"),
@@ -17,8 +16,16 @@ def prompt(traits: tuple[str, ...]) -> Prompt:
     return Prompt("reader", (*map(Import, traits), ask))
 
 
+SAMPLING = SamplingParams(temperature=0, max_tokens=48)
+
 if __name__ == "__main__":
     schema = Path(__file__).parent / "pml" / "reader.pml"
     with PromptCache(Engine.from_pretrained(), schema) as cache:
+        cache.warmup()
         for name, traits in READERS.items():
-            print(f"== {name}\n{side_by_side(cache, prompt(traits))}")
+            for mode in ("choreographed", "naive"):  # from modules, and the same text computed anew
+                with cache.engine.session(mode=mode) as session:
+                    answer = cache.generate(session, prompt(traits), sampling=SAMPLING)
+                    print(
+                        f"-- {name}, {mode}: first token after {answer.timing.ttft * 1e3:.0f} ms\n{answer.text.strip()}\n"
+                    )

@@ -1,8 +1,7 @@
 """A trip with parameters and nested unions (Prompt Cache, section 5.6.3), as a Python function instead of PML."""
 
-from choreograph import Engine
+from choreograph import Engine, SamplingParams
 from choreograph.prompt_cache import Param, PromptCache, Role, assistant, program, system, user
-from choreograph.prompt_cache.compare import side_by_side
 
 
 @program
@@ -29,8 +28,13 @@ def trip(plan: bool, days: Param(5), place: str, town: Param(8), season: str):
 
 
 ASK = Role("user", ("Plan the first day for me.",))
+SAMPLING = SamplingParams(temperature=0, max_tokens=48)
 
 if __name__ == "__main__":
     with PromptCache(Engine.from_pretrained(), trip.schema) as cache:
-        for chosen in ({"days": "one week", "place": "coast"}, {"days": "three days", "place": "mountains"}):
-            print(side_by_side(cache, trip(ASK, plan=True, season="summer", **chosen)))
+        cache.warmup()
+        for choice in ({"days": "one week", "place": "coast"}, {"days": "three days", "place": "mountains"}):
+            for mode in ("choreographed", "naive"):  # from modules, and the same text computed anew
+                with cache.engine.session(mode=mode) as session:
+                    answer = cache.generate(session, trip(ASK, plan=True, season="summer", **choice), sampling=SAMPLING)
+                    print(f"-- {mode}: first token after {answer.timing.ttft * 1e3:.0f} ms\n{answer.text.strip()}\n")

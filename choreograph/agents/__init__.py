@@ -1,6 +1,6 @@
-"""Workflows as the cache sees them: which agent can run next, and what that says about encodings."""
+"""Agent workflows for the KV cache: which agent can run next, and what it will need (KVFlow)."""
 
-from .step_graph import Progress, StepGraph, TransitionStats, compare_steps
+from .step_graph import Progress, StepGraph, TransitionStats
 from .tracker import Agent, Workflow
 
-__all__ = ["Agent", "Progress", "StepGraph", "TransitionStats", "Workflow", "compare_steps"]
+__all__ = ["Agent", "Progress", "StepGraph", "TransitionStats", "Workflow"]

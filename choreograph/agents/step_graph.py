@@ -1,8 +1,8 @@
-"""The Agent Step Graph: how soon each agent can run next. Pure; knows no cache and no session.
+"""Agent Step Graph: how many steps away the next execution of each agent is (KVFlow §3.1).
 
-KVFlow, section 3.1. An agent starts one step after what it waits for: after the last of `all_of`, the first of
-`any_of`. What it waits for is there where an agent runs now, or has ended since the waiting one last started. Steps
-are the least numbers that satisfy this everywhere, loops included; an agent that nothing leads to has infinitely many.
+An agent runs one step after its dependencies: after the last of `all_of`, or the first of `any_of`. A dependency is
+satisfied while the agent it names runs, or if that agent ended after the waiting one last started. Steps are the
+smallest numbers with this property, loops included; an agent that cannot run again has infinitely many.
 """
 
 import json
@@ -15,55 +15,56 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
-from scipy.stats import kendalltau
 
 from ..errors import GraphError
+from ..utils import require
 
-UNREACHABLE = math.inf
-
-DEPENDENCY_KINDS = ("all_of", "any_of")
+UNREACHABLE = math.inf  # steps of an agent that cannot run again
 
 
 class Dependency(NamedTuple):
-    """What an agent waits for: all or any of some agents and joins. `any_of` nothing: it never starts by itself."""
+    """Agents, or nested dependencies, that an agent waits for."""
 
-    kind: str
-    operands: "tuple[str | Dependency, ...]"
+    kind: str  # "all_of" or "any_of"
+    operands: "tuple[str | Dependency, ...]"  # any_of nothing is never satisfied
 
     @property
     def agents(self) -> Iterator[str]:
-        for one in self.operands:
-            if isinstance(one, Dependency):
-                yield from one.agents
+        for operand in self.operands:
+            if isinstance(operand, Dependency):
+                yield from operand.agents
             else:
-                yield one
+                yield operand
 
     def steps(self, agent_steps: Mapping[str, float]) -> float:
-        values = [one.steps(agent_steps) if isinstance(one, Dependency) else agent_steps[one] for one in self.operands]
+        """Return the steps until the dependency is satisfied."""
+        values = [
+            operand.steps(agent_steps) if isinstance(operand, Dependency) else agent_steps[operand]
+            for operand in self.operands
+        ]
         return (max if self.kind == "all_of" else min)(values, default=UNREACHABLE)
 
 
 @dataclass
 class Progress:
-    """What runs and what has ended in one run of a workflow. Times are a rising count of what happened."""
+    """Agents that run and have ended in one run of a workflow; times are event counts."""
 
-    running: Counter[str] = field(default_factory=Counter)
-    started: dict[str, int] = field(default_factory=dict)
-    ended: dict[str, int] = field(default_factory=dict)
-    last_started: str | None = None
+    running: Counter[str] = field(default_factory=Counter)  # turns in progress, by agent
+    started: dict[str, int] = field(default_factory=dict)  # time of the last start
+    ended: dict[str, int] = field(default_factory=dict)  # time of the last end
+    last_started: str | None = None  # agent that started last
     now: int = 0
 
     @classmethod
     def from_events(cls, events: Iterable[str], agents: Iterable[str]) -> "Progress":
-        """From "+agent" (it started) and "-agent" (it ended), in order."""
-        progress, known = cls(), set(agents)
+        """Replay events in order: "+agent" if it started, "-agent" if it ended."""
+        progress, names = cls(), set(agents)
         for event in events:
             sign, agent = event[:1], event[1:]
-            if sign not in ("+", "-") or agent not in known:
-                raise GraphError(f"event {event!r}: use + or - and one of {sorted(known)}")
+            if sign not in ("+", "-") or agent not in names:
+                raise GraphError(f"event {event!r}: use + or - and one of {sorted(names)}")
             if sign == "-" and agent not in progress.running:
-                raise GraphError(f"event {event!r}: {agent!r} does not run then")
+                raise GraphError(f"event {event!r}: {agent!r} is not running then")
             (progress.start if sign == "+" else progress.end)(agent)
         return progress
 
@@ -73,20 +74,25 @@ class Progress:
         self.started[agent], self.last_started = self.now, agent
 
     def end(self, agent: str) -> None:
-        assert self.running[agent] > 0, f"agent {agent} does not run"
+        assert self.running[agent] > 0, f"agent {agent} is not running"
         self.now += 1
         self.running[agent] -= 1
-        self.running += Counter()  # forgets zeros
+        self.running += Counter()  # drops zero counts
         self.ended[agent] = self.now
 
     def is_satisfied(self, agent: str, predecessor: str) -> bool:
-        """Whether `before` has done its part for the next start of `agent`."""
+        """Return whether the next start of `agent` no longer waits for `predecessor`."""
         return predecessor in self.running or self.ended.get(predecessor, 0) > self.started.get(agent, 0)
 
 
 class StepGraph:
-    """waits: what each agent waits for (None: nothing, it may start first). choosers: agents after which exactly one
-    of those that wait for them runs. repeats: agents that start first may start again after any last one."""
+    """Declared dependencies between agents.
+
+    Args:
+        dependencies: what each agent waits for; None: nothing, it may start first.
+        exclusive_branches: agents after which exactly one of the agents that wait for them runs.
+        cyclic: agents that start first may start again after any last one.
+    """
 
     def __init__(
         self,
@@ -101,33 +107,23 @@ class StepGraph:
         self.name = name
         self.dependencies = dict(dependencies)
         self.exclusive_branches = frozenset(exclusive_branches)
-        self.cyclic = cyclic
-        for agent in self.exclusive_branches:
-            self._check_declared(agent, "chooses")
+        waits = [(name, agent) for agent, join in self.dependencies.items() if join for name in join.agents]
+        reasons = [(agent, "chooses") for agent in self.exclusive_branches]
+        for agent, reason in reasons + [(before, f"{agent!r} waits for it") for before, agent in waits]:
+            if agent not in self.dependencies:
+                raise GraphError(f"agent {agent!r} is not declared ({reason}); declared: {list(self.dependencies)}")
+        self.agents = tuple(self.dependencies)
+        self.entry_agents = tuple(a for a, join in self.dependencies.items() if join is None) or self.agents[:1]
+        last_agents = tuple(agent for agent in self.agents if agent not in {before for before, _ in waits})
+        self._effective: dict[str, Dependency] = {}  # dependencies, cycles included
         for agent, join in self.dependencies.items():
-            for before in join.agents if join else ():
-                self._check_declared(before, f"{agent!r} waits for it")
-        self.entry_agents = tuple(a for a, join in self.dependencies.items() if join is None) or (
-            next(iter(self.dependencies)),
-        )
-        waited = {before for join in self.dependencies.values() if join for before in join.agents}
-        self.exit_agents = tuple(agent for agent in self.dependencies if agent not in waited)
-        self._effective_dependencies = {
-            agent: self._add_cycle_edges(agent, join) for agent, join in self.dependencies.items()
-        }
-
-    def _check_declared(self, agent: str, reason: str) -> None:
-        if agent not in self.dependencies:
-            raise GraphError(f"agent {agent!r} is not declared ({reason}); declared: {list(self.dependencies)}")
-
-    def _add_cycle_edges(self, agent: str, dependency: Dependency | None) -> Dependency:
-        if self.cyclic and agent in self.entry_agents:
-            return Dependency("any_of", (*(() if dependency is None else (dependency,)), *self.exit_agents))
-        return dependency or Dependency("any_of", ())
+            self._effective[agent] = join or Dependency("any_of", ())
+            if cyclic and agent in self.entry_agents:
+                self._effective[agent] = Dependency("any_of", (*((join,) if join else ()), *last_agents))
 
     @classmethod
     def read(cls, source: Mapping[str, Any] | str | PathLike[str]) -> "StepGraph":
-        """A graph from a dict, or from a YAML or JSON file that holds one.
+        """Build a graph from a dict, or from a YAML or JSON file that holds one.
 
             agents:
               planner:
@@ -137,7 +133,10 @@ class StepGraph:
             choosers: []
             repeats: true
 
-        A dict of agents alone is also taken. Raises GraphError, which names what is wrong.
+        A dict of agents alone is also accepted.
+
+        Raises:
+            GraphError: if the graph is invalid.
         """
         if isinstance(source, Mapping):
             return cls._from_mapping(source, "")
@@ -148,95 +147,95 @@ class StepGraph:
 
     @classmethod
     def _from_mapping(cls, source: Mapping[str, Any], name: str) -> "StepGraph":
-        given: dict[str, Any] = dict(source) if "agents" in source else {"agents": source}
-        agents = given.pop("agents")
+        fields: dict[str, Any] = dict(source) if "agents" in source else {"agents": source}
+        agents = fields.pop("agents")
+        choosers, repeats = fields.pop("choosers", ()), fields.pop("repeats", False)
+        name = str(fields.pop("name", name))
         if not isinstance(agents, Mapping):
             raise GraphError(f"agents: {agents!r}: map each agent to what it waits for")
-        if unknown := [entry for entry in given if entry not in ("choosers", "repeats", "name")]:
-            raise GraphError(f"{unknown[0]!r}: no such entry; known: agents, choosers, repeats, name")
-        choosers, repeats = given.get("choosers", ()), given.get("repeats", False)
+        if fields:
+            raise GraphError(f"{next(iter(fields))!r}: no such entry; use agents, choosers, repeats, name")
         if not isinstance(repeats, bool):
             raise GraphError(f"repeats: {repeats!r}: use true or false")
         if not isinstance(choosers, (list, tuple)):
             raise GraphError(f"choosers: {choosers!r}: use a list of agents")
-        waits = {_check_agent_name(a): _parse_dependency(join, f"agent {a!r}") for a, join in agents.items()}
-        return cls(
-            waits,
-            exclusive_branches=map(_check_agent_name, choosers),
-            cyclic=repeats,
-            name=str(given.get("name", name)),
-        )
-
-    @property
-    def agents(self) -> tuple[str, ...]:
-        return tuple(self.dependencies)
+        for agent in (*agents, *choosers):
+            if not isinstance(agent, str) or not agent:
+                raise GraphError(f"agent {agent!r}: use a name")
+        dependencies: dict[str, Dependency | None] = {}
+        for agent, spec in agents.items():
+            try:
+                operand = _parse_operand(spec, f"agent {agent!r}") if spec not in (None, [], {}) else None
+            except RecursionError:  # a YAML alias may contain itself
+                raise GraphError(f"agent {agent!r}: what it waits for is nested too deep") from None
+            dependencies[agent] = Dependency("any_of", (operand,)) if isinstance(operand, str) else operand
+        return cls(dependencies, exclusive_branches=choosers, cyclic=repeats, name=name)
 
     @property
     def edges(self) -> list[tuple[str, str]]:
-        """(before, agent), each once, in order of declaration."""
-        return list(
-            dict.fromkeys((b, agent) for agent, join in self._effective_dependencies.items() for b in join.agents)
-        )
-
-    def successors(self, agent: str) -> list[str]:
-        return [after for before, after in self.edges if before == agent]
+        """Unique pairs (predecessor, agent), in the order of declaration."""
+        pairs = ((before, agent) for agent, join in self._effective.items() for before in join.agents)
+        return list(dict.fromkeys(pairs))
 
     def steps(self, progress: Progress) -> dict[str, float]:
-        """Steps to the next execution of every agent: 0 for those that run."""
-        steps = {agent: 0.0 if agent in progress.running else UNREACHABLE for agent in self.dependencies}
+        """Return the steps to the next execution of every agent; 0 for running ones."""
+        steps = {agent: 0.0 if agent in progress.running else UNREACHABLE for agent in self.agents}
         for agent in self.entry_agents:
             if agent not in progress.started:
                 steps[agent] = 1.0
-        for _ in self.dependencies:
+        changed = True
+        while changed:  # the smallest value falls into place first, so there are at most as many rounds as agents
             changed = False
-            for agent, join in self._effective_dependencies.items():
-                if agent in progress.running:
-                    continue
-                known = {b: self._steps_until(agent, b, steps, progress) for b in join.agents}
-                value = join.steps(known) + 1
-                if value < steps[agent]:
-                    steps[agent], changed = value, True
-            if not changed:
-                break
+            for agent, join in self._effective.items():
+                waits = {before: self._steps_until(agent, before, steps, progress) for before in join.agents}
+                if join.steps(waits) + 1 < steps[agent]:  # never true for a running agent, which has 0
+                    steps[agent], changed = join.steps(waits) + 1, True
         return steps
 
     def _steps_until(self, agent: str, predecessor: str, steps: Mapping[str, float], progress: Progress) -> float:
-        """When `before` will have done its part for `agent`."""
-        if progress.is_satisfied(agent, predecessor) and not self._branch_taken(agent, predecessor, progress):
+        """Return the steps until `agent` no longer waits for `predecessor`."""
+        is_running = predecessor in progress.running
+        is_taken = False  # True: another branch has started since the predecessor ended
+        if predecessor in self.exclusive_branches and not is_running:
+            ended = progress.ended.get(predecessor, 0)
+            siblings = [after for before, after in self.edges if before == predecessor and after != agent]
+            is_taken = any(progress.started.get(sibling, 0) > ended for sibling in siblings)
+        if is_running or (progress.is_satisfied(agent, predecessor) and not is_taken):
             return 0.0
-        return steps[predecessor] if predecessor not in progress.running else 0.0
-
-    def _branch_taken(self, agent: str, predecessor: str, progress: Progress) -> bool:
-        """Whether what `before` ended with has led to another agent already."""
-        if predecessor not in self.exclusive_branches or predecessor in progress.running:
-            return False
-        ended = progress.ended.get(predecessor, 0)
-        return any(progress.started.get(other, 0) > ended for other in self.successors(predecessor) if other != agent)
+        return steps[predecessor]
 
 
 def _load_file(path: Path) -> Mapping[str, Any]:
     is_json = path.suffix.lower() == ".json"
     try:
         text = path.read_text(encoding="utf-8-sig")
-        result = json.loads(text, object_pairs_hook=_unique_keys) if is_json else yaml.load(text, UniqueKeyLoader)
+        result = json.loads(text, object_pairs_hook=_unique_keys) if is_json else _load_yaml(text)
     except OSError as exc:
         raise GraphError(exc.strerror or str(exc)) from None
     except GraphError:
         raise
-    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:
         raise GraphError(f"not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from None
     if not isinstance(result, Mapping):
         raise GraphError("map agents to what they wait for")
     return result
 
 
-class UniqueKeyLoader(yaml.SafeLoader):
-    """A name that stands twice in one map is refused: YAML's own loader keeps the last one silently, as JSON's does."""
+def _load_yaml(text: str) -> object:
+    """Parse YAML like `yaml.safe_load`, which keeps the last of duplicate keys, but refuse them."""
+    require("yaml", "agents")
+    import yaml
 
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        _unique_keys((name.value, value) for name, value in node.value if isinstance(name, yaml.ScalarNode))
-        return node
+    class UniqueKeyLoader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            _unique_keys((key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode))
+            return node
+
+    try:
+        return yaml.load(text, UniqueKeyLoader)
+    except yaml.YAMLError as exc:
+        raise ValueError(exc) from None
 
 
 def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,120 +247,79 @@ def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check_agent_name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise GraphError(f"agent {name!r}: use a name")
-    return name
-
-
-def _parse_dependency(spec: object, where: str) -> Dependency | None:
-    if spec is None or spec == [] or spec == {}:
-        return None
-    try:
-        result = _parse_operand(spec, where)
-    except RecursionError:  # an alias in YAML may hold itself
-        raise GraphError(f"{where}: what it waits for is nested too deep") from None
-    return result if isinstance(result, Dependency) else Dependency("any_of", (result,))
-
-
-def _parse_operand(spec: object, where: str) -> "str | Dependency":
-    """A name, a list of one name, or {all_of | any_of: [...]}, nested as deep as one likes."""
-    if isinstance(spec, str):
-        return _check_agent_name(spec)
+def _parse_operand(spec: object, where: str) -> str | Dependency:
+    """Parse a name, a list of one name, or {all_of | any_of: [...]}, nested to any depth."""
+    if isinstance(spec, str) and spec:
+        return spec
     if isinstance(spec, (list, tuple)):
         if len(spec) != 1:
             raise GraphError(f"{where} waits for {list(spec)!r}: say {{all_of: [...]}} or {{any_of: [...]}}")
         return _parse_operand(spec[0], where)
     if isinstance(spec, Mapping) and len(spec) == 1:
-        kind, of = next(iter(spec.items()))
-        if kind in DEPENDENCY_KINDS and isinstance(of, (list, tuple)) and of:
-            return Dependency(kind, tuple(_parse_operand(one, where) for one in of))
+        kind, operands = next(iter(spec.items()))
+        if kind in ("all_of", "any_of") and isinstance(operands, (list, tuple)) and operands:
+            return Dependency(kind, tuple(_parse_operand(operand, where) for operand in operands))
     raise GraphError(f"{where} waits for {spec!r}: use a name, {{all_of: [...]}} or {{any_of: [...]}}")
 
 
 class TransitionStats:
-    """Transitions of one client's workflow."""
+    """Steps to execution learned from the transitions of one client's workflow."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {}
-        self._hitting_times: dict[str, dict[str, float]] | None = None  # from the counts as they are
+        self.counts: dict[str, Counter[str]] = {}  # starts that followed directly, by agent
+        self._hitting_times: dict[str, dict[str, float]] | None = None  # cached until the counts change
 
     @property
     def agents(self) -> tuple[str, ...]:
         return tuple(self.counts)
 
     def observe(self, previous: str | None, agent: str) -> None:
-        """`agent` started; `before` was the one that started last."""
+        """Count a start of `agent` after the start of `previous`."""
         self._hitting_times = None
         self.counts.setdefault(agent, Counter())
         if previous is not None:
             self.counts.setdefault(previous, Counter())[agent] += 1
 
     def steps(self, progress: Progress) -> dict[str, float]:
-        """Expected steps to the next execution: 0 for those that run, infinite for those that never followed."""
+        """Return the expected steps to the next execution: 0 for running agents, infinite if it never followed."""
         sources = set(progress.running) or ({progress.last_started} if progress.last_started else set())
-        passage = self.hitting_times()
-        result = {}
-        for agent in self.counts:
-            ways = (passage[source][agent] for source in sources if source in passage)
-            result[agent] = 0.0 if agent in progress.running else min(ways, default=UNREACHABLE)
-        return result
+        times = [self.hitting_times()[source] for source in sources if source in self.counts]
+        return {
+            agent: 0.0 if agent in progress.running else min((row[agent] for row in times), default=UNREACHABLE)
+            for agent in self.counts
+        }
 
     def hitting_times(self) -> dict[str, dict[str, float]]:
-        """Expected steps from one agent to the next start of another (from itself: until it comes round)."""
-        if self._hitting_times is None:  # asked with every event, and only a start changes it
-            self._hitting_times = self._compute_hitting_times()
+        """Return the expected steps from each agent to the next start of each other, or of itself."""
+        if self._hitting_times is None:
+            names = list(self.counts)
+            counts = np.array([[self.counts[name][after] for after in names] for name in names], dtype=float)
+            counts = counts.reshape(len(names), len(names))  # also without agents
+            totals = counts.sum(axis=1, keepdims=True)
+            times = _compute_hitting_times(counts / np.maximum(totals, 1))
+            rows = (dict(zip(names, row.tolist(), strict=True)) for row in times)
+            self._hitting_times = dict(zip(names, rows, strict=True))
         return self._hitting_times
 
-    def _compute_hitting_times(self) -> dict[str, dict[str, float]]:
-        names = list(self.counts)
-        chances = np.zeros((len(names), len(names)))
-        for i, name in enumerate(names):
-            total = self.counts[name].total()
-            for j, after in enumerate(names):
-                chances[i, j] = self.counts[name][after] / total if total else 0.0
-        leads = _reachable(chances)
-        columns = [_hitting_times_to(chances, leads[:, target], target) for target in range(len(names))]
-        times = np.stack(columns, axis=1) if names else chances
-        return {a: {b: float(times[i, j]) for j, b in enumerate(names)} for i, a in enumerate(names)}
 
+def _compute_hitting_times(probabilities: np.ndarray) -> np.ndarray:
+    """Return the expected steps (from, to) of a Markov chain, given that the target is reached; inf if it cannot be.
 
-def _hitting_times_to(probabilities: np.ndarray, can_reach: np.ndarray, target: int) -> np.ndarray:
-    """Expected steps from every state to `target`, given that it is reached; infinite where it cannot be. able: which
-    states lead to it."""
-    times = np.full(len(probabilities), UNREACHABLE)
-    if not can_reach.any():
-        return times
-    arrive, onward = probabilities[can_reach, target], probabilities[np.ix_(can_reach, can_reach)].copy()
-    if can_reach[target]:
-        onward[:, np.flatnonzero(can_reach) == target] = 0.0  # what happens behind the target does not matter
-    unit = np.eye(len(arrive))
-    reach = np.linalg.solve(unit - onward, arrive)  # the chance ever to get there
-    given = onward * reach[None, :] / reach[:, None]  # the chain, given that it does
-    times[can_reach] = np.linalg.solve(unit - given, np.ones(len(arrive)))
+    Args:
+        probabilities: (A, A) float64, transitions (from, to).
+    """
+    num_states = len(probabilities)
+    reachable = probabilities > 0
+    for _ in range(num_states.bit_length()):  # paths of twice as many steps each time
+        paths = reachable.astype(np.float32)
+        reachable = reachable | (paths @ paths > 0)
+    times = np.full((num_states, num_states), UNREACHABLE)
+    for target in range(num_states):
+        sources = np.flatnonzero(reachable[:, target])
+        onward = probabilities[np.ix_(sources, sources)]
+        onward[:, sources == target] = 0.0  # the chain ends at the target
+        identity = np.eye(len(sources))
+        reach = np.linalg.solve(identity - onward, probabilities[sources, target])  # probability of reaching it
+        conditional = onward * reach[None, :] / reach[:, None]  # the chain, given that the target is reached
+        times[sources, target] = np.linalg.solve(identity - conditional, np.ones(len(sources)))
     return times
-
-
-def _reachable(probabilities: np.ndarray) -> np.ndarray:
-    """Which states (rows) lead to which at all: ways of twice as many steps each time."""
-    result = probabilities > 0
-    for _ in range(len(probabilities).bit_length()):
-        ways = result.astype(np.float32)
-        result = result | (ways @ ways > 0)
-    return result
-
-
-def compare_steps(declared: Mapping[str, float], learned: Mapping[str, float]) -> dict[str, float]:
-    """How close two sets of steps come: mean distance over agents that both give finite steps, the share of agents on
-    whose being reachable they agree, and Kendall's tau between the orders in which agents would be evicted."""
-    names = [name for name in declared if name in learned]
-    both = [n for n in names if declared[n] < UNREACHABLE and learned[n] < UNREACHABLE]
-    same = sum((declared[n] < UNREACHABLE) == (learned.get(n, UNREACHABLE) < UNREACHABLE) for n in declared)
-    far = [abs(declared[n] - learned[n]) for n in both]
-    a, b = ([one[n] for n in both] for one in (declared, learned))
-    constant = len(set(a)) < 2 or len(set(b)) < 2
-    return {
-        "distance": float(np.mean(far)) if far else 0.0,
-        "reachable": same / len(declared) if declared else 1.0,
-        "tau": 1.0 if constant else float(kendalltau(a, b).statistic),
-    }

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -140,16 +139,25 @@ def run(
 
 
 def _answer(cache: Any, mode: "Mode", prompt: Path, sampling: Any, seed: int, console: Console) -> dict[str, object]:
-    from ..prompt_cache.compare import answer
-
-    def show(piece: str) -> None:
-        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-
-    result = answer(cache, prompt, mode, sampling=sampling, seed=seed, on_text=show)
+    """Print and return one answer, with the seconds from submitting the prompt to the first token."""
+    first_token_times: list[float] = []
+    with cache.engine.session(mode=mode, seed=seed, client_id=cache.client_id) as session:
+        num_cached = cache.count_cached_tokens(prompt)
+        start = time.perf_counter()
+        message = cache.generate(session, prompt, sampling=sampling)
+        message.on_logprobs(lambda _: first_token_times.append(time.perf_counter() - start))
+        for text in message.stream():
+            console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        result = {
+            "text": message.text,
+            "ttft": first_token_times[0],
+            "cached": num_cached if mode == "choreographed" else message.usage.cached_tokens,
+            "generated": message.usage.completion_tokens,
+        }
     how = "from modules" if mode == "choreographed" else "as plain text"
-    facts = f"{result.cached} tokens reused, {result.generated} generated"
-    console.print(f"\n-- {how}: first token after {result.ttft * 1e3:.0f} ms, {facts}\n", highlight=False)
-    return asdict(result)
+    facts = f"{result['cached']} tokens reused, {result['generated']} generated"
+    console.print(f"\n-- {how}: first token after {first_token_times[0] * 1e3:.0f} ms, {facts}\n", highlight=False)
+    return result
 
 
 def _load_layout(schema: Path, model: str) -> Any:

@@ -1,7 +1,7 @@
-"""The Prompt Markup Language and its cache (Prompt Cache): declare text once, import it in any prompt."""
+"""Prompt Cache: declare text once in a schema, import it in any prompt."""
 
 from .cache import PromptCache
-from .parser import load_prompt, load_schema
+from .parser import dumps, load_prompt, load_schema
 from .program import Param, program
 from .schema import (
     Import,
@@ -21,7 +21,6 @@ from .schema import (
     union,
     user,
 )
-from .serialize import dumps
 
 __all__ = [
     "Import",

@@ -1,14 +1,15 @@
-"""A schema at work on an engine (Prompt Cache, sections 3.3 and 3.4). Owns the messages that hold its modules.
+"""Schemas on an engine: cached modules, and prompts that import them (Prompt Cache §3.3 and §3.4).
 
-Every run of a piece is one message, encoded on first need and found again by content, so that all prompts and
-sessions of a client share it. A prompt borrows the runs that it imports, prefills its own text, and decodes: all
-that is new goes through the model in one pass, and nothing that is cached is copied.
+Every token run of a module is one message. It is computed on first use and found again by its content, so all prompts
+and sessions of a client share it. A prompt imports the runs it uses, prefills its new text and decodes: all new tokens
+are computed in one batch, and cached ones are not copied.
 """
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path as File
+from typing import NamedTuple
 
 from ..engine.engine import Engine
 from ..engine.kv_export import KVSnapshot
@@ -19,30 +20,37 @@ from ..outputs import BASE_MODEL
 from ..sampling_params import SamplingParams
 from ..utils import close_after
 from . import storage
-from .layout import ChatTokenizer, Layout, ModuleLayout, ModulePath, compute_layout, tokenizer_fingerprint
+from .layout import ChatTokenizer, Layout, ModulePath, TokenRun, compute_layout, tokenizer_fingerprint
 from .parser import load_prompt, load_schema
 from .resolve import CachedRange, NewText, ResolvedPrompt, resolve_prompt
 from .schema import Prompt, Schema
-
-RunKey = tuple[
-    ModulePath, int, tuple[ModulePath, ...]
-]  # piece, run, and the scaffold that it is encoded in (or nothing)
 
 LOCATIONS = ("device", "host")
 
 DEFAULT_SAMPLING = SamplingParams()
 
 
+class RunKey(NamedTuple):
+    """A token run of a module, and what it attends to."""
+
+    path: ModulePath
+    run_index: int  # in ModuleLayout.runs
+    scaffold: tuple[ModulePath, ...]  # modules that it is computed with; (): its own module only
+
+
 class PromptCache:
-    """One schema on one engine, for one client. keep: where encoded modules stay between prompts; "host" leaves
-    device memory to others and copies a module in when a prompt imports it.
+    """Cached modules of one schema on one engine, for one client.
+
+    Args:
+        location: where modules are kept between prompts. "host" leaves the device memory to other requests; a module
+            is copied in when a prompt imports it.
     """
 
     def __init__(
         self, engine: Engine, schema: Schema | str | File, *, client_id: str = "default", location: str = "device"
     ) -> None:
         if location not in LOCATIONS:
-            raise ConfigError(f"keep={location!r}: use one of {LOCATIONS}")
+            raise ConfigError(f"location={location!r}: use one of {LOCATIONS}")
         self.engine = engine
         self.schema = schema if isinstance(schema, Schema) else load_schema(schema)
         self.location = location
@@ -52,7 +60,7 @@ class PromptCache:
         self._session = engine.session(client_id=client_id)
         self._messages: dict[RunKey, Message] = {}
         self._host_snapshots: dict[RunKey, KVSnapshot] = {}
-        self._lock = threading.RLock()  # of the caller that encodes modules or lets go of them
+        self._lock = threading.RLock()  # guards the two dicts
 
     def __enter__(self) -> "PromptCache":
         return self
@@ -61,7 +69,7 @@ class PromptCache:
         close_after(self.close, exc)
 
     def close(self) -> None:
-        """Lets go of every module; other caches and sessions keep what they hold."""
+        """Release all modules; other caches and sessions keep what they reference."""
         with self._lock:
             self._session.close()
             self._messages.clear()
@@ -70,73 +78,78 @@ class PromptCache:
     # -- modules ------------------------------------------------------------------------------------------
 
     def warmup(self, paths: Iterable[ModulePath | str] | None = None) -> int:
-        """Encodes modules ahead, all or some ("plan/alps", or several); returns how many tokens had to be computed."""
-        paths = [paths] if isinstance(paths, str) else paths
-        expected = set(self.layout.modules if paths is None else map(_as_module_path, paths))
-        for path in expected:
+        """Compute modules in advance and return the number of computed tokens.
+
+        Args:
+            paths: modules, as in "plan/alps"; None: all.
+        """
+        paths = self.layout.modules if paths is None else [paths] if isinstance(paths, str) else paths
+        selected = {tuple(path.split("/")) if isinstance(path, str) and path else tuple(path) for path in paths}
+        for path in selected:
             if path not in self.layout.modules:
                 raise PromptError(f"the schema has no module {'/'.join(path)!r}")
         with self._lock:
-            there = self._available()
-            keys = [key for key in self._module_keys() if key[0] in expected and key not in there]
-            if self.location == "host":  # one at a time: the device never has to hold them all
-                return sum(self._warmup_on_host(key) for key in keys)
-            messages = [self._message(key) for key in keys]
+            available = self._available()
+            keys = [key for key in self._run_keys() if key.path in selected and key not in available]
+            if self.location == "device":
+                messages = [self._message(key) for key in keys]
+            else:
+                messages = []
+                for key in keys:  # one at a time: the device may not have capacity for all of them
+                    with self._exclusive():
+                        messages.append(self._message(key).result())
         return sum(message.wait_encoded().usage.computed_tokens for message in messages)
 
-    def _warmup_on_host(self, key: RunKey) -> int:
-        with self._exclusive():
-            return self._message(key).result().usage.computed_tokens
-
-    def _module_keys(self) -> list[RunKey]:
-        """Every run of every cached piece, encoded apart."""
-        pieces = [piece for piece in self.layout.modules.values() if piece.cache]
-        return [(piece.path, run, ()) for piece in pieces for run in range(len(piece.runs))]
+    def _run_keys(self) -> list[RunKey]:
+        """Return the keys of all cached runs, outside of scaffolds."""
+        modules = [module for module in self.layout.modules.values() if module.cache]
+        return [RunKey(module.path, index, ()) for module in modules for index in range(len(module.runs))]
 
     def _available(self) -> set[RunKey]:
-        """What does not have to be computed."""
+        """Return the runs that need not be computed."""
         return {key for key, message in self._messages.items() if message.error is None} | set(self._host_snapshots)
 
-    def _module_layout(self, key: RunKey) -> ModuleLayout:
-        return self.layout.modules[key[0]]
+    def _run(self, key: RunKey | CachedRange) -> TokenRun:
+        return self.layout.modules[key.path].runs[key.run_index]
 
     def _message(self, key: RunKey) -> Message:
-        """The message of one run: held, copied in from host memory, found by content, or encoded now."""
-        held = self._messages.get(key)
-        if held is not None:
-            if held.error is None:
-                return held
-            held.release()
-        run = self._module_layout(key).runs[key[1]]
-        before = self._preceding_runs(key)
-        parents = [self._message(one) for one in before]
-        offsets = [self._module_layout(one).runs[one[1]].start for one in before]
-        if key in self._host_snapshots:  # made here, or of a file whose digest was right
-            copy = self._host_snapshots[key]
-            message = self._session.import_kv(run.tokens, copy, parents, offsets, run.start, check=False)
+        """Return the message of a run: referenced, copied in from host memory, or prefilled now."""
+        message = self._messages.get(key)
+        if message is not None:
+            if message.error is None:
+                return message
+            message.release()
+        run = self._run(key)
+        context = self._preceding_runs(key)
+        parents = [self._message(preceding) for preceding in context]
+        offsets = [self._run(preceding).start for preceding in context]
+        if key in self._host_snapshots:  # exported here, or of a file whose digest was verified
+            snapshot = self._host_snapshots[key]
+            message = self._session.import_kv(run.tokens, snapshot, parents, offsets, run.start, check=False)
         else:
             message = self._session.prefill(run.tokens, parents, offsets, run.start)
         self._messages[key] = message
         return message
 
     def _preceding_runs(self, key: RunKey) -> list[RunKey]:
-        """The runs that a run was encoded in sight of: those of its own piece and of its scaffold before it."""
-        path, index, together = key
-        pieces = [self.layout.modules[p] for p in together] or [self.layout.modules[path]]
-        runs = [(piece.path, run) for piece in pieces for run in range(len(piece.runs))]
-        runs.sort(key=lambda one: self.layout.modules[one[0]].runs[one[1]].start)
-        return [(*one, together) for one in runs[: runs.index((path, index))]]
+        """Return the runs that a run attends to: earlier ones of its module, or of its scaffold."""
+        keys = [
+            RunKey(path, index, key.scaffold)
+            for path in key.scaffold or (key.path,)
+            for index in range(len(self.layout.modules[path].runs))
+        ]
+        keys.sort(key=lambda other: self._run(other).start)
+        return keys[: keys.index(key)]
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """One thread at a time. Behind it a cache in host memory has copies of what was encoded, and holds nothing."""
+        """Hold the lock; with location "host", export what was computed at the end and release the messages."""
         with self._lock:
             try:
                 yield
                 if self.location == "host":
-                    self._host_snapshots |= {
-                        key: one.export_kv() for key, one in self._messages.items() if key not in self._host_snapshots
-                    }
+                    new = {key: message for key, message in self._messages.items() if key not in self._host_snapshots}
+                    self._host_snapshots |= {key: message.export_kv() for key, message in new.items()}
             finally:
                 if self.location == "host":
                     for message in self._messages.values():
@@ -146,20 +159,20 @@ class PromptCache:
     # -- prompts ------------------------------------------------------------------------------------------
 
     def resolve(self, prompt: Prompt | str | File) -> ResolvedPrompt:
-        """What a prompt shows the model and where. Raises PMLError."""
+        """Return the content of a prompt with its positions; raise PMLError if it is invalid."""
         prompt = prompt if isinstance(prompt, Prompt) else load_prompt(prompt)
         return resolve_prompt(prompt, self.layout, self._tokenizer)
 
     def count_cached_tokens(self, prompt: Prompt | str | File) -> int:
-        """How many tokens of modules a prompt would find here if it were served now, and not compute again: the last
-        token of a prompt is not among them where the answer starts with it."""
-        serving = self.resolve(prompt)
-        seen = serving.cached
-        if not self._answer_template(serving)[0]:
-            seen, *_ = self._reopen_last_token(list(seen), list(serving.new_texts), serving.end)
+        """Return the number of a prompt's tokens that would not be computed if it were generated now.
+
+        The last token of a prompt is not counted if the answer repeats it.
+        """
+        resolved = self.resolve(prompt)
+        cached, *_ = self._answer_context(resolved)
         with self._lock:
-            there = self._available()
-        return sum(one.num_tokens for key, one in zip(_run_keys(serving, seen), seen, strict=True) if key in there)
+            available = self._available()
+        return sum(item.num_tokens for item in cached if _run_key(item, resolved) in available)
 
     def generate(
         self,
@@ -169,150 +182,146 @@ class PromptCache:
         sampling: SamplingParams = DEFAULT_SAMPLING,
         forced_tokens: Sequence[int] | None = None,
     ) -> Message:
-        """The answer to a prompt, as a message of `session`: reading it runs the engine.
+        """Return the answer to a prompt as a message of `session`; reading it runs the engine.
 
         In a session of mode "prefix" or "naive" the prompt is the same text without modules, for comparison.
         """
-        serving = self.resolve(prompt)
+        resolved = self.resolve(prompt)
         if session.engine is not self.engine or session.client_id != self.client_id:
             raise WrongSessionError("the session belongs to another engine or client than the cache: open one there")
-        header, footer = self._answer_template(serving)
-        most = self.engine.model_info.max_positions
-        if serving.end + len(header) >= most:
-            raise PromptError(f"the prompt ends at position {serving.end} of {most}: no room for an answer")
-        with ExitStack() as passing:  # the answer holds what it sees until it ends, the session nothing but the answer
+        header, footer = self._answer_template(resolved)
+        max_positions = self.engine.model_info.max_positions
+        if resolved.end + len(header) >= max_positions:
+            raise PromptError(
+                f"the prompt ends at position {resolved.end} of {max_positions}: no room for an answer, shorten it"
+            )
+        with ExitStack() as stack:  # the answer keeps its context until it ends; the session keeps the answer only
+            start: int | None = None
             if session.mode == "choreographed":
-                parents, header, start = self._place_parents(session, serving, header, passing)
+                parents, offsets, header, start = self._place_context(session, resolved, stack)
             else:
-                linear = serving.flatten(self.layout)
-                cut = len(linear) - (0 if header else 1)
-                parents = [(_release_on_exit(passing, session.prefill(linear[:cut])), 0)] if cut else []
-                header, start = header or linear[cut:], None
-            messages, offsets = [p for p, _ in parents], [o for _, o in parents]
+                tokens = resolved.flatten(self.layout)
+                split = len(tokens) - (0 if header else 1)
+                parents = [_release_on_exit(stack, session.prefill(tokens[:split]))] if split else []
+                header, offsets = header or tokens[split:], [0] * len(parents)
             return session.decode(
-                header, messages, offsets, start, sampling=sampling, footer=footer, forced_tokens=forced_tokens
+                header, parents, offsets, start, sampling=sampling, footer=footer, forced_tokens=forced_tokens
             )
 
     def _answer_template(self, resolved: ResolvedPrompt) -> tuple[list[int], list[int]]:
-        """Header and footer of the answer: the assistant's turn where the prompt is a conversation."""
+        """Return header and footer of the answer: an assistant turn if the prompt is a chat."""
         if not resolved.is_chat:
             return [], []
         return self._tokenizer.encode_turn("assistant", "", opening=False, is_complete=False)
 
-    def _place_parents(
-        self, session: Session, resolved: ResolvedPrompt, header: list[int], stack: ExitStack
-    ) -> tuple[list[tuple[Message | MessageSlice, int]], list[int], int]:
-        """What the answer sees, each at its place; the answer's header and start.
+    def _answer_context(self, resolved: ResolvedPrompt) -> tuple[list[CachedRange], list[NewText], list[int], int]:
+        """Return the content that the answer attends to, and the answer's header and start.
 
-        An answer without a header of its own starts with the last token of the prompt, computed again (or with
-        the last new text, where that stands last), now in sight of everything.
+        If the template has no header, the last text of the prompt becomes the header: the whole of it if it is new, its
+        last token if it is cached, computed again with the complete prompt as context.
         """
-        seen, new, start = list(resolved.cached), list(resolved.new_texts), resolved.end
-        if not header:
-            seen, new, header, start = self._reopen_last_token(seen, new, resolved.end)
-        keys = _run_keys(resolved, seen)
-        mine = self._import_runs(session, keys, stack)
-        parents: list[tuple[Message | MessageSlice, int]] = []
-        for key, one in zip(keys, seen, strict=True):
-            whole, count = mine[key], len(self._module_layout(key).runs[one.run_index].tokens)
-            parents.append(
-                (
-                    whole if one.num_tokens == count else whole[one.token_start : one.token_start + one.num_tokens],
-                    one.position,
-                )
-            )
-        for text in new:
-            message = session.prefill(list(text.tokens), [p for p, _ in parents], [o for _, o in parents], text.start)
-            parents.append((_release_on_exit(stack, message), text.start))
-        return parents, header, start
-
-    def _import_runs(self, session: Session, keys: list[RunKey], stack: ExitStack) -> dict[RunKey, Message]:
-        """Runs as messages of the session, until the stack is left."""
-        with self._exclusive():
-            held = {key: self._message(key) for key in keys}  # all of them first, so that new ones are encoded together
-            return {key: _release_on_exit(stack, session.import_message(one)) for key, one in held.items()}
-
-    def _reopen_last_token(
-        self, cached: list[CachedRange], new_texts: list[NewText], end: int
-    ) -> tuple[list[CachedRange], list[NewText], list[int], int]:
-        final = max(new_texts, key=lambda one: one.end, default=None)
-        if final is not None and final.end == end:
-            return cached, [one for one in new_texts if one is not final], list(final.tokens), final.start
-        last = next(one for one in cached if one.position + one.num_tokens == end)
-        token = self.layout.modules[last.path].runs[last.run_index].tokens[last.token_start + last.num_tokens - 1]
-        rest = [one for one in cached if one is not last]
+        cached, new, end = list(resolved.cached), list(resolved.new_texts), resolved.end
+        header, _ = self._answer_template(resolved)
+        if header:
+            return cached, new, header, end
+        last_text = next((text for text in new if text.end == end), None)
+        if last_text is not None:
+            new.remove(last_text)
+            return cached, new, list(last_text.tokens), last_text.start
+        last = next(item for item in cached if item.position + item.num_tokens == end)
+        cached.remove(last)
         if last.num_tokens > 1:
-            rest.append(last._replace(num_tokens=last.num_tokens - 1))
-        return rest, new_texts, [token], end - 1
+            cached.append(last._replace(num_tokens=last.num_tokens - 1))
+        return cached, new, [self._run(last).tokens[last.token_start + last.num_tokens - 1]], end - 1
+
+    def _place_context(
+        self, session: Session, resolved: ResolvedPrompt, stack: ExitStack
+    ) -> tuple[list[Message | MessageSlice], list[int], list[int], int]:
+        """Return the answer's parents, their offsets, its header and its start; the stack releases the parents."""
+        cached, new, header, start = self._answer_context(resolved)
+        keys = [_run_key(item, resolved) for item in cached]
+        with self._exclusive():
+            messages = {key: self._message(key) for key in keys}  # all of them first: one batch computes missing runs
+            imported = {
+                key: _release_on_exit(stack, session.import_message(message)) for key, message in messages.items()
+            }
+        parents: list[Message | MessageSlice] = []
+        offsets = [item.position for item in cached]
+        for key, item in zip(keys, cached, strict=True):
+            is_whole = item.num_tokens == len(self._run(key).tokens)
+            end = item.token_start + item.num_tokens
+            parents.append(imported[key] if is_whole else imported[key][item.token_start : end])
+        for text in new:
+            message = session.prefill(list(text.tokens), tuple(parents), tuple(offsets), text.start)
+            parents.append(_release_on_exit(stack, message))
+            offsets.append(text.start)
+        return parents, offsets, header, start
 
     def check(self) -> None:
-        """What is held or copied belongs to the schema; host caches hold nothing between prompts."""
+        """Assert that all entries belong to the schema and match the location."""
         for key in (*self._messages, *self._host_snapshots):
-            assert self._module_layout(key).cache and key[1] < len(self._module_layout(key).runs), (
-                f"{key} is no run of the schema"
-            )
-        assert self.location == "device" or not self._messages, "a cache in host memory holds device memory"
-        for key, copy in self._host_snapshots.items():
-            assert len(copy.layers[0][0]) == len(self._module_layout(key).runs[key[1]].tokens)
+            module = self.layout.modules[key.path]
+            assert module.cache and key.run_index < len(module.runs), f"{key} is no cached run of the schema"
+        assert self.location == "device" or not self._messages, "a cache in host memory references device memory"
+        for key, snapshot in self._host_snapshots.items():
+            assert len(snapshot.layers[0][0]) == len(self._run(key).tokens)
 
     # -- files --------------------------------------------------------------------------------------------
 
     def save(self, file: str | File) -> int:
-        """Writes every module's encoding to a safetensors file with a JSON manifest beside it; returns the bytes.
-        Raises CacheFileError where that cannot be."""
+        """Write all modules to a safetensors file with a JSON manifest beside it; return its bytes.
+
+        Raises:
+            CacheFileError: if the files cannot be written.
+        """
         self.engine.core.hf_model.ensure_single_process("a saved cache")
         storage.check_writable(File(file))  # before anything is computed
-        keys = self._module_keys()
+        snapshots = {}
         with self._lock:
-            runs = [self._export_run(key) for key in keys]
-        return storage.save(File(file), self._compatibility_info(), [self._run_name(key) for key in keys], runs)
-
-    def _export_run(self, key: RunKey) -> KVSnapshot:
-        with self._exclusive():
-            return self._host_snapshots.get(key) or self._message(key).export_kv()
+            for key in self._run_keys():
+                with self._exclusive():
+                    snapshots[_run_name(key)] = self._host_snapshots.get(key) or self._message(key).export_kv()
+        return storage.save(File(file), self._fingerprints(), snapshots)
 
     def load(self, file: str | File) -> int:
-        """Takes encodings from a file that `save` wrote, for this model, tokenizer and schema; returns how many
-        tokens. Raises CacheFileError, with nothing changed, where the file is stale, cut off or tampered with."""
-        keys = self._module_keys()
-        facts = self.engine.model_info
-        shapes = [(len(self._module_layout(k).runs[k[1]].tokens), facts.kv_heads, facts.head_dim) for k in keys]
-        names = [self._run_name(key) for key in keys]
-        runs = storage.load(File(file), self._compatibility_info(), names, shapes, facts.layers, facts.dtype)
+        """Read modules that `save` wrote and return the number of their tokens.
+
+        Raises:
+            CacheFileError: if the file is damaged or of another model, tokenizer or schema; nothing is changed.
+        """
+        keys = self._run_keys()
+        info = self.engine.model_info
+        shapes = {_run_name(k): (info.layers, len(self._run(k).tokens), info.kv_heads, info.head_dim) for k in keys}
+        snapshots = storage.load(File(file), self._fingerprints(), shapes, info.dtype)
         with self._lock:
-            self._host_snapshots |= dict(zip(keys, runs, strict=True))
+            self._host_snapshots |= dict(zip(keys, snapshots, strict=True))
             if self.location == "device":
                 try:
                     for key in keys:
                         self._message(key)
                 finally:
                     self._host_snapshots.clear()
-        return sum(shape[0] for shape in shapes)
+        return sum(len(self._run(key).tokens) for key in keys)
 
-    def _compatibility_info(self) -> dict[str, str]:
-        facts = self.engine.model_info
-        return {  # in the order in which they are told: in another dtype a model has another identity too
-            "dtype": str(facts.dtype).removeprefix("torch."),
+    def _fingerprints(self) -> dict[str, str]:
+        return {  # in the order of comparison: another dtype also changes the hash of the model
+            "dtype": str(self.engine.model_info.dtype).removeprefix("torch."),
             "model": self.engine.core.model_set.weights_hash(BASE_MODEL),
             "tokenizer": tokenizer_fingerprint(self.engine.tokenizer),
             "schema": self.schema.fingerprint,
             "layout": self.layout.fingerprint,
         }
 
-    @staticmethod
-    def _run_name(key: RunKey) -> str:
-        return f"{'/'.join(key[0])}#{key[1]}"
+
+def _run_key(item: CachedRange, resolved: ResolvedPrompt) -> RunKey:
+    return RunKey(item.path, item.run_index, resolved.scaffolds.get(item.path, ()))
 
 
-def _run_keys(resolved: ResolvedPrompt, cached: Sequence[CachedRange]) -> list[RunKey]:
-    return [(one.path, one.run_index, resolved.scaffolds.get(one.path, ())) for one in cached]
+def _run_name(key: RunKey) -> str:
+    return f"{'/'.join(key.path)}#{key.run_index}"
 
 
 def _release_on_exit(stack: ExitStack, message: Message) -> Message:
-    """A message that is let go of when the stack is left."""
+    """Release a message when the stack exits."""
     stack.callback(message.release)
     return message
-
-
-def _as_module_path(path: ModulePath | str) -> ModulePath:
-    return tuple(path.split("/")) if isinstance(path, str) and path else tuple(path)

@@ -1,44 +1,35 @@
-"""What a prompt shows the model (Prompt Cache, section 3.4): cached runs, new text, where each stands. Pure.
+"""Placement of a prompt: cached token ranges and new text with their positions (Prompt Cache §3.4).
 
-New text between two imports starts where the first of them ends, with what is said in it, in the gap that the paper
-assumes; text in front of the first import starts where the always present text before that ends; text behind all
-imports starts after everything that is used. It may reach into positions that are taken: the paper leaves that open,
-and it is legal.
+New text between two imports starts where the first of them and the text inside it ends, in the gap that the paper
+assumes. Text before the first import starts where the text that is part of every prompt ends there; text after all
+imports starts after everything that is used. New text may reach into positions that are taken, which the paper leaves
+open.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import PromptError
-from .layout import (
-    Layout,
-    ModuleLayout,
-    ModulePath,
-    ParameterSlot,
-    TokenizerProtocol,
-    TokenRun,
-    enclosing_union,
-    required_unions,
-)
+from .layout import ChatTokenizer, Layout, ModuleLayout, ModulePath, ParameterSlot, TokenRun, enclosing_union
 from .schema import Import, Prompt, Role, has_roles, modules
 
 
 class CachedRange(NamedTuple):
-    """Tokens first <= k < first + count of a run of a cached piece, the first of them at position `start`."""
+    """Range of tokens of a cached module."""
 
     path: ModulePath
-    run_index: int
-    token_start: int
+    run_index: int  # in ModuleLayout.runs
+    token_start: int  # in the run
     num_tokens: int
-    position: int
+    position: int  # of the first token
 
 
 class NewText(NamedTuple):
-    """Tokens to encode at the positions from `start` on."""
+    """Tokens to compute at consecutive positions."""
 
-    start: int
+    start: int  # position of the first token
     tokens: tuple[int, ...]
 
     @property
@@ -48,64 +39,80 @@ class NewText(NamedTuple):
 
 @dataclass(frozen=True)
 class ResolvedPrompt:
-    """What a prompt consists of. parts: its new text, first what it says and then what it fills in, each with the
-    position in front of which it stands as plain text; new: the same, with what touches as one. together: imported
-    modules that a scaffold encodes in sight of one another, in document order. end: the first position behind all that
-    is used. talks: an answer is a chat turn.
-    """
+    """Content of a prompt with its positions."""
 
     cached: list[CachedRange]
-    new_parts: list[tuple[int, NewText]]
-    scaffolds: dict[ModulePath, tuple[ModulePath, ...]]
-    end: int
-    is_chat: bool
+    new_parts: list[tuple[int, NewText]]  # with the position that orders it in plain text; texts, then arguments
+    scaffolds: dict[ModulePath, tuple[ModulePath, ...]]  # modules that attend to each other, in document order
+    end: int  # position after everything that is used
+    is_chat: bool  # True: the answer is a chat turn
 
     @cached_property
     def new_texts(self) -> list[NewText]:
-        return merge_adjacent(one for _, one in self.new_parts)
+        """New text by position; adjacent texts are joined, which saves calls."""
+        merged: list[NewText] = []
+        for text in sorted((text for _, text in self.new_parts if text.tokens), key=lambda text: text.start):
+            if merged and merged[-1].end == text.start:
+                text = NewText(merged[-1].start, merged.pop().tokens + text.tokens)
+            merged.append(text)
+        return merged
 
     def flatten(self, layout: Layout) -> list[int]:
-        """The same prompt as plain text: all tokens in the order of their positions, and what is said in front of an
-        import before it, however far it reaches."""
-        parts = [(at, 0, list(one.tokens)) for at, one in self.new_parts]
-        for one in self.cached:
-            run = layout.modules[one.path].runs[one.run_index]
-            parts.append((one.position, 1, run.tokens[one.token_start : one.token_start + one.num_tokens]))
+        """Return the tokens of the same prompt as plain text.
+
+        They are ordered by position, except that new text before an import stays before it even if it is longer than
+        the gap.
+        """
+        parts = [(position, 0, list(text.tokens)) for position, text in self.new_parts]
+        for path, run_index, first, num_tokens, position in self.cached:
+            parts.append((position, 1, layout.modules[path].runs[run_index].tokens[first : first + num_tokens]))
         return [token for _, _, tokens in sorted(parts, key=lambda part: part[:2]) for token in tokens]
 
 
-def resolve_prompt(prompt: Prompt, layout: Layout, tokenizer: TokenizerProtocol) -> ResolvedPrompt:
-    """Checks a prompt against its schema and places it. Raises PromptError."""
+def resolve_prompt(prompt: Prompt, layout: Layout, tokenizer: ChatTokenizer) -> ResolvedPrompt:
+    """Check a prompt against its schema and place its content.
+
+    Raises:
+        PromptError: if the prompt does not follow the schema.
+    """
     if prompt.schema != layout.schema.name:
         raise PromptError(f"the prompt is for schema {prompt.schema!r}, not for {layout.schema.name!r}")
-    chosen = _select_modules(prompt, layout)
-    filled = {path: _bind_arguments(layout.modules[path], given, tokenizer) for path, given in chosen.items()}
-    used = [layout.modules[path] for path in layout.modules if path in chosen]
-    seen = [one for piece in used if piece.cache for one in _cached_ranges(piece, filled[piece.path])]
-    opened = any(run.start == 0 for piece in used for run in piece.runs)
-    beginning = NewText(0, () if opened else tuple(layout.bos_ids))
-    parts = [(0, beginning), *_TextPlacer(layout, used, beginning.end, tokenizer).place(prompt)]
-    parts += [(one.start, one) for piece in used for one in _uncached_text(piece, filled[piece.path])]
-    if not seen and not any(one.tokens for _, one in parts):
-        raise PromptError("the prompt is empty: import a module or say something")
-    talks = layout.is_chat or has_roles(prompt.children)
-    end = max(*(one.position + one.num_tokens for one in seen), *(one.end for _, one in parts), 0)
-    return ResolvedPrompt(seen, parts, _complete_scaffolds(layout, chosen), end, talks)
+    selected = _select_modules(prompt, layout)
+    used = [module for path, module in layout.modules.items() if path in selected]
+    has_first_token = any(run.start == 0 for module in used for run in module.runs)
+    bos = NewText(0, () if has_first_token else tuple(layout.bos_ids))
+    parts = [(0, bos), *_TextPlacer(layout, used, bos.end, tokenizer).place(prompt)]
+    cached = []
+    for module in used:
+        slots = _bind_arguments(module, selected[module.path], tokenizer)
+        new = [NewText(slot.start, argument) for slot, argument in slots if argument]
+        for index, run in enumerate(module.runs):
+            for first, last in _fixed_ranges(run, [slot for slot, _ in slots]):
+                if module.cache:
+                    cached.append(CachedRange(module.path, index, first, last - first, run.start + first))
+                else:
+                    new.append(NewText(run.start + first, tuple(run.tokens[first:last])))
+        parts += [(text.start, text) for text in new]
+    if not cached and not any(text.tokens for _, text in parts):
+        raise PromptError("the prompt is empty: import a module or add text")
+    end = max(*(item.position + item.num_tokens for item in cached), *(text.end for _, text in parts), 0)
+    is_chat = layout.is_chat or has_roles(prompt.children)
+    return ResolvedPrompt(cached, parts, _complete_scaffolds(layout, selected), end, is_chat)
 
 
-# -- which modules ------------------------------------------------------------------------------------------
+# -- imports ------------------------------------------------------------------------------------------------
 
 
 def _select_modules(prompt: Prompt, layout: Layout) -> dict[ModulePath, Mapping[str, str]]:
-    """Every imported module with its arguments; the anonymous piece with the prompt's own."""
-    chosen: dict[ModulePath, Mapping[str, str]] = {(): prompt.arguments}
-    _collect_imports(prompt, (), layout, chosen)
-    for path in chosen:
-        for union in required_unions(layout, path):
-            if not any((*path, member.name) in chosen for member in union.members):
+    """Return the arguments of all imported modules, and of the text outside of modules."""
+    selected: dict[ModulePath, Mapping[str, str]] = {(): prompt.arguments}
+    _collect_imports(prompt, (), layout, selected)
+    for path in selected:
+        for _, union in modules(layout.nodes[path].children):
+            if union and union.required and not any((*path, member.name) in selected for member in union.members):
                 names = ", ".join(member.name for member in union.members)
                 raise PromptError(f"{_describe_path(path)}: one of {names} is required: import it")
-    return chosen
+    return selected
 
 
 def _collect_imports(
@@ -116,193 +123,156 @@ def _collect_imports(
             continue
         inner = (*path, child.name)
         if inner not in layout.modules:
-            raise PromptError(_unknown_module_message(child.name, path, layout))
+            raise _unknown_module_error(child.name, path, layout)
         if inner in selected:
             raise PromptError(f"{_describe_path(path)}: {child.name!r} is imported twice: remove one")
         union = enclosing_union(layout, inner)
-        for other in union.members if union else ():
-            if (*path, other.name) in selected:
-                raise PromptError(
-                    f"{_describe_path(path)}: {other.name!r} and {child.name!r} exclude each other: import one"
-                )
+        for member in union.members if union else ():
+            if (*path, member.name) in selected:
+                names = f"{member.name!r} and {child.name!r}"
+                raise PromptError(f"{_describe_path(path)}: {names} exclude each other: import one")
         selected[inner] = child.arguments
         _collect_imports(child, inner, layout, selected)
 
 
-def _unknown_module_message(name: str, path: ModulePath, layout: Layout) -> str:
-    elsewhere = [p for p in layout.modules if p and p[-1] == name]
-    if len(elsewhere) == 1:
-        nested = "".join(f"<{n}>" for n in elsewhere[0][:-1]) + f"<{name}/>"
-        return f"{_describe_path(path)} has no module {name!r}; it stands inside another one: write {nested}..."
-    if elsewhere:
-        places = ", ".join("/".join(p) for p in elsewhere)
-        return f"{_describe_path(path)}: {name!r} is ambiguous, it may be {places}: nest it in the one you mean"
-    known = [m.name for m, _ in modules(layout.nodes[path].children)]
-    return f"{_describe_path(path)} has no module {name!r}; it has {known or 'none'} (text that starts with < goes into CDATA)"
+def _unknown_module_error(name: str, path: ModulePath, layout: Layout) -> PromptError:
+    message = f"{_describe_path(path)} has no module {name!r}"
+    candidates = [candidate for candidate in layout.modules if candidate[-1:] == (name,)]
+    if len(candidates) == 1:
+        nested = "".join(f"<{outer}>" for outer in candidates[0][:-1])
+        return PromptError(f"{message}; it stands inside another one: write {nested}<{name}/>...")
+    if candidates:
+        paths = ", ".join("/".join(candidate) for candidate in candidates)
+        return PromptError(f"{message}; {name!r} is ambiguous, it may be {paths}: nest it in the one you mean")
+    names = [module.name for module, _ in modules(layout.nodes[path].children)]
+    return PromptError(f"{message}; it has {names or 'none'} (put text that starts with < into CDATA)")
 
 
 def _describe_path(path: ModulePath) -> str:
     return f"module {'/'.join(path)!r}" if path else "the schema"
 
 
+def _complete_scaffolds(
+    layout: Layout, selected: Mapping[ModulePath, object]
+) -> dict[ModulePath, tuple[ModulePath, ...]]:
+    """Return the cached modules of each scaffold that is imported as a whole: all modules, one of each union."""
+    result: dict[ModulePath, tuple[ModulePath, ...]] = {}
+    for group in reversed(layout.scaffold_groups):  # an outer scaffold overrides the ones inside it
+        unions = {path: enclosing_union(layout, path) for path in group if path not in selected}
+        is_complete = all(
+            union is not None and any((*path[:-1], member.name) in selected for member in union.members)
+            for path, union in unions.items()
+        )
+        imported = [path for path in group if path in selected]
+        if is_complete and len(imported) > 1:
+            members = tuple(
+                path
+                for path, module in layout.modules.items()
+                if module.cache and path in selected and any(path[: len(outer)] == outer for outer in imported)
+            )
+            result |= dict.fromkeys(members, members)
+    return result
+
+
 # -- arguments ----------------------------------------------------------------------------------------------
 
 
 def _bind_arguments(
-    module_layout: ModuleLayout, arguments: Mapping[str, str], tokenizer: TokenizerProtocol
+    module: ModuleLayout, arguments: Mapping[str, str], tokenizer: ChatTokenizer
 ) -> list[tuple[ParameterSlot, tuple[int, ...]]]:
-    """Every slot of a piece with the tokens that take it over."""
+    """Return every parameter slot of a module with the tokens of its argument."""
+    where = _describe_path(module.path)
     for name in arguments:
-        if name not in module_layout.parameter_slots:
-            raise PromptError(
-                f"{_describe_path(module_layout.path)}: no parameter {name!r}; it has {list(module_layout.parameter_slots) or 'none'}"
-            )
-    filled = []
-    for slot in module_layout.parameter_slots.values():
-        argument = tuple(tokenizer.encode_text(arguments[slot.name])) if slot.name in arguments else slot.default
+        if name not in module.parameter_slots:
+            raise PromptError(f"{where}: no parameter {name!r}; it has {list(module.parameter_slots) or 'none'}")
+    bound = []
+    for name, slot in module.parameter_slots.items():
+        argument = tuple(tokenizer.encode_text(arguments[name])) if name in arguments else slot.default
         if argument is None:
-            raise PromptError(
-                f'{_describe_path(module_layout.path)}: parameter {slot.name!r} needs an argument: {slot.name}="..."'
-            )
+            raise PromptError(f'{where}: parameter {name!r} needs an argument: {name}="..."')
         if len(argument) > slot.length:
             raise PromptError(
-                f"{_describe_path(module_layout.path)}: the argument {slot.name}={arguments[slot.name]!r} has {len(argument)} tokens, "
-                f"its parameter holds {slot.length}: shorten it or raise length"
+                f"{where}: the argument {name}={arguments[name]!r} has {len(argument)} tokens, its parameter holds "
+                f"{slot.length}: shorten it or raise length"
             )
-        filled.append((slot, argument))
-    return filled
+        bound.append((slot, argument))
+    return bound
 
 
-def _cached_ranges(
-    module_layout: ModuleLayout, bound_slots: list[tuple[ParameterSlot, tuple[int, ...]]]
-) -> Iterable[CachedRange]:
-    """The runs of a cached piece without its slots: placeholders stand in for text that now is there."""
-    for index, run in enumerate(module_layout.runs):
-        for first, last in _fixed_ranges(run, bound_slots):
-            yield CachedRange(module_layout.path, index, first, last - first, run.start + first)
-
-
-def _uncached_text(
-    module_layout: ModuleLayout, bound_slots: list[tuple[ParameterSlot, tuple[int, ...]]]
-) -> Iterable[NewText]:
-    """Arguments in their slots, and all text of a piece that is not cached."""
-    for slot, argument in bound_slots:
-        if argument:
-            yield NewText(slot.start, argument)
-    if not module_layout.cache:
-        for run in module_layout.runs:
-            for first, last in _fixed_ranges(run, bound_slots):
-                yield NewText(run.start + first, tuple(run.tokens[first:last]))
-
-
-def _fixed_ranges(run: TokenRun, bound_slots: list[tuple[ParameterSlot, tuple[int, ...]]]) -> Iterable[tuple[int, int]]:
-    at = 0
-    for slot, _ in sorted(bound_slots, key=lambda one: one[0].start):
+def _fixed_ranges(run: TokenRun, slots: list[ParameterSlot]) -> Iterator[tuple[int, int]]:
+    """Yield the half-open token ranges of a run between its parameter slots, whose placeholders are never visible."""
+    first = 0
+    for slot in sorted(slots, key=lambda slot: slot.start):
         if run.start <= slot.start < run.end:
-            if slot.start - run.start > at:
-                yield at, slot.start - run.start
-            at = slot.start - run.start + slot.length
-    if at < len(run.tokens):
-        yield at, len(run.tokens)
-
-
-def _complete_scaffolds(
-    layout: Layout, selected: Mapping[ModulePath, object]
-) -> dict[ModulePath, tuple[ModulePath, ...]]:
-    """The scaffolds that are imported as a whole: of each union one member, of the rest all."""
-    together: dict[ModulePath, tuple[ModulePath, ...]] = {}
-    for group in reversed(layout.scaffold_groups):  # an outer scaffold has the last word
-        here = [path for path in layout.modules if path in group and path in selected]
-        missing = [path for path in group if path not in selected]
-        whole = all(
-            (u := enclosing_union(layout, p)) and any((*p[:-1], m.name) in selected for m in u.members) for p in missing
-        )
-        if whole and len(here) > 1:
-            inside = [p for p in layout.modules if p in selected and any(p[: len(h)] == h for h in here)]
-            members = tuple(path for path in inside if layout.modules[path].cache)
-            together |= dict.fromkeys(members, members)
-    return together
+            if slot.start - run.start > first:
+                yield first, slot.start - run.start
+            first = slot.start - run.start + slot.length
+    if first < len(run.tokens):
+        yield first, len(run.tokens)
 
 
 # -- new text -----------------------------------------------------------------------------------------------
 
 
 class _TextPlacer:
-    """Gives the prompt's own text its positions, in the order of the prompt: from `first` on, behind a
-    beginning-of-sequence token that the prompt encodes itself."""
+    """Assign positions to the new text of a prompt, in the order of the prompt.
 
-    def __init__(
-        self, layout: Layout, used_modules: list[ModuleLayout], start: int, tokenizer: TokenizerProtocol
-    ) -> None:
+    Args:
+        used: modules that the prompt imports, and the text outside of modules.
+        start: first free position.
+    """
+
+    def __init__(self, layout: Layout, used: list[ModuleLayout], start: int, tokenizer: ChatTokenizer) -> None:
         self._layout = layout
-        self._used_modules = used_modules
+        self._used = used
         self._start = start
-        self._placed: list[
-            tuple[ModulePath, int, NewText]
-        ] = []  # with the import that it stands in, and what `place` gives
         self._tokenizer = tokenizer
-        self._needs_bos = not start and not any(piece.runs for piece in used_modules)
+        self._placed: list[tuple[ModulePath, int, NewText]] = []  # enclosing import, position it follows, text
+        self._is_opening = not start and not any(module.runs for module in used)  # the next text opens the prompt
 
     def place(self, prompt: Prompt) -> list[tuple[int, NewText]]:
-        """Each text with the end of what it is said behind: of texts in a row, of the first."""
-        self._walk(prompt, ())
-        return [(behind, text) for _, behind, text in self._placed]
+        """Return each text with the end of the content that it follows; of consecutive texts, that of the first."""
+        self._place_level(prompt, ())
+        return [(position, text) for _, position, text in self._placed]
 
-    def _walk(self, level: Prompt | Import, path: ModulePath) -> None:
-        last = max((i for i, child in enumerate(level.children) if isinstance(child, Import)), default=-1)
-        before: ModulePath | None = None  # the import in front
-        behind = 0
-        at: int | None = None  # where the text in front ends, if nothing was imported since
+    def _place_level(self, level: Prompt | Import, path: ModulePath) -> None:
+        last_import = max((i for i, child in enumerate(level.children) if isinstance(child, Import)), default=-1)
+        previous: ModulePath | None = None  # import before the text
+        follows = 0  # end of the content before the text
+        start: int | None = None  # where the next text starts; None: after an import
         for index, child in enumerate(level.children):
             if isinstance(child, Import):
-                before, at = (*path, child.name), None
-                self._walk(child, before)
+                previous, start = (*path, child.name), None
+                self._place_level(child, previous)
                 continue
-            if at is None:
-                after = path if index > last else before
-                behind = max(self._start, self._leading_end(path) if after is None else self._end_of(after))
-                at = max(behind, *self._inner_text_ends(after), 0)
-            text = NewText(at, tuple(self._encode(child)))
-            self._placed.append((path, behind, text))
-            self._needs_bos, at = False, text.end
+            if start is None:
+                after = path if index > last_import else previous
+                follows = max(self._start, self._leading_end(path) if after is None else self._module_end(after))
+                inner = [text.end for outer, _, text in self._placed if after is not None and _is_inside(outer, after)]
+                start = max(follows, *inner, 0)
+            text = NewText(start, tuple(self._encode(child)))
+            self._placed.append((path, follows, text))
+            self._is_opening, start = False, text.end
 
     def _encode(self, child: str | Role) -> list[int]:
         if isinstance(child, str):
-            return (self._tokenizer.bos_ids() if self._needs_bos else []) + self._tokenizer.encode_text(child)
+            return self._tokenizer.encode_text(child)
         text = "".join(part for part in child.children if isinstance(part, str))
-        header, footer = self._tokenizer.encode_turn(child.name, text, opening=self._needs_bos, is_complete=True)
-        return header + footer
+        return self._tokenizer.encode_turn(child.name, text, opening=self._is_opening, is_complete=True)[0]
 
-    def _end_of(self, path: ModulePath) -> int:
-        """Where a used piece and all that is nested in it ends."""
-        return max(
-            (run.end for p in self._nested_layouts(path) for run in p.runs), default=self._layout.modules[path].start
-        )
+    def _module_end(self, path: ModulePath) -> int:
+        """Return the position after a used module and all used modules inside it."""
+        ends = [run.end for module in self._used if _is_inside(module.path, path) for run in module.runs]
+        return max(ends, default=self._layout.modules[path].start)
 
     def _leading_end(self, path: ModulePath) -> int:
-        """Where a level's own text up to its first import ends."""
+        """Return the position after a module's own text before its first import."""
         level = self._layout.modules[path]
-        first = min(piece.start for piece in self._nested_layouts(path) if piece is not level)
-        ends = (min(run.end, first) for run in level.runs if run.start < first)  # an empty import leaves no gap
+        inner = [module.start for module in self._used if _is_inside(module.path, path) and module is not level]
+        first = min(inner)
+        ends = [min(run.end, first) for run in level.runs if run.start < first]  # an empty import leaves no gap
         return max(ends, default=level.start)
 
-    def _inner_text_ends(self, path: ModulePath | None) -> list[int]:
-        """Where texts end that are said in an import, however deep."""
-        return [text.end for inside, _, text in self._placed if path is not None and inside[: len(path)] == path]
 
-    def _nested_layouts(self, path: ModulePath) -> list[ModuleLayout]:
-        """A used piece and those nested in it."""
-        return [piece for piece in self._used_modules if piece.path[: len(path)] == path]
-
-
-def merge_adjacent(texts: Iterable[NewText]) -> list[NewText]:
-    """By position, neighbours joined: fewer calls, and later text sees earlier text."""
-    joined: list[NewText] = []
-    for one in sorted(texts, key=lambda one: one.start):
-        if not one.tokens:
-            continue
-        if joined and joined[-1].end == one.start:
-            joined[-1] = NewText(joined[-1].start, joined[-1].tokens + one.tokens)
-        else:
-            joined.append(one)
-    return joined
+def _is_inside(path: ModulePath, outer: ModulePath) -> bool:
+    return path[: len(outer)] == outer

@@ -1,12 +1,13 @@
-"""Schemas and prompts as values (Prompt Cache, section 3.2). Owns what makes them valid; knows no tokens.
+"""Schemas and prompts as values (Prompt Cache §3.2).
 
     schema("trip", system("You plan trips."), user(module("plan", "For ", parameter("days", 5), " days.")))
 
-Texts that stand side by side become one, so that equal schemas are equal values however they were made.
+Adjacent texts are joined, so equal schemas are equal values no matter how they were built.
 """
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,55 +16,60 @@ from ..errors import PromptError, SchemaError
 
 RoleName = Literal["system", "user", "assistant"]
 
-NAME = r"[^\s<>/&\"'=!?]+"
+NAME = r"[^\s<>/&\"'=!?]+"  # regular expression of a module or parameter name
 ROLES: tuple[RoleName, ...] = ("system", "user", "assistant")
-
-RESERVED = ("schema", "prompt", "module", "union", "parameter", "param", "scaffold", *ROLES)
+TAGS = ("schema", "module", "union", "parameter", "param", "scaffold", *ROLES)  # tags of a schema
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A place for at most `length` tokens. Without a default every prompt has to give an argument."""
+    """Positions reserved for an argument."""
 
     name: str
-    length: int
-    default: str | None = None
+    length: int  # maximum tokens of an argument
+    default: str | None = None  # argument of prompts that give none; None: every prompt must give one
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "parameter", ())
+        _check_name(self.name, "parameter")
         if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1:
-            raise SchemaError(f"parameter {self.name!r}: length={self.length!r}: use a whole number of 1 or more")
+            raise SchemaError(f"parameter {self.name!r}: length={self.length!r}: use an integer of 1 or more")
 
 
 @dataclass(frozen=True)
 class Module:
-    """A piece that prompts import by name. cache=False: placed like the others, but encoded with every prompt."""
+    """Reusable content that prompts import by name."""
 
     name: str
     children: tuple["Child", ...] = ()
-    cache: bool = True
+    cache: bool = True  # False: same positions, but computed anew for every prompt
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "module", RESERVED)
+        _check_name(self.name, "module")
+        if self.name in (*TAGS, "prompt"):
+            raise SchemaError(f"module name={self.name!r} is a word of the language: choose another")
         object.__setattr__(self, "children", _merge_texts(self.children))
 
 
 @dataclass(frozen=True)
 class Union:
-    """Modules of which a prompt imports at most one; required: exactly one."""
+    """Modules of which a prompt imports at most one."""
 
     members: tuple[Module, ...]
-    required: bool = False
+    required: bool = False  # True: a prompt must import one
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "members", tuple(self.members))
-        if not self.members or not all(isinstance(m, Module) for m in self.members):
-            raise SchemaError("a union holds modules, at least one, and nothing else")
+        if not self.members or not all(isinstance(member, Module) for member in self.members):
+            raise SchemaError("a <union> holds modules, at least one, and no text: put text into a module")
+
+    @property
+    def children(self) -> tuple[Module, ...]:
+        return self.members
 
 
 @dataclass(frozen=True)
 class Role:
-    """A chat turn: the model's own template around what stands inside."""
+    """Chat turn, rendered with the model's own template."""
 
     name: RoleName
     children: tuple["Child", ...] = ()
@@ -74,14 +80,14 @@ class Role:
 
 @dataclass(frozen=True)
 class Scaffold:
-    """Modules that are encoded in sight of one another wherever a prompt imports all of them."""
+    """Modules that attend to each other in every prompt that imports all of them."""
 
     children: tuple["Module | Union", ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "children", tuple(self.children))
-        if not self.children or not all(isinstance(c, (Module, Union)) for c in self.children):
-            raise SchemaError("a scaffold holds modules and unions, at least one, and nothing else")
+        if not self.children or not all(isinstance(child, (Module, Union)) for child in self.children):
+            raise SchemaError("a <scaffold> holds modules and unions, at least one, and no text")
 
 
 Child = str | Parameter | Module | Union | Role | Scaffold
@@ -89,7 +95,7 @@ Child = str | Parameter | Module | Union | Role | Scaffold
 
 @dataclass(frozen=True)
 class Schema:
-    """What prompts may import and what all of them contain."""
+    """Content that prompts share: modules to import, and text that is part of every prompt."""
 
     name: str
     children: tuple[Child, ...] = ()
@@ -98,88 +104,88 @@ class Schema:
         if not isinstance(self.name, str) or not re.fullmatch(r"[^<>\"]+", self.name):
             raise SchemaError(f"schema name={self.name!r}: use text without <, > and quotes")
         object.__setattr__(self, "children", _merge_texts(self.children))
-        _check_level(self.children, f"schema {self.name!r}", in_role=False)
-        if any(p.name == "schema" for p in parameters(self.children)):
+        _check_level(self.children, f"schema {self.name!r}")
+        if any(parameter.name == "schema" for parameter in parameters(self.children)):
             raise SchemaError("a parameter of the schema itself cannot be called 'schema': prompts name theirs so")
 
     @property
     def fingerprint(self) -> str:
-        """Names the content of the schema."""
+        """Hash of the schema's content."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Import:
-    """A module that a prompt takes from its schema, with arguments and what is imported, or said, inside it."""
+    """Module that a prompt imports, with imports and new text inside it."""
 
     name: str
     children: tuple["str | Import | Role", ...] = ()
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict)  # of the module's own parameters
 
     def __post_init__(self) -> None:
-        _validate_and_merge(self, f"import {self.name!r}")
+        _check_prompt_level(self, f"import {self.name!r}")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one request takes from a schema and what it says itself. arguments: of the schema's own parameters."""
+    """Imports from a schema, and new text."""
 
-    schema: str
+    schema: str  # name of the schema
     children: tuple[str | Import | Role, ...] = ()
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict)  # of the schema's own parameters
 
     def __post_init__(self) -> None:
-        _validate_and_merge(self, "prompt")
+        _check_prompt_level(self, "prompt")
 
 
 # -- builders -----------------------------------------------------------------------------------------------
 
 
 def schema(name: str, *children: Child) -> Schema:
-    """A schema of these parts."""
+    """Build a schema."""
     return Schema(name, children)
 
 
 def module(name: str, *children: Child, cache: bool = True) -> Module:
-    """A piece that prompts import by name."""
+    """Build a module that prompts import by name."""
     return Module(name, children, cache)
 
 
 def union(*members: Module, required: bool = False) -> Union:
-    """Modules of which a prompt imports at most one."""
+    """Build a union: a prompt imports at most one member."""
     return Union(members, required)
 
 
 def scaffold(*children: Module | Union) -> Scaffold:
-    """Modules that are encoded in sight of one another where all are imported."""
+    """Build a scaffold: its modules attend to each other where all are imported."""
     return Scaffold(children)
 
 
 def parameter(name: str, length: int, default: str | None = None) -> Parameter:
-    """A place for at most `length` tokens."""
+    """Build a parameter: positions for an argument of at most `length` tokens."""
     return Parameter(name, length, default)
 
 
 def system(*children: Child) -> Role:
-    """A system turn."""
+    """Build a system turn."""
     return Role("system", children)
 
 
 def user(*children: Child) -> Role:
-    """A user's turn."""
+    """Build a user turn."""
     return Role("user", children)
 
 
 def assistant(*children: Child) -> Role:
-    """An assistant's turn."""
+    """Build an assistant turn."""
     return Role("assistant", children)
 
 
-# -- what stands in one level -------------------------------------------------------------------------------
+# -- queries ------------------------------------------------------------------------------------------------
 
 
 def modules(children: Iterable[Child]) -> Iterator[tuple[Module, Union | None]]:
-    """The modules that a prompt may import at a level, each with its union: through roles and scaffolds."""
+    """Yield the modules of one level with their union, looking into turns and scaffolds."""
     for child in children:
         if isinstance(child, Module):
             yield child, None
@@ -190,7 +196,7 @@ def modules(children: Iterable[Child]) -> Iterator[tuple[Module, Union | None]]:
 
 
 def parameters(children: Iterable[Child]) -> Iterator[Parameter]:
-    """The parameters of a module's own text: through roles, not through modules."""
+    """Yield the parameters of one level, looking into turns."""
     for child in children:
         if isinstance(child, Parameter):
             yield child
@@ -198,28 +204,16 @@ def parameters(children: Iterable[Child]) -> Iterator[Parameter]:
             yield from parameters(child.children)
 
 
-def unions(children: Iterable[Child]) -> Iterator[Union]:
-    for child in children:
-        if isinstance(child, Union):
-            yield child
-        elif isinstance(child, (Role, Scaffold)):
-            yield from unions(child.children)
-
-
 def has_roles(children: Iterable[object]) -> bool:
-    """Whether a chat turn stands anywhere below."""
-    for child in children:
-        if isinstance(child, Role):
-            return True
-        if isinstance(child, Union):
-            child = Scaffold(child.members)
-        if isinstance(child, (Module, Scaffold, Import)) and has_roles(child.children):
-            return True
-    return False
+    """Return whether there is a chat turn at any depth."""
+    return any(isinstance(child, Role) or has_roles(getattr(child, "children", ())) for child in children)
 
 
-def _validate_and_merge(value: "Import | Prompt", where: str) -> None:
-    """Checks the parts of a prompt and joins its texts."""
+# -- validation ---------------------------------------------------------------------------------------------
+
+
+def _check_prompt_level(value: Import | Prompt, where: str) -> None:
+    """Check the children and arguments of a prompt or import, and join its texts."""
     for child in value.children:
         if not isinstance(child, (str, Import, Role)):
             raise PromptError(f"{where}: {child!r}: use text, imports and roles")
@@ -232,48 +226,34 @@ def _validate_and_merge(value: "Import | Prompt", where: str) -> None:
 
 
 def _merge_texts(children: Iterable[Any]) -> tuple[Any, ...]:
-    """Neighbouring texts as one, empty ones dropped."""
-    joined: list[Any] = []
+    """Join adjacent texts and drop empty ones."""
+    merged: list[Any] = []
     for child in (children,) if isinstance(children, str) else children:
         if not isinstance(child, (str, Parameter, Module, Union, Role, Scaffold, Import)):
             raise SchemaError(f"{child!r}: use text, parameters, modules, unions, roles and scaffolds")
-        if isinstance(child, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += child
+        if isinstance(child, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += child
         elif child != "":
-            joined.append(child)
-    return tuple(joined)
+            merged.append(child)
+    return tuple(merged)
 
 
-def _check_name(name: object, label: str, reserved: tuple[str, ...]) -> None:
+def _check_name(name: object, label: str) -> None:
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
         raise SchemaError(f"{label} name={name!r}: use one word without quotes, <, >, /, &, =, ? or !")
-    if name in reserved:
-        raise SchemaError(f"{label} name={name!r} is a word of the language: choose another")
 
 
-def _check_level(children: tuple[Child, ...], where: str, *, in_role: bool) -> None:
-    """Names are unique where they are used; turns do not nest."""
-    for what, names in (
-        ("module", [m.name for m, _ in modules(children)]),
-        ("parameter", [p.name for p in parameters(children)]),
-    ):
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise SchemaError(f"{where}: {what} {twice!r} is declared twice: give each its own name")
-    _check_children(children, where, in_role)
-
-
-def _check_children(children: Iterable[Child], where: str, in_role: bool) -> None:
+def _check_level(children: Iterable[Child], where: str, *, in_role: bool = False) -> None:
+    """Check that names are unique within each module, and that turns do not nest."""
+    names = [("module", module.name) for module, _ in modules(children)]
+    names += [("parameter", parameter.name) for parameter in parameters(children)]
+    for (kind, name), count in Counter(names).items():
+        if count > 1:
+            raise SchemaError(f"{where}: {kind} {name!r} is declared twice: give each its own name")
     for child in children:
-        if isinstance(child, Role):
-            if in_role:
-                raise SchemaError(f"{where}: <{child.name}> stands inside another turn: turns do not nest")
-            _check_children(child.children, where, True)
-        elif isinstance(child, Module):
-            _check_level(child.children, f"{_qualify(where)} module {child.name!r}", in_role=in_role)
-        elif isinstance(child, (Union, Scaffold)):
-            _check_children(child.members if isinstance(child, Union) else child.children, where, in_role)
-
-
-def _qualify(where: str) -> str:
-    return where.removesuffix(",") + ","
+        if isinstance(child, Role) and in_role:
+            raise SchemaError(f"{where}: <{child.name}> is inside another turn: turns do not nest")
+        if isinstance(child, Module):
+            _check_level(child.children, f"{where}, module {child.name!r}", in_role=in_role)
+        elif isinstance(child, (Union, Scaffold, Role)):
+            _check_level(child.children, where, in_role=in_role or isinstance(child, Role))

@@ -1,4 +1,4 @@
-"""Agents of a running workflow: who runs when, what the cache is told, and that it never changes a result."""
+"""Agents of a running workflow: order of turns, hints for the KV cache, and that hints never change a result."""
 
 import asyncio
 import math
@@ -51,7 +51,7 @@ def small(**options):
 
 
 def test_agents_whose_calls_are_submitted_together_run_in_their_order():
-    """Fixed parts of all are computed at once; nobody's turn begins before what it reads was said."""
+    """Fixed parts of all are computed at once; no turn starts before what it attends to is generated."""
     team_of_four = StepGraph.read(
         {"agents": {"a": None, "b": "a", "c": "a", "d": {"all_of": ["b", "c"]}}, "repeats": True}
     )
@@ -248,10 +248,10 @@ def test_errors_name_what_is_wrong():
     with engine.session() as s, Workflow(s, CYCLE) as team:
         with pytest.raises(ConfigError, match="prefetch=-1"):
             Workflow(s, CYCLE, prefetch=-1)
-        with pytest.raises(GraphError, match="agent 'nobody' is not declared"), team.agent("nobody"):
+        with pytest.raises(GraphError, match="agent 'absent' is not declared"), team.agent("absent"):
             pass
-        with pytest.raises(GraphError, match="agent 'nobody' is not declared"):
-            team.mark_fixed("nobody", [s.prefill([1])])
+        with pytest.raises(GraphError, match="agent 'absent' is not declared"):
+            team.mark_fixed("absent", [s.prefill([1])])
         with pytest.raises(NotAMessageError, match="'role' is not a message"):
             team.mark_fixed("a", ["role"])
         with pytest.raises(InvalidRequestError, match="put it into a list"):

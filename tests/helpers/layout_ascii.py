@@ -77,7 +77,7 @@ def chosen(prompt: Prompt) -> dict[tuple[str, ...], dict[str, str]]:
 def logprobs(model, schema: Schema, prompt: Prompt, tokenizer, forced: list[int], together=()) -> torch.Tensor:
     """(len(forced), V): log-probabilities in front of each forced token of the answer.
 
-    together: paths that are encoded in sight of one another, in this order.
+    together: paths of modules that attend to each other, in this order.
     """
     tokens, positions, visible = rows(schema, prompt, tokenizer, forced, together)
     mask = torch.full((len(tokens), len(tokens)), float("-inf")).masked_fill(visible, 0.0)

@@ -71,7 +71,9 @@ def test_an_unfinished_encoding_is_dropped_with_its_last_holder_and_nothing_happ
     assert store.stats["num_referenced_entries"] == 1
     store.release(entry, HOLDER)
     store.release(entry, HOLDER)
-    assert store.stats == {"num_pages": 8, "num_free_pages": 8} | dict.fromkeys(set(store.stats) - {"num_pages", "num_free_pages"}, 0)
+    assert store.stats == {"num_pages": 8, "num_free_pages": 8} | dict.fromkeys(
+        set(store.stats) - {"num_pages", "num_free_pages"}, 0
+    )
     store.check()
 
 

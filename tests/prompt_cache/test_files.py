@@ -71,7 +71,9 @@ def test_another_schema_model_or_tokenizer(engine, model, characters, saved):
         with pytest.raises(CacheFileError, match=says):
             cache.load(file)
     manifest = json.loads(file.with_suffix(".json").read_text())
-    file.with_suffix(".json").write_text(json.dumps({**manifest, "tokenizer": "0" * 16}))
+    file.with_suffix(".json").write_text(
+        json.dumps({**manifest, "fingerprints": {**manifest["fingerprints"], "tokenizer": "0" * 16}})
+    )
     with pytest.raises(CacheFileError, match="made for tokenizer"):
         PromptCache(engine, STORY).load(file)
 
@@ -103,17 +105,21 @@ def test_damage(engine, saved):
         file.write_bytes(data)
         file.with_suffix(".json").write_text(text)
 
+    def edited(**fields: object) -> str:
+        runs = json.loads(manifest)["runs"]
+        return json.dumps({**json.loads(manifest), "runs": [{**runs[0], **fields}, *runs[1:]]})
+
     with PromptCache(engine, STORY) as cache:
         for data, text, says in (
             (whole[:-10], manifest, "cut off"),
             (bytes(flipped), manifest, "digest differs"),
-            (whole, "{", "not JSON"),
+            (whole, "{", "Invalid JSON"),
             (whole, "[]", "no manifest"),
-            (whole, manifest.replace('"version": 3', '"version": 7'), "version 7"),
+            (whole, manifest.replace('"version": 4', '"version": 7'), "version 7"),
             (whole, manifest.replace("b#0", "c#0"), "other modules"),
-            (whole, json.dumps({**json.loads(manifest), "starts": [-1, 0, 0]}), "are no positions"),
-            (whole, json.dumps({**json.loads(manifest), "works": ["0"]}), "does not name every run"),
-            (whole, json.dumps({**json.loads(manifest), "starts": [0, 1, 2]}), "digest differs"),
+            (whole, edited(base_position=-1), r"runs\.0\.base_position -1"),
+            (whole, edited(content_hash=0), r"runs\.0\.content_hash 0"),
+            (whole, edited(base_position=1), "digest differs"),
         ):
             damage(data, text)
             with pytest.raises(CacheFileError, match=says):
@@ -128,11 +134,12 @@ def test_damage(engine, saved):
 
 
 def test_a_forged_manifest_leaves_nothing_behind(engine, saved):
-    """It names works that these modules are not, and has the digest right."""
+    """It names content that these modules do not have, and its digest is right."""
     file, expected = saved
     manifest = json.loads(file.with_suffix(".json").read_text())
-    manifest["works"].reverse()
-    manifest["sha256"] = storage._digest(file.read_bytes(), manifest)
+    first, *_, last = manifest["runs"]
+    first["content_hash"], last["content_hash"] = last["content_hash"], first["content_hash"]
+    manifest["sha256"] = storage.compute_digest(manifest, file.read_bytes())
     file.with_suffix(".json").write_text(json.dumps(manifest))
     with PromptCache(engine, STORY) as cache:
         with pytest.raises(InvalidRequestError, match="the copy is of work"):
@@ -141,13 +148,12 @@ def test_a_forged_manifest_leaves_nothing_behind(engine, saved):
 
 
 def test_a_forged_manifest_cannot_bring_in_other_shapes(engine, saved):
-    """Whoever rewrites both files still cannot make the engine read what does not fit."""
+    """A file whose tensors and manifest were both rewritten is refused if the shapes do not fit."""
     file, _ = saved
     tensors = {name: tensor[:, :-1].contiguous() for name, tensor in load_file(file).items()}
     save_file(tensors, file)
     manifest = json.loads(file.with_suffix(".json").read_text())
-    manifest |= {"bytes": file.stat().st_size}
-    manifest |= {"sha256": storage._digest(file.read_bytes(), manifest)}
+    manifest["sha256"] = storage.compute_digest(manifest, file.read_bytes())
     file.with_suffix(".json").write_text(json.dumps(manifest))
     with pytest.raises(CacheFileError, match="expected"):
         PromptCache(engine, STORY).load(file)

@@ -32,7 +32,7 @@ def test_positions_are_those_of_the_picture(data, characters, tokens):
     prompt = data.draw(prompts(s))
     serving = resolve_prompt(prompt, layout, tokens)
     shown = [one.position + i for one in serving.cached for i in range(one.num_tokens)]
-    assert len(shown) == len(set(shown)), "no position is shown twice"
+    assert len(shown) == len(set(shown)), "no position is visible twice"
     assert serving.end >= max((one.end for one in serving.new_texts), default=0)
 
 
@@ -70,7 +70,7 @@ def placed(tokens, inside: str) -> list[tuple[int, int]]:
         ("<d><e/></d>hi<a/>", [(35, 37)]),  # behind d, whatever comes after it in the prompt
         ("<c/><user>x</user>", [(38, 41)]),
         ("<a>hi</a>ho<d/>", [(15, 19)]),  # a ends with what is said in it
-        ("<d><e>longer</e>ho</d>", [(33, 41)]),  # so does d: no two texts stand at one place
+        ("<d><e>longer</e>ho</d>", [(33, 41)]),  # so does d: no two texts share a position
     ],
 )
 def test_new_text_stands_where_the_paper_puts_it(tokens, inside, expected):
@@ -107,7 +107,7 @@ def test_plain_text_is_in_the_order_of_the_prompt(tokens, characters, inside, te
 
 
 class Begun(ChatTokenizer):
-    """With a beginning-of-sequence token."""
+    """Tokenizer with a BOS token."""
 
     def bos_ids(self) -> list[int]:
         return [2]

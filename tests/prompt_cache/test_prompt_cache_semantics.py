@@ -110,7 +110,7 @@ def test_a_scaffolded_schema_serves_what_a_fresh_cache_serves(data, engine):
         for _ in range(3):
             prompt = data.draw(prompts(s))
             result = measured(cache, prompt)
-            with PromptCache(engine, s, client_id="somebody else") as fresh:
+            with PromptCache(engine, s, client_id="another") as fresh:
                 alone = measured(fresh, prompt)
             engine.clear_cache()
             torch.testing.assert_close(result, alone, atol=1e-4, rtol=1e-4)
@@ -137,7 +137,7 @@ def test_an_argument_replaces_its_placeholder(engine):
             told[days] = measured(cache, load_prompt(f'<prompt schema="s"><m days="{days}"/><user>?</user></prompt>'))
         serving = cache.resolve('<prompt schema="s"><m days="1"/></prompt>')
     assert not torch.equal(told["12"], told["34"])
-    assert [(one.position, one.num_tokens) for one in serving.cached] == [(0, 4), (6, 1)]  # 4 and 5 are nobody's
+    assert [(one.position, one.num_tokens) for one in serving.cached] == [(0, 4), (6, 1)]  # 4 and 5 are unused
     assert [(one.start, len(one.tokens)) for one in serving.new_texts] == [(4, 1)]
 
 
@@ -240,7 +240,7 @@ def test_a_copy_comes_back_bit_for_bit(engine):
 def test_a_copy_waits_for_what_is_shared_and_not_computed_yet(engine):
     """A content hit ends at once, though the first message of that content is still to be computed."""
     with engine.session() as one, engine.session() as two:
-        one.prefill("x" * 40)  # nobody reads it
+        one.prefill("x" * 40)  # not read
         taken = two.prefill("x" * 40).export_kv()
         assert all(keys.isfinite().all() for keys, _ in taken.layers)
 
