@@ -32,7 +32,6 @@ from choreograph.training.dataset import TrainingExample, baseline_examples
 from choreograph.training.losses import example_losses
 from choreograph.training.trace import TracedCall
 from choreograph.utils import ensure_dir
-from choreograph.viz.plots import learning_curves
 from choreograph.workflows import WorkflowRun, conditions_of, find
 from choreograph.workflows.run import Condition
 
@@ -46,6 +45,7 @@ from .common import (
     provenance,
     save,
 )
+from .plots import learning_curves
 
 NUM_TOP_TOKENS = 32  # likeliest tokens that a trace keeps where the divergence is a part of the loss
 ORDER_SEPARATOR = ", order "  # between the id of a list of concepts and the number of the order that it stands in

@@ -19,7 +19,6 @@ from choreograph.engine.concurrency import run_concurrently
 from choreograph.engine.session import PromptInput, Session
 from choreograph.evaluation.statistics import mean, ratio
 from choreograph.events import Event
-from choreograph.viz.plots import difference_bars
 
 from .common import (
     FIGURES,
@@ -33,6 +32,7 @@ from .common import (
     row_from_record,
     save,
 )
+from .plots import difference_bars
 
 GRID = ((512, 32, 32), (1024, 32, 32), (2048, 32, 32), (2048, 32, 128), (2048, 256, 32), (4096, 32, 32))
 CONCURRENT_SHAPES = ((256, 4), (256, 8), (256, 16), (512, 8), (512, 16))

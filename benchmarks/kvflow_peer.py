@@ -17,7 +17,6 @@ from statistics import median
 
 from choreograph import Engine, SamplingParams
 from choreograph.agents import StepGraph, Workflow
-from choreograph.viz.plots import difference_bars
 
 from .common import FIGURES, Row, engine, save
 from .kvflow import (
@@ -33,6 +32,7 @@ from .kvflow import (
     usage_counts,
 )
 from .peer_prompts import AGENTS, prompts_of
+from .plots import difference_bars
 
 MAX_TOKENS = {"planner": 64, "executor": 128, "expresser": 128, "reviewer": 48}  # tokens that an agent may say
 

@@ -13,9 +13,9 @@ import torch
 
 from choreograph import Engine, SamplingParams
 from choreograph.prompt_cache import Import, Prompt, PromptCache, module, schema
-from choreograph.viz.plots import ttft_plot
 
 from .common import FIGURES, Row, engine, interleaved, median_row, ratio_row, save
+from .plots import ttft_plot
 
 NUM_CACHED_TOKENS, NUM_NEW_TOKENS = 5120, (8, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096, 7680)

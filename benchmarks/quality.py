@@ -21,10 +21,10 @@ from choreograph.evaluation.report import format_estimate, score_table, summariz
 from choreograph.evaluation.run_dir import RunDirectory, RunRecord
 from choreograph.evaluation.runner import evaluate_conditions, make_run_config
 from choreograph.sampling_params import SamplingParams
-from choreograph.viz.plots import difference_bars
 from choreograph.workflows import Condition, conditions_of, find
 
 from .common import FIGURES, last_result, merge_results, provenance, save
+from .plots import difference_bars
 
 WORKFLOWS = {  # by what their runs are called in result files
     "direct": "single_call",

@@ -39,7 +39,7 @@ from choreograph.layer_reuse.profiler import (
     with_timings,
 )
 from choreograph.layer_reuse.remote import RemoteSender
-from choreograph.viz.plots import pareto_plot
+from choreograph.viz import pareto_plot
 
 from .common import (
     FIGURES,

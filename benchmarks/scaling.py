@@ -10,12 +10,12 @@ from dataclasses import replace
 from choreograph.evaluation.datasets import load
 from choreograph.evaluation.speed import speed_rows, time_conditions
 from choreograph.sampling_params import SamplingParams
-from choreograph.viz.plots import speedup_over_branches
 from choreograph.workflows import conditions_of, find
 from choreograph.workflows.run import WorkflowRun
 from choreograph.workflows.single_call import solve_prompt
 
 from .common import FIGURES, Row, engine, save
+from .plots import speedup_over_branches
 
 BRANCHES = (4, 16, 64)
 VOTERS = (1, 4, 16)

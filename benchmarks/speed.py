@@ -5,14 +5,17 @@ ten of our own. Traces and timings lie in `--out`, so that a run which was stopp
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from scipy import stats
 
 from choreograph.evaluation import report as shown
-from choreograph.evaluation.statistics import correlation
+from choreograph.evaluation.statistics import Estimate
 from choreograph.sampling_params import SamplingParams
-from choreograph.viz.plots import speedup_over_tokens
+from choreograph.viz import speedup_over_tokens
 from choreograph.workflows import conditions_of, find
 
 from .common import FIGURES, Row, engine, estimate_row, last_result, merge_results, row_from_record, save
@@ -25,6 +28,13 @@ TITLES = {
     "debate_iterative": "iterative debate",
     "debate_parallel": "parallel debate",
 }
+
+
+def correlation(x: Sequence[float], y: Sequence[float]) -> Estimate:
+    """Return Pearson's r with its 95% interval and p."""
+    result: Any = stats.pearsonr(x, y)
+    low, high = result.confidence_interval(0.95)
+    return Estimate(float(result.statistic), float(low), float(high), len(x), float(result.pvalue))
 
 
 def main() -> None:
@@ -67,8 +77,9 @@ def main() -> None:
     points = {title: points[title] for title in TITLES.values() if title in points}
     rows = had + rows
     r_of = {r.measure.partition(":")[0]: r for r in rows if "correlation" in r.measure}
-    notes = {title: f"r = {r.value:.2f} ({r.low:.2f}, {r.high:.2f})" for title, r in r_of.items()}
-    speedup_over_tokens(points, FIGURES / "speed-over-tokens.svg", notes=notes)
+    labels = {title: f"{title}\nr = {r.value:.2f} ({r.low:.2f}, {r.high:.2f})" for title, r in r_of.items()}
+    series = {labels.get(title, title): values for title, values in points.items()}
+    speedup_over_tokens(series, FIGURES / "speed-over-tokens.svg")
     save("speed", rows, points=points, options=merge_results("speed", "options", options_of))
 
 

@@ -1,5 +1,23 @@
-"""`python -m choreograph`."""
+"""Entry point of `choreograph` and `python -m choreograph`."""
 
-from .cli.main import main
+import sys
 
-main()
+from .errors import MissingDependencyError
+from .utils import require
+
+
+def main() -> None:
+    """Run the command line; exit with code 2 without extra `cli`."""
+    try:
+        require("rich", "cli")
+        require("typer", "cli")
+    except MissingDependencyError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        raise SystemExit(2) from None
+    from .cli.main import main as run_command_line
+
+    run_command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,75 +1,94 @@
-"""Tables and numbers for people: rich on a terminal, aligned plain text in a pipe. Knows no engine."""
+"""Tables, text and progress for terminals and pipes (extra `cli`)."""
 
-import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from .utils import require
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
-def make_console(*, quiet: bool = False, stderr: bool = False) -> Console:
-    """A console that shows texts as they are: `:key:` is what somebody said, no picture of a key."""
+def make_console(*, quiet: bool = False, stderr: bool = False) -> "Console":
+    """Return a console that prints `:key:` as it is."""
+    require("rich", "cli")
+    from rich.console import Console
+
     return Console(quiet=quiet, stderr=stderr, emoji=False)
 
 
+def print_text(console: "Console", text: str, end: str = "\n") -> None:
+    """Print text as it is, without markup, colors and wrapping."""
+    console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_table(
-    console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, num_text_columns: int = 1
+    console: "Console", title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, num_text_columns: int = 1
 ) -> None:
-    """The first columns, `texts` of them, are text, the others are numbers. On a narrow terminal texts fold, but for
-    the first one of a line, which names it."""
-    if console.is_terminal:
-        console.print(_build_table(console.width, title, header, rows, num_text_columns))
-        return
-    widths = [max(cell_len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-    console.print(title, markup=False, highlight=False, soft_wrap=True)
-    for line in (header, *rows):
-        gaps = [" " * (w - cell_len(c)) for c, w in zip(line, widths, strict=True)]
-        cells = [
-            c + gap if i < num_text_columns else gap + c for i, (c, gap) in enumerate(zip(line, gaps, strict=True))
-        ]
-        console.print("  ".join(cells).rstrip(), markup=False, highlight=False, soft_wrap=True)
+    """Print a table whose first columns are text and the others numbers.
 
+    On a narrow terminal text folds, except in the first column, which names the row. In a pipe columns are aligned.
+    """
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
 
-def _build_table(
-    width: int, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
-) -> Table:
     table = Table(title=Text(title, style="italic"), title_justify="left")
-    names = max(cell_len(line[0]) for line in (header, *rows))
+    name_width = max(cell_len(row[0]) for row in (header, *rows))
     for index, name in enumerate(header):
-        first = index == 0 and names <= width // 2
-        whole = first or index >= num_text_columns
+        is_text, is_name = index < num_text_columns, index == 0 and name_width <= console.width // 2
+        no_wrap = is_name or not is_text
         table.add_column(
             Text(name),
-            justify="left" if index < num_text_columns else "right",
-            no_wrap=whole,
-            overflow="ellipsis" if whole else "fold",
-            min_width=names if first else None,
+            justify="left" if is_text else "right",
+            no_wrap=no_wrap,
+            overflow="ellipsis" if no_wrap else "fold",
+            min_width=name_width if is_name else None,
         )
-    for line in rows:
-        table.add_row(*map(Text, line))
-    return table
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if not console.is_terminal:
+        table.title, table.box, table.padding, table.pad_edge = None, None, (0, 2, 0, 0), False
+        table.width = console.measure(table, options=console.options.update(width=100_000)).maximum
+        print_text(console, title)
+    console.print(table, soft_wrap=not console.is_terminal)
 
 
-def print_run(console: Console, title: str, result: Any) -> None:
-    """What one run of a workflow cost, stage by stage, what it found out besides its answer, and what went unread."""
-    lines = [
-        (s.stage, str(s.calls), format_ms(s.ttft), str(s.encoded), str(s.cached), str(s.generated))
-        for s in result.metrics.stages
-    ]
-    print_table(console, title, ("stage", "calls", "TTFT", "encoded", "reused", "generated"), lines)
-    host_tokens = (("found out", result.run.outputs), ("could not be parsed", dict(result.run.parse_failures)))
-    for what, found in host_tokens:
-        if found:
-            line = f"{what}: {json.dumps(found, ensure_ascii=False)}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+@contextmanager
+def progress(console: "Console", label: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+    """Yield a function that advances a bar, or lines in a pipe."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
+            task = bar.add_task(label, total=total, completed=done)
+            yield lambda: bar.advance(task)
+        return
+    count = done
+
+    def tick() -> None:
+        nonlocal count
+        count += 1
+        if count * 10 // total > (count - 1) * 10 // total:
+            console.print(f"... {label}: {count} of {total}", highlight=False)
+
+    yield tick
 
 
 def format_ms(seconds: float | None) -> str:
+    """Return seconds as whole milliseconds; `-` for None."""
     return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
 
 
 def format_ratio(numerator: float | None, denominator: float | None) -> str:
+    """Return `1.23x`; `-` if either number is missing or zero."""
     return f"{numerator / denominator:.2f}x" if numerator and denominator else "-"

@@ -22,7 +22,7 @@ runner = CliRunner()
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["info"], ["demo"], ["run"], ["eval"], ["bench"], ["chat"], ["reuse", "profile"]]
+    "command", [[], ["info"], ["demo"], ["run"], ["eval"], ["bench"], ["chat"], ["layer-reuse", "profile"]]
 )
 def test_help_is_there_for_everything(command):
     result = runner.invoke(app, [*command, "--help"])
@@ -33,6 +33,17 @@ def test_help_is_there_for_everything(command):
             option in re.sub(r"\x1b\[[0-9;]*m", "", result.output)
             for option in ("--model", "--mode", "--dtype", "--json")
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "earlier"),
+    [("prompt-cache", "pml"), ("step-graph", "graph"), ("layer-reuse", "reuse"), ("autotune", "tune")],
+)
+def test_earlier_names_of_commands_work_and_are_hidden(name, earlier):
+    listed = re.findall(r"^│ ([a-z-]+) ", runner.invoke(app, ["--help"]).output, re.MULTILINE)
+    assert name in listed and earlier not in listed
+    new, old = (runner.invoke(app, [command, "--help"]).output for command in (name, earlier))
+    assert old.splitlines()[2:] and old.replace(f" {earlier} ", f" {name} ").split() == new.split()
 
 
 def test_python_dash_m_works():
@@ -73,7 +84,7 @@ def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path, talker_folde
     encoded = {mode: sum(s["encoded"] for s in numbers[mode]["stages"]) for mode in ("prefix", "choreographed")}
     assert encoded["choreographed"] < encoded["prefix"]
     drawn = picture.read_text()
-    assert drawn.startswith("<svg")
+    assert drawn.startswith("<?xml") and "<svg" in drawn
     assert "stroke-dasharray" in drawn, "voters see branches that were moved"
 
 
@@ -149,12 +160,12 @@ def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("graph show g.yaml --svg folder", "folder: this is a folder"),
-        ("graph show g.yaml --svg file/x.svg", "file: no folder can be made there"),
-        ("pml show s.pml --svg folder", "folder: this is a folder"),
-        ("pml warm s.pml --save folder", "folder: this is a folder"),
-        ("pml warm s.pml --save x.json", "x.json: this name is the manifest's"),
-        ("reuse show latin", "latin: no profile"),
+        ("step-graph show g.yaml --svg folder", "folder: this is a folder"),
+        ("step-graph show g.yaml --svg file/x.svg", "file: no folder can be made there"),
+        ("prompt-cache show s.pml --svg folder", "folder: this is a folder"),
+        ("prompt-cache warm s.pml --save folder", "folder: this is a folder"),
+        ("prompt-cache warm s.pml --save x.json", "x.json: this name is the manifest's"),
+        ("layer-reuse show latin", "latin: no profile"),
         ("eval single_call --data latin", "latin, line 1: not JSON in UTF-8"),
         ("run broken.py --task x", "broken.py, line 2: "),
     ],
@@ -176,19 +187,19 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line(arguments, said, caps
 def test_a_picture_is_drawn_into_a_folder_that_is_made(tmp_path):
     (tmp_path / "g.yaml").write_text("agents:\n  a:\n  b: a\n")
     picture = tmp_path / "new" / "x.svg"
-    result = runner.invoke(app, ["graph", "show", str(tmp_path / "g.yaml"), "--svg", str(picture)])
-    assert result.exit_code == 0 and picture.read_text().startswith("<svg")
+    result = runner.invoke(app, ["step-graph", "show", str(tmp_path / "g.yaml"), "--svg", str(picture)])
+    assert result.exit_code == 0 and "<svg" in picture.read_text()
 
 
 def test_a_path_is_not_broken_in_a_pipe(tmp_path, capsys, talker_folder):
     (tmp_path / "g.yaml").write_text("agents:\n  a:\n")
     for path in (tmp_path / ("long " * 30) / "g.yaml", tmp_path / "no" / ("x" * 90)):
         with pytest.raises(SystemExit):
-            main(lambda path=path: app(["graph", "show", str(path)], standalone_mode=False))
+            main(lambda path=path: app(["step-graph", "show", str(path)], standalone_mode=False))
         assert str(path) in capsys.readouterr().err
     (tmp_path / "s.pml").write_text('<schema name="s"><module name="a">hello</module></schema>')
     picture = tmp_path / ("long " * 30) / "x.svg"
-    arguments = ["pml", "show", str(tmp_path / "s.pml"), "--model", talker_folder, "--svg", str(picture)]
+    arguments = ["prompt-cache", "show", str(tmp_path / "s.pml"), "--model", talker_folder, "--svg", str(picture)]
     result = runner.invoke(app, arguments)
     assert f"drawn to {picture}\n" in result.output
 
@@ -212,7 +223,7 @@ def test_a_graph_keeps_its_names_on_a_narrow_terminal(tmp_path, monkeypatch):
     (tmp_path / "g.json").write_text(json.dumps(agents))
     console = Console(file=StringIO(), force_terminal=True, width=60, no_color=True)
     monkeypatch.setattr("choreograph.cli.step_graph_commands.make_console", lambda: console)
-    runner.invoke(app, ["graph", "show", str(tmp_path / "g.json")])
+    runner.invoke(app, ["step-graph", "show", str(tmp_path / "g.json")])
     shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
     assert all(name in shown for name in agents) and "all of" in shown and "(any of" in shown
     assert all(f"│     {steps} │" in shown for steps in (1, 2))
@@ -221,7 +232,7 @@ def test_a_graph_keeps_its_names_on_a_narrow_terminal(tmp_path, monkeypatch):
 def test_what_happened_may_name_agents_with_spaces(tmp_path):
     (tmp_path / "g.yaml").write_text("the first, of two:\nb: the first, of two\n")
     for events in ("+the first, of two,-the first, of two,+b", " +the first, of two -the first, of two +b"):
-        result = runner.invoke(app, ["graph", "show", str(tmp_path / "g.yaml"), "--json", "--after", events])
+        result = runner.invoke(app, ["step-graph", "show", str(tmp_path / "g.yaml"), "--json", "--after", events])
         assert json.loads(result.output) == {"the first, of two": None, "b": 0}
 
 

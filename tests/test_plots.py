@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.plots import difference_bars, speedup_over_branches, ttft_plot
 from choreograph.errors import ConfigError
-from choreograph.viz.plots import difference_bars, speedup_over_branches, speedup_over_tokens, ttft_plot
+from choreograph.viz import speedup_over_tokens
 
 BARS = {"leak both": (-3.0, -9.0, 3.0), "leak plan": (2.0, -4.0, 8.0)}
 
@@ -12,8 +13,8 @@ def test_every_figure_is_drawn_and_stays_the_same(tmp_path):
     def draw(folder):
         speedup_over_branches({"1 voter": [(4, (1.1, 1.0, 1.2)), (16, (1.4, 1.3, 1.5))]}, folder / "a.svg", title="t")
         for count, name in ((1, "b.svg"), (3, "c.svg")):
-            series = {f"workflow {i}": [(100.0, 1.1), (200.0, 1.3)] for i in range(count)}
-            speedup_over_tokens(series, folder / name, notes={"workflow 0": "r = 0.5"})
+            series = {f"workflow {i}\nr = 0.5": [(100.0, 1.1), (200.0, 1.3)] for i in range(count)}
+            speedup_over_tokens(series, folder / name)
         difference_bars(
             {"none": BARS, "always defect": dict(list(BARS.items())[:1])}, folder / "d.svg", ylabel="points"
         )

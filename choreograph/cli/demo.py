@@ -1,21 +1,22 @@
-"""The demo: Tree of Thoughts in prefix mode, then choreographed and forced to the same tokens, side by side."""
+"""Demo: Tree of Thoughts in prefix and choreographed mode."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from ..console import format_ms, format_ratio, print_table
+from ..console import format_ms, format_ratio, print_table, print_text
 from ..engine.engine import Engine
 from ..events import Event
 from ..outputs import Mode
 from ..sampling_params import SamplingParams
-from ..utils import atomic_write_text, ensure_writable
-from ..viz.message_graph import message_graph_to_svg
+from ..utils import ensure_writable, require
+from ..viz import draw_message_graph
 from ..workflows import find
-from ..workflows.run import RunMetrics, WorkflowResult, run_workflow
+from ..workflows.run import WorkflowResult, run_workflow
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 TASK = (
     "A baker fills 3 trays with 24 rolls each. She sells 2/3 of all rolls in the morning and half of the rest in "
@@ -27,7 +28,7 @@ SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=160)
 
 def run_demo(
     engine: Engine,
-    console: Console,
+    console: "Console",
     *,
     task: str = TASK,
     branches: int = 8,
@@ -37,118 +38,53 @@ def run_demo(
     seed: int = 0,
     sampling: SamplingParams = SAMPLING,
 ) -> dict[str, Any]:
-    """Draws in prefix mode, says the same choreographed, then times both saying it, in turns; prints as it goes, and
-    returns the numbers of the pair whose gain is the median, since a moment of another process spoils one."""
+    """Generate in prefix mode, then time both modes on these tokens.
+
+    Returns the numbers of the pair with the median speedup, so that one disturbed run does not matter.
+    """
     ensure_writable(svg_path)
+    if svg_path is not None:
+        require("matplotlib", "viz")
     workflow, options = find("tree_of_thoughts"), {"branches": branches, "voters": voters}
 
-    def once(mode: Mode, **more: Any) -> WorkflowResult:
+    def run_once(mode: Mode, **kwargs: Any) -> WorkflowResult:
         engine.clear_cache()
-        return run_workflow(engine, workflow, task, mode=mode, seed=seed, sampling=sampling, options=options, **more)
+        return run_workflow(engine, workflow, task, mode=mode, seed=seed, sampling=sampling, options=options, **kwargs)
 
     with _progress(engine, console, "warming up"):
-        few = SamplingParams(max_tokens=4)
-        warm = run_workflow(engine, workflow, "1 + 1", mode="prefix", sampling=few, options=options)
-        content = warm.run.transcript()
-        run_workflow(engine, workflow, "1 + 1", mode="choreographed", replay=content, options=options)
+        short = SamplingParams(max_tokens=4)
+        warm = run_workflow(engine, workflow, "1 + 1", mode="prefix", sampling=short, options=options)
+        run_workflow(engine, workflow, "1 + 1", mode="choreographed", replay=warm.run.transcript(), options=options)
     console.print(f"[b]Problem[/b] {task}", highlight=False)
     with _progress(engine, console, f"prefix mode: {branches} branches, {voters} votes, the answer"):
-        content = once("prefix").run.transcript()
+        transcript = run_once("prefix").run.transcript()
+    label = ["[b]Final answer[/b]"]
     with _progress(engine, console, "choreographed mode, forced to the same tokens") as stop:
-        shown = once(
-            "choreographed",
-            replay=content,
-            on_text=_make_answer_printer(console, stop),
-            on_finish=lambda steps: message_graph_to_svg(
-                steps, "Tree of Thoughts, choreographed: who saw whom, and where"
-            ),
-        )
+
+        def on_text(piece: str) -> None:
+            stop()
+            if label:
+                console.print(label.pop(), end="", highlight=False)
+            print_text(console, piece, end="")
+
+        def on_finish(steps: Any) -> None:
+            if svg_path is not None:
+                draw_message_graph(steps, svg_path, "Tree of Thoughts, choreographed: the context of every message")
+
+        run_once("choreographed", replay=transcript, on_text=on_text, on_finish=on_finish)
     console.print("\n")
     measured = []
     for number in range(1, pairs + 1):
         with _progress(engine, console, f"both forced to these tokens, to time them: {number} of {pairs}"):
-            measured.append((once("prefix", replay=content), once("choreographed", replay=content)))
+            measured.append((run_once("prefix", replay=transcript), run_once("choreographed", replay=transcript)))
     console.print()
-    middle = sorted(measured, key=_speedup)[(len(measured) - 1) // 2]
-    _print_comparison(console, middle[0].metrics, middle[1].metrics)
+    prefix, choreographed = sorted(measured, key=_speedup)[(len(measured) - 1) // 2]
+    _print_comparison(console, prefix, choreographed)
     if pairs > 1:
-        gains = ", ".join(f"{_speedup(pair):.2f}x" for pair in measured)
-        console.print(f"The pair in the middle of {pairs}; end to end they are {gains}.", highlight=False)
+        speedups = ", ".join(f"{_speedup(pair):.2f}x" for pair in measured)
+        console.print(f"The median pair of {pairs}; end to end they are {speedups}.", highlight=False)
     if svg_path is not None:
-        atomic_write_text(svg_path, shown.artifact)
-        console.print(f"\nWho saw whom, and where: {svg_path}", markup=False, highlight=False, soft_wrap=True)
-    return _summarize(task, *middle) | {"e2e_ratios": [_speedup(pair) for pair in measured]}
-
-
-def _speedup(pair: tuple[WorkflowResult, WorkflowResult]) -> float:
-    return pair[0].metrics.seconds / pair[1].metrics.seconds
-
-
-def _make_answer_printer(console: Console, stop_progress: Callable[[], None]) -> Callable[[str], None]:
-    """Prints the answer as it comes, behind a label."""
-    label = ["[b]Final answer[/b]"]
-
-    def say(piece: str) -> None:
-        stop_progress()
-        if label:
-            console.print(label.pop(), end="", highlight=False)
-        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-
-    return say
-
-
-@contextmanager
-def _progress(engine: Engine, console: Console, label: str) -> Iterator[Callable[[], None]]:
-    """A live count of tokens on a terminal, one line in a pipe. Yields a function that ends it early."""
-    if not console.is_terminal:
-        console.print(f"... {label}", highlight=False)
-        yield lambda: None
-        return
-    status = console.status(label)
-    count = 0
-
-    def note(event: Event) -> None:
-        nonlocal count
-        count += event.kind == "token"
-        if event.kind == "step":
-            status.update(f"{label}: {count} tokens")
-
-    status.start()
-    forget = engine.events.subscribe(note)
-    try:
-        yield status.stop
-    finally:
-        forget()
-        status.stop()
-
-
-def _print_comparison(console: Console, prefix: RunMetrics, choreographed: RunMetrics) -> None:
-    """Two narrow tables, which an 80-column terminal shows whole."""
-    pairs = list(zip(prefix.stages, choreographed.stages, strict=True))
-    times = [
-        (old.stage, str(old.calls), format_ms(old.ttft), format_ms(new.ttft), format_ratio(old.ttft, new.ttft))
-        for old, new in pairs
-        if old.ttft is not None
-    ]
-    calls = sum(old.calls for old, _ in pairs if old.ttft is not None)
-    total = (format_ms(prefix.ttft), format_ms(choreographed.ttft), format_ratio(prefix.ttft, choreographed.ttft))
-    times.append(("all decodes", str(calls), *total))
-    print_table(
-        console, "Time to first token, mean per call", ("stage", "calls", "prefix", "choreographed", "ratio"), times
-    )
-    counts = [(old.stage, *map(str, (old.encoded, new.encoded, old.cached, new.cached))) for old, new in pairs]
-    counts.append(("all", *map(str, (prefix.encoded, choreographed.encoded, prefix.cached, choreographed.cached))))
-    head = ("stage", "encoded: prefix", "choreogr.", "reused: prefix", "choreogr.")
-    console.print()
-    print_table(console, "Prompt tokens encoded, and reused", head, counts)
-    console.print(
-        f"\nEnd to end: prefix {prefix.seconds:.2f} s, choreographed {choreographed.seconds:.2f} s, "
-        f"ratio {format_ratio(prefix.seconds, choreographed.seconds)}",
-        highlight=False,
-    )
-
-
-def _summarize(task: str, prefix: WorkflowResult, choreographed: WorkflowResult) -> dict[str, Any]:
+        print_text(console, f"\nThe context of every message: {svg_path}")
     return {
         "task": task,
         "answer": choreographed.answer.text,
@@ -158,4 +94,54 @@ def _summarize(task: str, prefix: WorkflowResult, choreographed: WorkflowResult)
         "ttft_ratio": (prefix.metrics.ttft or 0.0) / (choreographed.metrics.ttft or 1.0),
         "e2e_ratio": _speedup((prefix, choreographed)),
         "unparseable": dict(prefix.run.parse_failures),
+        "e2e_ratios": [_speedup(pair) for pair in measured],
     }
+
+
+def _speedup(pair: tuple[WorkflowResult, WorkflowResult]) -> float:
+    return pair[0].metrics.seconds / pair[1].metrics.seconds
+
+
+@contextmanager
+def _progress(engine: Engine, console: "Console", label: str) -> Iterator[Callable[[], None]]:
+    """Show a live count of tokens; yield a function that hides it."""
+    if not console.is_terminal:
+        console.print(f"... {label}", highlight=False)
+        yield lambda: None
+        return
+    status, count = console.status(label), 0
+
+    def on_event(event: Event) -> None:
+        nonlocal count
+        count += event.kind == "token"
+        if event.kind == "step":
+            status.update(f"{label}: {count} tokens")
+
+    status.start()
+    unsubscribe = engine.events.subscribe(on_event)
+    try:
+        yield status.stop
+    finally:
+        unsubscribe()
+        status.stop()
+
+
+def _print_comparison(console: "Console", prefix_result: WorkflowResult, choreographed_result: WorkflowResult) -> None:
+    """Print two narrow tables that fit an 80-column terminal."""
+    prefix, choreographed = prefix_result.metrics, choreographed_result.metrics
+    pairs = list(zip(prefix.stages, choreographed.stages, strict=True))
+    decodes = [(old, new) for old, new in pairs if old.ttft is not None]
+    calls = sum(old.calls for old, _ in decodes)
+    times = [(old.stage, old.calls, old.ttft, new.ttft) for old, new in decodes]
+    times.append(("all decodes", calls, prefix.ttft, choreographed.ttft))
+    rows = [(stage, str(n), format_ms(a), format_ms(b), format_ratio(a, b)) for stage, n, a, b in times]
+    header: tuple[str, ...] = ("stage", "calls", "prefix", "choreographed", "ratio")
+    print_table(console, "Time to first token, mean per call", header, rows)
+    counts = [(old.stage, *map(str, (old.encoded, new.encoded, old.cached, new.cached))) for old, new in pairs]
+    counts.append(("all", *map(str, (prefix.encoded, choreographed.encoded, prefix.cached, choreographed.cached))))
+    header = ("stage", "encoded: prefix", "choreogr.", "reused: prefix", "choreogr.")
+    console.print()
+    print_table(console, "Prompt tokens encoded, and reused", header, counts)
+    seconds = f"prefix {prefix.seconds:.2f} s, choreographed {choreographed.seconds:.2f} s"
+    ratio = format_ratio(prefix.seconds, choreographed.seconds)
+    console.print(f"\nEnd to end: {seconds}, ratio {ratio}", highlight=False)

@@ -1,4 +1,4 @@
-"""`choreograph pml`: schemas and prompts from the command line. Owns options and printing."""
+"""`choreograph prompt-cache`: schemas and prompts in PML."""
 
 import json
 import time
@@ -6,23 +6,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from ..console import make_console
-from .common import DEFAULT_MODEL, DtypeName, DtypeOption, JsonOption, ModelOption
+from ..console import make_console, print_table, print_text
+from ..outputs import Mode
+from .common import DEFAULT_MODEL, DtypeOption, JsonOption, MaxTokensOption, ModelOption, SeedOption, TemperatureOption
 
 if TYPE_CHECKING:
-    from ..outputs import Mode
+    from ..prompt_cache.layout import Layout, ModuleLayout
 
 app = typer.Typer(
-    name="pml", help="Prompt Cache: schemas of reusable modules, and prompts that import them.", no_args_is_help=True
+    name="prompt-cache",
+    help="Prompt Cache: schemas of reusable modules, and prompts that import them.",
+    no_args_is_help=True,
 )
+BAR_CHARS = 48  # characters of a layout bar, at most
 
 SchemaFile = Annotated[Path, typer.Argument(help="A schema in PML.", show_default=False)]
-
 PromptFile = Annotated[Path, typer.Argument(help="A prompt in PML for that schema.", show_default=False)]
-
-CacheOption = Annotated[Path | None, typer.Option("--cache", help="Encodings that `warm --save` wrote.")]
+CacheOption = Annotated[Path | None, typer.Option("--cache", help="A KV cache that `warm --save` wrote.")]
 
 
 @app.command()
@@ -38,21 +39,17 @@ def check(
 
     layout, tokens = _load_layout(schema, model)
     console = make_console()
-    facts = f"{len(layout.modules) - 1} modules, {layout.length} positions, {layout.num_cached_tokens} tokens to encode once"
-    console.print(f"{schema.name}: {layout.schema.name}, {facts}", markup=False, highlight=False, soft_wrap=True)
+    facts = f"{len(layout.modules) - 1} modules, {layout.length} positions, {layout.num_cached_tokens} tokens to cache"
+    print_text(console, f"{schema.name}: {layout.schema.name}, {facts}")
     for path in prompts or []:
         prompt = load_prompt(path)
         try:
             serving = resolve_prompt(prompt, layout, tokens)
         except PromptError as exc:
             raise PromptError(f"{path.name}: {exc}") from None
-        seen, new = sum(one.num_tokens for one in serving.cached), sum(len(one.tokens) for one in serving.new_texts)
-        console.print(
-            f"{path.name}: {seen} tokens from the cache, {new} new, ends at {serving.end}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        cached = sum(part.num_tokens for part in serving.cached)
+        new = sum(len(text.tokens) for text in serving.new_texts)
+        print_text(console, f"{path.name}: {cached} tokens from the cache, {new} new, ends at {serving.end}")
 
 
 @app.command()
@@ -61,36 +58,30 @@ def show(
     model: ModelOption = DEFAULT_MODEL,
     svg: Annotated[Path | None, typer.Option(help="Write the layout as SVG.")] = None,
 ) -> None:
-    """Show where every module of a schema stands."""
-    from ..console import print_table
-    from ..utils import atomic_write_text, ensure_writable
-    from ..viz.schema_layout import BAR_CHARS, layout_table_rows, layout_to_svg
+    """Show the positions of every module of a schema."""
+    from ..utils import ensure_writable
+    from ..viz import draw_layout
 
     ensure_writable(svg)
     layout, _ = _load_layout(schema, model)
     console = make_console()
     title = f"{layout.schema.name}: {layout.length} positions, {layout.num_cached_tokens} tokens cached"
-    bar = min(BAR_CHARS, console.width // 5) if console.is_terminal else BAR_CHARS
-    print_table(
-        console,
-        title,
-        ("module", "notes", "layout", "positions", "own tokens"),
-        layout_table_rows(layout, bar),
-        num_text_columns=2,
-    )
+    chars = min(BAR_CHARS, console.width // 5) if console.is_terminal else BAR_CHARS
+    header = ("module", "notes", "layout", "positions", "own tokens")
+    print_table(console, title, header, layout_table_rows(layout, chars), num_text_columns=2)
     if svg is not None:
-        atomic_write_text(svg, layout_to_svg(layout))
-        console.print(f"drawn to {svg}", markup=False, highlight=False, soft_wrap=True)
+        draw_layout(layout, svg)
+        print_text(console, f"drawn to {svg}")
 
 
 @app.command()
 def warm(
     schema: SchemaFile,
-    save: Annotated[Path | None, typer.Option(help="Write the encodings to this .safetensors file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the KV cache to this .safetensors file.")] = None,
     model: ModelOption = DEFAULT_MODEL,
-    dtype: DtypeOption = DtypeName.auto,
+    dtype: DtypeOption = "auto",
 ) -> None:
-    """Encode every module of a schema, and keep the encodings in a file."""
+    """Prefill every module of a schema; save the KV cache."""
     from ..prompt_cache.storage import check_writable
     from ..utils import ensure_writable
 
@@ -98,14 +89,11 @@ def warm(
     if save is not None:
         check_writable(save)
     with _open_cache(schema, model, dtype) as cache:
-        began = time.perf_counter()
-        computed = cache.warmup()
-        console = make_console()
-        seconds = time.perf_counter() - began
-        console.print(f"{computed} tokens encoded in {seconds:.2f} s", highlight=False)
+        console, start = make_console(), time.perf_counter()
+        num_tokens = cache.warmup()
+        console.print(f"{num_tokens} tokens encoded in {time.perf_counter() - start:.2f} s", highlight=False)
         if save is not None:
-            size = cache.save(save)
-            console.print(f"{size:,} bytes written to {save}", markup=False, highlight=False, soft_wrap=True)
+            print_text(console, f"{cache.save(save):,} bytes written to {save}")
 
 
 @app.command()
@@ -113,12 +101,12 @@ def run(
     schema: SchemaFile,
     prompt: PromptFile,
     model: ModelOption = DEFAULT_MODEL,
-    dtype: DtypeOption = DtypeName.auto,
+    dtype: DtypeOption = "auto",
     cache: CacheOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Answer without modules too, and time both.")] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 160,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0,
+    max_tokens: MaxTokensOption = 160,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt from cached modules."""
@@ -126,19 +114,20 @@ def run(
 
     console = make_console(quiet=as_json)
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
+    report = {}
     with _open_cache(schema, model, dtype) as modules:
-        modules.resolve(prompt)  # a slip in it is told before anything is computed
-        result = modules.load(cache) if cache is not None else 0
-        computed = modules.warmup()
-        console.print(f"{result} tokens loaded, {computed} encoded", highlight=False)
-        report = {"cached": _answer(modules, "choreographed", prompt, sampling, seed, console)}
-        if compare:
-            report["plain"] = _answer(modules, "naive", prompt, sampling, seed, console)
+        modules.resolve(prompt)  # an error in the prompt is raised before anything is computed
+        loaded = modules.load(cache) if cache is not None else 0
+        console.print(f"{loaded} tokens loaded, {modules.warmup()} encoded", highlight=False)
+        modes: list[tuple[str, Mode]] = [("cached", "choreographed")]
+        modes += [("plain", "naive")] if compare else []
+        for name, mode in modes:
+            report[name] = _answer(modules, mode, prompt, sampling, seed, console)
     if as_json:
         print(json.dumps(report))
 
 
-def _answer(cache: Any, mode: "Mode", prompt: Path, sampling: Any, seed: int, console: Console) -> dict[str, object]:
+def _answer(cache: Any, mode: "Mode", prompt: Path, sampling: Any, seed: int, console: Any) -> dict[str, object]:
     """Print and return one answer, with the seconds from submitting the prompt to the first token."""
     first_token_times: list[float] = []
     with cache.engine.session(mode=mode, seed=seed, client_id=cache.client_id) as session:
@@ -147,7 +136,7 @@ def _answer(cache: Any, mode: "Mode", prompt: Path, sampling: Any, seed: int, co
         message = cache.generate(session, prompt, sampling=sampling)
         message.on_logprobs(lambda _: first_token_times.append(time.perf_counter() - start))
         for text in message.stream():
-            console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+            print_text(console, text, end="")
         result = {
             "text": message.text,
             "ttft": first_token_times[0],
@@ -156,20 +145,53 @@ def _answer(cache: Any, mode: "Mode", prompt: Path, sampling: Any, seed: int, co
         }
     how = "from modules" if mode == "choreographed" else "as plain text"
     facts = f"{result['cached']} tokens reused, {result['generated']} generated"
-    console.print(f"\n-- {how}: first token after {first_token_times[0] * 1e3:.0f} ms, {facts}\n", highlight=False)
+    print_text(console, f"\n-- {how}: first token after {first_token_times[0] * 1e3:.0f} ms, {facts}\n")
     return result
 
 
+def layout_table_rows(layout: "Layout", bar_chars: int = BAR_CHARS) -> list[tuple[str, str, str, str, str]]:
+    """Return (name, notes, bar, positions, own tokens) of every module."""
+    from ..prompt_cache.layout import enclosing_union
+
+    rows, union_numbers = [], dict[int, int]()
+    for path, module in layout.modules.items():
+        notes = []
+        if path and (union := enclosing_union(layout, path)):
+            notes.append(f"one of union {union_numbers.setdefault(id(union), len(union_numbers) + 1)}")
+        if any(path in group for group in layout.scaffold_groups):
+            notes.append("scaffold")
+        if not module.cache:
+            notes.append("not cached")
+        notes += [f"{slot.name}: {slot.length} at {slot.start}" for slot in module.parameter_slots.values()]
+        name = "  " * len(path) + (path[-1] if path else "(always present)")
+        positions = f"{module.start}-{module.end - 1}" if module.end > module.start else "-"
+        bar = _layout_bar(module, max(layout.length, 1), bar_chars)
+        rows.append((name, ", ".join(notes), bar, positions, str(module.num_tokens)))
+    return rows
+
+
+def _layout_bar(module: "ModuleLayout", length: int, width: int) -> str:
+    """Draw text as #, arguments as ?, other positions of the module as -."""
+    marks = ["."] * width
+    ranges = [("-", module.start, module.end), *(("#", run.start, run.end) for run in module.runs)]
+    ranges += [("?", slot.start, slot.start + slot.length) for slot in module.parameter_slots.values()]
+    for mark, start, end in ranges:
+        first = start * width // length
+        for column in range(first, max(first + (end > start), end * width // length)):
+            marks[min(column, width - 1)] = mark
+    return "".join(marks)
+
+
 def _load_layout(schema: Path, model: str) -> Any:
-    """The layout of a schema file under a model's tokenizer, whose weights are not loaded."""
+    """Return a schema's layout and the tokenizer, without loading weights."""
     from ..engine.text import ChatTemplate
     from ..models.loader import load_tokenizer
     from ..prompt_cache.layout import ChatTokenizer, compute_layout
     from ..prompt_cache.parser import load_schema
 
-    tokenizer, most = load_tokenizer(model)
-    tokens = ChatTokenizer(ChatTemplate(tokenizer), tokenizer)
-    return compute_layout(load_schema(schema), tokens, most), tokens
+    tokenizer, max_positions = load_tokenizer(model)
+    chat_tokenizer = ChatTokenizer(ChatTemplate(tokenizer), tokenizer)
+    return compute_layout(load_schema(schema), chat_tokenizer, max_positions), chat_tokenizer
 
 
 def _open_cache(schema: Path, model: str, dtype: str) -> Any:

@@ -1,18 +1,21 @@
-"""`choreograph graph`: step graphs from the command line. Owns options and printing."""
+"""`choreograph step-graph`: step graphs of agents (KVFlow)."""
 
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import make_console
+from ..console import make_console, print_table
 from .common import JsonOption
 
-app = typer.Typer(name="graph", help="KVFlow: step graphs of agents, and how soon each runs.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from ..agents.step_graph import Dependency
 
-GraphFile = Annotated[Path, typer.Argument(help="A step graph in YAML or JSON.", show_default=False)]
+app = typer.Typer(
+    name="step-graph", help="KVFlow: step graphs of agents, and how soon each runs.", no_args_is_help=True
+)
 
 
 @app.callback()
@@ -22,28 +25,35 @@ def _group() -> None:
 
 @app.command()
 def show(
-    graph: GraphFile,
+    graph: Annotated[Path, typer.Argument(help="A step graph in YAML or JSON.", show_default=False)],
     events: Annotated[
         str, typer.Option("--after", help="What happened so far: +a when agent a started, -a when it ended: +a,-a,+b")
     ] = "",
     svg: Annotated[Path | None, typer.Option(help="Write the graph as SVG.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show who waits for whom, and how many steps away each agent is."""
+    """Show the dependencies of agents and their steps to execution."""
     from ..agents.step_graph import Progress, StepGraph
-    from ..console import print_table
-    from ..utils import atomic_write_text, ensure_writable
-    from ..viz.step_chart import step_graph_to_svg, step_table_rows
+    from ..utils import ensure_writable
+    from ..viz import draw_step_graph, format_steps
 
     ensure_writable(svg)
     result = StepGraph.read(graph)
     happened = re.split(r"[,\s]+(?=[+-])", events.strip()) if events.strip() else []  # names may hold commas and spaces
     steps = result.steps(Progress.from_events(happened, result.agents))
     if svg is not None:
-        atomic_write_text(svg, step_graph_to_svg(result, steps))
+        draw_step_graph(result, steps, svg)
     if as_json:
         print(json.dumps({agent: None if value == float("inf") else value for agent, value in steps.items()}))
         return
-    print_table(
-        make_console(), result.name, ("agent", "waits for", "steps"), step_table_rows(result, steps), num_text_columns=2
-    )
+    nearest = sorted(result.agents, key=lambda agent: steps[agent])
+    rows = [(a, describe_dependency(result.dependencies[a]), format_steps(steps[a])) for a in nearest]
+    print_table(make_console(), result.name, ("agent", "waits for", "steps"), rows, num_text_columns=2)
+
+
+def describe_dependency(dependency: "Dependency | None") -> str:
+    """Return a dependency in words: `all of coder, tester`."""
+    if dependency is None:
+        return "nothing"
+    parts = [part if isinstance(part, str) else f"({describe_dependency(part)})" for part in dependency.operands]
+    return parts[0] if len(parts) == 1 else f"{dependency.kind.replace('_', ' ')} {', '.join(parts)}"

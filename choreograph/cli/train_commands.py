@@ -1,4 +1,4 @@
-"""`choreograph trace` and `choreograph train`: from a workflow to an adapter. Owns options and printing."""
+"""`choreograph trace` and `choreograph train`: from a workflow to an adapter."""
 
 import json
 from collections.abc import Callable
@@ -7,95 +7,71 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from ..console import make_console
-from .common import (
-    DEFAULT_MODEL,
-    AdapterStagesOption,
-    ConcurrencyOption,
-    DataOption,
-    DeviceOption,
-    DtypeName,
-    DtypeOption,
-    JsonOption,
-    LimitOption,
-    MaxTokensOption,
-    ModelOption,
-    SeedOption,
-    ShuffleSeedOption,
-    SplitOption,
-    TemperatureOption,
-    WorkflowArgument,
-    WorkflowOptions,
-    open_engine,
-    parse_options,
-)
+from ..console import make_console, print_table, print_text, progress
+from . import common
+from .common import open_engine, parse_options
 
 
 def trace(
-    workflow: WorkflowArgument,
-    data: DataOption,
-    out: Annotated[Path | None, typer.Option(help="The folder of the traces; a run that was stopped goes on.")] = None,
-    limit: LimitOption = None,
-    shuffle_seed: ShuffleSeedOption = None,
-    split: SplitOption = "train",
-    model: ModelOption = DEFAULT_MODEL,
-    dtype: DtypeOption = DtypeName.auto,
-    device: DeviceOption = "cpu",
-    option: WorkflowOptions = None,
-    max_tokens: MaxTokensOption = 256,
-    temperature: TemperatureOption = 1.0,
-    top: Annotated[int, typer.Option(min=0, help="Likeliest tokens to keep behind every token, for `--kl`.")] = 0,
-    seed: SeedOption = 0,
-    concurrency: ConcurrencyOption = 32,
+    workflow: common.WorkflowArgument,
+    data: common.DataOption,
+    out: Annotated[Path | None, typer.Option(help="The folder of the traces; a stopped run continues there.")] = None,
+    limit: common.LimitOption = None,
+    shuffle_seed: common.ShuffleSeedOption = None,
+    split: common.SplitOption = "train",
+    model: common.ModelOption = common.DEFAULT_MODEL,
+    dtype: common.DtypeOption = "auto",
+    device: common.DeviceOption = "cpu",
+    option: common.WorkflowOptions = None,
+    max_tokens: common.MaxTokensOption = 256,
+    temperature: common.TemperatureOption = 1.0,
+    top: Annotated[int, typer.Option(min=0, help="Likeliest tokens to keep for every token, for `--kl`.")] = 0,
+    seed: common.SeedOption = 0,
+    concurrency: common.ConcurrencyOption = 32,
 ) -> None:
-    """Record what a workflow says on its baseline, call by call, to train on."""
-    from ..evaluation import report as shown
+    """Record the calls of a workflow on its baseline, to train on."""
+    from ..evaluation.report import examples_for
     from ..sampling_params import SamplingParams
     from ..training.dataset import collect_traces
     from ..workflows import find
 
-    result, console = find(workflow), make_console()
-    examples = shown.examples_for(result, data, limit=limit, seed=shuffle_seed, split=split)
+    function, console = find(workflow), make_console()
+    examples = examples_for(function, data, limit=limit, seed=shuffle_seed, split=split)
     out = out or Path("out") / "traces" / Path(workflow).stem
-    problems: list[str] = []
-    with shown.progress(console, workflow, len(examples)) as tick:
+    errors: list[str] = []
+    with progress(console, workflow, len(examples)) as tick:
 
-        def done(condition: str, record: dict[str, Any]) -> None:
+        def on_done(condition: str, record: dict[str, Any]) -> None:
             tick()
-            problems.extend(filter(None, [record.get("error")]))
+            errors.extend(filter(None, [record.get("error")]))
 
         traces = collect_traces(
             open_engine(model, dtype, device=device),
             workflow,
-            result,
+            function,
             examples,
             out,
             sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
             top=top,
             seed=seed,
-            options=parse_options(option or []),
+            options=parse_options(option),
             concurrency=concurrency,
-            on_done=done,
+            on_done=on_done,
         )
-    said = sum(len(call.generated or ()) for one in traces for call in one.calls)
-    lost = len(examples) - len(traces)
-    why = f" (the first: {problems[0]})" if problems else ""
-    console.print(
-        f"{len(traces)} traces, {said} generated tokens, {lost} runs failed{why}: {out}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    num_tokens = sum(len(call.generated or ()) for trace in traces for call in trace.calls)
+    reason = f" (the first: {errors[0]})" if errors else ""
+    failed = f"{len(examples) - len(traces)} runs failed{reason}"
+    print_text(console, f"{len(traces)} traces, {num_tokens} generated tokens, {failed}: {out}")
     if not traces:
         raise typer.Exit(1)
 
 
 def train(
+    context: typer.Context,
     traces: Annotated[Path, typer.Argument(help="A folder that `choreograph trace` wrote.", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="Where the adapter goes; a training that was stopped goes on.")
+        Path | None, typer.Option(help="Where the adapter goes; a stopped training continues there.")
     ] = None,
     condition: Annotated[
         str | None, typer.Option(help="The way of running the workflow to learn; needed if it has several.")
@@ -103,85 +79,72 @@ def train(
     direct: Annotated[
         str | None, typer.Option(help="Learn to give the final answers in this workflow of one call instead.")
     ] = None,
-    adapter_stage: AdapterStagesOption = None,
+    adapter_stage: common.AdapterStagesOption = None,
     stage: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A stage whose decodes are learned, with those they see; all by default.", show_default=False
-        ),
+        typer.Option(help="A stage whose decodes are learned, with their context; all by default.", show_default=False),
     ] = None,
     workflow: Annotated[
         str | None, typer.Option(help="The file of a workflow of your own, as its code is run.", show_default=False)
     ] = None,
-    validation: Annotated[float, typer.Option(help="Share of the traces that is kept apart.")] = 0.1,
-    model: ModelOption = DEFAULT_MODEL,
-    dtype: DtypeOption = DtypeName.float32,
-    device: DeviceOption = "cpu",
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 64,
-    alpha: Annotated[int, typer.Option(min=1, help="Their scale is alpha / rank.")] = 32,
+    validation: Annotated[float, typer.Option(help="Share of the traces that is kept for validation.")] = 0.1,
+    model: common.ModelOption = common.DEFAULT_MODEL,
+    dtype: common.DtypeOption = "float32",
+    device: common.DeviceOption = "cpu",
+    lora_rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapters.")] = 64,
+    lora_alpha: Annotated[int, typer.Option("--alpha", min=1, help="Their scale is alpha / rank.")] = 32,
     dropout: Annotated[float, typer.Option(help="Share of inputs that an adapter drops.")] = 0.05,
-    target: Annotated[
+    target_modules: Annotated[
         list[str] | None,
-        typer.Option(help="A kind of linear layer to adapt, by the end of its name; the attention's by default."),
+        typer.Option("--target", help="A kind of linear layer to adapt, by the end of its name; attention by default."),
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-4,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the traces.")] = 2,
-    batch_size: Annotated[int, typer.Option(min=1, help="Traces that go into one update.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Traces of one update.")] = 8,
     examples_per_forward: Annotated[
-        int, typer.Option(min=1, help="How many of these share one pass: quicker, for memory.")
+        int, typer.Option(min=1, help="How many of these share one forward pass: faster, for memory.")
     ] = 1,
-    validations: Annotated[int, typer.Option(min=1, help="Validations in each epoch.")] = 1,
+    evals_per_epoch: Annotated[int, typer.Option("--validations", min=1, help="Validations in each epoch.")] = 1,
     patience: Annotated[int, typer.Option(min=0, help="Validations without a better one; 0: never stop early.")] = 0,
-    kl: Annotated[float, typer.Option(help="Weight of the divergence from the baseline, beside the log-loss.")] = 0.0,
-    encodings: Annotated[
-        float, typer.Option(help="Weight of how far reused encodings are from those in readers' own prompts.")
+    kl_weight: Annotated[
+        float, typer.Option("--kl", help="Weight of the divergence from the baseline, added to the log-loss.")
     ] = 0.0,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Save memory: compute layers twice.")] = False,
+    kv_loss_weight: Annotated[
+        float, typer.Option("--encodings", help="Weight of the distance of reused KV from KV computed in each context.")
+    ] = 0.0,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Save memory: compute layers twice.")
+    ] = False,
     bf16: Annotated[
         bool,
-        typer.Option("--bf16", help="Compute in bfloat16, whatever the weights are; quickest with --dtype bfloat16."),
+        typer.Option("--bf16", help="Compute in bfloat16, whatever the weights are; fastest with --dtype bfloat16."),
     ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Metrics for TensorBoard too.")] = False,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
+    seed: common.SeedOption = 0,
+    as_json: common.JsonOption = False,
 ) -> None:
-    """Train a LoRA adapter so that reuse says what the baseline said in these traces."""
-    from ..evaluation import report as shown
+    """Train a LoRA adapter to generate under reuse what the baseline generated."""
     from ..training.train import train_from_traces
     from ..training.train_config import TrainConfig
 
     console = make_console(quiet=as_json)
-    config = TrainConfig(
-        lora_rank=rank,
-        lora_alpha=alpha,
-        dropout=dropout,
-        target_modules=tuple(target) if target else None,
-        learning_rate=learning_rate,
-        epochs=epochs,
-        batch_size=batch_size,
-        examples_per_forward=examples_per_forward,
-        evals_per_epoch=validations,
-        patience=patience,
-        kl_weight=kl,
-        kv_loss_weight=encodings,
-        gradient_checkpointing=checkpointing,
-        bf16=bf16,
-        tensorboard=tensorboard,
-        seed=seed,
+    options = {name: context.params[name] for name in TrainConfig.__annotations__ if name in context.params}
+    config = TrainConfig(**options | {"target_modules": tuple(target_modules) if target_modules else None})
+    learned = "-".join(
+        [direct or condition or "reused", *(adapter_stage or ()), *(f"of-{name}" for name in stage or ())]
     )
-    learned = "-".join([direct or condition or "reused", *(adapter_stage or ()), *(f"of-{one}" for one in stage or ())])
     out = out or Path("out") / "adapters" / f"{traces.name}-{learned}"
-    adapter = open_engine(model, dtype, device=device).core.hf_model
+    hf_model = open_engine(model, dtype, device=device).core.hf_model
     with ExitStack() as stack:
-        ticks: list[Callable[[], None]] = []
+        ticks: list[Callable[[], None]] = []  # the bar starts with the first update, which may continue a training
 
-        def on_update(done: int, most: int) -> None:
+        def on_update(done: int, total: int) -> None:
             if not ticks:
-                ticks.append(stack.enter_context(shown.progress(console, "updates", most, done - 1)))
+                ticks.append(stack.enter_context(progress(console, "updates", total, done - 1)))
             ticks[0]()
 
         report = train_from_traces(
-            adapter,
+            hf_model,
             traces,
             out,
             config,
@@ -196,26 +159,17 @@ def train(
     if as_json:
         print(json.dumps({k: v for k, v in report.as_dict().items() if k != "log"}))
         return
-    _print_train_report(console, report, out)
-
-
-def _print_train_report(console: Console, report: Any, out: Path) -> None:
-    from ..console import print_table
-
-    lines = [
-        ("log-loss under reuse, before", f"{report.loss_before:.4f}"),
-        ("log-loss under reuse, after", f"{report.loss_after:.4f}"),
-    ]
-    if report.baseline is not None:
-        lines.append(("log-loss on the baseline", f"{report.baseline:.4f}"))
-    if report.gap_closed is not None:
-        lines.append(("gap closed", f"{report.gap_closed:.0%}"))
-    if report.divergence is not None:
-        lines.append(("divergence from the baseline", "{:.4f} before, {:.4f} after".format(*report.divergence)))
-    lines += [
-        ("trained share of parameters", f"{report.trained_share:.2%}"),
-        ("seconds a trace", f"{report.seconds:.2f}"),
-        ("peak memory", f"{report.peak_memory / 2**30:.1f} GiB"),
-        ("updates", str(report.updates)),
-    ]
+    divergence, gap = report.divergence, report.gap_closed
+    rows = {
+        "log-loss under reuse, before": f"{report.loss_before:.4f}",
+        "log-loss under reuse, after": f"{report.loss_after:.4f}",
+        "log-loss on the baseline": None if report.baseline is None else f"{report.baseline:.4f}",
+        "gap closed": None if gap is None else f"{gap:.0%}",
+        "divergence from the baseline": divergence and "{:.4f} before, {:.4f} after".format(*divergence),
+        "trained share of parameters": f"{report.trained_share:.2%}",
+        "seconds a trace": f"{report.seconds:.2f}",
+        "peak memory": f"{report.peak_memory / 2**30:.1f} GiB",
+        "updates": str(report.updates),
+    }
+    lines = [(name, text) for name, text in rows.items() if text is not None]
     print_table(console, f"adapter in {out}", ("on the traces for validation", ""), lines)

@@ -1,1 +1,1 @@
-"""Runs workflows over data under several conditions, scores them, and says how sure the figures are."""
+"""Run workflows over data under several conditions and score the runs."""

@@ -1,8 +1,7 @@
-"""How far a workflow drifts when its encodings are reused, whatever its task (Prompt Choreography, section 3.2).
+"""Divergence of workflows under KV reuse (Prompt Choreography, section 3.2).
 
-A trace of the baseline is computed twice, in the baseline's mode and under a condition, each time in one pass: the mean
-log-loss of its own tokens in both, and the divergence KL(baseline || condition) of the two distributions at every
-token. Blockage and leakage show up here even where a small model solves nothing.
+The tokens of a baseline run are scored twice, in the baseline's mode and under a condition, each in one forward pass:
+log-losses of the tokens, and KL(baseline || condition) of the distributions at every token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +10,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from jaxtyping import Float
 
 from ..engine.engine import Engine
-from ..models.hf_model import HFModel
 from ..sampling_params import SamplingParams
 from ..training.dry_run import TaskTranscript, dry_run
 from ..training.packed_forward import PackedTrace, forward_no_grad, pack, pack_adapter_stages
@@ -24,19 +23,31 @@ from .datasets import Example
 from .run_dir import RunRecord
 from .statistics import Estimate, difference, mean
 
-DecodeLogits = dict[
-    tuple[str, int], tuple[list[int], torch.Tensor]
-]  # of a stage's n-th message: its tokens, their logits
+POSITIONS = ((0, 4), (4, 16), (16, 64), (64, 10**9))  # half-open ranges of tokens in a message
 
 
 @dataclass(frozen=True)
 class TokenDivergence:
-    """One message of one trace: per generated token the log-loss before and now, and the divergence, in nats."""
+    """Losses of the generated tokens of one message, in nats."""
 
     stage: str
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-    divergence: tuple[float, ...]
+    before: tuple[float, ...]  # log-losses on the baseline
+    after: tuple[float, ...]  # log-losses under the condition
+    divergence: tuple[float, ...]  # KL(baseline || condition)
+
+
+@dataclass(frozen=True)
+class DivergenceSummary:
+    """Means over examples of one stage and condition, in nats per token."""
+
+    condition: str
+    stage: str  # `all` for all stages
+    tokens: int  # generated tokens
+    before: Estimate  # log-loss on the baseline
+    after: Estimate  # log-loss under the condition
+    gap: Estimate  # after - before
+    divergence: Estimate
+    by_position: dict[str, float]  # mean divergence of tokens by their index in the message, such as `0-3`
 
 
 def measure_divergence(
@@ -48,121 +59,95 @@ def measure_divergence(
     sampling: SamplingParams,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, dict[str, list[TokenDivergence]]]]:
-    """For every script, its id and what each condition but the first (the baseline) makes of it.
+    """Yield per transcript the divergence of each condition from the first.
 
-    Memory: two rows of logits for every token of a trace, one trace at a time.
+    Memory: two rows of logits for every token of one transcript.
     """
-    adapter = engine.core.hf_model
+    model = engine.core.hf_model
     calls = {
-        name: dict(dry_run(adapter, workflow, task_transcripts, condition, sampling=sampling, options=options))
+        name: dict(dry_run(model, workflow, task_transcripts, condition, sampling=sampling, options=options))
         for name, condition in conditions.items()
     }
     baseline, *others = conditions
     for name in others:
-        conditions[name].check_adapter_stages(stage for script in task_transcripts for stage in script.transcript)
+        conditions[name].check_adapter_stages(stage for task in task_transcripts for stage in task.transcript)
 
-    def readings(name: str, id: str) -> DecodeLogits:
-        condition = conditions[name]
-        result = _decode_logits(adapter, pack(calls[name][id]), calls[name][id], condition.base_or_adapter)
-        if condition.adapter_stages:
-            reading = split_adapter_stages(calls[name][id], condition.adapter_stages)
-            result |= _decode_logits(adapter, pack_adapter_stages(reading), reading, condition.model)
+    def decodes(
+        packed: PackedTrace, traced: Sequence[TracedCall], model_name: str
+    ) -> dict[tuple[str, int], tuple[list[int], Float[torch.Tensor, "T V"]]]:
+        """Return the tokens and logits of every decode, by stage and number."""
+        logits, result, start = forward_no_grad(model, packed, model_name), {}, 0
+        for key, call in iter_decodes(traced):
+            tokens = call.generated or []
+            result[key] = tokens, logits[start : start + len(tokens)]
+            start += len(tokens)
         return result
 
-    for script in task_transcripts:
-        before = readings(baseline, script.id)
-        yield script.id, {name: _compare(before, readings(name, script.id)) for name in others}
+    def decodes_under(name: str, id: str):
+        condition, traced = conditions[name], calls[name][id]
+        result = decodes(pack(traced), traced, condition.base_or_adapter)
+        if condition.adapter_stages:
+            staged = split_adapter_stages(traced, condition.adapter_stages)
+            result |= decodes(pack_adapter_stages(staged), staged, condition.model)
+        return result
+
+    for task in task_transcripts:
+        before = decodes_under(baseline, task.id)
+        yield (
+            task.id,
+            {
+                name: [
+                    _token_divergence(stage, tokens, before[stage, number][1], logits)
+                    for (stage, number), (tokens, logits) in decodes_under(name, task.id).items()
+                    if tokens
+                ]
+                for name in others
+            },
+        )
 
 
 def transcripts(examples: Sequence[Example], records: Mapping[str, RunRecord]) -> list[TaskTranscript]:
-    """What was said in the records of a condition, but for those that failed."""
+    """Return the transcripts of the runs that did not fail."""
     return [TaskTranscript(e.id, e.task, records[e.id]["tokens"]) for e in examples if not records[e.id].get("error")]
 
 
-def _decode_logits(
-    hf_model: HFModel, packed_trace: PackedTrace, calls: Sequence[TracedCall], model: str
-) -> DecodeLogits:
-    logits = forward_no_grad(hf_model, packed_trace, model)
-    result: DecodeLogits = {}
-    at = 0
-    for name, call in iter_decodes(calls):
-        tokens = call.generated or []
-        result[name] = tokens, logits[at : at + len(tokens)]
-        at += len(tokens)
-    return result
-
-
-def _compare(before: DecodeLogits, after: DecodeLogits) -> list[TokenDivergence]:
-    """Message by message, in the order of the condition's calls."""
-    return [
-        TokenDivergence(stage, *_log_losses_and_kl(tokens, before[stage, number][1], logits))
-        for (stage, number), (tokens, logits) in after.items()
-        if tokens
-    ]
-
-
-def _log_losses_and_kl(
-    tokens: Sequence[int], before: torch.Tensor, after: torch.Tensor
-) -> tuple[tuple[float, ...], ...]:
-    """Log-losses of the tokens before and now, and the divergence of the whole distributions (never below zero)."""
+def _token_divergence(
+    stage: str, tokens: Sequence[int], before: Float[torch.Tensor, "T V"], after: Float[torch.Tensor, "T V"]
+) -> TokenDivergence:
+    """Compare two arrays of logits at the tokens of one message."""
     old, new = before.float().log_softmax(-1), after.float().log_softmax(-1)
-    divergence = (old.exp() * (old - new)).sum(-1).clamp_min(0)
+    kl = (old.exp() * (old - new)).sum(-1).clamp_min(0)
     ids = torch.tensor(tokens, device=old.device)[:, None]
-    losses = (tuple((-rows.gather(1, ids)[:, 0]).tolist()) for rows in (old, new))
-    return (*losses, tuple(divergence.tolist()))
-
-
-@dataclass(frozen=True)
-class DivergenceSummary:
-    """One stage under one condition: mean log-loss of the baseline and now, their difference, and the divergence, also
-    by the token's place in its message (`0-3`: the first four)."""
-
-    condition: str
-    stage: str
-    tokens: int
-    before: Estimate
-    after: Estimate
-    gap: Estimate
-    divergence: Estimate
-    by_position: dict[str, float]
-
-
-POSITIONS = ((0, 4), (4, 16), (16, 64), (64, 10**9))
+    old_losses, new_losses = ((-logprobs.gather(1, ids)[:, 0]).tolist() for logprobs in (old, new))
+    return TokenDivergence(stage, tuple(old_losses), tuple(new_losses), tuple(kl.tolist()))
 
 
 def summarize_divergence(divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]]) -> list[DivergenceSummary]:
-    """Means over examples (each example weighs the same), for `all` decodes and for each stage."""
+    """Return means over examples of equal weight, by condition and stage."""
     rows = []
     for condition in divergences[0] if divergences else ():
-        stages = list(dict.fromkeys(d.stage for one in divergences for d in one[condition]))
-        for stage in ("all", *stages):
-            each = [[d for d in one[condition] if stage in ("all", d.stage)] for one in divergences]
-            each = [drifts for drifts in each if drifts]
-            if not each:  # of workflows that decode nothing
-                continue
-            before, after, divergence = (
-                [fmean(value for d in one for value in getattr(d, name)) for one in each]
+        stages = list(dict.fromkeys(d.stage for example in divergences for d in example[condition]))
+        for stage in ("all", *stages) if stages else ():
+            messages = [[d for d in example[condition] if stage in ("all", d.stage)] for example in divergences]
+            messages = [example for example in messages if example]
+            before, after, kl = (
+                [fmean(value for d in example for value in getattr(d, name)) for example in messages]
                 for name in ("before", "after", "divergence")
             )
+            by_position = {}
+            for first, end in POSITIONS:
+                values = [value for example in messages for d in example for value in d.divergence[first:end]]
+                if values:
+                    by_position[f"{first}-{end - 1}" if end < 10**9 else f"{first}-"] = fmean(values)
             row = DivergenceSummary(
                 condition=condition,
                 stage=stage,
-                tokens=sum(len(d.before) for one in each for d in one),
+                tokens=sum(len(d.before) for example in messages for d in example),
                 before=mean(before),
                 after=mean(after),
                 gap=difference(after, before),
-                divergence=mean(divergence),
-                by_position=_by_position([d for one in each for d in one]),
+                divergence=mean(kl),
+                by_position=by_position,
             )
             rows.append(row)
     return rows
-
-
-def _by_position(divergences: Sequence[TokenDivergence]) -> dict[str, float]:
-    """Mean divergence over the tokens at some places of their messages."""
-    means = {}
-    for first, end in POSITIONS:
-        values = [value for d in divergences for value in d.divergence[first:end]]
-        if values:
-            means[f"{first}-{end - 1}" if end < 10**9 else f"{first}-"] = fmean(values)
-    return means

@@ -1,115 +1,98 @@
-"""Records into figures: per condition the scores, their paired differences from the baseline, and what went unread."""
+"""Evaluate and benchmark a workflow: tables for the console, reports as JSON."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from ..console import print_table
+from ..console import print_table, print_text, progress
 from ..engine.engine import Engine
 from ..errors import ConfigError, DataError, RequestFailedError
 from ..sampling_params import SamplingParams
-from ..viz.plots import speedup_over_tokens
+from ..utils import require
+from ..viz import speedup_over_tokens
 from ..workflows import WorkflowFunction, conditions_of, takes_pairs
-from ..workflows.run import Condition, Transcript
+from ..workflows.run import Condition
 from .datasets import Example, load, make_pairs
 from .fidelity import TokenDivergence, measure_divergence, summarize_divergence, transcripts
 from .judge import judge_pairs
-from .metrics import PRIMARY_METRIC, score
+from .metrics import SCORERS, score
 from .run_dir import RunDirectory, RunRecord, exclusive_dir, read_json_object, write_json
 from .runner import evaluate_conditions, make_run_config
 from .speed import speed_rows, time_conditions
 from .statistics import Estimate, difference, mean
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Summary = dict[str, Any]
+
+DEFERRED_SECTIONS = ("fidelity", "judge", "win rates")  # sections of a report that are measured only on request
 
 
 def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRecord]], *, max_tokens: int) -> Summary:
-    """JSON: n, the main score, and per condition all of it. The first condition is the one compared with."""
-    scored = {name: [score(e, r) for e, r in zip(examples, some, strict=True)] for name, some in records.items()}
-    baseline, result = next(iter(scored)), {}
-    metrics = list(dict.fromkeys(k for scores in scored.values() for one in scores for k in one))
-    for name, scores in scored.items():
-        columns = {k: [one.get(k, 0.0) for one in scores] for k in metrics}
-        result[name] = {
-            "scores": {k: asdict(mean(v)) for k, v in columns.items()},
-            "differences": {}
-            if name == baseline
-            else {k: asdict(difference(v, [one.get(k, 0.0) for one in scored[baseline]])) for k, v in columns.items()},
-            **_counts(records[name], max_tokens),
+    """Return scores, differences from the first condition, and counts, as JSON."""
+    scored = {name: [score(e, r) for e, r in zip(examples, rows, strict=True)] for name, rows in records.items()}
+    metrics = list(dict.fromkeys(metric for scores in scored.values() for row in scores for metric in row))
+    columns = {name: {m: [row.get(m, 0.0) for row in scores] for m in metrics} for name, scores in scored.items()}
+    baseline = next(iter(records))
+    conditions = {}
+    for name, values in columns.items():
+        differences = (
+            {} if name == baseline else {m: asdict(difference(values[m], columns[baseline][m])) for m in metrics}
+        )
+        completed = [r for r in records[name] if not r.get("error")]
+        failures: Counter[str] = Counter()
+        cut: Counter[str] = Counter()  # only messages without a shorter limit of their own can be cut
+        calls: Counter[str] = Counter()
+        for r in completed:
+            failures.update(r["unparseable"])
+            calls.update({stage: len(messages) for stage, messages in r["tokens"].items()})
+            cut.update({stage: sum(len(m) >= max_tokens for m in messages) for stage, messages in r["tokens"].items()})
+        errors = [r["error"] for r in records[name] if r.get("error")]
+        conditions[name] = {
+            "scores": {m: asdict(mean(values[m])) for m in metrics},
+            "differences": differences,
+            "unparseable": dict(failures),
+            "cut": {stage: n for stage, n in cut.items() if n},
+            "calls": dict(calls),
+            "generated": sum(len(m) for r in completed for messages in r["tokens"].values() for m in messages),
+            "encoded": sum(r["encoded"] for r in completed),
+            "cached": sum(r["cached"] for r in completed),
+            "errors": dict(Counter(error.split(":")[0] for error in errors)),
+            "first error": next(iter(errors), None),
         }
-    return {"n": len(examples), "main": PRIMARY_METRIC[examples[0].kind], "baseline": baseline, "conditions": result}
-
-
-def _counts(records: Sequence[RunRecord], max_tokens: int) -> dict[str, Any]:
-    """Sums over records: what could not be parsed, what the limit of tokens cut off, what was computed. Messages with a
-    shorter limit of their own are not cut: a number or a word is all that they are asked for."""
-    whole = [r for r in records if not r.get("error")]
-    unparseable: Counter[str] = Counter()
-    cut: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for r in whole:
-        unparseable.update(r["unparseable"])
-        calls.update({stage: len(messages) for stage, messages in r["tokens"].items()})
-        cut.update({stage: sum(len(m) >= max_tokens for m in messages) for stage, messages in r["tokens"].items()})
-    return {
-        "unparseable": dict(unparseable),
-        "cut": {stage: n for stage, n in cut.items() if n},
-        "calls": dict(calls),
-        "generated": sum(len(m) for r in whole for stage in r["tokens"].values() for m in stage),
-        "encoded": sum(r["encoded"] for r in whole),
-        "cached": sum(r["cached"] for r in whole),
-        "errors": dict(Counter(r["error"].split(":")[0] for r in records if r.get("error"))),
-        "first error": next((r["error"] for r in records if r.get("error")), None),
-    }
+    primary_metric, _ = SCORERS[examples[0].kind]
+    return {"n": len(examples), "main": primary_metric, "baseline": baseline, "conditions": conditions}
 
 
 def score_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
-    """Head and lines: a condition a line, every score with its interval, the main one's difference behind it."""
-    conditions, main = summary["conditions"], summary["main"]
+    """Return header and rows of scores, with the primary metric's difference."""
+    conditions, main, n = summary["conditions"], summary["main"], summary["n"]
     metrics = [k for k in next(iter(conditions.values()))["scores"] if k not in ("failed", "unread")]
-    scale, sign = (100, "%") if main != "words" else (1, "")
-    head = [
-        "condition",
-        *(f"{m} {sign}".strip() for m in metrics),
-        f"difference in {main}",
-        "p",
-        "unread steps / answers",
-        *(["failed"] if any(one["errors"] for one in conditions.values()) else []),
-        "n",
-    ]
-    lines = []
-    for name, one in conditions.items():
-        cells = [format_estimate(one["scores"].get(m), scale) for m in metrics]
-        gap = one["differences"].get(main)
-        lines.append(
-            [
-                name,
-                *cells,
-                format_estimate(gap, scale, sign=True),
-                format_p_value(gap),
-                format_unparsed(one, summary["n"]),
-                *([str(sum(one["errors"].values()))] if "failed" in head else []),
-                str(summary["n"]),
-            ]
-        )
-    return head, lines
+    scale, unit = (100, " %") if main != "words" else (1, "")
+    has_failed = any(condition["errors"] for condition in conditions.values())
+    header = ["condition", *(f"{m}{unit}" for m in metrics), f"difference in {main}", "p", "unread steps / answers"]
+    rows = []
+    for name, condition in conditions.items():
+        gap = condition["differences"].get(main)
+        row = [name, *(format_estimate(condition["scores"].get(m), scale) for m in metrics)]
+        row += [format_estimate(gap, scale, sign=True), format_p_value(gap), format_unparsed(condition, n)]
+        row += [str(sum(condition["errors"].values()))] if has_failed else []
+        rows.append([*row, str(n)])
+    return [*header, *(["failed"] if has_failed else []), "n"], rows
 
 
 def format_p_value(gap: Mapping[str, Any] | None) -> str:
-    """The p of a difference as text, where there is one."""
+    """Return the p of a difference as text, or nothing."""
     p = gap["p"] if gap else None
     return "" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def format_unparsed(condition: Mapping[str, Any], n: int) -> str:
-    """`steps / answers` that could not be read."""
+    """Return the numbers of unparsed `steps / answers`."""
     answers = round(condition["scores"].get("unread", {"value": 0})["value"] * n)
     return f"{sum(condition['unparseable'].values())} / {answers}"
 
@@ -117,52 +100,43 @@ def format_unparsed(condition: Mapping[str, Any], n: int) -> str:
 def format_estimate(
     estimate: Mapping[str, Any] | Estimate | None, scale: float = 1, *, sign: bool = False, places: int = 1
 ) -> str:
-    """`56.4 (51.9, 60.8)`; empty for no estimate, without an interval where one value tells of none."""
+    """Return `56.4 (51.9, 60.8)`; nothing for None, no interval for one value."""
     if estimate is None:
         return ""
     values = asdict(estimate) if isinstance(estimate, Estimate) else estimate
     plus = "+" if sign else ""
     value, low, high = (f"{values[k] * scale:{plus}.{places}f}" for k in ("value", "low", "high"))
-    alone = values.get("n") == 1 and values["low"] == values["high"]
-    return value if alone else f"{value} ({low}, {high})"
-
-
-DEFERRED_SECTIONS = (
-    "fidelity",
-    "judge",
-    "win rates",
-)  # the parts of a report that are measured when they are asked for
+    return value if values.get("n") == 1 and values["low"] == values["high"] else f"{value} ({low}, {high})"
 
 
 def examples_for(
     workflow: WorkflowFunction, source: str, *, limit: int | None, seed: int | None, split: str
 ) -> list[Example]:
-    """The examples of a source, in pairs for a workflow that answers two at once."""
-    paired = takes_pairs(workflow)
-    result = load(source, limit=limit, seed=seed, split=split)
-    if paired and any(e.kind != "pair" for e in result):
-        result = make_pairs(result, seed or 0)
-    if not result:
+    """Load examples of one kind, paired for a workflow of two questions."""
+    examples = load(source, limit=limit, seed=seed, split=split)
+    if takes_pairs(workflow) and any(e.kind != "pair" for e in examples):
+        examples = make_pairs(examples, seed or 0)
+    kinds = sorted({e.kind for e in examples})
+    if not kinds:
         raise DataError(f"{source}: no examples")
-    if len({e.kind for e in result}) > 1:
-        raise DataError(f"{source}: records of several kinds {sorted({e.kind for e in result})}: split the file")
-    return result
+    if len(kinds) > 1:
+        raise DataError(f"{source}: records of several kinds {kinds}: split the file")
+    return examples
 
 
 def select_conditions(workflow: WorkflowFunction, names: Sequence[str]) -> dict[str, Condition]:
-    """The conditions of a workflow, or those named; the first one is always there, since others compare with it."""
-    known = conditions_of(workflow)
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"condition {name!r}: the workflow has {list(known)}")
-    first = next(iter(known))
-    return {k: c for k, c in known.items() if not names or k in names or k == first}
+    """Return the baseline and the named conditions; all if none is named."""
+    conditions = conditions_of(workflow)
+    if unknown := [name for name in names if name not in conditions]:
+        raise ConfigError(f"condition {unknown[0]!r}: the workflow has {list(conditions)}")
+    baseline = next(iter(conditions))
+    return {k: c for k, c in conditions.items() if not names or k in names or k == baseline}
 
 
 def add_adapter_conditions(
     conditions: Mapping[str, Condition], model: str, adapter_stages: Sequence[str] = ()
 ) -> dict[str, Condition]:
-    """The conditions, and beside each but the first the same one on an adapter, which computes what `readers` names."""
+    """Add every condition but the first with an adapter too."""
     _, *others = conditions.items()
     if not others:
         raise ConfigError("an adapter is tried under every condition but the first: there is no other")
@@ -172,7 +146,7 @@ def add_adapter_conditions(
 
 def evaluate(
     engine: Engine,
-    console: Console,
+    console: "Console",
     name: str,
     workflow: WorkflowFunction,
     examples: Sequence[Example],
@@ -186,46 +160,44 @@ def evaluate(
     fidelity: int = 0,
     judge: Engine | None = None,
 ) -> Summary:
-    """Runs (or goes on with) an evaluation in `out`, shows its tables and writes `report.json`."""
+    """Run or continue an evaluation; print tables and write `report.json`.
+
+    Args:
+        fidelity: Number of baseline runs to measure divergence on.
+        judge: Compares the answers of each condition with the baseline's.
+    """
+    _require_libraries()
     settings = make_run_config(
         engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options
     )
-    folder = RunDirectory(out, settings)
-    with exclusive_dir(out):  # to read mends what was cut off, which another process may be writing
-        done = sum(1 for c in conditions for r in folder.records(c) if not r.get("error"))
-    with progress(console, name, len(examples) * len(conditions), done) as tick:
-        records = evaluate_conditions(
-            engine,
-            workflow,
-            examples,
-            conditions,
-            folder,
-            sampling=sampling,
-            seed=seed,
-            options=options,
-            concurrency=concurrency,
-            on_done=lambda condition, record: tick(),
-        )
-    new = sum(1 for some in records.values() for r in some if not r.get("error")) - done
-    before = {} if new else _load_previous_report(out, settings)
-    later = {what: before[what] for what in DEFERRED_SECTIONS if what in before}  # measured of these very records
-    report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens), **later}
-    head, lines = score_table(report)
-    print_table(console, f"{name}, {len(examples)} examples, 95% intervals", head, lines)
-    _print_counts(console, report)
+    records, num_new = _run(
+        engine, console, name, workflow, examples, conditions, RunDirectory(out, settings),
+        sampling=sampling, seed=seed, options=options, concurrency=concurrency,
+    )  # fmt: skip
+    report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens)}
+    if not num_new and (out / "report.json").exists():  # keep what was measured of the same records
+        earlier = read_json_object(out / "report.json")
+        if earlier.get("settings") == json.loads(json.dumps(settings)):
+            report |= {section: earlier[section] for section in DEFERRED_SECTIONS if section in earlier}
+    print_table(console, f"{name}, {len(examples)} examples, 95% intervals", *score_table(report))
+    for label, condition in report["conditions"].items():
+        for key, what in (("unparseable", "could not be parsed"), ("cut", "cut at the limit of tokens")):
+            if counts := condition[key]:
+                shares = (f"{stage} {n} of {condition['calls'].get(stage, '?')}" for stage, n in counts.items())
+                print_text(console, f"{label}: {what}: {', '.join(shares)}")
+        if errors := condition["errors"]:
+            print_text(console, f"{label}: ended with an error: {errors}, the first: {condition['first error']}")
     write_json(out / "report.json", report)
     if fidelity:
-        some = examples[:fidelity]
-        traces = {r["id"]: r for r in next(iter(records.values()))}
-        scripts = transcripts(some, traces)
-        with progress(console, "fidelity", len(some)) as tick:
-            result = []
-            for _, drift in measure_divergence(
-                engine, workflow, scripts, conditions, sampling=sampling, options=options
+        baseline = {r["id"]: r for r in records[report["baseline"]]}
+        subset, divergences = transcripts(examples[:fidelity], baseline), []
+        with progress(console, "fidelity", len(subset)) as tick:
+            for _, divergence in measure_divergence(
+                engine, workflow, subset, conditions, sampling=sampling, options=options
             ):
-                result.append(drift)
+                divergences.append(divergence)
                 tick()
-        report["fidelity"] = print_divergence(console, name, result)
+        report["fidelity"] = print_divergence(console, name, divergences)
         write_json(out / "report.json", report)
     if judge is not None:
         report["judge"] = judge.model_info.name
@@ -234,105 +206,92 @@ def evaluate(
     return report
 
 
+def _require_libraries() -> None:
+    """Raise MissingDependencyError before anything runs."""
+    for module in ("filelock", "math_verify", "scipy", "snowballstemmer", "statsmodels"):
+        require(module, "eval")
+
+
+def _run(
+    engine: Engine,
+    console: "Console",
+    label: str,
+    workflow: WorkflowFunction,
+    examples: Sequence[Example],
+    conditions: Mapping[str, Condition],
+    run_dir: RunDirectory,
+    **kwargs: Any,
+) -> tuple[dict[str, list[RunRecord]], int]:
+    """Return all records, and how many new ones did not fail."""
+    with exclusive_dir(run_dir.path):  # reading removes a line that another process may be writing
+        num_done = sum(1 for c in conditions for r in run_dir.records(c) if not r.get("error"))
+    with progress(console, label, len(examples) * len(conditions), num_done) as tick:
+        records = evaluate_conditions(
+            engine, workflow, examples, conditions, run_dir, on_done=lambda condition, record: tick(), **kwargs
+        )
+    return records, sum(1 for rows in records.values() for r in rows if not r.get("error")) - num_done
+
+
 def ensure_some_succeeded(report: Summary) -> None:
-    """Raises RequestFailedError where nothing ended but with an error, under any condition: what it says is
-    no score."""
-    for name, one in report["conditions"].items():
-        if sum(one["errors"].values()) == report["n"]:
-            raise RequestFailedError(
-                f"{name}: all {report['n']} runs ended with an error, the first: {one['first error']}"
-            )
-
-
-def _load_previous_report(out: Path, run_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an earlier call has found out of the same run, if anything."""
-    try:
-        result = read_json_object(out / "report.json")
-    except (OSError, DataError):
-        return {}
-    return result if result.get("settings") == json.loads(json.dumps(run_config)) else {}
-
-
-def _print_counts(console: Console, report: Summary) -> None:
-    for name, one in report["conditions"].items():
-        for what, counts in (("could not be parsed", one["unparseable"]), ("cut at the limit of tokens", one["cut"])):
-            if counts:
-                host_tokens = ", ".join(f"{stage} {n} of {one['calls'].get(stage, '?')}" for stage, n in counts.items())
-                console.print(f"{name}: {what}: {host_tokens}", markup=False, highlight=False, soft_wrap=True)
-        if one["errors"]:
-            failed = f"{name}: ended with an error: {one['errors']}, the first: {one['first error']}"
-            console.print(failed, markup=False, highlight=False, soft_wrap=True)
+    """Raise RequestFailedError if all runs of a condition failed."""
+    for name, condition in report["conditions"].items():
+        if sum(condition["errors"].values()) == report["n"]:
+            first = condition["first error"]
+            raise RequestFailedError(f"{name}: all {report['n']} runs ended with an error, the first: {first}")
 
 
 def print_divergence(
-    console: Console, name: str, divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]]
+    console: "Console", name: str, divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]]
 ) -> list[dict[str, Any]]:
-    """Prints what reuse does to traces, stage by stage; returns the rows as JSON."""
-    rows = summarize_divergence(divergences)
-    lines = [
-        [
-            f"{r.condition}: {r.stage}",
-            *(format_estimate(e, places=3, sign=e is r.gap) for e in (r.before, r.after, r.gap, r.divergence)),
-            str(r.tokens),
-        ]
-        for r in rows
-    ]
-    head = ["fidelity, nats a token", "log-loss, baseline", "reused", "gap", "KL", "tokens"]
-    print_table(console, f"{name}: the baseline's own traces under reuse, n = {len(divergences)}", head, lines)
-    return [asdict(r) for r in rows]
+    """Print the divergence by condition and stage; return the rows as JSON."""
+    summaries = summarize_divergence(divergences)
+    rows = []
+    for s in summaries:
+        before, after, kl = (format_estimate(e, places=3) for e in (s.before, s.after, s.divergence))
+        gap = format_estimate(s.gap, places=3, sign=True)
+        rows.append([f"{s.condition}: {s.stage}", before, after, gap, kl, str(s.tokens)])
+    header = ["fidelity, nats a token", "log-loss, baseline", "reused", "gap", "KL", "tokens"]
+    print_table(console, f"{name}: the baseline's own traces under reuse, n = {len(divergences)}", header, rows)
+    return [asdict(s) for s in summaries]
 
 
 def win_rates(
-    judge: Engine, console: Console, examples: Sequence[Example], records: Mapping[str, Sequence[RunRecord]]
+    judge: Engine, console: "Console", examples: Sequence[Example], records: Mapping[str, Sequence[RunRecord]]
 ) -> dict[str, Any]:
-    """How often each condition beats the baseline in the judge's eyes, and the other way round."""
-    (_, before), *others = records.items()
-    requests = list(map(judge_prompt, examples))
-    result, lines = {}, []
+    """Print and return how often each condition beats the baseline."""
+    (_, baseline), *others = records.items()
+    result, rows = {}, []
     for name, after in others:
-        sound = [
-            i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not (a.get("error") or b.get("error"))
-        ]
-        if not sound:
+        triples = zip(map(judge_prompt, examples), baseline, after, strict=True)
+        pairs = [(request, a, b) for request, a, b in triples if not (a.get("error") or b.get("error"))]
+        if not pairs:
             continue
-        some = [[side[i] for i in sound] for side in (requests, before, after)]
-        with progress(console, f"judging {name}", len(sound)) as tick:
-            votes = {}
-            for index, verdict in judge_pairs(judge, *some):  # type: ignore[arg-type]
-                votes[index] = verdict
+        verdicts = {}
+        with progress(console, f"judging {name}", len(pairs)) as tick:
+            for index, verdict in judge_pairs(judge, *map(list, zip(*pairs, strict=True))):
+                verdicts[index] = verdict
                 tick()
-        shares = {
-            w: mean([float(votes[i].score == s) for i in range(len(sound))]) for w, s in (("lost", -1), ("won", 1))
-        }
-        unread = sum(v.unparsed for v in votes.values())
-        if problems := [votes[i].error for i in sorted(votes) if votes[i].error]:
-            lost = f"{name}: {len(problems)} pairs could not be asked, the first: {problems[0]}"
-            console.print(lost, markup=False, highlight=False, soft_wrap=True)
-        result[name] = {k: asdict(v) for k, v in shares.items()} | {"unread": unread}
-        lines.append(
-            [
-                name,
-                format_estimate(shares["lost"], 100),
-                format_estimate(shares["won"], 100),
-                str(unread),
-                str(len(sound)),
-            ]
-        )
-    head = ["condition", "baseline wins %", "condition wins %", "unread votes", "n"]
-    print_table(console, "Win rates, asked in both orders", head, lines)
+        lost, won = (mean([float(v.score == s) for _, v in sorted(verdicts.items())]) for s in (-1, 1))
+        unread = sum(v.unparsed for v in verdicts.values())
+        if errors := [v.error for _, v in sorted(verdicts.items()) if v.error]:
+            print_text(console, f"{name}: {len(errors)} pairs could not be asked, the first: {errors[0]}")
+        result[name] = {"lost": asdict(lost), "won": asdict(won), "unread": unread}
+        rows.append([name, format_estimate(lost, 100), format_estimate(won, 100), str(unread), str(len(pairs))])
+    header = ["condition", "baseline wins %", "condition wins %", "unread votes", "n"]
+    print_table(console, "Win rates, asked in both orders", header, rows)
     return result
 
 
 def judge_prompt(e: Example) -> str:
-    """What was asked, to somebody who has not seen the workflow's prompts."""
-    listed = e.task if isinstance(e.task, str) else "; ".join(map(str, e.task))
-    requested = {"concepts": f"Write a story that uses these concepts: {listed}.", "pair": f"Answer both: {listed}"}
-    return requested.get(e.kind, listed)
+    """Return the task in words, without the workflow's prompts."""
+    task = e.task if isinstance(e.task, str) else "; ".join(map(str, e.task))
+    prompts = {"concepts": f"Write a story that uses these concepts: {task}.", "pair": f"Answer both: {task}"}
+    return prompts.get(e.kind, task)
 
 
 def bench(
     engine: Engine,
-    console: Console,
+    console: "Console",
     name: str,
     workflow: WorkflowFunction,
     examples: Sequence[Example],
@@ -344,7 +303,9 @@ def bench(
     seed: int,
     concurrency: int = 32,
 ) -> dict[str, Any]:
-    """Draws traces, times all conditions on them in turns, shows the ratios, writes `speed.json` and a figure."""
+    """Time all conditions on the baseline's tokens; write `speed.json` and a plot."""
+    _require_libraries()
+    require("matplotlib", "viz")
     (baseline, first), *others = conditions.items()
     if not others:
         raise ConfigError(f"conditions {list(conditions)}: speed compares two or more")
@@ -352,91 +313,36 @@ def bench(
         engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options
     )
     with exclusive_dir(out):
-        traces, failed = _collect_transcripts(
-            engine,
-            console,
-            workflow,
-            examples,
-            {baseline: first},
-            RunDirectory(out / "traces", settings),
-            sampling=sampling,
-            seed=seed,
-            options=options,
-            concurrency=concurrency,
-        )
-        if failed:
-            lost = f"{len(failed)} traces could not be drawn, the first: {failed[0]}"
-            console.print(lost, markup=False, highlight=False, soft_wrap=True)
+        records, _ = _run(
+            engine, console, "traces", workflow, examples, {baseline: first}, RunDirectory(out / "traces", settings),
+            sampling=sampling, seed=seed, options=options, concurrency=concurrency,
+        )  # fmt: skip
+        traces = {r["id"]: r["tokens"] for r in records[baseline] if not r.get("error")}
+        errors = [r["error"] for r in records[baseline] if r.get("error")]
+        if errors:
+            print_text(console, f"{len(errors)} traces could not be generated, the first: {errors[0]}")
         if not traces:
             raise DataError(f"{name}: no example could be run")
-        folder = RunDirectory(out, settings)
-        done = {r["id"]: r for r in folder.records("timed")}
-        missing = [e for e in examples if e.id in traces and e.id not in done]
-        with progress(console, name, len(traces), len(done)) as tick:
+        run_dir = RunDirectory(out, settings)
+        timed = {r["id"]: r for r in run_dir.records("timed")}
+        missing = [e for e in examples if e.id in traces and e.id not in timed]
+        with progress(console, name, len(traces), len(timed)) as tick:
             for record in time_conditions(engine, workflow, missing, traces, conditions, options=options):
-                folder.append("timed", record)
-                done[record["id"]] = record
+                run_dir.append("timed", record)
+                timed[record["id"]] = record
                 tick()
-    costs = [done[e.id] for e in examples if e.id in done]
-    report: dict[str, Any] = {
-        "settings": settings,
-        "n": len(costs),
-        "failed": len(failed),
-        "ratios": {},
-    }
+    costs = [timed[e.id] for e in examples if e.id in timed]
+    report: dict[str, Any] = {"settings": settings, "n": len(costs), "failed": len(errors), "ratios": {}}
     for other, _ in others:
-        rows = speed_rows(costs, baseline, other)
-        report["ratios"][other] = {k: asdict(v) for k, v in rows.items()}
-        lines = [[k, format_estimate(v, places=2)] for k, v in rows.items()]
-        print_table(
-            console, f"{name}: {baseline} over {other}, {len(costs)} examples", ["measure", "ratio (95%)"], lines
-        )
-    report["points"] = speedup_points(costs, baseline, others[0][0])
+        ratios = speed_rows(costs, baseline, other)
+        report["ratios"][other] = {label: asdict(estimate) for label, estimate in ratios.items()}
+        rows = [[label, format_estimate(estimate, places=2)] for label, estimate in ratios.items()]
+        title = f"{name}: {baseline} over {other}, {len(costs)} examples"
+        print_table(console, title, ["measure", "ratio (95%)"], rows)
+    first_other = others[0][0]
+    report["points"] = [  # tokens generated, end-to-end speedup
+        (r["generated"], r["costs"][baseline]["seconds"] / r["costs"][first_other]["seconds"]) for r in costs
+    ]
     speedup_over_tokens({name: report["points"]}, out / "speed.svg")
     write_json(out / "speed.json", report)
     return report
-
-
-def _collect_transcripts(
-    engine: Engine,
-    console: Console,
-    workflow: WorkflowFunction,
-    examples: Sequence[Example],
-    baseline: Mapping[str, Condition],
-    run_dir: RunDirectory,
-    **kwargs: Any,
-) -> tuple[dict[str, Transcript], list[str]]:
-    """What is said in every example on the baseline, and the errors of those that failed."""
-    (name,) = baseline
-    done = sum(1 for r in run_dir.records(name) if not r.get("error"))
-    with progress(console, "traces", len(examples), done) as tick:
-        records = evaluate_conditions(
-            engine, workflow, examples, baseline, run_dir, on_done=lambda condition, record: tick(), **kwargs
-        )[name]
-    traces = {r["id"]: r["tokens"] for r in records if not r.get("error")}
-    return traces, [r["error"] for r in records if r.get("error")]
-
-
-def speedup_points(costs: Sequence[RunRecord], baseline: str, other: str) -> list[tuple[float, float]]:
-    """(tokens generated, end-to-end ratio) of every example."""
-    return [(r["generated"], r["costs"][baseline]["seconds"] / r["costs"][other]["seconds"]) for r in costs]
-
-
-@contextmanager
-def progress(console: Console, label: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
-    """A bar with the time left on a terminal, a line at each tenth in a pipe."""
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
-            task = bar.add_task(label, total=total, completed=done)
-            yield lambda: bar.advance(task)
-        return
-    count = done
-
-    def tick() -> None:
-        nonlocal count
-        count += 1
-        if count * 10 // total > (count - 1) * 10 // total:
-            console.print(f"... {label}: {count} of {total}", highlight=False)
-
-    yield tick

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import viz as charts
 from ..evaluation.statistics import Estimate
-from ..viz import plots as charts
 from .profile import Profile
 
 LABELS = {"f1": "F1", "likelihood": "log-likelihood of a token", "agreement": "log-likelihood of its own token"}

@@ -5,7 +5,7 @@ from helpers import model_variants, tiny_models
 
 from choreograph import Engine, SamplingParams
 from choreograph.layer_reuse import context_hash
-from choreograph.viz import message_graph as graph
+from choreograph.viz import message_bars
 from choreograph.workflows import WorkflowRun, find
 from choreograph.workflows.run import StageCall, parallel_groups
 
@@ -28,7 +28,7 @@ def test_parents_stay_what_was_given(engine, share):
         names = zip(said._request.parents, (text, other), strict=True)
         assert all((call is given._request) == (share == "reuse") for call, given in names)
         steps = [StageCall("talk", text), StageCall("talk", other), StageCall("talk", said)]
-        assert [bar.number for bar in graph.message_rows(steps)[-1].context] == [1, 2]
+        assert [bar.number for bar in message_bars(steps)[-1]] == [1, 2, 3]
         own = session.prefill(said.tokens, [text, other[0:1]])
         assert context_hash(own) == context_hash(said)
     engine.check()

@@ -1,0 +1,75 @@
+"""Figures of benchmark results, as the papers draw them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from choreograph.viz import ErrorBar, Point, saved_figure
+
+
+def speedup_over_branches(
+    series: Mapping[str, Sequence[tuple[float, ErrorBar]]], path: Path, *, title: str = ""
+) -> None:
+    """Plot speedups over branches, by voters (Prompt Choreography, Figure 5)."""
+    with saved_figure(path, 5.0, 3.4) as axes:
+        for label, points in series.items():
+            xs = [x for x, _ in points]
+            ys = [bar[0] for _, bar in points]
+            spread = [[bar[0] - bar[1] for _, bar in points], [bar[2] - bar[0] for _, bar in points]]
+            axes.errorbar(xs, ys, yerr=spread, marker="o", markersize=4, capsize=2, linewidth=1.2, label=label)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for points in series.values() for x, _ in points})
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.minorticks_off()
+        axes.axhline(1, color="grey", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="branches", ylabel="end-to-end speed-up", title=title)
+        axes.legend()
+
+
+def difference_bars(
+    groups: Mapping[str, Mapping[str, ErrorBar]], path: Path, *, ylabel: str, baseline: float = 0
+) -> None:
+    """Plot differences from the baseline by group and condition (Figure 8).
+
+    `baseline` is the value of no change, 1 for ratios.
+    """
+    with saved_figure(path, max(5.4, 1.1 * len(groups)), 3.2) as axes:
+        names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+        width = 0.8 / len(names)
+        for index, name in enumerate(names):
+            bars = [bars.get(name, (float("nan"),) * 3) for bars in groups.values()]
+            xs = [x + (index - (len(names) - 1) / 2) * width for x in range(len(groups))]
+            spread = [[b[0] - b[1] for b in bars], [b[2] - b[0] for b in bars]]
+            error = {"yerr": spread, "capsize": 2, "error_kw": {"linewidth": 0.8}}
+            axes.bar(xs, [b[0] for b in bars], width * 0.9, label=name, **error)
+        axes.axhline(baseline, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(groups)), list(groups))
+        axes.set_ylabel(ylabel)
+        axes.legend(fontsize=8)
+
+
+def ttft_plot(series: Mapping[str, Sequence[Point]], path: Path, *, num_new_tokens: int) -> None:
+    """Plot TTFT over cached tokens, all series and the first alone."""
+    with saved_figure(path, 7.2, 3.2, ncols=2) as axes:
+        for panel, lines in zip(axes, (series, dict(list(series.items())[:1])), strict=True):
+            for label, points in lines.items():
+                panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.2, label=label)
+            panel.set_xlabel("cached tokens")
+            panel.set_ylim(bottom=0)
+            panel.legend()
+        axes[0].set_ylabel(f"ms to the first token, {num_new_tokens} new tokens")
+
+
+def learning_curves(series: Mapping[str, tuple[Sequence[Point], float]], path: Path) -> None:
+    """Plot validation log-loss over updates; dotted: the baseline."""
+    columns = min(3, len(series))
+    rows = -(-len(series) // columns)
+    with saved_figure(path, 3.6 * columns, 2.6 * rows, nrows=rows, ncols=columns, squeeze=False) as axes:
+        for empty in axes.flat[len(series) :]:
+            empty.set_axis_off()
+        for panel, (label, (points, baseline)) in zip(axes.flat, series.items(), strict=False):
+            panel.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, linewidth=1.2)
+            panel.axhline(baseline, color="grey", linewidth=0.8, linestyle=":")
+            panel.set_title(label, fontsize=9)
+            panel.set_xlabel("updates")
+        for panel in axes[:, 0]:
+            panel.set_ylabel("log-loss of a token")

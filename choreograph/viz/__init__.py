@@ -1,1 +1,0 @@
-"""Message graph, schema layout and step graph as SVG."""

@@ -1,0 +1,100 @@
+"""A missing extra is one line that names it; the package imports without any extra."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "choreograph"
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+REQUIRED = {  # (module, extra) of every call of `require`
+    (call.args[0].value, call.args[1].value)
+    for path in PACKAGE.rglob("*.py")
+    for call in ast.walk(ast.parse(path.read_text()))
+    if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "require" and len(call.args) == 2
+    if all(isinstance(argument, ast.Constant) for argument in call.args)
+}
+
+
+BLOCK = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else PathFinder.find_spec(name, path, target)
+
+sys.meta_path = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def run_without(modules, code, *arguments):
+    """Run code in a process in which some modules are not installed."""
+    command = [sys.executable, "-c", BLOCK.replace("{blocked!r}", repr(modules)) + code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+
+
+@pytest.mark.parametrize("module", ["rich", "typer"])
+def test_the_command_line_names_its_extra(module):
+    result = run_without([module], "from choreograph.__main__ import main; main()", "--help")
+    assert result.returncode == 2 and not result.stdout
+    assert result.stderr == f"error: {module} is not installed: run pip install 'choreograph[cli]'\n"
+
+
+def test_pictures_name_their_extra_in_one_line(tmp_path):
+    (tmp_path / "g.json").write_text('{"a": null, "b": "a"}')
+    code = "from choreograph.__main__ import main; main()"
+    arguments = ["step-graph", "show", tmp_path / "g.json", "--svg", tmp_path / "g.svg"]
+    result = run_without(["matplotlib"], code, *arguments)
+    assert result.returncode == 1 and not (tmp_path / "g.svg").exists()
+    assert result.stderr == "error: matplotlib is not installed: run pip install 'choreograph[viz]'\n"
+
+
+def test_evaluation_names_its_extra():
+    code = """
+from choreograph.errors import MissingDependencyError
+from choreograph.evaluation import metrics, statistics
+for module, call in (
+    ("math_verify", lambda: metrics.math_equal("1", "x")),
+    ("snowballstemmer", lambda: metrics.concept_coverage("a dog", ["dog"])),
+    ("scipy", lambda: statistics.mean([0.1, 0.2])),
+    ("statsmodels", lambda: statistics.mean([0, 1])),
+):
+    try:
+        call()
+    except MissingDependencyError as exc:
+        assert str(exc) == f"{module} is not installed: run pip install 'choreograph[eval]'", exc
+    else:
+        raise SystemExit(f"{module} was not needed")
+"""
+    result = run_without(["math_verify", "snowballstemmer", "scipy", "statsmodels"], code)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(("module", "extra"), sorted(REQUIRED))
+def test_a_required_module_is_in_its_extra(module, extra):
+    distributions = packages_distributions().get(module.partition(".")[0], [])
+    listed = {requirement.partition(">")[0].lower() for requirement in EXTRAS[extra]}
+    assert listed & {name.lower() for name in distributions}, f"{extra} does not install {module}"
+
+
+@pytest.mark.parametrize("extra", ["cli", "eval", "viz"])
+def test_no_module_imports_an_extra_at_its_top(extra):
+    optional = {module.partition(".")[0] for module, name in REQUIRED if name == extra}
+    modules = {path: ast.parse(path.read_text()).body for path in PACKAGE.rglob("*.py")}
+    own = {"cli": [PACKAGE / "cli"], "eval": [PACKAGE / "agents"]}.get(extra, [])  # agents have an extra with SciPy
+    imports = {
+        (str(path.relative_to(PACKAGE)), name.partition(".")[0])
+        for path, body in modules.items()
+        for node in body
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
+        if not any(folder in path.parents for folder in own)
+    }
+    assert not [entry for entry in imports if entry[1] in optional]
