@@ -92,7 +92,7 @@ def collect_traces(
     concurrency: int = 32,
     on_done: Callable[[str, RunRecord], None] = lambda condition, record: None,
 ) -> list[Trace]:
-    """Run a workflow on its baseline over all examples and keep the traces in a folder; resumable.
+    """Run a workflow's baseline over examples and store the traces; resumable.
 
     Args:
         sampling: defaults to temperature 1.
@@ -140,7 +140,7 @@ def collect_traces(
 
 
 def load_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
-    """Return the settings of a folder of traces and the traces, without failed runs and a last line that was cut off."""
+    """Return the settings and the traces of a folder, without failed runs."""
     file, settings_file = out / f"{TRACE_FILE}.jsonl", out / "settings.json"
     if not file.is_file() or not settings_file.is_file():
         raise DataError(f"{out}: no traces; make them with `choreograph trace`")
@@ -166,7 +166,7 @@ def load_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
 
 @dataclass(frozen=True)
 class TrainingExample:
-    """Calls of a workflow under reuse, with what the baseline generated; computed in one forward pass."""
+    """Calls of a workflow under reuse, with the outputs of the baseline."""
 
     id: str
     calls: tuple[TracedCall, ...]  # generated tokens, log-probabilities and `top` are the baseline's
@@ -221,7 +221,7 @@ def make_examples(
 
 
 def check_stages(stages: Collection[str], traces: Sequence[Trace], condition: Condition) -> None:
-    """Raise ConfigError for a stage that decodes nothing, or that is not among the adapter stages if there are some."""
+    """Raise ConfigError for a stage without decodes that can be learned."""
     known = {stage for trace in traces for stage in trace.transcript}
     if condition.adapter_stages:
         known &= set(condition.adapter_stages)
@@ -250,7 +250,7 @@ def baseline_examples(
 def answer_examples(
     model: HFModel, workflow: WorkflowFunction, traces: Sequence[Trace], *, options: Mapping[str, Any] | None = None
 ) -> list[TrainingExample]:
-    """Return the final answers of traces as outputs of a workflow with a single decode (the paper's distilled baseline).
+    """Return the final answers of traces as outputs of a single-decode workflow.
 
     Traces without a parsed answer are left out.
     """
@@ -265,7 +265,7 @@ def answer_examples(
 
 
 def _answer_tokens(model: HFModel, trace: Trace) -> list[int]:
-    """Return the final message, or the answer parsed from it as a sentence (Prompt Choreography, footnote 14)."""
+    """Return the final message, or the parsed answer as a sentence (footnote 14)."""
     if "answer" not in trace.outputs:
         return trace.calls[trace.answer].generated or []
     if (answer := trace.outputs["answer"]) is None:
@@ -290,7 +290,7 @@ class _RepeatedAnswer(dict[str, list[list[int]]]):
 
 
 def concat_examples(examples: Sequence[TrainingExample]) -> TrainingExample:
-    """Return several examples of the same kind as one, in which equal prefills are one call."""
+    """Merge examples of the same kind; equal prefills become one call."""
     if len(examples) == 1:
         return examples[0]
     adapter_only = examples[0].adapter_only

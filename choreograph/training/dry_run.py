@@ -1,4 +1,4 @@
-"""Replay a workflow without computing, to find out which calls it makes under a condition.
+"""Replay of a workflow without computing, to list its calls under a condition.
 
 Replayed content decides every branch, so a model that has a tokenizer and limits, and nothing else, is enough to find
 the calls, what they attend to and their positions.
@@ -36,7 +36,7 @@ class TaskTranscript(NamedTuple):
 
 
 class DryRunModel(HFModel):
-    """Model with the tokenizer and limits of another one, whose logits are zeros."""
+    """Model with the tokenizer and limits of another one; logits are zeros."""
 
     def __init__(self, tokenizer: Any, info: ModelInfo, eos_token_ids: tuple[int, ...]) -> None:
         self.tokenizer, self.compiled, self._eos_token_ids = tokenizer, None, eos_token_ids
@@ -67,7 +67,7 @@ class DryRunModel(HFModel):
 
 
 class _ReplayRun(WorkflowRun):
-    """Workflow run that refuses calls for log-probabilities, which a dry run does not have."""
+    """Workflow run that refuses requests for log-probabilities."""
 
     def _decode_args(self, stage: str, number: int, /, **options: Any) -> dict[str, Any]:
         args = super()._decode_args(stage, number, **options)
@@ -85,7 +85,7 @@ def dry_run(
     sampling: SamplingParams,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, list[TracedCall]]]:
-    """Yield (id, calls) of every transcript, in the order in which the runs end.
+    """Yield (id, calls) of every transcript, in order of completion.
 
     Unless the condition's mode is choreographed, the calls are the decodes alone, each after its full prompt.
 

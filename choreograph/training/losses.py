@@ -30,7 +30,7 @@ def log_likelihood(logits: Float[Tensor, "R V"], targets: Sequence[int]) -> Floa
 
 
 def log_probs(logits: Float[Tensor, "R V"], ids: Int[Tensor, "R K"]) -> Float[Tensor, "R K"]:
-    """Return the log-probabilities of some tokens of each row, in float32; differentiable once."""
+    """Return float32 log-probabilities of some tokens of each row; differentiable once."""
     return _LogProbs.apply(logits, ids)
 
 
@@ -46,7 +46,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
-        """The derivative by a logit is 1 for the token itself, minus the probability of every token."""
+        """Return the gradient: 1 at the token, minus the probability of every token."""
         logits, ids, norms = ctx.saved_tensors
         result, negative_sums = torch.empty_like(logits), -grads.sum(1, keepdim=True)
         for out, rows, norm, scale, index, grad in _chunks(result, logits, norms, negative_sums, ids, grads):
@@ -70,9 +70,10 @@ class KVTarget:
 
 @torch.no_grad()
 def mean_baseline_kv(hf_model: HFModel, calls: Sequence[TracedCall], num_prefix_tokens: int = 0) -> KVTarget:
-    """Compute the KV target of a trace: the mean over the decodes that attend to a token, each with its full prompt.
+    """Compute the KV target of a trace with the base model.
 
-    The base model computes it. Call it inside `hf_model.attention_hook()`.
+    It is the mean over the decodes that attend to a token, each with its full prompt. Call this inside
+    `hf_model.attention_hook()`.
 
     Args:
         num_prefix_tokens: leading tokens of the packed trace to leave out.
@@ -108,7 +109,7 @@ def _mean_by_group(vectors: Float[Tensor, "G P D"], groups: Int[Tensor, "P"]) ->
 
 
 def kv_loss(kv: KVByLayer, target: KVTarget) -> Float[Tensor, ""]:
-    """Return the squared error relative to the squared target, the mean over keys and values of all layers."""
+    """Return the mean relative squared error of keys and values."""
     result = [
         (computed[0, :, target.rows].float() - expected).square().sum() / expected.square().sum()
         for layer, tensors in enumerate(target.layers)
@@ -118,7 +119,7 @@ def kv_loss(kv: KVByLayer, target: KVTarget) -> Float[Tensor, ""]:
 
 
 def example_losses(hf_model: HFModel, examples: Sequence[TrainingExample], model: str = BASE_MODEL) -> list[float]:
-    """Return the log-loss per token of every example, by the base model or a served adapter."""
+    """Return the log-loss per token of every example."""
     return [mean_loss(hf_model, [example], model) for example in examples]
 
 
@@ -130,7 +131,7 @@ def mean_loss(hf_model: HFModel, examples: Sequence[TrainingExample], model: str
 def mean_losses(
     hf_model: HFModel, examples: Sequence[TrainingExample], model: str = BASE_MODEL, *, with_kl: bool
 ) -> tuple[float, float]:
-    """Return log-loss and divergence per token of all examples together; the divergence is 0 without `with_kl`."""
+    """Return log-loss and divergence (0 without `with_kl`) per token of all examples."""
     total_loss = total_divergence = 0.0
     for example in examples:
         packed = example.packed

@@ -1,4 +1,4 @@
-"""Differentiable forward pass over all calls of a trace, packed into one sequence.
+"""Differentiable forward pass over a trace packed into one sequence.
 
 Every call occupies its base positions. Attention gives a call its own tokens causally and the slices of its parents
 whole, with keys rotated from the base position to the position where the call attends to them (Prompt Choreography
@@ -30,7 +30,7 @@ MAX_MEMO_BYTES = 1 << 30  # bytes of keys and values that a BaseKVMemo keeps
 
 
 class PackedTrace:
-    """Calls laid out as one token sequence, behind a prefix of calls that the base model computes."""
+    """Calls as one token sequence, after a prefix that the base model computes."""
 
     def __init__(self, calls: Sequence[TracedCall], num_prefix_calls: int = 0) -> None:
         self.calls = tuple(calls)  # in layout order, prefix first; their parents are indices of this tuple
@@ -55,7 +55,7 @@ class PackedTrace:
         return PackedTrace(self.calls[: self.num_prefix_calls])
 
     def check(self) -> None:
-        """Assert that calls attend to earlier calls only and that the prefix generates nothing."""
+        """Assert that calls attend to earlier calls and the prefix generates nothing."""
         check_parents(self.calls)
         assert 0 <= self.num_prefix_calls <= len(self.calls)
         assert all(call.generated is None for call in self.prefix.calls)
@@ -68,12 +68,12 @@ def pack(calls: Sequence[TracedCall]) -> PackedTrace:
 
 
 def pack_adapter_stages(calls: Sequence[TracedCall]) -> PackedTrace:
-    """Pack the result of `split_adapter_stages`: calls before the first decode are the prefix."""
+    """Pack a split trace; calls before the first decode are the prefix."""
     return PackedTrace(calls, first_decode_index(calls))
 
 
 def full_prompt_indices(packed_prompts: PackedTrace) -> dict[tuple[str, int], list[int]]:
-    """Map each decode to the indices of its whole prompt and output in a pass of full prompts."""
+    """Map each decode to the token indices of its full prompt and output."""
     firsts = packed_prompts.first_indices
     result = {}
     for index, (name, call) in enumerate(iter_decodes(packed_prompts.calls)):
@@ -150,7 +150,7 @@ class PackedForwardContext:
         return rotate(keys, *self._rope_tables[rope, shift], rope.interleaved).to(keys.dtype)
 
     def _distance(self, number: int) -> Int[Tensor, "N T"]:
-        """Position of each token of a call minus the position where it attends to each key."""
+        """Return the position of each query token minus that of each key."""
         start = self._calls[number].start
         own = list(range(start, start + self._lengths[number]))
         context = [s.offset + k for s in self._parents[number] for k in range(s.last - s.first)]
@@ -185,7 +185,7 @@ def _attend_unfused(
     spec: AttentionSpec,
     sinks: Float[Tensor, "H"] | None,
 ) -> Float[Tensor, "1 H N D"]:
-    """Attention with materialized scores, for layers with softcap, ALiBi, a window or sinks."""
+    """Attention with materialized scores: softcap, ALiBi, windows and sinks."""
     share = query.shape[1] // keys.shape[1]
     own, total = distance.shape
     k, v = (x[0].repeat_interleave(share, dim=0) for x in (keys, values))
@@ -207,7 +207,7 @@ def forward(
     base_kv_provider: Callable[[PackedTrace], list[KVByLayer]] | None = None,
     kv_out: KVByLayer | None = None,
 ) -> Float[Tensor, "R V"]:
-    """Compute the logits that predict the targets, with gradients if they are enabled.
+    """Compute the logits that predict the targets, differentiably.
 
     Call it inside `hf_model.attention_hook()`, and leave that after `backward`, which may recompute layers.
 
@@ -237,14 +237,14 @@ def forward(
 def forward_no_grad(
     hf_model: HFModel, packed: PackedTrace, model: str = BASE_MODEL, kv_out: KVByLayer | None = None
 ) -> Float[Tensor, "R V"]:
-    """Compute the logits of the base model or a served adapter, without gradients."""
+    """Compute logits of the base model or a served adapter without gradients."""
     with hf_model.attention_hook():
         return forward(hf_model, packed, adapter=model, kv_out=kv_out)
 
 
 @torch.no_grad()
 def compute_kv(hf_model: HFModel, packed: PackedTrace, prefix_kv: Sequence[KVByLayer] = ()) -> KVByLayer:
-    """Compute the base model's keys and values of all tokens after the prefix.
+    """Compute the base model's keys and values of the own tokens.
 
     Call it inside `hf_model.attention_hook()`. An adapter in training is disabled meanwhile.
     """
@@ -276,7 +276,7 @@ class _CallKey(NamedTuple):
 
 
 class BaseKVMemo:
-    """Base-model keys and values of calls that several traces share, such as instructions; computed once.
+    """Cache of base-model keys and values of calls that traces share.
 
     Valid while the base weights and compute dtype stay the same. The most frequent calls are kept. Each of them is
     computed separately, so its values are bit for bit the same in whatever order traces come.
@@ -325,7 +325,7 @@ class BaseKVMemo:
         self._num_tokens = 0
 
     def check(self) -> None:
-        """Assert that entries fit, have the size of their call, and that their parents are entries too."""
+        """Assert that entries fit, match their calls, and include their parents."""
         keys = list(self._ids)
         assert self._num_tokens == sum(len(keys[i].tokens) for i in self._entries) <= self._max_tokens
         assert all(s.call in self._entries for i in self._entries for s in keys[i].parents)

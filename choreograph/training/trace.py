@@ -1,6 +1,7 @@
-"""Calls of a workflow run, token by token: enough to compute all of them again at once.
+"""Calls of a workflow run, token by token.
 
-A call refers to its parents by their index among the calls, with the visible tokens and their position.
+They suffice to compute the run again in one pass. A call refers to its parents by their index among the calls, with
+the visible tokens and their position.
 """
 
 from collections import Counter
@@ -48,7 +49,7 @@ class TracedCall:
 
 
 def trace_calls(steps: Iterable[StageCall]) -> list[TracedCall]:
-    """Return the calls of a finished run in order. Equal prefills are one call, as they share a KV cache entry."""
+    """Return the calls of a finished run; equal prefills are one call."""
     result: list[TracedCall] = []
     indices: dict[int, int] = {}  # message id to call
     seen: dict[object, int] = {}  # identity of a call to its index
@@ -96,7 +97,7 @@ def check_parents(calls: Sequence[TracedCall]) -> None:
 
 
 def iter_decodes(calls: Iterable[TracedCall]) -> Iterator[tuple[tuple[str, int], TracedCall]]:
-    """Yield the decodes with (stage, index within the stage), the same name in every condition."""
+    """Yield ((stage, index within the stage), call) of every decode."""
     count: Counter[str] = Counter()
     for call in calls:
         if call.generated is not None:
@@ -110,7 +111,7 @@ def first_decode_index(calls: Sequence[TracedCall]) -> int:
 
 
 def as_full_prompts(calls: Sequence[TracedCall]) -> list[TracedCall]:
-    """Return the decodes as prefix mode computes them, each after its full prompt.
+    """Return the decodes as in prefix mode, each after its full prompt.
 
     A prompt attends to the longest prefix that it shares with an earlier prompt and its output.
     """
@@ -142,7 +143,7 @@ def _common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def split_adapter_stages(calls: Sequence[TracedCall], adapter_stages: Collection[str]) -> list[TracedCall]:
-    """Reorder calls: first those of the base model, as given text, then those that the adapter computes.
+    """Reorder calls: base model's first, as prefills, then the adapter's.
 
     The adapter computes the decodes of its stages and the prefills that attend to adapter calls.
 

@@ -1,4 +1,4 @@
-"""Fine-tune LoRA adapters so that the model under reuse generates what the baseline generated.
+"""Training of LoRA adapters that make reuse generate what the baseline generated.
 
 The result depends on checkpoints and the seed alone: a training that was stopped continues as if it had not been.
 """
@@ -29,7 +29,6 @@ from ..models.hf_model import HFModel
 from ..sampling_params import SamplingParams
 from ..utils import atomic_write_text, require
 from ..workflows import WorkflowFunction, conditions_of, find, names, options_of
-from ..workflows.run import Condition
 from .dataset import (
     Trace,
     TrainingExample,
@@ -59,7 +58,7 @@ def train(
     baseline: Sequence[TrainingExample] = (),
     on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
-    """Train an adapter and save it in `out` in the format of peft; the model is left unchanged.
+    """Train an adapter and save it in `out` in peft's format.
 
     A folder with checkpoints of the same training is resumed; the report of a finished one is returned.
 
@@ -83,21 +82,25 @@ def train(
         raise DataError("examples with and without adapter stages: train on one kind")
     for example in [*examples, *validation] if config.kl_weight else ():
         topk_targets(example)
+    manifest = TrainManifest(
+        config=config.model_dump(mode="json"),
+        model=hf_model.model_info.fingerprint,
+        examples=_content_hash(examples),
+        validation=_content_hash(validation),
+    )
     with exclusive_dir(out):
-        if not _is_finished(hf_model, examples, validation, out, config):
+        if not _is_finished(out, manifest):
             report = _run_training(hf_model, examples, validation, out, config, baseline, on_update)
             atomic_write_text(out / "report.json", json.dumps(report.as_dict(), indent=1))
         return read_record(TrainReport, out / "report.json")
 
 
-def _is_finished(
-    hf_model: HFModel,
-    examples: Sequence[TrainingExample],
-    validation: Sequence[TrainingExample],
-    out: Path,
-    config: TrainConfig,
-) -> bool:
-    """Return whether the folder holds this training with its report; claim it for this training otherwise.
+def _content_hash(examples: Sequence[TrainingExample]) -> str:
+    return hashlib.sha256(json.dumps([asdict(example) for example in examples]).encode()).hexdigest()
+
+
+def _is_finished(out: Path, manifest: TrainManifest) -> bool:
+    """Return whether the folder holds this training, finished; else claim it.
 
     Raises:
         ConfigError: if the folder holds checkpoints or results of another training.
@@ -108,16 +111,6 @@ def _is_finished(
         raise ConfigError(f"{out} holds a report, but no adapter or no train.json: use another folder")
     if checkpoints and not manifest_file.exists():
         raise ConfigError(f"{out} holds {checkpoints[0]} of an unknown training: use another folder, or remove it")
-    hashes = [
-        hashlib.sha256(json.dumps([asdict(example) for example in subset]).encode()).hexdigest()
-        for subset in (examples, validation)
-    ]
-    manifest = TrainManifest(
-        config=config.model_dump(mode="json"),
-        model=hf_model.model_info.fingerprint,
-        examples=hashes[0],
-        validation=hashes[1],
-    )
     if (checkpoints or is_finished) and read_record(TrainManifest, manifest_file) != manifest:
         raise ConfigError(
             f"{out} holds a training of another setting, model or traces: use another folder, or remove it"
@@ -180,7 +173,7 @@ def _run_training(
 
 @contextmanager
 def _lora_training(hf_model: HFModel, config: TrainConfig) -> Iterator[Any]:
-    """Yield the model with LoRA adapters to train; afterwards restore the model and all random states."""
+    """Yield the model with LoRA adapters; restore it and random states afterwards."""
     peft = require("peft", "train")
     base = hf_model.model
     lora_config = peft.LoraConfig(
@@ -226,7 +219,7 @@ def _lora_training(hf_model: HFModel, config: TrainConfig) -> Iterator[Any]:
 
 
 def resolve_target_modules(model: nn.Module, names: Sequence[str] | None) -> list[str]:
-    """Return the last name components of the linear layers to adapt; by default those of the attention.
+    """Return the names of the linear layers to adapt, by default the attention's.
 
     Raises:
         ConfigError: if no linear layer has one of the names.
@@ -297,7 +290,12 @@ def train_from_traces(
         return report
     run = _find_trace_workflow(traces, settings, workflow)
     conditions = conditions_of(run)
-    chosen = replace(select_condition(conditions, condition), adapter_stages=tuple(adapter_stages))
+    known = list(conditions)  # baseline first
+    if condition is not None and condition not in conditions:
+        raise ConfigError(f"condition {condition!r}: the workflow has {known}")
+    if condition is None and len(known) > 2:
+        raise ConfigError(f"condition: name the one to learn (condition=, --condition), of {known[1:]}")
+    chosen = replace(conditions[condition or known[-1]], adapter_stages=tuple(adapter_stages))
     chosen.check_adapter_stages(stage for trace in loaded for stage in trace.transcript)
     check_stages(stages, loaded, chosen)
     if learned := set(stages or adapter_stages):  # some runs may lack these stages
@@ -310,7 +308,7 @@ def train_from_traces(
     # Stages are checked against all traces, as rare ones may lie in the validation split alone.
     examples = make_examples(hf_model, run, [*learn, *check], chosen, **args, stages=stages)[: len(learn)]
     checks = make_examples(hf_model, run, check, chosen, **args)
-    baseline = baseline_examples(check, adapter_stages, next(iter(conditions.values())).mode)
+    baseline = baseline_examples(check, adapter_stages, conditions[known[0]].mode)
     report = train(hf_model, examples, checks, out, config, baseline=baseline, on_update=on_update)
     _write_usage(
         out,
@@ -323,7 +321,7 @@ def train_from_traces(
 
 
 def _find_trace_workflow(traces: Path, settings: Mapping[str, Any], name: str | None) -> WorkflowFunction:
-    """Return the workflow of some traces; a user's file must be named by the caller, as loading it runs its code."""
+    """Return the workflow of some traces; a user's file must be named explicitly."""
     traced = settings["workflow"]
     if name is None and traced not in names():
         raise ConfigError(f"{traces}: of the workflow {traced!r}: name it (workflow=, --workflow), as its code is run")
@@ -338,7 +336,7 @@ def _dtype_name(hf_model: HFModel) -> str:
 
 
 def _matches_weights(weights: str | None, dtype: str | None, hf_model: HFModel) -> bool:
-    """Return whether a weights hash is that of the model; also true if it cannot be compared across dtypes."""
+    """Return whether a weights hash fits the model, or cannot be compared."""
     dtypes = {dtype, _dtype_name(hf_model)}
     is_comparable = weights is not None and (len(dtypes) == 1 or "float16" not in dtypes)  # float16 rounds differently
     return not is_comparable or weights == hf_model.sampled_weights_hash
@@ -350,7 +348,7 @@ def _write_usage(out: Path, hf_model: HFModel, **usage: Any) -> None:
 
 
 def check_adapter_usage(source: str, adapter_stages: Sequence[str], base: HFModel) -> None:
-    """Raise ConfigError if an adapter was trained for other stages or other weights; without a record accept it."""
+    """Raise ConfigError if an adapter was trained for other stages or weights."""
     file = Path(source) / USAGE_FILE
     if not file.is_file() and not file.with_name("learned.json").is_file():  # name in earlier versions
         return
@@ -365,16 +363,6 @@ def check_adapter_usage(source: str, adapter_stages: Sequence[str], base: HFMode
         raise ConfigError(
             f"{source}: trained on other weights than {base.model_info.name!r} has: use the model of its training"
         )
-
-
-def select_condition(conditions: Mapping[str, Condition], name: str | None) -> Condition:
-    """Return the condition of that name, or the only one besides the baseline."""
-    known = list(conditions)
-    if name is not None and name not in known:
-        raise ConfigError(f"condition {name!r}: the workflow has {known}")
-    if name is None and len(known) > 2:
-        raise ConfigError(f"condition: name the one to learn (condition=, --condition), of {known[1:]}")
-    return conditions[name or known[-1]]
 
 
 def train_val_split(traces: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:

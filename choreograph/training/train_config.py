@@ -10,6 +10,7 @@ from ..errors import ConfigError, DataError
 Count = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ModuleNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -22,15 +23,14 @@ def describe_error(exc: ValidationError) -> str:
 
 
 class TrainConfig(BaseModel):
-    """Options of a training; the defaults are the paper's where it names them (Prompt Choreography §3.3, footnote 7)."""
+    """Options of a training; defaults follow Prompt Choreography §3.3, footnote 7."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     lora_rank: Count = 64
     lora_alpha: Count = 32  # adapters are scaled by lora_alpha / lora_rank
     dropout: Fraction = 0.05  # share of inputs that adapters drop; the base model drops none
-    target_modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None  # last name components
-    # of the linear layers to adapt; None: those of the attention
+    target_modules: ModuleNames | None = None  # last name components of linear layers; None: those of the attention
     learning_rate: Positive = 2e-4  # maximum; cosine schedule
     epochs: Count = 2
     batch_size: Count = 8  # examples of one update
@@ -61,7 +61,7 @@ class TrainConfig(BaseModel):
 
 
 class TrainReport(BaseModel):
-    """Result of a training; losses and divergences are means per token of the validation examples, in nats."""
+    """Result of a training; losses are validation means per token, in nats."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -77,7 +77,7 @@ class TrainReport(BaseModel):
 
     @property
     def gap_closed(self) -> float | None:
-        """Share of the gap to the baseline that training closed; None without a gap."""
+        """Share of the gap to the baseline that is closed; None without one."""
         if self.baseline is None or self.loss_before - self.baseline < 1e-4:
             return None
         return (self.loss_before - self.loss_after) / (self.loss_before - self.baseline)
@@ -111,7 +111,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_record(record: type[M], file: Path, error: type[Exception] = DataError) -> M:
-    """Read a file of a training; raise `error` if it is damaged or of another version."""
+    """Read a file of a training; raise `error` for damage or another version."""
     try:
         return record.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as exc:

@@ -1,4 +1,4 @@
-"""The training loop of transformers over examples that are computed in one forward pass each."""
+"""Training loop of transformers over packed examples."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ class PackedTrainer(Trainer):
         self.remove_callback(PrinterCallback)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of one update; its loss is their mean, weighted by their number of examples."""
+        """Return the batches of one update and note their mean size."""
         batches, count = super().get_batch_samples(*args, **kwargs)
         if batches:
             self._mean_examples_per_forward = fmean(len(batch["examples"]) for batch in batches)
@@ -77,7 +77,7 @@ class PackedTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the sum of the token losses, in units of an example with the mean number of tokens."""
+        """Return the summed token losses over the mean number of tokens."""
         total: Any = 0.0
         kl_weight, kv_weight = self._config.kl_weight, self._config.kv_loss_weight
         examples = inputs["examples"]
@@ -110,7 +110,7 @@ class PackedTrainer(Trainer):
 
 
 class _SingleDeviceArguments(TrainingArguments):
-    """Arguments under which examples stay on the device of the model instead of being split over several GPUs."""
+    """Arguments that keep examples on the device of the model."""
 
     @property
     def n_gpu(self) -> int:
@@ -158,7 +158,7 @@ def _training_arguments(out: Path, config: TrainConfig, num_examples: int, use_c
 
 
 class MetricsCallback(TrainerCallback):
-    """Writes `metrics.jsonl`, without repeating the steps after the checkpoint from which a training resumes."""
+    """Writes `metrics.jsonl`; a resumed training repeats no step."""
 
     def __init__(self, out: Path, on_update: Any) -> None:
         self._out, self._on_update = out, on_update
@@ -199,7 +199,7 @@ def best_checkpoint(out: Path, state: TrainerState) -> Path:
 
 
 def last_checkpoint(out: Path) -> tuple[Path | None, TrainerState]:
-    """Return the newest complete checkpoint and its state; remove checkpoints that were not written to their end."""
+    """Return the newest complete checkpoint and its state; remove incomplete ones."""
     while (path := get_last_checkpoint(str(out))) is not None:
         checkpoint = Path(path)
         try:  # the state is written last
@@ -213,7 +213,7 @@ def last_checkpoint(out: Path) -> tuple[Path | None, TrainerState]:
 
 
 def has_stopped_early(state: TrainerState, patience: int) -> bool:
-    """Return whether the training of a checkpoint ended because it did not improve."""
+    """Return whether training ended because it did not improve."""
     callbacks: Any = state.stateful_callbacks or {}
     attributes = callbacks.get("EarlyStoppingCallback", {}).get("attributes", {})
     return 0 < patience <= attributes.get("early_stopping_patience_counter", 0)

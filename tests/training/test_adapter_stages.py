@@ -472,6 +472,9 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
         with pytest.raises(ConfigError, match=r"broken.adapter_usage\.json.*train"):
             check_adapter_usage(str(tmp_path / "broken"), [], talker.core.hf_model)
     check_adapter_usage("somebody/adapter", ["merge"], talker.core.hf_model)
+    (tmp_path / "broken" / "adapter_usage.json").rename(tmp_path / "broken" / "learned.json")  # of an earlier version
+    with pytest.raises(ConfigError, match=r"adapter_usage\.json.*another version"):
+        check_adapter_usage(str(tmp_path / "broken"), ["merge"], talker.core.hf_model)
     others = Engine.from_pretrained(tiny_models.build(vocabulary=61)).core.hf_model
     with pytest.raises(ConfigError, match="other weights"):
         check_adapter_usage(str(tmp_path / "FT"), ["merge"], others)

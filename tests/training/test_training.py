@@ -86,7 +86,11 @@ def test_a_finished_training_is_read_if_this_version_wrote_it(adapter, tmp_path)
     result = json.loads(file.read_text())
     del result["divergence"]
     file.write_text(json.dumps(result))
-    with pytest.raises(DataError, match="another version"):
+    with pytest.raises(DataError, match=r"report\.json.*another version"):
+        train(*asked)
+    manifest = tmp_path / "train.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 1}))
+    with pytest.raises(DataError, match=r"train\.json.*another version"):
         train(*asked)
 
 
