@@ -35,15 +35,8 @@ from choreograph.models.hf_model import HFModel
 from choreograph.sampling_params import SamplingParams
 from choreograph.training import Trace, make_examples
 from choreograph.training.dataset import load_traces
-from choreograph.training.packed_forward import PackedCall, PackedForwardContext, PackedRange, PackedTrace, pack
-from choreograph.training.trace import (
-    TokenAlignment,
-    TracedCall,
-    align_decodes,
-    as_full_prompts,
-    baseline_rows,
-    iter_decodes,
-)
+from choreograph.training.packed_forward import PackedForwardContext, PackedTrace, full_prompt_indices, pack
+from choreograph.training.trace import TracedCall, TraceSlice, as_full_prompts, iter_decodes
 from choreograph.workflows import find
 
 from .common import estimate_row, last_result, merge_results, provenance, save
@@ -63,6 +56,17 @@ class LayerKV:
     inputs: Tensor
     kv: Tensor
     logits: Tensor
+
+
+@dataclass(frozen=True)
+class TokenAlignment:
+    """One decode and the tokens it attends to."""
+
+    call: TracedCall
+    rows: list[int]  # their indices in the pass under reuse
+    baseline_rows: list[int]  # their indices in the pass of full prompts
+    positions: list[int]  # where the decode attends to them
+    stages: list[str]  # stages that generated them
 
 
 class Correction:
@@ -161,12 +165,11 @@ class CorrectionExperiment:
             adapter, find(plan.workflow), traces, plan.reuse_condition, sampling=sampling, options=plan.options
         )
         for trace, lesson in zip(traces, lessons, strict=True):
-            prompts = as_full_prompts(trace.calls)
-            reused, baseline = pack(lesson.calls), pack(prompts)
+            reused, baseline = pack(lesson.calls), pack(as_full_prompts(trace.calls))
             yield (
                 compute_layer_kv(adapter, reused),
                 compute_layer_kv(adapter, baseline),
-                list(align_decodes(lesson.calls, reused, prompts, baseline)),
+                align_decodes(reused, baseline),
             )
 
     def _expected(
@@ -177,9 +180,8 @@ class CorrectionExperiment:
         sums = [torch.zeros_like(w[:, h]) for w, h in zip(baseline_kv, heard, strict=True)]
         for other in others:
             calls = replace_private_texts(trace.calls, other.calls, private_stages)
-            prompts = as_full_prompts(calls)
-            packed = pack(prompts)
-            made, homes = compute_layer_kv(self._hf_model, packed).kv, baseline_rows(prompts, packed)
+            packed = pack(as_full_prompts(calls))
+            made, homes = compute_layer_kv(self._hf_model, packed).kv, full_prompt_indices(packed)
             for (name, call), total in zip(iter_decodes(calls), sums, strict=True):
                 rows: list[int] = [
                     homes[name][place] for place in positions_without_private(calls, call, private_stages)
@@ -193,19 +195,16 @@ class CorrectionExperiment:
     def _logits_given_kv(self, alignments: Sequence[TokenAlignment], kv: Sequence[Tensor]) -> Tensor:
         """The logits of the decodes, each behind the encodings that are given for it."""
         places = [place for sight in alignments for place in sight.positions]
-        past = PackedTrace([0] * len(places), places, (PackedCall(0, len(places), ()),), [], [])
-        tokens, positions, spans, rows, targets = [], [], [], [], []
-        at, own = 0, len(places)
+        past: list[TracedCall] = []  # a call for each slice that a decode attends to
+        own: list[TracedCall] = []
+        num_slices = sum(len(sight.call.parents) for sight in alignments)
         for sight in alignments:
-            call, first = sight.call, len(tokens)
-            generated = call.generated or []
-            spans.append(PackedCall(own, own + len(call.tokens), (PackedRange(at, at + len(sight.positions), 0),)))
-            rows += range(first + len(call.prompt) - 1, first + len(call.prompt) - 1 + len(generated))
-            targets += generated
-            tokens += call.tokens
-            positions += range(call.start, call.start + len(call.tokens))
-            at, own = at + len(sight.positions), own + len(call.tokens)
-        packed = PackedTrace(tokens, positions, tuple(spans), rows, targets, past)
+            parents = [
+                TraceSlice(len(past) + i, 0, s.last - s.first, s.offset) for i, s in enumerate(sight.call.parents)
+            ]
+            past += [TracedCall("", [0] * s.last, s.offset) for s in parents]
+            own.append(replace(sight.call, parents=tuple(parents)))
+        packed = PackedTrace([*past, *own], num_slices)
         facts = self._hf_model.model_info
         made = torch.cat(list(kv), dim=1)
         width = made.shape[-1] // 2
@@ -218,10 +217,29 @@ class CorrectionExperiment:
             if kind.rope is not None:
                 cos, sin = (torch.from_numpy(table) for table in kind.rope.cos_sin(places))
                 keys = rotate(keys, cos, sin, kind.rope.interleaved)
-            kept[layer] = keys, values
-        step = PackedForwardContext(packed, facts.attention_specs, facts.device, [kept])
+            kept[layer] = [x.split([len(call.tokens) for call in past], dim=2) for x in (keys, values)]
+        by_call = [{layer: (keys[n], values[n]) for layer, (keys, values) in kept.items()} for n in range(num_slices)]
+        step = PackedForwardContext(packed, facts.attention_specs, facts.device, by_call)
         with torch.no_grad(), self._hf_model.attention_hook():
-            return self._hf_model.logits(tokens, positions, step, rows)
+            return self._hf_model.logits(packed.tokens, packed.positions, step, packed.logits_indices)
+
+
+def align_decodes(packed: PackedTrace, packed_prompts: PackedTrace) -> list[TokenAlignment]:
+    """The decodes in the order of their logits."""
+    homes = full_prompt_indices(packed_prompts)
+    result = []
+    for name, call in iter_decodes(packed.calls):
+        tokens = [(s, k) for s in call.parents for k in range(s.first, s.last)]
+        result.append(
+            TokenAlignment(
+                call,
+                [packed.first_indices[s.call] + k for s, k in tokens],
+                homes[name][: len(tokens)],
+                [s.offset + k - s.first for s, k in tokens],
+                [packed.calls[s.call].stage for s, _ in tokens],
+            )
+        )
+    return result
 
 
 @torch.no_grad()

@@ -366,7 +366,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
     facts = {
         k: v
         for k, v in report.as_dict().items()
-        if k not in ("log", "loss_before", "loss_after", "baseline", "divergence", "closed")
+        if k not in ("log", "before", "after", "baseline", "divergence", "closed")
     }
     result |= {
         "workflow": plan.workflow,
@@ -375,7 +375,7 @@ def run(source: str, model: str, name: str, plan: Plan, data: Path, out: Path) -
         "readers": plan.adapter_stages,
         "learned from": plan.stages,
         "traces": {split: len(one) for split, one in traces.items()},
-        "config": asdict(plan.config),
+        "config": plan.config.model_dump(),
         "max_tokens": plan.max_tokens,
         "training": facts,
         "validation": {

@@ -1,4 +1,4 @@
-"""A workflow of your own learns to work with cached encodings: traces, training, a served adapter.
+"""Train an adapter for a workflow of your own and serve it.
 
 python examples/distill.py
 """
@@ -13,7 +13,7 @@ from choreograph.workflows import find
 from choreograph.workflows.run import run_workflow
 
 WORKFLOW = str(Path(__file__).with_name("own_workflow.py"))
-THINGS = ("bridge", "clock", "kite", "drum")  # a hundred or more, and longer texts, for real
+THINGS = ("bridge", "clock", "kite", "drum")  # use a hundred tasks or more, and longer texts
 
 
 def main(tokens: int = 8, epochs: int = 1) -> None:
@@ -25,14 +25,14 @@ def main(tokens: int = 8, epochs: int = 1) -> None:
     config = TrainConfig(epochs=epochs, batch_size=2)
     report = train_from_traces(engine.core.hf_model, traces, out / "adapter", config, workflow=WORKFLOW)
     print(
-        f"log-loss under reuse {report.loss_before:.2f}, trained {report.loss_after:.2f}, without reuse {report.baseline:.2f}"
+        f"log-loss under reuse {report.loss_before:.2f}, trained {report.loss_after:.2f}, baseline {report.baseline:.2f}"
     )
     engine.add_adapter("tuned", out / "adapter")
     sampling = SamplingParams(temperature=0, max_tokens=tokens)
-    done = run_workflow(
+    result = run_workflow(
         engine, find(WORKFLOW), "What is a key for?", mode="choreographed", model="tuned", sampling=sampling
     )
-    print(done.answer.text)
+    print(result.answer.text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Distillation: a model on reused encodings learns to say what it says on the baseline (Prompt Choreography, 3.2)."""
+"""Distillation of the baseline into a model under reuse (Prompt Choreography §3.2)."""
 
 from .dataset import Trace, TrainingExample, answer_examples, collect_traces, load_traces, make_examples
 from .train import train, train_from_traces

@@ -1,10 +1,13 @@
-"""Examples: the calls of a trace as they are made under reuse, saying what the baseline said. Computes nothing."""
+"""Traces of workflow runs, and training examples made from them."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ..engine.engine import Engine
 from ..engine.message import Message
@@ -20,41 +23,47 @@ from ..workflows.run import Condition, Transcript, WorkflowRun
 from .dry_run import TaskTranscript, dry_run
 from .packed_forward import PackedTrace, pack, pack_adapter_stages
 from .trace import (
-    VERSION,
     TracedCall,
     as_full_prompts,
+    check_parents,
     first_decode_index,
-    from_json,
     iter_decodes,
     split_adapter_stages,
-    to_json,
     trace_calls,
     with_ancestors,
 )
+from .train_config import describe_error
 
 TRACE_FILE = "traces"
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True)
 class Trace:
-    """One run of a workflow. answer: the number of the call that gave the answer; findings: what the workflow noted, if
-    that is known."""
+    """One run of a workflow on its baseline; one line of `traces.jsonl`."""
 
+    version: Literal[2]  # of the file format
     id: str
     task: Any
     seed: int
     calls: tuple[TracedCall, ...]
-    answer: int
-    outputs: Mapping[str, Any] | None = None
+    answer: int  # index of the call that generated the final answer
+    outputs: dict[str, Any]  # what the workflow recorded
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> "Trace":
+        check_parents(self.calls)
+        if not (0 <= self.answer < len(self.calls) and self.calls[self.answer].generated is not None):
+            raise ValueError(f"answer={self.answer} is not the index of a decode")
+        return self
 
     @property
     def transcript(self) -> Transcript:
-        """What was said, per stage in order."""
-        said: dict[str, list[list[int]]] = {}
+        """Generated tokens of each decode by stage, in order."""
+        result: dict[str, list[list[int]]] = {}
         for call in self.calls:
             if call.generated is not None:
-                said.setdefault(call.stage, []).append(call.generated)
-        return said
+                result.setdefault(call.stage, []).append(call.generated)
+        return result
 
     @property
     def task_transcript(self) -> TaskTranscript:
@@ -62,7 +71,11 @@ class Trace:
 
     @property
     def logprobs(self) -> list[float]:
+        """Log-probabilities of all generated tokens."""
         return [value for call in self.calls for value in call.logprobs]
+
+
+TRACE_ADAPTER = TypeAdapter(Trace)
 
 
 def collect_traces(
@@ -79,39 +92,42 @@ def collect_traces(
     concurrency: int = 32,
     on_done: Callable[[str, RunRecord], None] = lambda condition, record: None,
 ) -> list[Trace]:
-    """Runs the workflow on its baseline over all examples; at temperature 1 if no sampling is given.
+    """Run a workflow's baseline over examples and store the traces; resumable.
 
-    top: how many of the likeliest tokens to keep behind every token, for the divergence as a loss.
+    Args:
+        sampling: defaults to temperature 1.
+        top: likeliest tokens to keep at every generated token, for the divergence loss.
     """
     sampling = replace(sampling or SamplingParams(), logprobs=top)
     baseline = {TRACE_FILE: next(iter(conditions_of(workflow).values()))}
+    options = options or {}
     settings = make_run_config(
-        engine, name, workflow, examples, baseline, sampling=sampling, seed=seed, options=options or {}
+        engine, name, workflow, examples, baseline, sampling=sampling, seed=seed, options=options
     )
 
-    def record(example: Example, p: WorkflowRun, answer: Message) -> RunRecord:
-        calls = trace_calls(p.calls)
-        decodes = [number for number, call in enumerate(calls) if call.generated is not None]
-        said = [message.id for _, message in p.calls if message.kind == "decode"]
-        if answer.id not in said:
-            raise DataError(f"{example.id}: the answer of a workflow must be one of its {len(said)} decodes")
-        return {
-            "version": VERSION,
-            "id": example.id,
-            "task": example.task,
-            "seed": example_seed(seed, example.id),
-            "answer": decodes[said.index(answer.id)],
-            "findings": p.outputs,
-            "calls": to_json(calls),
-        }
+    def record(example: Example, run: WorkflowRun, answer: Message) -> RunRecord:
+        calls = trace_calls(run.calls)
+        decodes = [index for index, call in enumerate(calls) if call.generated is not None]
+        ids = [message.id for _, message in run.calls if message.kind == "decode"]
+        if answer.id not in ids:
+            raise DataError(f"{example.id}: the answer of a workflow must be one of its {len(ids)} decodes")
+        trace = Trace(
+            version=2,
+            id=example.id,
+            task=example.task,
+            seed=example_seed(seed, example.id),
+            calls=tuple(calls),
+            answer=decodes[ids.index(answer.id)],
+            outputs=dict(run.outputs),
+        )
+        return TRACE_ADAPTER.dump_python(trace, mode="json")
 
-    folder = RunDirectory(out, settings)
     evaluate_conditions(
         engine,
         workflow,
         examples,
         baseline,
-        folder,
+        RunDirectory(out, settings),
         sampling=sampling,
         seed=seed,
         options=options,
@@ -124,38 +140,37 @@ def collect_traces(
 
 
 def load_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
-    """The settings of a folder of traces, and its traces. Runs that failed are left out, and a last line that was cut
-    off."""
-    file, settings = out / f"{TRACE_FILE}.jsonl", out / "settings.json"
-    if not file.is_file() or not settings.is_file():
+    """Return the settings and the traces of a folder, without failed runs."""
+    file, settings_file = out / f"{TRACE_FILE}.jsonl", out / "settings.json"
+    if not file.is_file() or not settings_file.is_file():
         raise DataError(f"{out}: no traces; make them with `choreograph trace`")
-    result: dict[str, Trace] = {}
+    result: dict[str, Trace] = {}  # by id; a repeated run replaces the earlier one
     for line in filter(str.strip, read_lines(file)[0]):
         try:
             record = json.loads(line)
-            if not record.get("error"):
-                calls = tuple(from_json(record.get("version"), record["calls"]))
-                answer = range(len(calls))[record["answer"]]
-                if answer != record["answer"] or calls[answer].generated is None:
-                    raise ValueError(f"answer {record['answer']} is no decode")
-                noted = dict(record["findings"]) if "findings" in record else None
-                result[record["id"]] = Trace(record["id"], record["task"], record["seed"], calls, answer, noted)
-        except (ValueError, LookupError, TypeError, AttributeError) as exc:
-            raise DataError(f"{file}: a damaged trace ({exc!r}); remove the line") from None
-    known = read_json_object(settings)
-    if lacking := sorted({"model", "workflow", "source", "sampling", "options"} - known.keys()):
-        raise DataError(f"{settings}: lacks {lacking}: make the traces again")
-    return known, list(result.values())
+            if isinstance(record, dict) and record.get("error"):
+                continue
+            trace = TRACE_ADAPTER.validate_python(record)
+        except ValueError as exc:
+            reason = describe_error(exc) if isinstance(exc, ValidationError) else str(exc)
+            raise DataError(
+                f"{file}: damaged trace, or of another version of this package ({reason}): "
+                "remove the line, or make the traces again"
+            ) from None
+        result[trace.id] = trace
+    settings = read_json_object(settings_file)
+    if missing := sorted({"model", "workflow", "source", "sampling", "options"} - settings.keys()):
+        raise DataError(f"{settings_file}: lacks {missing}: make the traces again")
+    return settings, list(result.values())
 
 
 @dataclass(frozen=True)
 class TrainingExample:
-    """What is computed in one pass, and what it is to say. Its generated calls carry what the baseline gave them.
-    reading: these alone are the adapter's, in the order of `for_readers`; what they see the base model encodes."""
+    """Calls of a workflow under reuse, with the outputs of the baseline."""
 
     id: str
-    calls: tuple[TracedCall, ...]
-    adapter_only: bool = False
+    calls: tuple[TracedCall, ...]  # generated tokens, log-probabilities and `top` are the baseline's
+    adapter_only: bool = False  # calls are the result of `split_adapter_stages`
 
     @property
     def packed(self) -> PackedTrace:
@@ -163,6 +178,7 @@ class TrainingExample:
 
     @property
     def num_targets(self) -> int:
+        """Number of generated tokens."""
         return sum(len(call.generated or ()) for call in self.calls)
 
 
@@ -176,105 +192,91 @@ def make_examples(
     options: Mapping[str, Any] | None = None,
     stages: Collection[str] = (),
 ) -> list[TrainingExample]:
-    """Each trace as the workflow runs under a condition; of one with readers, what they say, if they do. stages: those
-    whose decodes are learned, with those that these see; every one if none are named."""
+    """Return each trace as the workflow runs under a condition.
+
+    With `stages` or adapter stages, traces without any of them are left out.
+
+    Args:
+        stages: learn from the decodes of these stages and their ancestors; empty: from all.
+    """
     check_stages(stages, traces, condition)
-    scripts = [t.task_transcript for t in traces]
-    result = dict(dry_run(model, workflow, scripts, condition, sampling=sampling or SamplingParams(), options=options))
-    examples = [TrainingExample(t.id, _with_baseline_logprobs(result[t.id], t.calls)) for t in traces]
-    if stages:
-        examples = [replace(one, calls=tuple(with_ancestors(one.calls, stages))) for one in examples]
-    if condition.adapter_stages:
-        examples = [
-            TrainingExample(one.id, tuple(split_adapter_stages(one.calls, condition.adapter_stages)), True)
-            for one in examples
-        ]
-    return [one for one in examples if one.num_targets] if stages or condition.adapter_stages else examples
+    transcripts = [trace.task_transcript for trace in traces]
+    sampling = sampling or SamplingParams()
+    calls_by_id = dict(dry_run(model, workflow, transcripts, condition, sampling=sampling, options=options))
+    result = []
+    for trace in traces:
+        baseline, names = dict(iter_decodes(trace.calls)), iter_decodes(calls_by_id[trace.id])
+        calls = []
+        for call in calls_by_id[trace.id]:
+            if call.generated is not None:
+                traced = baseline[next(names)[0]]
+                call = replace(call, logprobs=traced.logprobs, top=traced.top)
+            calls.append(call)
+        if stages:
+            calls = with_ancestors(calls, stages)
+        if condition.adapter_stages:
+            calls = split_adapter_stages(calls, condition.adapter_stages)
+        result.append(TrainingExample(trace.id, tuple(calls), bool(condition.adapter_stages)))
+    return [example for example in result if example.num_targets] if stages or condition.adapter_stages else result
 
 
 def check_stages(stages: Collection[str], traces: Sequence[Trace], condition: Condition) -> None:
-    """Raises ConfigError for a stage to learn that says nothing, or that is no reader where some are."""
-    said = {stage for trace in traces for stage in trace.transcript}
-    known = said & set(condition.adapter_stages) if condition.adapter_stages else said
+    """Raise ConfigError for a stage without decodes that can be learned."""
+    known = {stage for trace in traces for stage in trace.transcript}
+    if condition.adapter_stages:
+        known &= set(condition.adapter_stages)
     if missing := sorted(set(stages) - known):
-        what = "readers" if condition.adapter_stages else "stages that decode"
-        raise ConfigError(f"stages {missing}: use {what}, {sorted(known)}")
+        kind = "adapter stages" if condition.adapter_stages else "stages that decode"
+        raise ConfigError(f"stages {missing}: use {kind}, {sorted(known)}")
 
 
 def baseline_examples(
     traces: Sequence[Trace], adapter_stages: Sequence[str] = (), mode: Mode = "prefix"
 ) -> list[TrainingExample]:
-    """Each trace as the baseline computed it in its mode: every decode, or every reader's, behind its whole prompt; or
-    behind what it saw, where the baseline reuses messages too."""
+    """Return each trace as the baseline computed it in its mode.
 
-    def kept(call: TracedCall) -> TracedCall:
-        said = call.generated is None or not adapter_stages or call.stage in adapter_stages
-        return call if said else TracedCall(call.stage, call.tokens, call.start, call.parents)
-
-    computed = [t.calls if mode == "choreographed" else as_full_prompts(t.calls) for t in traces]
-    examples = [TrainingExample(t.id, tuple(map(kept, calls))) for t, calls in zip(traces, computed, strict=True)]
-    return [one for one in examples if one.num_targets]
+    Args:
+        adapter_stages: stages whose decodes are targets; empty: all.
+    """
+    result = []
+    for trace in traces:
+        calls = trace.calls if mode == "choreographed" else as_full_prompts(trace.calls)
+        if adapter_stages:
+            calls = [call if call.stage in adapter_stages else call.as_prefill() for call in calls]
+        result.append(TrainingExample(trace.id, tuple(calls)))
+    return [example for example in result if example.num_targets]
 
 
 def answer_examples(
-    model: HFModel,
-    workflow: WorkflowFunction,
-    traces: Sequence[Trace],
-    *,
-    options: Mapping[str, Any] | None = None,
+    model: HFModel, workflow: WorkflowFunction, traces: Sequence[Trace], *, options: Mapping[str, Any] | None = None
 ) -> list[TrainingExample]:
-    """The final answer of a whole workflow, to be given by one of a single decode (the paper's distilled baseline).
-    Runs without an answer that could be read teach none."""
-    taught = [(trace, tokens) for trace in traces if (tokens := _answer_tokens(model, trace))]
-    scripts = [TaskTranscript(trace.id, trace.task, _RepeatedAnswer(tokens)) for trace, tokens in taught]
-    result = dry_run(model, workflow, scripts, Condition("choreographed"), sampling=SamplingParams(), options=options)
-    calls = dict(result)
-    for one in calls.values():
-        if len(stages := [stage for (stage, _), _ in iter_decodes(one)]) != 1:
-            raise ConfigError(f"a workflow that decodes {stages}: a final answer is learned by one of a single decode")
-    return [TrainingExample(trace.id, tuple(calls[trace.id])) for trace, _ in taught]
+    """Return the final answers of traces as outputs of a single-decode workflow.
+
+    Traces without a parsed answer are left out.
+    """
+    answers = {trace.id: _answer_tokens(model, trace) for trace in traces}
+    transcripts = [TaskTranscript(t.id, t.task, _RepeatedAnswer(answers[t.id])) for t in traces if answers[t.id]]
+    condition = Condition("choreographed")
+    calls = dict(dry_run(model, workflow, transcripts, condition, sampling=SamplingParams(), options=options))
+    for stages in ([stage for (stage, _), _ in iter_decodes(result)] for result in calls.values()):
+        if len(stages) != 1:
+            raise ConfigError(f"the workflow decodes {stages}: use one with a single decode to learn final answers")
+    return [TrainingExample(transcript.id, tuple(calls[transcript.id])) for transcript in transcripts]
 
 
 def _answer_tokens(model: HFModel, trace: Trace) -> list[int]:
-    """The final message; of a workflow that reads its answer out of that, the answer as a sentence (footnote 14)."""
-    if trace.outputs is None:
-        raise DataError(f"{trace.id}: a trace that does not tell what the workflow noted: make the traces again")
+    """Return the final message, or the parsed answer as a sentence (footnote 14)."""
     if "answer" not in trace.outputs:
         return trace.calls[trace.answer].generated or []
     if (answer := trace.outputs["answer"]) is None:
         return []
-    said = model.tokenizer(f"The answer is \\boxed{{{answer}}}.", add_special_tokens=False)["input_ids"]
-    ends, usual = model.eos_token_ids, model.tokenizer.eos_token_id
-    return [*said, *([usual] if usual in ends else ends[:1])]
-
-
-def concat_examples(examples: Sequence[TrainingExample]) -> TrainingExample:
-    """Several examples as one, in which equal prefills are one, as they are one encoding. All of them read, or none."""
-    if len(examples) == 1:
-        return examples[0]
-    reading = examples[0].adapter_only
-    assert all(one.adapter_only == reading for one in examples), "readers' lessons among others"
-    result: list[TracedCall] = []
-    known: dict[object, int] = {}
-    parts = [(one.calls[:at], one.calls[at:]) for one in examples for at in [first_decode_index(one.calls)]]
-    numbers: list[list[int]] = [[] for _ in examples]  # of each example's calls, among all
-    for part in range(2):
-        if reading:
-            known = {}  # what the adapter computes is not what the base does
-        for calls, own in zip(parts, numbers, strict=True):
-            for call in calls[part]:
-                parents = tuple(seen._replace(call=own[seen.call]) for seen in call.parents)
-                name = (tuple(call.prompt), call.start, parents) if call.generated is None else len(result)
-                if name not in known:
-                    known[name] = len(result)
-                    result.append(replace(call, parents=parents))
-                own.append(known[name])
-    return TrainingExample(", ".join(one.id for one in examples), tuple(result), reading)
+    tokens = model.tokenizer(f"The answer is \\boxed{{{answer}}}.", add_special_tokens=False)["input_ids"]
+    ends, default = model.eos_token_ids, model.tokenizer.eos_token_id
+    return [*tokens, *([default] if default in ends else ends[:1])]
 
 
 class _RepeatedAnswer(dict[str, list[list[int]]]):
-    """The content of a workflow with one decode, whatever the name of its stage. One that takes more gets the same
-    again, and is refused by their number."""
+    """Transcript in which every decode of any stage generates the same answer."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__()
@@ -287,15 +289,25 @@ class _RepeatedAnswer(dict[str, list[list[int]]]):
         return [self._tokens] * 256
 
 
-def _with_baseline_logprobs(
-    calls: Sequence[TracedCall], baseline_calls: Sequence[TracedCall]
-) -> tuple[TracedCall, ...]:
-    """The calls with the log-probabilities that the baseline gave to the same messages."""
-    readings = dict(iter_decodes(baseline_calls))
-    names = {id(call): name for name, call in iter_decodes(calls)}
-
-    def read(call: TracedCall) -> TracedCall:
-        name = names.get(id(call))
-        return call if name is None else replace(call, logprobs=readings[name].logprobs, top=readings[name].top)
-
-    return tuple(map(read, calls))
+def concat_examples(examples: Sequence[TrainingExample]) -> TrainingExample:
+    """Merge examples of the same kind; equal prefills become one call."""
+    if len(examples) == 1:
+        return examples[0]
+    adapter_only = examples[0].adapter_only
+    assert all(example.adapter_only == adapter_only for example in examples)
+    result: list[TracedCall] = []
+    seen: dict[object, int] = {}  # identity of a call to its index in the result
+    indices: list[list[int]] = [[] for _ in examples]  # by example: index in the result of each of its calls
+    for is_prefix in (True, False):
+        if adapter_only and not is_prefix:
+            seen = {}  # the adapter's prefills differ from the base model's
+        for example, own in zip(examples, indices, strict=True):
+            split = first_decode_index(example.calls)
+            for call in example.calls[:split] if is_prefix else example.calls[split:]:
+                parents = tuple(s._replace(call=own[s.call]) for s in call.parents)
+                key = (tuple(call.prompt), call.start, parents) if call.generated is None else len(result)
+                if key not in seen:
+                    seen[key] = len(result)
+                    result.append(replace(call, parents=parents))
+                own.append(seen[key])
+    return TrainingExample(", ".join(example.id for example in examples), tuple(result), adapter_only)

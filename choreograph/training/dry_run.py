@@ -1,12 +1,13 @@
-"""Which calls a workflow makes under a condition when it says what it said before: performed without computing.
+"""Replay of a workflow without computing, to list its calls under a condition.
 
-Owns the silent model. Repeating known content decides nothing, so a model that knows a tokenizer and limits, and
-nothing else, is enough to find out what is called, what it sees, and where everything stands.
+Replayed content decides every branch, so a model that has a tokenizer and limits, and nothing else, is enough to find
+the calls, what they attend to and their positions.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,19 +28,18 @@ from .trace import TracedCall, as_full_prompts, trace_calls
 
 
 class TaskTranscript(NamedTuple):
-    """A task, and what every decode says in it: per stage, the generated tokens in order."""
+    """Task of a workflow and the tokens that its decodes generated."""
 
     id: str
     task: Any
-    transcript: Transcript
+    transcript: Transcript  # by stage: generated tokens of each decode, in order
 
 
 class DryRunModel(HFModel):
-    """Knows the words and the limits of another model, and says nothing of its own."""
+    """Model with the tokenizer and limits of another one; logits are zeros."""
 
     def __init__(self, tokenizer: Any, info: ModelInfo, eos_token_ids: tuple[int, ...]) -> None:
-        self.tokenizer, self.compiled = tokenizer, None
-        self._eos_token_ids = eos_token_ids
+        self.tokenizer, self.compiled, self._eos_token_ids = tokenizer, None, eos_token_ids
         self.model_info = replace(
             info,
             layers=1,
@@ -48,7 +48,7 @@ class DryRunModel(HFModel):
             head_dim=2,
             attention_specs=(AttentionSpec(Rope((1.0,))),),
             supports_shift=True,
-            fingerprint=f"silent {info.fingerprint}",
+            fingerprint=f"dry run of {info.fingerprint}",
         )
 
     def forward(
@@ -67,15 +67,13 @@ class DryRunModel(HFModel):
 
 
 class _ReplayRun(WorkflowRun):
-    """Repeats what was said. How likely that was it does not know, so nothing may depend on it."""
+    """Workflow run that refuses requests for log-probabilities."""
 
     def _decode_args(self, stage: str, number: int, /, **options: Any) -> dict[str, Any]:
-        made = super()._decode_args(stage, number, **options)
-        if made["sampling"].logprobs is not None:
-            raise DataError(
-                f"stage {stage!r} asks for log-probabilities, which a repetition has none of: leave them out"
-            )
-        return made
+        args = super()._decode_args(stage, number, **options)
+        if args["sampling"].logprobs is not None:
+            raise DataError(f"stage {stage!r} asks for log-probabilities, which a dry run lacks: leave them out")
+        return args
 
 
 def dry_run(
@@ -87,40 +85,40 @@ def dry_run(
     sampling: SamplingParams,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, list[TracedCall]]]:
-    """Of every script its id and the workflow's calls under a condition, as they come to an end. Under a baseline
-    they are the decodes alone, each behind its whole prompt."""
+    """Yield (id, calls) of every transcript, in order of completion.
+
+    Unless the condition's mode is choreographed, the calls are the decodes alone, each after its full prompt.
+
+    Raises:
+        DataError: if the workflow's decodes are not exactly those of the transcript.
+    """
     model = DryRunModel(hf_model.tokenizer, hf_model.model_info, hf_model.eos_token_ids)
     engine = Engine(model, EngineConfig(CacheConfig(capacity=1 << 18), backend="reference"))
-    given = {**(options or {}), **condition.options}
-    check_options(workflow, given)
-    silent = replace(sampling, logprobs=None)
+    options = {**(options or {}), **condition.options}
+    check_options(workflow, options)
 
-    def program(script: TaskTranscript) -> Callable[[], tuple[str, list[TracedCall]]]:
-        def run() -> tuple[str, list[TracedCall]]:
-            with engine.session(mode=condition.mode) as session:
-                p = _ReplayRun(session, sampling=silent, replay=script.transcript)
-                try:
-                    workflow(p, script.task, **given).result()
-                    calls = trace_calls(p.calls)
-                except DataError as exc:
-                    raise DataError(f"{script.id}: {exc}") from None
-            _check_replayed(script, calls)
-            return script.id, calls if condition.mode == "choreographed" else as_full_prompts(calls)
+    def replay(transcript: TaskTranscript) -> tuple[str, list[TracedCall]]:
+        with engine.session(mode=condition.mode) as session:
+            run = _ReplayRun(session, sampling=replace(sampling, logprobs=None), replay=transcript.transcript)
+            try:
+                workflow(run, transcript.task, **options).result()
+                calls = trace_calls(run.calls)
+                _check_replayed(transcript.transcript, calls)
+            except DataError as exc:
+                raise DataError(f"{transcript.id}: {exc}") from None
+        return transcript.id, calls if condition.mode == "choreographed" else as_full_prompts(calls)
 
-        return run
-
-    for outcome in run_concurrently(engine, map(program, transcripts), max_programs=16):
+    for outcome in run_concurrently(engine, (partial(replay, item) for item in transcripts), max_programs=16):
         if outcome.error is not None:
             raise outcome.error
         yield outcome.value
 
 
-def _check_replayed(transcript: TaskTranscript, calls: Sequence[TracedCall]) -> None:
-    """The calls say all of the script, and nothing else."""
-    said = Counter(call.stage for call in calls if call.generated is not None)
-    unknown = sorted(stage for stage in said if stage not in transcript.transcript)
-    if unknown:
-        raise DataError(f"{transcript.id}: the trace does not know what {unknown} said")
-    for stage, messages in transcript.transcript.items():
-        if said[stage] != len(messages):
-            raise DataError(f"{transcript.id}: {stage!r} said {len(messages)} messages in the trace, {said[stage]} now")
+def _check_replayed(transcript: Transcript, calls: Sequence[TracedCall]) -> None:
+    """Raise DataError unless every stage decoded as often as in the transcript."""
+    counts = Counter(call.stage for call in calls if call.generated is not None)
+    if unknown := sorted(stage for stage in counts if stage not in transcript):
+        raise DataError(f"the trace does not know stages {unknown}: make it again")
+    for stage, messages in transcript.items():
+        if counts[stage] != len(messages):
+            raise DataError(f"stage {stage!r} decoded {counts[stage]} messages, {len(messages)} in the trace")

@@ -1,21 +1,19 @@
-"""One differentiable forward pass over every call of a trace. Owns the packed layout and its attention.
+"""Differentiable forward pass over a trace packed into one sequence.
 
-The calls stand one behind the other in one sequence, each from its home position on. Attention shows a call its own
-tokens causally and, whole, what it saw of its parents, their keys turned from where they stand to where it saw them
-(Prompt Choreography, sections 2.2 to 2.4); gradients reach every parent. Knows no engine and no cache.
-
-Where an adapter only reads what the base model encoded, the base's rows are a pass of their own before, without
-gradients, and the adapter's rows see what it left.
+Every call occupies its base positions. Attention gives a call its own tokens causally and the slices of its parents
+whole, with keys rotated from the base position to the position where the call attends to them (Prompt Choreography
+§2.2 to §2.4); gradients reach every parent. Calls that only the base model computes form a prefix, which is computed
+beforehand without gradients.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,121 +22,73 @@ from ..attention.reference import apply_softcap_alibi, outside_window
 from ..attention.rope import Rope, rotate
 from ..models.hf_model import HFModel
 from ..outputs import BASE_MODEL
-from .trace import TracedCall, first_decode_index
+from .trace import TracedCall, TraceSlice, check_parents, first_decode_index, iter_decodes, reorder_calls
 
-KeysValues = tuple[Tensor, Tensor]  # of one layer, (1, G, N, D) each
+KVByLayer = dict[int, tuple[Tensor, Tensor]]  # layer: keys and values of some tokens, (1, G, N, D) each
 
-KVByLayer = dict[int, KeysValues]  # of some rows, layer by layer
-
-BaseKVProvider = Callable[["PackedTrace"], list[KVByLayer]]  # what the base model makes of calls, one by one
+MAX_MEMO_BYTES = 1 << 30  # bytes of keys and values that a BaseKVMemo keeps
 
 
-class PackedRange(NamedTuple):
-    """Rows lo <= r < hi of the sequence, seen `shift` positions behind where they stand."""
-
-    lo: int
-    hi: int
-    shift: int
-
-
-class PackedCall(NamedTuple):
-    """One call: its own rows, and the runs that it sees whole."""
-
-    lo: int
-    hi: int
-    visible_ranges: tuple[PackedRange, ...]
-
-
-@dataclass(frozen=True)
 class PackedTrace:
-    """tokens and positions of every row; spans in order. Row rows[i] predicts targets[i], the first tokens of which are
-    those of the first decode. past: what the base model encodes before; spans count its rows first."""
+    """Calls as one token sequence, after a prefix that the base model computes."""
 
-    tokens: list[int]
-    positions: list[int]
-    own_calls: tuple[PackedCall, ...]
-    logits_indices: list[int]
-    targets: list[int]
-    prefix: "PackedTrace | None" = None
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """How many rows were encoded before."""
-        return 0 if self.prefix is None else len(self.prefix.tokens)
+    def __init__(self, calls: Sequence[TracedCall], num_prefix_calls: int = 0) -> None:
+        self.calls = tuple(calls)  # in layout order, prefix first; their parents are indices of this tuple
+        self.num_prefix_calls = num_prefix_calls
+        self.own_calls = self.calls[num_prefix_calls:]  # calls after the prefix
+        self.first_indices = list(accumulate((len(call.tokens) for call in calls), initial=0))  # of each call's tokens
+        self.num_prefix_tokens = self.first_indices[num_prefix_calls]
+        self.tokens: list[int] = []  # of own calls
+        self.positions: list[int] = []  # base positions of `tokens`
+        self.targets: list[int] = []  # generated tokens of own calls
+        self.logits_indices: list[int] = []  # indices into `tokens` of the tokens that predict `targets`
+        for call in self.own_calls:
+            generated = call.generated or []
+            last_header = len(self.tokens) + len(call.prompt) - 1
+            self.logits_indices += range(last_header, last_header + len(generated))
+            self.targets += generated
+            self.positions += range(call.start, call.start + len(call.tokens))
+            self.tokens += call.tokens
 
     @cached_property
-    def calls(self) -> tuple[PackedCall, ...]:
-        """Those that were encoded before, and the spans."""
-        return self.own_calls if self.prefix is None else (*self.prefix.own_calls, *self.own_calls)
-
-    def locate(self, packed_range: PackedRange) -> tuple[int, slice]:
-        """The number of the call that a run is a part of, and which part."""
-        number = bisect_right(self.calls, packed_range.lo, key=lambda span: span.lo) - 1
-        call = self.calls[number]
-        assert call.lo <= packed_range.lo <= packed_range.hi <= call.hi, f"{packed_range} is of several calls"
-        return number, slice(packed_range.lo - call.lo, packed_range.hi - call.lo)
+    def prefix(self) -> "PackedTrace":
+        return PackedTrace(self.calls[: self.num_prefix_calls])
 
     def check(self) -> None:
-        """Spans tile the sequence, and see only what stands before them."""
-        if self.prefix is not None:
-            self.prefix.check()
-        assert [s.lo for s in self.own_calls] == [self.num_prefix_tokens, *(s.hi for s in self.own_calls)][:-1]
-        assert (
-            (self.own_calls[-1].hi if self.own_calls else self.num_prefix_tokens) - self.num_prefix_tokens
-            == len(self.tokens)
-            == len(self.positions)
-        )
-        assert all(
-            0 <= run.lo <= run.hi <= span.lo and self.locate(run)
-            for span in self.own_calls
-            for run in span.visible_ranges
-        )
-        assert len(self.logits_indices) == len(self.targets)
+        """Assert that calls attend to earlier calls and the prefix generates nothing."""
+        check_parents(self.calls)
+        assert 0 <= self.num_prefix_calls <= len(self.calls)
+        assert all(call.generated is None for call in self.prefix.calls)
+        assert len(self.tokens) == len(self.positions) == self.first_indices[-1] - self.num_prefix_tokens
 
 
 def pack(calls: Sequence[TracedCall]) -> PackedTrace:
-    """The calls of one trace in one sequence."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
-    targets: list[int] = []
-    spans: list[PackedCall] = []
-    for call in calls:
-        lo, header = len(tokens), len(call.prompt)
-        spans.append(PackedCall(lo, lo + len(call.tokens), tuple(_visible_ranges(call, spans, calls))))
-        tokens += call.tokens
-        positions += range(call.start, call.start + len(call.tokens))
-        if call.generated:
-            rows += range(lo + header - 1, lo + header - 1 + len(call.generated))
-            targets += call.generated
-    return PackedTrace(tokens, positions, tuple(spans), rows, targets)
+    """Pack a trace without a prefix."""
+    return PackedTrace(calls)
 
 
 def pack_adapter_stages(calls: Sequence[TracedCall]) -> PackedTrace:
-    """What a trace's readers compute, behind what the base model encodes, in the order of `for_readers`: the first that
-    is decoded is theirs, and all behind it."""
-    given = first_decode_index(calls)
-    past, whole = pack(calls[:given]), pack(calls)
-    past = replace(
-        past, own_calls=tuple(span for span in past.own_calls if span.lo < span.hi)
-    )  # nobody sees the others
-    lo = len(past.tokens)
-    rows = [row - lo for row in whole.logits_indices]
-    return PackedTrace(whole.tokens[lo:], whole.positions[lo:], whole.own_calls[given:], rows, whole.targets, past)
+    """Pack a split trace; calls before the first decode are the prefix."""
+    return PackedTrace(calls, first_decode_index(calls))
 
 
-def _visible_ranges(
-    call: TracedCall, packed_calls: Sequence[PackedCall], calls: Sequence[TracedCall]
-) -> Iterator[PackedRange]:
-    for seen in call.parents:
-        lo = packed_calls[seen.call].lo
-        if seen.first < seen.last:
-            yield PackedRange(lo + seen.first, lo + seen.last, seen.offset - seen.first - calls[seen.call].start)
+def full_prompt_indices(packed_prompts: PackedTrace) -> dict[tuple[str, int], list[int]]:
+    """Map each decode to the token indices of its full prompt and output."""
+    firsts = packed_prompts.first_indices
+    result = {}
+    for index, (name, call) in enumerate(iter_decodes(packed_prompts.calls)):
+        context = [firsts[s.call] + k for s in call.parents for k in range(s.first, s.last)]
+        result[name] = [*context, *range(firsts[index], firsts[index + 1])]
+    return result
 
 
 class PackedForwardContext:
-    """The attention of one pass, layer by layer; travels through the model as the engine's `Step` does. past: the calls
-    that were encoded before. kept: where to leave its own rows."""
+    """Attention of one packed pass; the model calls `attend` in every layer.
+
+    Args:
+        prefix_kv: keys and values of every prefix call.
+        kv_out: receives the keys and values of the tokens after the prefix.
+    """
 
     def __init__(
         self,
@@ -148,19 +98,19 @@ class PackedForwardContext:
         prefix_kv: Sequence[KVByLayer] = (),
         kv_out: KVByLayer | None = None,
     ) -> None:
-        self._calls, self._specs = packed.own_calls, specs
-        before = [] if packed.prefix is None else packed.prefix.positions
-        assert len(prefix_kv) == len(packed.calls) - len(packed.own_calls), "every call that was encoded before"
+        assert len(prefix_kv) == packed.num_prefix_calls
+        self._calls, self._specs, self._device = packed.own_calls, specs, device
         self._prefix_kv, self._kv_out = prefix_kv, kv_out
-        self._positions = torch.tensor(before + packed.positions, device=device)
-        self._lengths = [span.hi - span.lo for span in packed.own_calls]
-        runs = {run for span in packed.own_calls for run in span.visible_ranges}
-        self._locations = {run: packed.locate(run) for run in runs}
-        shifts = sorted({run.shift for run in runs})
+        self._lengths = [len(call.tokens) for call in self._calls]
+        self._parents = [[s for s in call.parents if s.first < s.last] for call in self._calls]
+        self._shifts = {
+            s: s.offset - s.first - packed.calls[s.call].start for parents in self._parents for s in parents
+        }
+        shifts = sorted(set(self._shifts.values()))
         self._rope_tables: dict[tuple[Rope, int], tuple[Tensor, Tensor]] = {}
-        for rotary in {kind.rope for kind in specs if kind.rope is not None}:
-            cos, sin = (torch.from_numpy(table).to(device) for table in rotary.cos_sin(shifts))
-            self._rope_tables |= {(rotary, shift): (cos[i], sin[i]) for i, shift in enumerate(shifts)}
+        for rope in {spec.rope for spec in specs if spec.rope is not None}:
+            cos, sin = (torch.from_numpy(table).to(device) for table in rope.cos_sin(shifts))
+            self._rope_tables |= {(rope, shift): (cos[i], sin[i]) for i, shift in enumerate(shifts)}
 
     def attend(
         self,
@@ -171,55 +121,56 @@ class PackedForwardContext:
         scale: float,
         sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
-        kind = self._specs[layer]
+        spec = self._specs[layer]
         if self._kv_out is not None:
             self._kv_out[layer] = key, value
-        # call by call: the gradient of a part is as large as what it was cut from, and what was encoded before has none
-        before = [tuple(x.to(key.dtype) for x in one[layer]) for one in self._prefix_kv]
-        keys = [*(k for k, _ in before), *key.split(self._lengths, dim=2)]
-        values = [*(v for _, v in before), *value.split(self._lengths, dim=2)]
-        turned: dict[PackedRange, Tensor] = {}  # several calls see the same thing at the same place
+        # Tensors are split by call because the gradient of a slice is as large as the tensor it was cut from.
+        prefix = [tuple(x.to(key.dtype) for x in kv[layer]) for kv in self._prefix_kv]
+        keys = [*(k for k, _ in prefix), *key.split(self._lengths, dim=2)]
+        values = [*(v for _, v in prefix), *value.split(self._lengths, dim=2)]
+        rotated: dict[TraceSlice, Tensor] = {}  # shared by all calls that attend to a slice at the same position
         outputs = []
-        for number, (span, rows) in enumerate(zip(self._calls, query.split(self._lengths, dim=2), strict=True)):
-            for run in span.visible_ranges:
-                if run not in turned:
-                    turned[run] = self._rotate_keys(self._slice_range(keys, run), run.shift, kind.rope)
-            own = len(self._prefix_kv) + number
-            seen = torch.cat([*(turned[run] for run in span.visible_ranges), keys[own]], dim=2)
-            read = torch.cat([*(self._slice_range(values, run) for run in span.visible_ranges), values[own]], dim=2)
-            if kind.is_plain and sinks is None:
-                outputs.append(_attend(rows, seen, read, scale))
+        for number, (rows, parents) in enumerate(zip(query.split(self._lengths, dim=2), self._parents, strict=True)):
+            for s in parents:
+                if s not in rotated:
+                    rotated[s] = self._rotate_keys(_take_slice(keys[s.call], s), self._shifts[s], spec.rope)
+            own = len(prefix) + number
+            call_keys = torch.cat([*(rotated[s] for s in parents), keys[own]], dim=2)
+            call_values = torch.cat([*(_take_slice(values[s.call], s) for s in parents), values[own]], dim=2)
+            if spec.is_plain and sinks is None:
+                outputs.append(_attend(rows, call_keys, call_values, scale))
             else:
-                outputs.append(_attend_unfused(rows, seen, read, scale, self._distance(span), kind, sinks))
+                distance = self._distance(number)
+                outputs.append(_attend_unfused(rows, call_keys, call_values, scale, distance, spec, sinks))
         return torch.cat(outputs, dim=2).transpose(1, 2)
-
-    def _slice_range(self, tensors: Sequence[Tensor], packed_range: PackedRange) -> Tensor:
-        number, part = self._locations[packed_range]
-        return (
-            tensors[number]
-            if packed_range.hi - packed_range.lo == tensors[number].shape[2]
-            else tensors[number][:, :, part]
-        )
 
     def _rotate_keys(self, keys: Float[Tensor, "1 G T D"], shift: int, rope: Rope | None) -> Float[Tensor, "1 G T D"]:
         if rope is None or not shift:
             return keys
         return rotate(keys, *self._rope_tables[rope, shift], rope.interleaved).to(keys.dtype)
 
-    def _distance(self, call: PackedCall) -> Tensor:
-        """(N, T): where each row of a call stands, minus where it sees each key."""
-        seen = [self._positions[run.lo : run.hi] + run.shift for run in call.visible_ranges]
-        own = self._positions[call.lo : call.hi]
-        return own[:, None] - torch.cat([*seen, own])
+    def _distance(self, number: int) -> Int[Tensor, "N T"]:
+        """Return the position of each query token minus that of each key."""
+        start = self._calls[number].start
+        own = list(range(start, start + self._lengths[number]))
+        context = [s.offset + k for s in self._parents[number] for k in range(s.last - s.first)]
+        positions = torch.tensor(context + own, dtype=torch.long, device=self._device)
+        return positions[len(context) :, None] - positions
+
+
+def _take_slice(tensor: Float[Tensor, "1 G N D"], s: TraceSlice) -> Float[Tensor, "1 G T D"]:
+    return tensor if s.last - s.first == tensor.shape[2] else tensor[:, :, s.first : s.last]
 
 
 def _attend(
     query: Float[Tensor, "1 H N D"], keys: Float[Tensor, "1 G T D"], values: Float[Tensor, "1 G T D"], scale: float
 ) -> Float[Tensor, "1 H N D"]:
-    """The last N of T tokens see the ones before them whole, and each other causally. The heads that share a key are
-    rows of one product, which is many times faster on a CPU than repeating the keys."""
-    (_, heads, own, width), (_, groups, seen, _) = query.shape, keys.shape
-    visible = torch.ones(own, seen, dtype=torch.bool, device=query.device).tril(seen - own)
+    """Attention of the last N of T tokens.
+
+    The heads of a key-value head are rows of one product: on a CPU many times faster than repeating the keys.
+    """
+    (_, heads, own, width), (_, groups, total, _) = query.shape, keys.shape
+    visible = torch.ones(own, total, dtype=torch.bool, device=query.device).tril(total - own)
     rows = query.reshape(1, groups, heads // groups * own, width)
     mask = visible.repeat(heads // groups, 1)
     return functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale).reshape(query.shape)
@@ -230,23 +181,21 @@ def _attend_unfused(
     keys: Float[Tensor, "1 G T D"],
     values: Float[Tensor, "1 G T D"],
     scale: float,
-    distance: Tensor,
+    distance: Int[Tensor, "N T"],
     spec: AttentionSpec,
     sinks: Float[Tensor, "H"] | None,
 ) -> Float[Tensor, "1 H N D"]:
-    """As `_attend`, with all scores in memory: those of layers that cap, slope, hide or sink some."""
+    """Attention with materialized scores: softcap, ALiBi, windows and sinks."""
     share = query.shape[1] // keys.shape[1]
-    own, seen = distance.shape
+    own, total = distance.shape
     k, v = (x[0].repeat_interleave(share, dim=0) for x in (keys, values))
     with torch.autocast(query.device.type, enabled=False):
         scores = apply_softcap_alibi(query[0].float() @ k.float().transpose(-1, -2) * scale, distance, spec)
-    hidden = torch.ones(own, seen, dtype=torch.bool, device=query.device).triu(seen - own + 1) | outside_window(
-        distance, spec
-    )
-    scores = scores.masked_fill(hidden, float("-inf"))
+    future = torch.ones(own, total, dtype=torch.bool, device=query.device).triu(total - own + 1)
+    scores = scores.masked_fill(future | outside_window(distance, spec), float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, own, 1)], dim=-1)
-    return (scores.softmax(-1)[..., :seen].to(v.dtype) @ v)[None]
+    return (scores.softmax(-1)[..., :total].to(v.dtype) @ v)[None]
 
 
 def forward(
@@ -254,73 +203,143 @@ def forward(
     packed: PackedTrace,
     *,
     model: Any = None,
-    base_kv_provider: BaseKVProvider | None = None,
+    adapter: str = BASE_MODEL,
+    base_kv_provider: Callable[[PackedTrace], list[KVByLayer]] | None = None,
     kv_out: KVByLayer | None = None,
 ) -> Float[Tensor, "R V"]:
-    """The logits that predict the targets, with gradients if they are enabled. through: what wraps the model. by_base:
-    what knows encodings by the base model that passes share. kept: where to leave the keys and values of every layer,
-    those of the rows alone.
+    """Compute the logits that predict the targets, differentiably.
 
-    To be called inside `adapter.hooked()`, and left only behind `backward`, which may compute layers again.
+    Call it inside `hf_model.attention_hook()`, and leave that after `backward`, which may recompute layers.
+
+    Args:
+        model: module to call instead of the model, such as a `PeftModel` around it.
+        adapter: served adapter that computes the tokens after the prefix.
+        base_kv_provider: computes the keys and values of each prefix call, such as a `BaseKVMemo`.
+        kv_out: receives the keys and values of the tokens after the prefix.
     """
-    hf_model.ensure_single_process("one pass over a whole run")
-    return _logits(hf_model, packed, _compute_prefix_kv(hf_model, packed, base_kv_provider), model, kv_out)
+    hf_model.ensure_single_process("a packed forward pass")
+    info = hf_model.model_info
+    if not packed.targets:
+        return torch.zeros(0, info.vocab_size, device=info.device)
+    prefix_kv: list[KVByLayer] = []
+    if packed.num_prefix_calls:
+        prefix_kv = (
+            compute_kv_per_call(hf_model, packed.prefix)
+            if base_kv_provider is None
+            else base_kv_provider(packed.prefix)
+        )
+    context = PackedForwardContext(packed, info.attention_specs, info.device, prefix_kv, kv_out)
+    with hf_model.lora_rows([adapter] * len(packed.tokens)):
+        return hf_model.logits(packed.tokens, packed.positions, context, packed.logits_indices, model=model)
 
 
 @torch.no_grad()
 def forward_no_grad(
     hf_model: HFModel, packed: PackedTrace, model: str = BASE_MODEL, kv_out: KVByLayer | None = None
 ) -> Float[Tensor, "R V"]:
-    """As `logits_of`, of the model or one of its adapters, without gradients."""
-    hf_model.ensure_single_process("one pass over a whole run")
+    """Compute logits of the base model or a served adapter without gradients."""
     with hf_model.attention_hook():
-        past = _compute_prefix_kv(hf_model, packed)
-        with hf_model.lora_rows([model] * len(packed.tokens)):
-            return _logits(hf_model, packed, past, kv_out=kv_out)
-
-
-def _logits(
-    hf_model: HFModel,
-    packed: PackedTrace,
-    prefix_kv: Sequence[KVByLayer],
-    model: Any = None,
-    kv_out: KVByLayer | None = None,
-) -> Tensor:
-    facts = hf_model.model_info
-    if not packed.logits_indices:
-        return torch.zeros(0, facts.vocab_size, device=facts.device)
-    step = PackedForwardContext(packed, facts.attention_specs, facts.device, prefix_kv, kv_out)
-    return hf_model.logits(packed.tokens, packed.positions, step, packed.logits_indices, model=model)
-
-
-def _compute_prefix_kv(
-    hf_model: HFModel, packed: PackedTrace, base_kv_provider: BaseKVProvider | None = None
-) -> list[KVByLayer]:
-    """What the base model leaves of the rows before."""
-    if packed.prefix is None or not packed.num_prefix_tokens or not packed.logits_indices:
-        return []
-    return (
-        base_kv_provider(packed.prefix)
-        if base_kv_provider is not None
-        else compute_kv_per_call(hf_model, packed.prefix)
-    )
-
-
-def compute_kv_per_call(hf_model: HFModel, packed: PackedTrace, prefix_kv: Sequence[KVByLayer] = ()) -> list[KVByLayer]:
-    """As `encoded`, call by call."""
-    lengths = [span.hi - span.lo for span in packed.own_calls]
-    made = compute_kv(hf_model, packed, prefix_kv).items()
-    parts = {layer: [x.split(lengths, dim=2) for x in both] for layer, both in made}
-    return [{layer: (keys[n], values[n]) for layer, (keys, values) in parts.items()} for n in range(len(lengths))]
+        return forward(hf_model, packed, adapter=model, kv_out=kv_out)
 
 
 @torch.no_grad()
 def compute_kv(hf_model: HFModel, packed: PackedTrace, prefix_kv: Sequence[KVByLayer] = ()) -> KVByLayer:
-    """The keys and values that the base model makes of all rows, layer by layer, whatever is being trained. To be
-    called inside `adapter.hooked()`."""
-    facts, rows = hf_model.model_info, len(packed.tokens)
-    kept: KVByLayer = {}
-    step = PackedForwardContext(packed, facts.attention_specs, facts.device, prefix_kv, kept)
-    with hf_model.base_weights(), hf_model.lora_rows([BASE_MODEL] * rows):
-        hf_model.logits(packed.tokens, packed.positions, step, [rows - 1])
-    return kept
+    """Compute the base model's keys and values of the own tokens.
+
+    Call it inside `hf_model.attention_hook()`. An adapter in training is disabled meanwhile.
+    """
+    info, num_tokens = hf_model.model_info, len(packed.tokens)
+    if not num_tokens:
+        empty = torch.zeros(1, info.kv_heads, 0, info.head_dim, device=info.device)
+        return dict.fromkeys(range(len(info.attention_specs)), (empty, empty))
+    result: KVByLayer = {}
+    context = PackedForwardContext(packed, info.attention_specs, info.device, prefix_kv, result)
+    with hf_model.base_weights(), hf_model.lora_rows([BASE_MODEL] * num_tokens):
+        hf_model.logits(packed.tokens, packed.positions, context, [num_tokens - 1])
+    return result
+
+
+def compute_kv_per_call(hf_model: HFModel, packed: PackedTrace, prefix_kv: Sequence[KVByLayer] = ()) -> list[KVByLayer]:
+    """Return `compute_kv` split by call."""
+    lengths = [len(call.tokens) for call in packed.own_calls]
+    kv = compute_kv(hf_model, packed, prefix_kv)
+    split = {layer: [x.split(lengths, dim=2) for x in tensors] for layer, tensors in kv.items()}
+    return [{layer: (keys[n], values[n]) for layer, (keys, values) in split.items()} for n in range(len(lengths))]
+
+
+class _CallKey(NamedTuple):
+    """Identity of a call's keys and values."""
+
+    tokens: tuple[int, ...]
+    start: int  # base position
+    parents: tuple[TraceSlice, ...]  # with the id of the parent's key as `call`
+
+
+class BaseKVMemo:
+    """Cache of base-model keys and values of calls that traces share.
+
+    Valid while the base weights and compute dtype stay the same. The most frequent calls are kept. Each of them is
+    computed separately, so its values are bit for bit the same in whatever order traces come.
+
+    Args:
+        packed_traces: all prefixes that will be requested.
+        max_tokens: tokens to keep; None: as many as MAX_MEMO_BYTES hold.
+    """
+
+    def __init__(self, hf_model: HFModel, packed_traces: Iterable[PackedTrace], max_tokens: int | None = None) -> None:
+        self._hf_model = hf_model
+        default = MAX_MEMO_BYTES // hf_model.model_info.kv_bytes_per_token
+        self._max_tokens = default if max_tokens is None else max_tokens
+        self._num_tokens = 0  # of all entries
+        self._ids: dict[_CallKey, int] = {}  # nested keys instead of ids would grow exponentially
+        self._entries: dict[int, KVByLayer | None] = {}  # by id; None: not computed yet
+        counts = Counter(i for packed in packed_traces for i in dict.fromkeys(self._call_ids(packed)))
+        keys = list(self._ids)
+        for call_id, count in counts.most_common():
+            key = keys[call_id]
+            fits = self._num_tokens + len(key.tokens) <= self._max_tokens
+            if count > 1 and fits and all(s.call in self._entries for s in key.parents):
+                self._entries[call_id] = None
+                self._num_tokens += len(key.tokens)
+
+    def __call__(self, packed: PackedTrace) -> list[KVByLayer]:
+        """Return keys and values of every call; use it inside `hf_model.attention_hook()`."""
+        ids = self._call_ids(packed)
+        result: dict[int, KVByLayer] = {}
+        for n, call_id in enumerate(ids):
+            if call_id not in self._entries:
+                continue
+            entry = self._entries[call_id]
+            if entry is None:
+                (computed,) = self._compute(packed, result, [n])
+                entry = {layer: (keys.clone(), values.clone()) for layer, (keys, values) in computed.items()}
+                self._entries[call_id] = entry
+            result[n] = entry
+        if new := [n for n in range(len(ids)) if n not in result]:
+            result.update(zip(new, self._compute(packed, result, new), strict=True))
+        return [result[n] for n in range(len(ids))]
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self._entries.clear()
+        self._num_tokens = 0
+
+    def check(self) -> None:
+        """Assert that entries fit, match their calls, and include their parents."""
+        keys = list(self._ids)
+        assert self._num_tokens == sum(len(keys[i].tokens) for i in self._entries) <= self._max_tokens
+        assert all(s.call in self._entries for i in self._entries for s in keys[i].parents)
+        for i, entry in self._entries.items():
+            assert all(x.shape[2] == len(keys[i].tokens) for kv in (entry or {}).values() for x in kv)
+
+    def _compute(self, packed: PackedTrace, cached: Mapping[int, KVByLayer], new: Sequence[int]) -> list[KVByLayer]:
+        calls = reorder_calls(packed.calls, [*cached, *new])
+        return compute_kv_per_call(self._hf_model, PackedTrace(calls, len(cached)), list(cached.values()))
+
+    def _call_ids(self, packed: PackedTrace) -> list[int]:
+        result: list[int] = []
+        for call in packed.calls:
+            parents = tuple(s._replace(call=result[s.call]) for s in call.parents)
+            key = _CallKey(tuple(call.tokens), call.start, parents)
+            result.append(self._ids.setdefault(key, len(self._ids)))
+        return result

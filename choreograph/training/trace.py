@@ -1,72 +1,103 @@
-"""What the calls of a workflow were, token by token: enough to compute them again, all at once. Owns the schema.
+"""Calls of a workflow run, token by token.
 
-A call names no messages: it points to its parents by their number among the calls, with what it saw of them and where.
+They suffice to compute the run again in one pass. A call refers to its parents by their index among the calls, with
+the visible tokens and their position.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from ..engine.message import Message, MessageSlice
 from ..errors import DataError
 from ..outputs import BASE_MODEL
 from ..workflows.run import StageCall
 
-if TYPE_CHECKING:
-    from .packed_forward import PackedTrace
-
-VERSION = 1
-
 
 class TraceSlice(NamedTuple):
-    """Tokens first <= k < last of call number `call`, the first of them seen at position `offset`."""
+    """Tokens [first, last) of an earlier call, visible from position `offset` on."""
 
-    call: int
+    call: int  # index of the call
     first: int
-    last: int
-    offset: int
+    last: int  # exclusive
+    offset: int  # position of token `first`
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """prompt: the tokens of a prefill, or the header of a decode. generated: None for a prefill. logprobs: what the
-    model gave to each generated token; top: to its likeliest ones there, as pairs of token and log-probability."""
+    """One prefill or decode."""
 
     stage: str
-    prompt: list[int]
-    start: int
-    parents: tuple[TraceSlice, ...] = ()
-    generated: list[int] | None = None
-    footer: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt: list[int]  # tokens of a prefill, or the header of a decode
+    start: int  # base position of the first token
+    parents: tuple[TraceSlice, ...] = ()  # context, in order
+    generated: list[int] | None = None  # None for a prefill
+    footer: tuple[int, ...] = ()  # tokens after the generated ones
+    logprobs: tuple[float, ...] = ()  # log-probability of each generated token
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()  # likeliest (token, log-probability) at each generated token
 
     @property
     def tokens(self) -> list[int]:
-        """What others see."""
+        """All tokens that later calls may attend to."""
         return [*self.prompt, *(self.generated or ()), *self.footer]
+
+    def as_prefill(self) -> "TracedCall":
+        """Return a prefill of the same tokens."""
+        return TracedCall(self.stage, self.tokens, self.start, self.parents)
 
 
 def trace_calls(steps: Iterable[StageCall]) -> list[TracedCall]:
-    """The calls of a finished performance, in order. Equal prefills are one call, as they are one encoding."""
+    """Return the calls of a finished run; equal prefills are one call."""
     result: list[TracedCall] = []
-    numbers: dict[int, int] = {}
-    known: dict[object, int] = {}
+    indices: dict[int, int] = {}  # message id to call
+    seen: dict[object, int] = {}  # identity of a call to its index
     for stage, message in steps:
-        call = _trace_call(stage, message.result(), numbers)
-        places = tuple((*seen[:3], seen.offset - call.start) for seen in call.parents)
-        name = (tuple(call.prompt), places) if call.generated is None else message.id
-        if name not in known:
-            known[name] = len(result)
+        call = _trace_call(stage, message.result(), indices)
+        key: object = message.id
+        if call.generated is None:
+            key = tuple(call.prompt), tuple(s._replace(offset=s.offset - call.start) for s in call.parents)
+        if key not in seen:
+            seen[key] = len(result)
             result.append(call)
-        numbers[message.id] = known[name]
+        indices[message.id] = seen[key]
     return result
 
 
+def _trace_call(stage: str, message: Message, call_indices: Mapping[int, int]) -> TracedCall:
+    if message.model != BASE_MODEL:
+        raise DataError(f"stage {stage!r} runs on {message.model!r}: trace calls of the base model only")
+    parents = []
+    for parent, offset in zip(message.parents, message.offsets, strict=True):
+        if parent.id not in call_indices:
+            raise DataError(f"message {parent.id} was not made through the workflow run: create parents with the run")
+        first = parent.start if isinstance(parent, MessageSlice) else 0
+        parents.append(TraceSlice(call_indices[parent.id], first, first + parent.length, offset))
+    is_decode, request = message.kind == "decode", message._request
+    logprobs = message.logprobs or ()
+    return TracedCall(
+        stage,
+        list(request.prompt),
+        message.position,
+        tuple(parents),
+        message.output_token_ids if is_decode else None,
+        tuple(request.footer) if is_decode else (),
+        tuple(token.logprob for token in logprobs),
+        tuple(tuple(token.top.items()) for token in logprobs),
+    )
+
+
+def check_parents(calls: Sequence[TracedCall]) -> None:
+    """Raise DataError unless every call attends to existing tokens of earlier calls."""
+    for index, call in enumerate(calls):
+        for s in call.parents:
+            if not (0 <= s.call < index and 0 <= s.first <= s.last <= len(calls[s.call].tokens)):
+                raise DataError(f"call {index} attends to {s}, which is not there: make the traces again")
+
+
 def iter_decodes(calls: Iterable[TracedCall]) -> Iterator[tuple[tuple[str, int], TracedCall]]:
-    """The decodes in order, each by the name of its stage and its number there: the same in every condition."""
+    """Yield ((stage, index within the stage), call) of every decode."""
     count: Counter[str] = Counter()
     for call in calls:
         if call.generated is not None:
@@ -75,56 +106,35 @@ def iter_decodes(calls: Iterable[TracedCall]) -> Iterator[tuple[tuple[str, int],
 
 
 def first_decode_index(calls: Sequence[TracedCall]) -> int:
-    """The number of the first decode, or of calls: where readers' own begin, in the order of `for_readers`."""
-    return next((number for number, call in enumerate(calls) if call.generated is not None), len(calls))
-
-
-def _trace_call(stage: str, message: Message, call_indices: Mapping[int, int]) -> TracedCall:
-    if message.model != BASE_MODEL:
-        raise DataError(f"stage {stage!r} runs on {message.model!r}: only what the base model does can be traced")
-    decoded, call = message.kind == "decode", message._request
-    logprobs = message.logprobs or ()
-    return TracedCall(
-        stage,
-        list(call.prompt),
-        message.position,
-        tuple(_trace_slice(p, at, call_indices) for p, at in zip(message.parents, message.offsets, strict=True)),
-        message.output_token_ids if decoded else None,
-        tuple(call.footer) if decoded else (),
-        tuple(one.logprob for one in logprobs),
-        tuple(tuple(one.top.items()) for one in logprobs),
-    )
-
-
-def _trace_slice(parent: Message | MessageSlice, offset: int, call_indices: Mapping[int, int]) -> TraceSlice:
-    if parent.id not in call_indices:
-        raise DataError(f"message {parent.id} was not made through the performance: a trace cannot say what it is")
-    first = parent.start if isinstance(parent, MessageSlice) else 0
-    return TraceSlice(call_indices[parent.id], first, first + parent.length, offset)
+    """Return the index of the first decode, or the number of calls."""
+    return next((index for index, call in enumerate(calls) if call.generated is not None), len(calls))
 
 
 def as_full_prompts(calls: Sequence[TracedCall]) -> list[TracedCall]:
-    """The decodes alone, as prefix mode computes them: each behind its whole prompt, of which it shares the longest
-    beginning that an earlier one has."""
+    """Return the decodes as in prefix mode, each after its full prompt.
+
+    A prompt attends to the longest prefix that it shares with an earlier prompt and its output.
+    """
     result: list[TracedCall] = []
-    texts: list[list[int]] = []
-    homes: list[list[tuple[int, int]]] = []  # of every token of a text: the call that computes it, and its place there
+    texts: list[list[int]] = []  # full prompt and output of each decode
+    sources: list[list[tuple[int, int]]] = []  # call and index within it that compute each token of a text
     for call in calls:
         if call.generated is None:
             continue
         prompt = [t for s in call.parents for t in calls[s.call].tokens[s.first : s.last]] + call.prompt
-        shared, behind = max(
-            ((_common_prefix_len(text, prompt[:-1]), n) for n, text in enumerate(texts)), default=(0, 0)
-        )
-        before = homes[behind][:shared] if shared else []
-        number, own = len(result), len(prompt) - shared + len(call.generated)
-        result.append(
-            TracedCall(
-                call.stage, prompt[shared:], shared, _group_slices(before), call.generated, (), call.logprobs, call.top
-            )
-        )
-        texts.append(prompt + call.generated)
-        homes.append([*before, *((number, k) for k in range(own))])
+        lengths = [_common_prefix_len(text, prompt[:-1]) for text in texts]
+        shared = max(lengths, default=0)
+        prefix = sources[lengths.index(shared)][:shared] if shared else []
+        parents: list[TraceSlice] = []
+        offset = 0
+        for index, group in groupby(prefix, key=lambda source: source[0]):
+            places = [place for _, place in group]
+            parents.append(TraceSlice(index, places[0], places[-1] + 1, offset))
+            offset += len(places)
+        text = prompt + call.generated
+        sources.append([*prefix, *((len(result), k) for k in range(len(text) - shared))])
+        result.append(replace(call, prompt=prompt[shared:], start=shared, parents=tuple(parents), footer=()))
+        texts.append(text)
     return result
 
 
@@ -132,118 +142,39 @@ def _common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _group_slices(locations: Sequence[tuple[int, int]]) -> tuple[TraceSlice, ...]:
-    """Consecutive tokens of one call as one sight of it; the first token of all stands at position 0."""
-    runs, at = [], 0
-    for number, group in groupby(locations, key=lambda home: home[0]):
-        places = [place for _, place in group]
-        runs.append(TraceSlice(number, places[0], places[-1] + 1, at))
-        at += len(places)
-    return tuple(runs)
-
-
 def split_adapter_stages(calls: Sequence[TracedCall], adapter_stages: Collection[str]) -> list[TracedCall]:
-    """What the base model encodes, as text that is given, and behind it the decodes of the readers' stages, with the
-    prefills that see what these said.
+    """Reorder calls: base model's first, as prefills, then the adapter's.
 
-    Raises DataError where the base would decode behind what a reader said: it would have to encode that once more.
+    The adapter computes the decodes of its stages and the prefills that attend to adapter calls.
+
+    Raises:
+        DataError: if a decode of the base model attends to an adapter call.
     """
-    reads: list[bool] = []
+    by_adapter: list[bool] = []
     for call in calls:
-        behind = any(reads[seen.call] for seen in call.parents)
-        reads.append(behind if call.generated is None else call.stage in adapter_stages)
-    for number, call in enumerate(calls):
-        for seen in () if reads[number] else call.parents:
-            if reads[seen.call]:
-                said = calls[seen.call].stage
-                raise DataError(
-                    f"adapter_stages: stage {call.stage!r} sees what {said!r} says: name {call.stage!r} too"
-                )
-    order = sorted(range(len(calls)), key=lambda number: reads[number])
+        above = [calls[s.call].stage for s in call.parents if by_adapter[s.call]]
+        by_adapter.append(bool(above) if call.generated is None else call.stage in adapter_stages)
+        if above and not by_adapter[-1]:
+            raise DataError(
+                f"adapter_stages: stage {call.stage!r} attends to {above[0]!r} of the adapter: name {call.stage!r} too"
+            )
+    order = sorted(range(len(calls)), key=lambda index: by_adapter[index])
     return [
-        call if reads[number] else TracedCall(call.stage, call.tokens, call.start, call.parents)
-        for number, call in zip(order, _reorder_calls(calls, order), strict=True)
+        call if by_adapter[index] else call.as_prefill()
+        for index, call in zip(order, reorder_calls(calls, order), strict=True)
     ]
 
 
 def with_ancestors(calls: Sequence[TracedCall], stages: Collection[str]) -> list[TracedCall]:
-    """The decodes of some stages, and all that they see."""
+    """Return the decodes of some stages and all their ancestors."""
     needed: set[int] = set()
-    for number, call in reversed(list(enumerate(calls))):
-        if number in needed or (call.generated is not None and call.stage in stages):
-            needed |= {number, *(seen.call for seen in call.parents)}
-    return _reorder_calls(calls, sorted(needed))
+    for index, call in reversed(list(enumerate(calls))):
+        if index in needed or (call.generated is not None and call.stage in stages):
+            needed |= {index, *(s.call for s in call.parents)}
+    return reorder_calls(calls, sorted(needed))
 
 
-def _reorder_calls(calls: Sequence[TracedCall], order: Sequence[int]) -> list[TracedCall]:
-    """The calls of some numbers; what they see is among them."""
-    numbers = {number: place for place, number in enumerate(order)}
-    return [
-        replace(calls[n], parents=tuple(seen._replace(call=numbers[seen.call]) for seen in calls[n].parents))
-        for n in order
-    ]
-
-
-# -- JSON -------------------------------------------------------------------------------------------------
-
-
-def to_json(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
-    return [{**asdict(call), "parents": [seen._asdict() for seen in call.parents]} for call in calls]
-
-
-def from_json(version: object, calls: Sequence[Mapping[str, Any]]) -> list[TracedCall]:
-    """Raises DataError for another version, and for what is no trace."""
-    if version != VERSION:
-        raise DataError(f"a trace of version {version!r}; this package reads version {VERSION}: make it again")
-    result: list[TracedCall] = []
-    for number, call in enumerate(calls):
-        try:
-            top = tuple(tuple((int(t), float(p)) for t, p in one) for one in call["top"])
-            parents = tuple(TraceSlice(**seen) for seen in call["parents"])
-            changed = {"parents": parents, "footer": tuple(call["footer"]), "logprobs": tuple(call["logprobs"])}
-            result.append(TracedCall(**{**call, **changed, "top": top}))
-        except (KeyError, TypeError, ValueError) as exc:
-            raise DataError(f"call {number} of a trace: {exc!r}") from None
-        for seen in parents:
-            if not (0 <= seen.call < number and 0 <= seen.first <= seen.last <= len(result[seen.call].tokens)):
-                raise DataError(f"call {number} of a trace sees {seen}, which is not there")
-    return result
-
-
-@dataclass(frozen=True)
-class TokenAlignment:
-    """One decode. rows: where what it sees stands in the pass under reuse; homes: in that of whole prompts; places: the
-    positions that it is seen at; stages: who wrote it."""
-
-    call: TracedCall
-    rows: list[int]
-    baseline_rows: list[int]
-    positions: list[int]
-    stages: list[str]
-
-
-def align_decodes(
-    calls: Sequence[TracedCall],
-    packed_calls: "PackedTrace",
-    prompts: Sequence[TracedCall],
-    packed_prompts: "PackedTrace",
-) -> Iterator[TokenAlignment]:
-    """The decodes in the order of their logits. reused, whole: the calls, and the prompts, in one sequence each."""
-    homes = baseline_rows(prompts, packed_prompts)
-    for name, call in iter_decodes(calls):
-        rows = [packed_calls.own_calls[s.call].lo + k for s in call.parents for k in range(s.first, s.last)]
-        places = [s.offset + k - s.first for s in call.parents for k in range(s.first, s.last)]
-        stages = [calls[s.call].stage for s in call.parents for _ in range(s.first, s.last)]
-        home = homes[name][: len(rows)]
-        assert [packed_calls.tokens[r] for r in rows] == [packed_prompts.tokens[r] for r in home], (
-            f"{name}: another prompt"
-        )
-        yield TokenAlignment(call, rows, home, places, stages)
-
-
-def baseline_rows(prompts: Sequence[TracedCall], packed_prompts: "PackedTrace") -> dict[tuple[str, int], list[int]]:
-    """Where the tokens of each decode, its prompt and what it says, stand in the pass of whole prompts."""
-    return {
-        name: [*(r for run in span.visible_ranges for r in range(run.lo, run.hi)), *range(span.lo, span.hi)]
-        for (name, _), span in zip(iter_decodes(prompts), packed_prompts.own_calls, strict=True)
-    }
+def reorder_calls(calls: Sequence[TracedCall], order: Sequence[int]) -> list[TracedCall]:
+    """Return the calls with these indices, which must include their parents."""
+    places = {index: place for place, index in enumerate(order)}
+    return [replace(calls[n], parents=tuple(s._replace(call=places[s.call]) for s in calls[n].parents)) for n in order]

@@ -1,7 +1,6 @@
-"""Fine-tunes LoRA adapters on examples, so that a model on reused encodings says what it says on the baseline.
+"""Training of LoRA adapters that make reuse generate what the baseline generated.
 
-A example is computed in one pass (`training.packed_forward`), so that gradients reach every message that was reused. What follows
-from a checkpoint depends on it and the seed alone: a run that was stopped goes on as if it had not been.
+The result depends on checkpoints and the seed alone: a training that was stopped continues as if it had not been.
 """
 
 import hashlib
@@ -19,18 +18,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
 from ..errors import ConfigError, DataError
-from ..evaluation.run_dir import exclusive_dir, read_json_object, write_json
+from ..evaluation.run_dir import exclusive_dir
 from ..evaluation.runner import source_hash
 from ..models.hf_model import HFModel
 from ..sampling_params import SamplingParams
+from ..utils import atomic_write_text, require
 from ..workflows import WorkflowFunction, conditions_of, find, names, options_of
-from ..workflows.run import Condition
 from .dataset import (
     Trace,
     TrainingExample,
@@ -41,11 +39,13 @@ from .dataset import (
     make_examples,
 )
 from .losses import mean_loss, mean_losses, topk_targets
-from .trace import to_json
-from .train_config import TrainConfig, TrainReport
-from .trainer import MetricsCallback, PackedTrainer, best_entry, early_stopped_state, last_checkpoint, read_metrics
+from .train_config import AdapterUsage, TrainConfig, TrainManifest, TrainReport, read_record
 
-ATTENTION_MODULE_NAMES = ("self_attn", "self_attention", "attention", "attn", "attn_module")  # what families call it
+ATTENTION_MODULE_NAMES = ("self_attn", "self_attention", "attention", "attn", "attn_module")  # of all architectures
+
+USAGE_FILE = "adapter_usage.json"  # in the folder of an adapter
+
+T = TypeVar("T", Trace, TrainingExample)
 
 
 def train(
@@ -56,36 +56,67 @@ def train(
     config: TrainConfig | None = None,
     *,
     baseline: Sequence[TrainingExample] = (),
-    on_update: Any = None,
+    on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
-    """Trains an adapter and saves it in `out`, as `peft` does; the model is left as it was.
+    """Train an adapter and save it in `out` in peft's format.
 
-    baseline: the examples for validation as the baseline computes them, to say how much of the gap is closed.
-    on_update: called with the number of updates that are made, and of all. A folder that holds checkpoints of the same
-    setting is gone on with, a finished one is read.
+    A folder with checkpoints of the same training is resumed; the report of a finished one is returned.
+
+    Args:
+        baseline: validation examples as the baseline computes them, to report how much of the gap is closed.
+        on_update: called with the number of updates done and of all updates.
     """
     config = config or TrainConfig()
+    for module in ("accelerate", "peft"):
+        require(module, "train")
     if config.gradient_checkpointing and hf_model.attention_patch is not None:
-        raise ConfigError(
-            f"gradient_checkpointing=True: layers of {hf_model.model_info.name} are not computed again; leave it out"
-        )
+        raise ConfigError(f"gradient_checkpointing=True: {hf_model.model_info.name} does not support it: leave it out")
     if config.tensorboard and not is_tensorboard_available():
-        raise ConfigError(
-            "tensorboard=True: it is not installed: `pip install choreograph[tensorboard]`, or leave it out"
-        )
+        raise ConfigError("tensorboard=True: not installed: pip install 'choreograph[tensorboard]', or leave it out")
     if not examples or not validation:
-        raise DataError(f"{len(examples)} lessons, {len(validation)} for validation: give one or more of each")
+        raise DataError(f"{len(examples)} examples, {len(validation)} for validation: give one or more of each")
     hf_model.ensure_not_training()
-    if nothing := [example.id for example in [*examples, *validation] if not example.num_targets]:
-        raise DataError(f"lessons {nothing[:5]}: nothing is said in them, so nothing is learned: leave them out")
+    if empty := [example.id for example in [*examples, *validation] if not example.num_targets]:
+        raise DataError(f"examples {empty[:5]} generate nothing: leave them out")
     if len({example.adapter_only for example in examples}) == 2:
-        raise DataError("lessons of readers among others: train on one kind")
+        raise DataError("examples with and without adapter stages: train on one kind")
     for example in [*examples, *validation] if config.kl_weight else ():
         topk_targets(example)
+    manifest = TrainManifest(
+        config=config.model_dump(mode="json"),
+        model=hf_model.model_info.fingerprint,
+        examples=_content_hash(examples),
+        validation=_content_hash(validation),
+    )
     with exclusive_dir(out):
-        if _is_finished(hf_model, examples, validation, out, config):
-            return TrainReport.read(out)
-        return _run_training(hf_model, examples, validation, out, config, baseline, MetricsCallback(out, on_update))
+        if not _is_finished(out, manifest):
+            report = _run_training(hf_model, examples, validation, out, config, baseline, on_update)
+            atomic_write_text(out / "report.json", json.dumps(report.as_dict(), indent=1))
+        return read_record(TrainReport, out / "report.json")
+
+
+def _content_hash(examples: Sequence[TrainingExample]) -> str:
+    return hashlib.sha256(json.dumps([asdict(example) for example in examples]).encode()).hexdigest()
+
+
+def _is_finished(out: Path, manifest: TrainManifest) -> bool:
+    """Return whether the folder holds this training, finished; else claim it.
+
+    Raises:
+        ConfigError: if the folder holds checkpoints or results of another training.
+    """
+    manifest_file, is_finished = out / "train.json", (out / "report.json").exists()
+    checkpoints = sorted(path.name for path in out.glob("checkpoint-*"))
+    if is_finished and not (manifest_file.exists() and (out / "adapter_model.safetensors").exists()):
+        raise ConfigError(f"{out} holds a report, but no adapter or no train.json: use another folder")
+    if checkpoints and not manifest_file.exists():
+        raise ConfigError(f"{out} holds {checkpoints[0]} of an unknown training: use another folder, or remove it")
+    if (checkpoints or is_finished) and read_record(TrainManifest, manifest_file) != manifest:
+        raise ConfigError(
+            f"{out} holds a training of another setting, model or traces: use another folder, or remove it"
+        )
+    atomic_write_text(manifest_file, manifest.model_dump_json(indent=1))
+    return is_finished
 
 
 def _run_training(
@@ -95,56 +126,78 @@ def _run_training(
     out: Path,
     config: TrainConfig,
     baseline: Sequence[TrainingExample],
-    metrics: MetricsCallback,
+    on_update: Callable[[int, int], None] | None,
 ) -> TrainReport:
-    floor = mean_loss(hf_model, baseline) if baseline else None
-    before, apart = mean_losses(hf_model, validation, with_kl=config.kl_weight > 0)
+    from .trainer import PackedTrainer, best_checkpoint, has_stopped_early, last_checkpoint, logged_metrics
+
+    baseline_loss = mean_loss(hf_model, baseline) if baseline else None
+    loss_before, divergence_before = mean_losses(hf_model, validation, with_kl=config.kl_weight > 0)
     with _lora_training(hf_model, config) as model:
-        trained, every = model.get_nb_trainable_parameters()
-        trainer = PackedTrainer(hf_model, model, examples, validation, out, config, metrics)
-        began = time.perf_counter()
-        checkpoint = last_checkpoint(out)
-        ended = early_stopped_state(checkpoint, config.patience) if checkpoint is not None else None
-        if ended is None:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        num_trained, num_parameters = model.get_nb_trainable_parameters()
+        trainer = PackedTrainer(hf_model, model, examples, validation, out, config, on_update)
+        start = time.perf_counter()
+        checkpoint, state = last_checkpoint(out)
+        if has_stopped_early(state, config.patience):
+            trainer.state = state
+            model.load_adapter(str(best_checkpoint(out, state)), "default")
         else:
-            trainer.state = ended
-            model.load_adapter(ended.best_model_checkpoint, "default")
-        seconds = time.perf_counter() - began - trainer.validation_seconds
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        seconds = time.perf_counter() - start - trainer.validation_seconds
         trainer.base_kv_memo.clear()
-        log = read_metrics(out)
-        best = best_entry(out, trainer.state)
+        log = logged_metrics(trainer.state)
+        evaluations = [entry for entry in log if "eval_learned" in entry]
+        best_step = trainer.state.best_global_step  # None if no loss was finite
+        best = next((entry for entry in evaluations if entry["step"] == best_step), evaluations[-1])
         if not math.isfinite(best["eval_learned"]):
             raise DataError(
-                f"{out}: the loss is {best['eval_learned']}: use another folder, and a rate below {config.learning_rate}"
+                f"{out}: the loss is {best['eval_learned']}: use another folder and learning_rate < {config.learning_rate}"
             )
         model.save_pretrained(str(out), save_embedding_layers=False)
-    report = TrainReport(
-        loss_before=before,
+    device = hf_model.model_info.device
+    return TrainReport(
+        loss_before=loss_before,
         loss_after=best["eval_loss"],
-        baseline=floor,
-        divergence=(apart, best["eval_divergence"]) if config.kl_weight else None,
-        trained_share=trained / (every - trained),
+        baseline=baseline_loss,
+        divergence=(divergence_before, best["eval_divergence"]) if config.kl_weight else None,
+        trained_share=num_trained / (num_parameters - num_trained),
         seconds=seconds / max(1, trainer.num_trained_examples),
-        peak_memory=_peak_memory(hf_model),
+        peak_memory=(
+            torch.cuda.max_memory_allocated(device)
+            if device.type == "cuda"
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        ),
         updates=trainer.state.global_step,
         log=log,
     )
-    write_json(out / "report.json", report.as_dict())
-    return report
 
 
 @contextmanager
 def _lora_training(hf_model: HFModel, config: TrainConfig) -> Iterator[Any]:
-    """The model with adapters of its own to train; afterwards it, and everybody's random numbers, are as they were."""
-    base, numbers, more = hf_model.model, random.getstate(), np.random.get_state()
-    targets = resolve_target_modules(base, config.target_modules)
-    requested, use_cache = [(p, p.requires_grad) for p in base.parameters()], base.config.use_cache
-    with torch.random.fork_rng(), warnings.catch_warnings(), _no_base_dropout(base):
-        warnings.filterwarnings("ignore", message=".*checkpointing.*deprecated", category=FutureWarning)  # peft's own
+    """Yield the model with LoRA adapters; restore it and random states afterwards."""
+    peft = require("peft", "train")
+    base = hf_model.model
+    lora_config = peft.LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.dropout,
+        target_modules=resolve_target_modules(base, config.target_modules),
+        task_type="CAUSAL_LM",
+    )
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    requires_grad, use_cache = [(p, p.requires_grad) for p in base.parameters()], base.config.use_cache
+    dropout_rates = [  # set to 0, as the base model is served without dropout
+        (module, name, value)
+        for module in base.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout)))
+    ]
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*checkpointing.*deprecated", category=FutureWarning)  # from peft
         try:
-            set_seed(config.seed)  # what the adapters begin with
-            model = get_peft_model(base, _lora_config(config, targets))
+            for module, name, _ in dropout_rates:
+                setattr(module, name, 0.0)
+            set_seed(config.seed)
+            model = peft.get_peft_model(base, lora_config)
             hf_model.training_model = model
             try:
                 yield model
@@ -157,104 +210,32 @@ def _lora_training(hf_model: HFModel, config: TrainConfig) -> Iterator[Any]:
                 base.gradient_checkpointing_disable()
                 base.disable_input_require_grads()
             base.config.use_cache = use_cache
-            for parameter, expected in requested:
-                parameter.requires_grad_(expected)
-            random.setstate(numbers)
-            np.random.set_state(more)
-
-
-@contextmanager
-def _no_base_dropout(base: nn.Module) -> Iterator[None]:
-    """What a family drops while it is trained it does not drop where it is served: adapters alone do."""
-    had = [
-        (module, name, value)
-        for module in base.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout)))
-    ]
-    for module, name, _ in had:
-        setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for module, name, value in had:
-            setattr(module, name, value)
+            for module, name, rate in dropout_rates:
+                setattr(module, name, rate)
+            for parameter, value in requires_grad:
+                parameter.requires_grad_(value)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def resolve_target_modules(model: nn.Module, names: Sequence[str] | None) -> list[str]:
-    """The ends of the names of the linear layers to adapt; those inside the attention, whatever the family calls them,
-    if none are named. Raises ConfigError for a name that no linear layer has."""
+    """Return the names of the linear layers to adapt, by default the attention's.
+
+    Raises:
+        ConfigError: if no linear layer has one of the names.
+    """
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     if names is None:
-        result = sorted(
-            {path.rpartition(".")[2] for path in linear if set(path.split(".")[-2:-1]) & set(ATTENTION_MODULE_NAMES)}
-        )
-        if not result:
-            raise ConfigError("target_modules=None: this model has no linear layers in its attention; name some")
-        return result
-    ends = {path.rpartition(".")[2] for path in linear}
-    if unknown := sorted(set(names) - ends):
+        in_attention = [path for path in linear if set(path.split(".")[-2:-1]) & set(ATTENTION_MODULE_NAMES)]
+        if not in_attention:
+            raise ConfigError("target_modules=None: the attention of this model has no linear layers: name some")
+        return sorted({path.rpartition(".")[2] for path in in_attention})
+    known = {path.rpartition(".")[2] for path in linear}
+    if unknown := sorted(set(names) - known):
         raise ConfigError(
-            f"target_modules: no linear layer is called {unknown}; there are {sorted(ends - {'lm_head'})}"
+            f"target_modules: no linear layer is named {unknown}: use some of {sorted(known - {'lm_head'})}"
         )
     return list(names)
-
-
-def _lora_config(config: TrainConfig, target_modules: list[str]) -> LoraConfig:
-    return LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.dropout,
-        target_modules=target_modules,
-        task_type="CAUSAL_LM",
-    )
-
-
-def _is_finished(
-    hf_model: HFModel,
-    examples: Sequence[TrainingExample],
-    validation: Sequence[TrainingExample],
-    out: Path,
-    config: TrainConfig,
-) -> bool:
-    """Whether a folder holds this training, ended. It belongs to one setting, model, and set of examples, once there is
-    something of it to lose."""
-    file, ended = out / "train.json", (out / "report.json").exists()
-    if ended and not (file.exists() and (out / "adapter_model.safetensors").exists()):
-        raise ConfigError(f"{out} holds a report, but no adapter or not what it was trained on: use another folder")
-    expected = {
-        "config": asdict(config),
-        "model": hf_model.model_info.fingerprint,
-        "lessons": _digest(examples),
-        "validation": _digest(validation),
-    }
-    expected = json.loads(json.dumps(expected))
-    known = read_json_object(file) if file.exists() else None
-    kept = sorted(path.name for path in out.glob("checkpoint-*"))
-    if known is None and kept:
-        raise ConfigError(f"{out} holds {kept[0]} of nobody knows what training: use another folder, or remove it")
-    if known is not None and known != expected and (kept or ended):
-        raise ConfigError(
-            f"{out} holds a training of another setting, model or traces: use another folder, or remove it"
-        )
-    write_json(file, expected)
-    return ended
-
-
-def _digest(examples: Sequence[TrainingExample]) -> str:
-    described = [[x.id, to_json(x.calls), *(["reading"] if x.adapter_only else [])] for x in examples]
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
-
-
-def _peak_memory(hf_model: HFModel) -> int:
-    if hf_model.model_info.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(hf_model.model_info.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-T = TypeVar("T", Trace, TrainingExample)
-
-ADAPTER_META = "learned.json"  # beside the adapter
 
 
 def train_from_traces(
@@ -271,126 +252,126 @@ def train_from_traces(
     validation: float = 0.1,
     on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
-    """Trains an adapter for the workflow of some traces under one of its conditions (by default the only one), or for
-    the decodes of its stages in `readers` alone, or, with `direct`, for a workflow of one decode that gives their final
-    answers. stages: those whose decodes are learned, with those that these see; validation is on what the adapter
-    computes. workflow: the file of a workflow of your own; traces alone have no code run."""
-    settings, result = load_traces(traces)
-    if settings["model"] != hf_model.model_info.name or not _matches_weights(settings, hf_model):
-        other = (
-            "of other weights"
-            if settings["model"] == hf_model.model_info.name
-            else f"not of {hf_model.model_info.name!r}"
+    """Train an adapter on a folder of traces.
+
+    Args:
+        condition: condition of the workflow to learn; by default the only one besides the baseline.
+        answer_workflow: workflow with a single decode that learns to give the final answers instead.
+        adapter_stages: stages whose decodes the adapter computes; empty: all calls.
+        stages: stages whose decodes are learned, with those they attend to; empty: all. Validation covers all decodes
+            of the adapter.
+        workflow: file of a user's workflow, whose code is run; traces alone never run code.
+        validation: share of the traces.
+    """
+    settings, loaded = load_traces(traces)
+    name = hf_model.model_info.name
+    if settings["model"] != name or not _matches_weights(settings.get("weights"), settings.get("dtype"), hf_model):
+        raise ConfigError(
+            f"{traces}: traces of model {settings['model']!r} with other weights or name than {name!r}: "
+            "train the model that made them"
         )
-        raise ConfigError(f"{traces}: traces of model {settings['model']!r}, {other}: train the model that made them")
     seed = (config or TrainConfig()).seed
     if answer_workflow is not None:
         if (
-            condition is not None
+            condition
             or adapter_stages
             or stages
             or workflow
             or (config and (config.kl_weight or config.kv_loss_weight))
         ):
             raise ConfigError(
-                "answer_workflow: final answers are learned without a condition, without what the baseline gave"
+                "answer_workflow: leave out condition, stages, adapter_stages, workflow, kl_weight and kv_loss_weight"
             )
-        one = find(answer_workflow)
-        given = {name: value for name, value in settings["options"].items() if name in options_of(one)}
-        examples, checks = train_val_split(answer_examples(hf_model, one, result, options=given), validation, seed)
+        run = find(answer_workflow)
+        options = {key: value for key, value in settings["options"].items() if key in options_of(run)}
+        examples, checks = train_val_split(answer_examples(hf_model, run, loaded, options=options), validation, seed)
         report = train(hf_model, examples, checks, out, config, on_update=on_update)
-        _write_meta(out, hf_model, workflow=answer_workflow)
+        _write_usage(out, hf_model, workflow=answer_workflow)
         return report
     run = _find_trace_workflow(traces, settings, workflow)
-    requested: dict[str, Any] = {
+    conditions = conditions_of(run)
+    known = list(conditions)  # baseline first
+    if condition is not None and condition not in conditions:
+        raise ConfigError(f"condition {condition!r}: the workflow has {known}")
+    if condition is None and len(known) > 2:
+        raise ConfigError(f"condition: name the one to learn (condition=, --condition), of {known[1:]}")
+    chosen = replace(conditions[condition or known[-1]], adapter_stages=tuple(adapter_stages))
+    chosen.check_adapter_stages(stage for trace in loaded for stage in trace.transcript)
+    check_stages(stages, loaded, chosen)
+    if learned := set(stages or adapter_stages):  # some runs may lack these stages
+        loaded = [trace for trace in loaded if learned & trace.transcript.keys()]
+    learn, check = train_val_split(loaded, validation, seed)
+    args: dict[str, Any] = {
         "sampling": SamplingParams.from_dict({k: v for k, v in settings["sampling"].items() if k != "logprobs"}),
         "options": settings["options"],
     }
-    conditions = conditions_of(run)
-    chosen = replace(select_condition(conditions, condition), adapter_stages=tuple(adapter_stages))
-    chosen.check_adapter_stages(stage for trace in result for stage in trace.transcript)
-    check_stages(stages, result, chosen)
-    if taught := set(stages or adapter_stages):  # which need not speak in every run
-        result = [trace for trace in result if taught & trace.transcript.keys()]
-    learn, check = train_val_split(result, validation, seed)
-    examples = make_examples(hf_model, run, [*learn, *check], chosen, **requested, stages=stages)[
-        : len(learn)
-    ]  # some are rare
-    checks = make_examples(hf_model, run, check, chosen, **requested)
-    baseline = baseline_examples(check, adapter_stages, next(iter(conditions.values())).mode)
+    # Stages are checked against all traces, as rare ones may lie in the validation split alone.
+    examples = make_examples(hf_model, run, [*learn, *check], chosen, **args, stages=stages)[: len(learn)]
+    checks = make_examples(hf_model, run, check, chosen, **args)
+    baseline = baseline_examples(check, adapter_stages, conditions[known[0]].mode)
     report = train(hf_model, examples, checks, out, config, baseline=baseline, on_update=on_update)
-    _write_meta(
-        out, hf_model, workflow=settings["workflow"], readers=sorted(set(adapter_stages)), stages=sorted(set(stages))
+    _write_usage(
+        out,
+        hf_model,
+        workflow=settings["workflow"],
+        adapter_stages=sorted(set(adapter_stages)),
+        stages=sorted(set(stages)),
     )
     return report
 
 
-def _matches_weights(metadata: Mapping[str, Any], base: HFModel) -> bool:
-    """Whether what is noted of some weights goes for these, whatever types both are in; so if nothing is noted."""
-    known, types = metadata.get("weights"), {metadata.get("dtype"), _dtype_name(base)}
-    comparable = known is not None and (len(types) == 1 or "float16" not in types)  # which rounds otherwise
-    return not comparable or known == base.sampled_weights_hash
-
-
-def _dtype_name(base: HFModel) -> str:
-    return str(base.model_info.dtype).removeprefix("torch.")
-
-
 def _find_trace_workflow(traces: Path, settings: Mapping[str, Any], name: str | None) -> WorkflowFunction:
-    """The workflow of some traces. One that is a file of its own has to be named by the caller that trains: to look it up runs
-    its code."""
-    known = settings["workflow"]
-    if name is None and known not in names():
-        raise ConfigError(f"{traces}: of the workflow {known!r}: name it (workflow=, --workflow), as its code is run")
-    result = find(name or known)
+    """Return the workflow of some traces; a user's file must be named explicitly."""
+    traced = settings["workflow"]
+    if name is None and traced not in names():
+        raise ConfigError(f"{traces}: of the workflow {traced!r}: name it (workflow=, --workflow), as its code is run")
+    result = find(name or traced)
     if settings["source"] != source_hash(result):
-        raise ConfigError(f"{traces}: the workflow {name or known!r} has changed since: make the traces again")
+        raise ConfigError(f"{traces}: the workflow {name or traced!r} has changed since: make the traces again")
     return result
 
 
-def _write_meta(out: Path, base: HFModel, **metadata: Any) -> None:
-    write_json(out / ADAPTER_META, metadata | {"weights": base.sampled_weights_hash, "dtype": _dtype_name(base)})
+def _dtype_name(hf_model: HFModel) -> str:
+    return str(hf_model.model_info.dtype).removeprefix("torch.")
+
+
+def _matches_weights(weights: str | None, dtype: str | None, hf_model: HFModel) -> bool:
+    """Return whether a weights hash fits the model, or cannot be compared."""
+    dtypes = {dtype, _dtype_name(hf_model)}
+    is_comparable = weights is not None and (len(dtypes) == 1 or "float16" not in dtypes)  # float16 rounds differently
+    return not is_comparable or weights == hf_model.sampled_weights_hash
+
+
+def _write_usage(out: Path, hf_model: HFModel, **usage: Any) -> None:
+    record = AdapterUsage(weights=hf_model.sampled_weights_hash, dtype=_dtype_name(hf_model), **usage)
+    atomic_write_text(out / USAGE_FILE, record.model_dump_json(indent=1))
 
 
 def check_adapter_usage(source: str, adapter_stages: Sequence[str], base: HFModel) -> None:
-    """Raises ConfigError where an adapter that says what it was trained for is used for other decodes, or over other
-    weights."""
-    file = Path(source) / ADAPTER_META
-    if not file.is_file():
-        return  # of another maker
-    try:
-        noted = json.loads(file.read_text(encoding="utf-8"))
-        learned = sorted(map(str, noted.get("readers", [])))
-    except (ValueError, AttributeError, TypeError) as exc:
-        raise ConfigError(f"{file}: {exc}: train the adapter again, or remove this note") from None
-    if sorted(set(adapter_stages)) != learned:
-        requested = " ".join(f"--adapter-stage {json.dumps(stage)}" for stage in learned) or "no --adapter-stage"
+    """Raise ConfigError if an adapter was trained for other stages or weights."""
+    file = Path(source) / USAGE_FILE
+    if not file.is_file() and not file.with_name("learned.json").is_file():  # name in earlier versions
+        return
+    usage = read_record(AdapterUsage, file, ConfigError)
+    if sorted(set(adapter_stages)) != usage.adapter_stages:
+        learned = usage.adapter_stages
+        hint = " ".join(f"--adapter-stage {json.dumps(stage)}" for stage in learned) or "no --adapter-stage"
         raise ConfigError(
-            f"{source}: this adapter was trained for {'some stages' if learned else 'all decodes'}: give {requested}"
+            f"{source}: this adapter was trained for {'some stages' if learned else 'all decodes'}: give {hint}"
         )
-    if not _matches_weights(noted, base):
+    if not _matches_weights(usage.weights, usage.dtype, base):
         raise ConfigError(
             f"{source}: trained on other weights than {base.model_info.name!r} has: use the model of its training"
         )
 
 
-def select_condition(conditions: Any, name: str | None) -> Condition:
-    """A condition by name, or the only one beside the baseline."""
-    known = list(conditions)
-    if name is not None and name not in known:
-        raise ConfigError(f"condition {name!r}: the workflow has {known}")
-    if name is None and len(known) > 2:
-        raise ConfigError(f"condition: name the one to learn (condition=, --condition), of {known[1:]}")
-    return conditions[name or known[-1]]
-
-
 def train_val_split(traces: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:
-    """Some for learning and the others, at least one, for validation."""
+    """Return two random subsets, for training and (at least one) for validation."""
     if not 0 < fraction < 1:
         raise ConfigError(f"validation={fraction}: use a share between 0 and 1")
     if len(traces) < 2:
-        raise DataError(f"{len(traces)} traces: learning and validation need one each at least")
-    mixed = list(traces)
-    random.Random(seed).shuffle(mixed)
-    apart = min(len(mixed) - 1, max(1, round(fraction * len(mixed))))
-    return mixed[apart:], mixed[:apart]
+        raise DataError(f"{len(traces)} traces: training and validation need at least one each")
+    shuffled = list(traces)
+    random.Random(seed).shuffle(shuffled)
+    num_validation = min(len(shuffled) - 1, max(1, round(fraction * len(shuffled))))
+    return shuffled[num_validation:], shuffled[:num_validation]

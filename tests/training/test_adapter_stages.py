@@ -27,10 +27,16 @@ from choreograph.evaluation.report import add_adapter_conditions
 from choreograph.evaluation.run_dir import RunDirectory
 from choreograph.evaluation.runner import evaluate_conditions, make_run_config
 from choreograph.training import TrainConfig, TrainingExample, collect_traces, make_examples, train, train_from_traces
-from choreograph.training.base_kv_memo import BaseKVMemo
 from choreograph.training.dataset import baseline_examples, concat_examples
 from choreograph.training.losses import example_losses, log_likelihood
-from choreograph.training.packed_forward import compute_kv, forward, forward_no_grad, pack, pack_adapter_stages
+from choreograph.training.packed_forward import (
+    BaseKVMemo,
+    compute_kv,
+    forward,
+    forward_no_grad,
+    pack,
+    pack_adapter_stages,
+)
 from choreograph.training.trace import TracedCall, TraceSlice, split_adapter_stages, trace_calls
 from choreograph.training.train import check_adapter_usage
 from choreograph.workflows import conditions_of, find
@@ -277,7 +283,7 @@ def test_in_bfloat16_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path):
 
 def test_the_base_sees_no_reader():
     late = TracedCall("late", [1], 9, (TraceSlice(3, 0, 4, 5),), [2])
-    with pytest.raises(DataError, match="'late' sees what 'answer' says: name 'late' too"):
+    with pytest.raises(DataError, match="'late' attends to 'answer' of the adapter: name 'late' too"):
         split_adapter_stages([*text(0), late], ["answer"])
     assert [call.stage for call in split_adapter_stages([*text(0), late], ["answer", "late"])][-2:] == [
         "answer",
@@ -460,12 +466,15 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
     for more in ([], ["--adapter-stage", "merge", "--adapter-stage", "solve"]):
         refused = CliRunner().invoke(app, [*command, *more])
         assert 'give --adapter-stage "merge"' in str(refused.exception)
-    for note in ("{", "[1]", '{"readers": 3}'):
+    for note in ("{", "[1]", '{"version": 2, "adapter_stages": 3}', '{"version": 1}'):
         (tmp_path / "broken").mkdir(exist_ok=True)
-        (tmp_path / "broken" / "learned.json").write_text(note)
-        with pytest.raises(ConfigError, match=r"broken.learned\.json.*train"):
+        (tmp_path / "broken" / "adapter_usage.json").write_text(note)
+        with pytest.raises(ConfigError, match=r"broken.adapter_usage\.json.*train"):
             check_adapter_usage(str(tmp_path / "broken"), [], talker.core.hf_model)
     check_adapter_usage("somebody/adapter", ["merge"], talker.core.hf_model)
+    (tmp_path / "broken" / "adapter_usage.json").rename(tmp_path / "broken" / "learned.json")  # of an earlier version
+    with pytest.raises(ConfigError, match=r"adapter_usage\.json.*another version"):
+        check_adapter_usage(str(tmp_path / "broken"), ["merge"], talker.core.hf_model)
     others = Engine.from_pretrained(tiny_models.build(vocabulary=61)).core.hf_model
     with pytest.raises(ConfigError, match="other weights"):
         check_adapter_usage(str(tmp_path / "FT"), ["merge"], others)

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from choreograph import SamplingParams
 from choreograph.errors import DataError
+from choreograph.training.dataset import TRACE_ADAPTER, Trace
 from choreograph.training.dry_run import TaskTranscript, dry_run
-from choreograph.training.trace import VERSION, as_full_prompts, from_json, to_json, trace_calls
+from choreograph.training.trace import as_full_prompts, trace_calls
 from choreograph.workflows import WorkflowRun, conditions_of, find
 from choreograph.workflows.run import Condition
 
@@ -53,19 +55,25 @@ def test_a_trace_goes_to_json_and_back(talker):
         find("debate_parallel")(p, "What is 1 + 1?", agents=2, rounds=1).result()
         calls = trace_calls(p.calls)
     assert any(call.top for call in calls)
-    text = json.dumps(to_json(calls))
-    assert from_json(VERSION, json.loads(text)) == calls
+    answer = calls.index([call for call in calls if call.generated][-1])
+    trace = Trace(version=2, id="one", task="", seed=1, calls=tuple(calls), answer=answer, outputs={})
+    text = json.dumps(TRACE_ADAPTER.dump_python(trace, mode="json"))
+    assert TRACE_ADAPTER.validate_python(json.loads(text)) == trace
 
 
 def test_what_is_no_trace_is_refused(talker):
-    with pytest.raises(DataError, match="version 0"):
-        from_json(0, [])
-    with pytest.raises(DataError, match="call 0"):
-        from_json(VERSION, [{"stage": "x"}])
-    call = {"stage": "x", "prompt": [1], "start": 0, "generated": None, "footer": [], "logprobs": [], "top": []}
+    call = {"stage": "x", "prompt": [1], "start": 0, "generated": [2], "footer": [], "logprobs": [], "top": []}
+    trace = {"version": 2, "id": "x", "task": "", "seed": 0, "calls": [call], "answer": 0, "outputs": {}}
+    assert TRACE_ADAPTER.validate_python(trace).calls[0].tokens == [1, 2]
     ahead = [{"call": 0, "first": 0, "last": 1, "offset": 0}]
-    with pytest.raises(DataError, match="not there"):
-        from_json(VERSION, [{**call, "parents": ahead}])
+    for change, words in (
+        ({"version": 1}, "version"),
+        ({"calls": [{"stage": "x"}]}, "calls.0"),
+        ({"calls": [call | {"parents": ahead}]}, "not there"),
+        ({"answer": 1}, "answer=1"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            TRACE_ADAPTER.validate_python(trace | change)
 
 
 def test_a_trace_of_another_workflow_is_refused(talker):
