@@ -43,20 +43,6 @@ Replay = Callable[[], Tensor]  # runs a captured graph and returns its logits, (
 _COMPILED_MODELS: WeakKeyDictionary[Any, ReferenceType[Callable[..., Tensor]]] = WeakKeyDictionary()
 
 
-def size_bucket(tiles: Sequence[TileMetadata], metadata_list: Sequence[AttentionMetadata]) -> int | None:
-    """Return the smallest bucket with capacity for all of these; None if there is none."""
-    used = max(len(metadata.shifts) / BASE_SHIFTS for metadata in metadata_list)
-    for tile in tiles:
-        used = max(
-            used,
-            len(tile.work_items) / BASE_WORK_ITEMS,
-            len(tile.kv_chunks) / BASE_KV_CHUNKS,
-            len(tile.row_params) / BASE_ROW_PARAMS,
-            len(tile.rows) / BASE_PARTIAL_ROWS,
-        )
-    return next((bucket for bucket in range(NUM_SIZE_BUCKETS) if used <= 4**bucket), None)
-
-
 class StaticMetadata:
     """Buffers for the attention work of all layers with the same spec and context."""
 
@@ -266,7 +252,16 @@ class CudaGraphForward:
             metadata_index.append(index)
         tile_rows = triton.tile_rows(info.head_shape, size, info.dtype.itemsize)
         tiles = [partition(metadata, spec, tile_rows, info.kv_heads) for metadata, spec in pairs]
-        bucket = size_bucket(tiles, [metadata for metadata, _ in pairs])
+        used = max(len(metadata.shifts) / BASE_SHIFTS for metadata, _ in pairs)  # share of the smallest bucket
+        for tile in tiles:
+            used = max(
+                used,
+                len(tile.work_items) / BASE_WORK_ITEMS,
+                len(tile.kv_chunks) / BASE_KV_CHUNKS,
+                len(tile.row_params) / BASE_ROW_PARAMS,
+                len(tile.rows) / BASE_PARTIAL_ROWS,
+            )
+        bucket = next((bucket for bucket in range(NUM_SIZE_BUCKETS) if used <= 4**bucket), None)
         return _PreparedStep(context, pairs, tuple(metadata_index), tiles, bucket)
 
     def _replay(

@@ -368,7 +368,7 @@ class HFModel:
             return parse_capacity(requested, self.model_info.kv_bytes_per_token)
         limit = self.max_cache_tokens() // (4 if self.model_info.device.type == "cpu" else 2)
         size = max(256, min(8 * self.model_info.max_positions, limit))
-        return size if self.tp_group is None else self.tp_group.all_reduce_min("cache size", size)
+        return size if self.tp_group is None else min(self.tp_group.all_gather("cache size", size))
 
     def max_cache_tokens(self) -> int:
         """Return how many tokens fit in free memory."""

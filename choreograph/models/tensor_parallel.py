@@ -53,9 +53,6 @@ class TPGroup:
         """Return the value of rank 0."""
         return self.all_gather(label, value)[0]
 
-    def all_reduce_min(self, label: str, number: int) -> int:
-        return min(self.all_gather(label, number))
-
     def shared_clock(self) -> float:
         """Return the monotonic clock of rank 0 in seconds."""
         return float(self.broadcast("clock", time.monotonic()))
