@@ -83,7 +83,10 @@ def analyze(model: PreTrainedModel, probe: AttentionProbe, name: str, max_positi
         raise ModelError(f"layers, or keys and values, differ in heads or head size: {sorted(shapes)}")
     if not all(tensor.isfinite().all() for layer in layers for tensor in (layer.key, layer.value)):
         raise ModelError("it computes keys or values that are not finite")
-    supports_shift = all(_all_equal(layer.value) for layer in layers)
+    values = [layer.value for layer in layers]  # of equal tokens: equal unless positions enter outside of attention
+    supports_shift = all(
+        _max_rel_error(value, value[:, :1].expand_as(value), None) < _tolerance(value.dtype) for value in values
+    )
     candidates, slopes = _rope_candidates(model), alibi_slopes(model)
     positions = [position for position in PROBE_POSITIONS if position < max_positions]
     unique_specs: dict[AttentionSpec, AttentionSpec] = {}  # equal specs share one object, and data cached for it
@@ -127,11 +130,6 @@ def check_no_token_mixing(forward_probe: AttentionProbe, reversed_probe: Attenti
                     f"layer {index}: a token depends on those beside it in other ways than through attention, "
                     "as with convolutions and states"
                 )
-
-
-def _all_equal(tensor: Tensor) -> bool:
-    """Return whether all tokens of (G, N, D) equal the first, except for rounding."""
-    return _max_rel_error(tensor, tensor[:, :1].expand_as(tensor), None) < _tolerance(tensor.dtype)
 
 
 def _find_rope(keys: Tensor, candidates: list[Rope], positions: list[int], label: str) -> Rope | None:

@@ -215,9 +215,11 @@ def convert_gguf(gguf: Path) -> Path:
         draft = Path(temporary) / "model"
         _write_converted(gguf, draft)
         (draft / "complete.json").write_text(json.dumps({"source": gguf.name, "sha256": digest}))
-        if not (folder / "complete.json").is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another process was first
+        try:
+            os.replace(draft, folder)
+        except OSError:  # another process was first, or left an incomplete folder
+            if not (folder / "complete.json").is_file():
+                shutil.rmtree(folder, ignore_errors=True)
                 os.replace(draft, folder)
     return folder
 

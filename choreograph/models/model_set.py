@@ -62,9 +62,12 @@ class ModelSet:
         differences = _incompatibilities(self.base, hf_model)
         if differences:
             raise ModelError(f"model {name!r} is not of {self.base.model_info.name}'s family: {'; '.join(differences)}")
+        weights = dict(hf_model.model.named_parameters())
         for other in (self.base, *self._siblings.values()):
             info = hf_model.model_info
-            if other.model_info.fingerprint == info.fingerprint and not _same_weights(other, hf_model):
+            if other.model_info.fingerprint == info.fingerprint and not all(
+                torch.equal(weight, weights[path]) for path, weight in other.model.named_parameters()
+            ):  # a fingerprint samples the weights only
                 hf_model.model_info = replace(info, fingerprint=f"{info.fingerprint}-{name}")
         self._siblings[name] = hf_model
 
@@ -103,12 +106,6 @@ def _incompatibilities(hf_model: HFModel, other: HFModel) -> list[str]:
             tokens = sorted({str(token) for token, _ in odd})
             result.append(f"tokenizer: {len(tokens)} tokens differ, the first {tokens[0]!r}")
     return result
-
-
-def _same_weights(hf_model: HFModel, other: HFModel) -> bool:
-    """Return whether all weights are equal; a fingerprint samples them only."""
-    weights = dict(other.model.named_parameters())
-    return all(torch.equal(weight, weights[name]) for name, weight in hf_model.model.named_parameters())
 
 
 def _compared_properties(hf_model: HFModel) -> dict[str, Any]:

@@ -60,11 +60,11 @@ class CompiledForward:
         self._hf_model = hf_model
         self.sizes = sizes  # batch sizes in tokens, ascending
         self._graphs: dict[int, Any] = {}
-        self._patch_inductor: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._tracing_options: Callable[[], AbstractContextManager[Any]] = nullcontext
         try:
             from torch._inductor import config
 
-            self._patch_inductor = partial(config.patch, INDUCTOR_OPTIONS)
+            self._tracing_options = partial(config.patch, INDUCTOR_OPTIONS)
         except ImportError:  # a private module: without it graphs are slower
             pass
 
@@ -99,7 +99,7 @@ class CompiledForward:
         if torch.backends.cpu.get_cpu_capability() == "AVX2":
             matmul.fp32_precision = "tf32"
         try:
-            with self._patch_inductor(), warnings.catch_warnings():
+            with self._tracing_options(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*FX graph cache copying.*")
                 yield
         finally:
@@ -127,12 +127,8 @@ def compile_model(
         return logits
 
     forward.__code__ = forward.__code__.replace(co_name=name)
-    options: dict[str, Any] = {"guard_filter_fn": _skip_guards}
+    # No guards: nothing that a graph depends on changes after it is traced.
+    options: dict[str, Any] = {"guard_filter_fn": lambda guards: [False for _ in guards]}
     if graph_pass is not None:
         options["post_grad_custom_pre_pass"] = graph_pass
     return torch.compile(forward, fullgraph=True, dynamic=dynamic, options=options)
-
-
-def _skip_guards(guards: Any) -> list[bool]:
-    """Skip all guards: nothing that a graph depends on changes after it is traced."""
-    return [False for _ in guards]

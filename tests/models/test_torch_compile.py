@@ -39,7 +39,7 @@ def test_compiled_steps_without_inductors_private_options(monkeypatch):
             patch.delattr("torch._inductor.config", raising=False)
         patch.setitem(sys.modules, "torch._inductor.config", None)
         hf_model.compiled = CompiledForward(hf_model, (4,))
-    with hf_model.compiled._patch_inductor() as options:
+    with hf_model.compiled._tracing_options() as options:
         assert options is None
     assert talk(engine) == run(compile=False)
     assert list(hf_model.compiled._graphs) == [4]
