@@ -143,15 +143,16 @@ def _read_files(name: str, source: str | os.PathLike[str]) -> tuple[Any, dict[st
     from peft import LoraConfig, PeftConfig
     from peft.utils import load_peft_weights
 
-    missing = [file for file in _FILES if not (Path(source) / file).is_file()]
-    if Path(source).exists() and missing:
-        raise ModelError(f"adapter {name!r}: {source} holds no {missing[0]}: name a folder that peft saved")
+    folder = Path(source)
+    for file in _FILES if folder.exists() else ():
+        if not (folder / file).is_file():
+            raise ModelError(f"adapter {name!r}: {source} holds no {file}: name a folder that peft saved")
     try:
-        folder = str(Path(hf_hub_download(str(source), _FILES[0])).parent if missing else source)
-        if missing:
-            hf_hub_download(str(source), _FILES[1])  # safetensors only
-        config = PeftConfig.from_pretrained(folder)
-        tensors = load_peft_weights(folder, device="cpu")
+        if not folder.exists():
+            paths = [hf_hub_download(str(source), file) for file in _FILES]  # safetensors only
+            folder = Path(paths[0]).parent
+        config = PeftConfig.from_pretrained(str(folder))
+        tensors = load_peft_weights(str(folder), device="cpu")
     except Exception as exc:  # peft raises many types for missing and unreadable files
         raise ModelError(f"adapter {name!r} cannot be loaded: {type(exc).__name__}: {exc}") from exc
     if not isinstance(config, LoraConfig):
