@@ -1,7 +1,7 @@
-"""Attention of families that predate the attention interface: for one pass, their modules compute with a step.
+"""Supported architectures, and attention patches for models without transformers' attention interface.
 
-Each function does what the family's own module does around its attention, and hands queries, keys and values to the
-step. Knows their modules' names, and nothing of what a step is.
+A patch replaces the forward method of the model's attention modules for one pass: it computes what the
+module does around attention, and passes queries, keys and values to the forward context.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,47 +18,41 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-AttentionFunction = Callable[..., tuple[Tensor, None]]
-
 
 def _falcon(
     module: Any, forward_context: Any, hidden: Tensor, *, alibi: Any, position_embeddings: Any, **_: Any
 ) -> Any:
-    (batch, rows, _width), size = hidden.shape, module.head_dim
-    joint = module.query_key_value(hidden)
-    if module.new_decoder_architecture or not module.multi_query:
-        groups = module.num_kv_heads if module.new_decoder_architecture else module.num_heads
-        joint = joint.view(batch, rows, groups, module.num_heads // groups + 2, size)
-        query, key, value = joint[:, :, :, :-2].flatten(2, 3), joint[:, :, :, -2], joint[:, :, :, -1]
-    else:
-        joint = joint.view(batch, rows, module.num_heads + 2, size)
-        query, key, value = joint[:, :, :-2], joint[:, :, [-2]], joint[:, :, [-1]]
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    groups = module.num_kv_heads if module.new_decoder_architecture else module.num_heads
+    if module.multi_query and not module.new_decoder_architecture:
+        groups = 1
+    fused = module.query_key_value(hidden).unflatten(-1, (groups, module.num_heads // groups + 2, module.head_dim))
+    parts = fused[:, :, :, :-2].flatten(2, 3), fused[:, :, :, -2], fused[:, :, :, -1]
+    query, key, value = (part.transpose(1, 2) for part in parts)
     if alibi is None:
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     out = forward_context.attend(module.layer_idx, query, key, value, module.inv_norm_factor)
-    return module.dense(out.reshape(batch, rows, -1)), None
+    return module.dense(out.flatten(2)), None
 
 
 def _mpt(module: Any, forward_context: Any, hidden: Tensor, **_: Any) -> Any:
-    joint = module.Wqkv(hidden)
+    fused = module.Wqkv(hidden)
     if module.clip_qkv:
-        joint = joint.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = (
-        part.unflatten(-1, (module.n_heads, module.head_dim)).transpose(1, 2) for part in joint.chunk(3, dim=2)
+        part.unflatten(-1, (module.n_heads, module.head_dim)).transpose(1, 2) for part in fused.chunk(3, dim=2)
     )
     out = forward_context.attend(module.layer_idx, query, key, value, module.softmax_scale)
     return module.out_proj(out.flatten(2)), None
 
 
 def _bloom(module: Any, forward_context: Any, hidden: Tensor, residual: Tensor, **_: Any) -> Any:
-    joint = module.query_key_value(hidden).unflatten(-1, (module.num_heads, 3, module.head_dim))
-    query, key, value = (joint[..., part, :].transpose(1, 2) for part in range(3))
+    fused = module.query_key_value(hidden).unflatten(-1, (module.num_heads, 3, module.head_dim))
+    query, key, value = (fused[..., part, :].transpose(1, 2) for part in range(3))
     out = module.dense(forward_context.attend(module.layer_idx, query, key, value, module.inv_norm_factor).flatten(2))
     return dropout_add(out, residual, module.hidden_dropout, module.training), None
 
 
-_LEGACY_ATTENTION: dict[str, tuple[str, AttentionFunction]] = {
+_LEGACY_ATTENTION: dict[str, tuple[str, Callable[..., Any]]] = {  # module name and attention function by model type
     "falcon": ("self_attention", _falcon),
     "mpt": ("attn", _mpt),
     "bloom": ("self_attention", _bloom),
@@ -66,15 +60,15 @@ _LEGACY_ATTENTION: dict[str, tuple[str, AttentionFunction]] = {
 
 
 class LegacyAttentionPatch:
-    """The attention modules of one model."""
+    """Replaces the attention modules' forward methods of one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         name, self._attention = _LEGACY_ATTENTION[model.config.model_type]
-        self._modules = [m for path, m in model.named_modules() if path.rpartition(".")[2] == name]
+        self._modules = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
 
     @contextmanager
     def applied(self, forward_context: Any) -> Iterator[None]:
-        """Inside the block the model's attention is that of the step."""
+        """Compute attention through `forward_context` inside the block."""
         for module in self._modules:
             module.forward = partial(self._attention, module, forward_context)
         try:
@@ -85,7 +79,7 @@ class LegacyAttentionPatch:
 
 
 def alibi_slopes(model: PreTrainedModel) -> tuple[float, ...] | None:
-    """By how much a score falls with every position of distance, for each head; None without ALiBi."""
+    """Return each head's decrease of the score per position of distance; None without ALiBi."""
     config = model.config
     heads = getattr(config, "num_attention_heads", 0)
     if config.model_type == "bloom":
@@ -101,17 +95,14 @@ def alibi_slopes(model: PreTrainedModel) -> tuple[float, ...] | None:
 
 DEFAULT_TEST = "tests/models/test_architectures.py"
 
-PositionEncoding = Literal["rotary", "alibi", "learned"]
-
 
 class Architecture(NamedTuple):
-    """positions: how tokens are told apart. what: what is special, for people. bridge: its attention predates the
-    interface and is computed by a function of `bridges`. proof: the test that runs this family."""
+    """Supported architecture, by transformers' `model_type`."""
 
-    notes: str = ""
-    position_encodings: tuple[PositionEncoding, ...] = ("rotary",)
-    needs_patch: bool = False
-    test: str = DEFAULT_TEST
+    notes: str = ""  # shown by `choreograph models`
+    position_encodings: tuple[Literal["rotary", "alibi", "learned"], ...] = ("rotary",)
+    needs_patch: bool = False  # True if its attention needs a `LegacyAttentionPatch`
+    test: str = DEFAULT_TEST  # file of the test that runs it
 
 
 SUPPORTED_ARCHITECTURES: dict[str, Architecture] = {

@@ -1,18 +1,18 @@
-"""Steps whose memory stays where it is, so that a graph of kernels can be recorded once and played for every step.
+"""CUDA graphs of small steps, over input buffers with fixed addresses.
 
-A `Fixed` step stands in for steps of one number of rows, of works up to one size. What differs from step to step
-(slots, work, turns) is sent into its tensors before the graph is played; the host is asked nothing while it plays.
+A graph serves all steps with the same number of tokens (after padding) and up to the same amount of
+attention work. Slots, work lists and cos/sin tables are copied into its buffers before every replay; the
+host is not involved while it runs.
 """
 
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from math import prod
+from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
-import numpy as np
 import torch
-import torch._dynamo
 from jaxtyping import Float
 from torch import Tensor
 
@@ -21,112 +21,109 @@ from ..attention.backend import ForwardContext
 from ..attention.metadata import AttentionMetadata, AttentionSpec
 from ..attention.staging import PinnedBuffer, to_device
 from ..attention.triton_partition import TileMetadata, partition
-from .fused_projections import DedupMatmulPass, FusionGroup, fuse, fused_for_tracing, unfuse
+from .fused_projections import FusionGroup, deduplication_pass, fuse, fused_for_tracing, unfuse
 from .hf_model import HFModel
-from .torch_compile import OpaqueContext, compile_model
+from .torch_compile import compile_model, use_forward_context
 
-NUM_SIZE_BUCKETS = 4  # of works that graphs are made for; each has room for four times as much as the one before
+NUM_SIZE_BUCKETS = 4  # each bucket has four times the capacity of the one before
 
-BASE_WORK_ITEMS, BASE_KV_CHUNKS, BASE_ROW_PARAMS, BASE_PARTIAL_ROWS, BASE_SHIFTS = (
-    64,
-    256,
-    1024,
-    256,
-    64,
-)  # of the smallest
+# Capacities of the smallest bucket.
+BASE_WORK_ITEMS = 64
+BASE_KV_CHUNKS = 256
+BASE_ROW_PARAMS = 1024
+BASE_PARTIAL_ROWS = 256
+BASE_SHIFTS = 64
 
+MAX_GRAPHS = 40  # further steps run eagerly
 
-def size_bucket(tiles: Sequence[TileMetadata], metadata_list: Sequence[AttentionMetadata]) -> int | None:
-    """The smallest size with room for all of these; None where no graph is made for so much."""
-    most = max(len(metadata.shifts) / BASE_SHIFTS for metadata in metadata_list)
-    for one in tiles:
-        shares = (
-            len(one.work_items) / BASE_WORK_ITEMS,
-            len(one.kv_chunks) / BASE_KV_CHUNKS,
-            len(one.row_params) / BASE_ROW_PARAMS,
-            len(one.rows) / BASE_PARTIAL_ROWS,
-        )
-        most = max(most, *shares)
-    return next((size for size in range(NUM_SIZE_BUCKETS) if most <= 4**size), None)
+MAX_CAPTURE_FAILURES = 3  # failed captures after which no more are tried
+
+Replay = Callable[[], Tensor]  # runs a captured graph and returns its logits, (1, N, V)
+
+_COMPILED_MODELS: WeakKeyDictionary[Any, ReferenceType[Callable[..., Tensor]]] = WeakKeyDictionary()
 
 
 class StaticMetadata:
-    """The work of all layers of a kind that see alike, at addresses that stay."""
+    """Buffers for the attention work of all layers with the same spec and context."""
 
     def __init__(
-        self, spec: AttentionSpec, num_tokens: int, max_tile_rows: int, size: int, device: torch.device
+        self, spec: AttentionSpec, num_tokens: int, max_tile_rows: int, bucket: int, device: torch.device
     ) -> None:
-        room = 4**size
-        counts = {
-            "work_items": (BASE_WORK_ITEMS * room, 4),
-            "kv_chunks": (BASE_KV_CHUNKS * room, 4),
-            "row_params": (BASE_ROW_PARAMS * room, 3),
-            "rows": (BASE_PARTIAL_ROWS * room, 2),
-            "merge_order": (BASE_PARTIAL_ROWS * room,),
+        factor = 4**bucket
+        shapes = {  # int32 arrays of `TileMetadata`
+            "work_items": (BASE_WORK_ITEMS * factor, 4),
+            "kv_chunks": (BASE_KV_CHUNKS * factor, 4),
+            "row_params": (BASE_ROW_PARAMS * factor, 3),
+            "rows": (BASE_PARTIAL_ROWS * factor, 2),
+            "merge_order": (BASE_PARTIAL_ROWS * factor,),
             "merge_indptr": (num_tokens + 1,),
         }
-        half = spec.rope.half_dim if spec.rope is not None else 0
-        self._indices = PinnedBuffer(sum(int(np.prod(shape)) for shape in counts.values()), torch.int32, device)
-        self._rope_buffer = PinnedBuffer(2 * BASE_SHIFTS * room * half, torch.float32, device)
-        self._spec, self._host_arrays, views, at = spec, {}, [], 0
-        for name, shape in counts.items():
-            size = int(np.prod(shape))
-            self._host_arrays[name] = self._indices.host[at : at + size].reshape(shape)
-            views.append(self._indices.device[at : at + size].view(shape))
-            at += size
-        cos, sin = self._rope_buffer.device.view(2, BASE_SHIFTS * room, half)
-        self._host_rope_tables = self._rope_buffer.host.reshape(2, BASE_SHIFTS * room, half)
-        slopes = torch.from_numpy(triton.alibi_slopes_array(spec)).to(device)
-        items, pieces, reads, rows_, order, starts = views
+        half_dim = spec.rope.half_dim if spec.rope is not None else 0
+        rope_shape = (2, BASE_SHIFTS * factor, half_dim)
+        self._spec = spec
+        self._indices = PinnedBuffer(sum(map(prod, shapes.values())), torch.int32, device)
+        self._rope_tables = PinnedBuffer(prod(rope_shape), torch.float32, device)
+        self._host_rope_tables = self._rope_tables.host.reshape(rope_shape)
+        self._host_arrays, device_arrays, start = {}, {}, 0
+        for name, shape in shapes.items():
+            end = start + prod(shape)
+            self._host_arrays[name] = self._indices.host[start:end].reshape(shape)
+            device_arrays[name] = self._indices.device[start:end].view(shape)
+            start = end
+        cos, sin = self._rope_tables.device.view(rope_shape)
         self.device_tiles = triton.DeviceTiles(
-            items, pieces, reads, rows_, order, starts, cos, sin, slopes, max_tile_rows, single_split=False
+            **device_arrays,
+            cos=cos,
+            sin=sin,
+            alibi_slopes=torch.from_numpy(triton.alibi_slopes_array(spec)).to(device),
+            max_tile_rows=max_tile_rows,
+            single_split=False,
         )
 
     def fill(self, tiles: TileMetadata, metadata: AttentionMetadata) -> None:
+        """Copy the work of a step to the device."""
         self._indices.wait()
-        self._host_arrays["work_items"][:] = 0  # an item of no rows does nothing
-        for name, part in self._host_arrays.items():
-            given = getattr(tiles, name)
-            part[: len(given)] = given
+        self._host_arrays["work_items"][:] = 0  # an item without rows does nothing
+        for name, buffer in self._host_arrays.items():
+            array = getattr(tiles, name)
+            buffer[: len(array)] = array
         self._indices.flush()
-        turns = metadata.rope_tables(self._spec.rope)
-        self._rope_buffer.wait()
-        for table, given in zip(self._host_rope_tables, turns, strict=True):
-            table[: len(given)] = given
-        self._rope_buffer.flush()
+        self._rope_tables.wait()
+        for buffer, table in zip(self._host_rope_tables, metadata.rope_tables(self._spec.rope), strict=True):
+            buffer[: len(table)] = table
+        self._rope_tables.flush()
 
 
 class StaticForwardContext:
-    """Travels through a model in a step's place. which: of every layer, its board. It does not keep the arena's
-    tensors: one that gives way to a larger one has to go at once."""
+    """Forward context whose inputs are buffers with fixed addresses.
 
-    def __init__(
-        self,
-        template: ForwardContext,
-        num_tokens: int,
-        static_metadata: Sequence[StaticMetadata],
-        metadata_index: Sequence[int],
-        device: torch.device,
-    ):
-        self._pool_refs = [
-            (ref(keys), ref(values)) for keys, values in zip(template.keys, template.values, strict=True)
-        ]
-        self._specs, self.static_metadata, self._metadata_index = template.specs, static_metadata, metadata_index
+    It references the pool's tensors weakly: a pool that is replaced by a larger one is freed at once.
+    """
+
+    def __init__(self, prepared: "_PreparedStep", static_metadata: list[StaticMetadata], device: torch.device) -> None:
+        context = prepared.forward_context
+        self._pool_refs = [(ref(keys), ref(values)) for keys, values in zip(context.keys, context.values, strict=True)]
+        self._specs, self._metadata_index = context.specs, prepared.metadata_index
+        self._static_metadata = static_metadata
+        num_tokens = context.metadata.num_tokens
         self._inputs = PinnedBuffer(3 * num_tokens, torch.int64, device)
-        ids, positions, self._slots = self._inputs.device.view(3, num_tokens)
-        self.ids, self.positions = ids[None], positions[None]
+        self.ids, self.positions, slots = self._inputs.device.view(3, 1, num_tokens)
+        self._slots = slots[0]
 
     def uses_same_pool(self, forward_context: ForwardContext) -> bool:
-        """Whether a step's keys lie where this one's do."""
         return all(keys() is new for (keys, _), new in zip(self._pool_refs, forward_context.keys, strict=True))
 
-    def fill(self, tokens: Sequence[int], positions: Sequence[int], metadata: AttentionMetadata) -> None:
+    def fill(self, prepared: "_PreparedStep", tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Copy the inputs of a step to the device."""
         self._inputs.wait()
-        sides: tuple[Any, ...] = (tokens, positions, metadata.slots)
-        for row, given in zip(self._inputs.host.reshape(3, -1), sides, strict=True):
-            row[:] = 0
-            row[: len(given)] = given
+        inputs: tuple[Any, ...] = (tokens, positions, prepared.forward_context.metadata.slots)
+        for buffer, numbers in zip(self._inputs.host.reshape(3, -1), inputs, strict=True):
+            buffer[:] = 0
+            buffer[: len(numbers)] = numbers
         self._inputs.flush()
+        work = zip(self._static_metadata, prepared.tiles, prepared.metadata_and_specs, strict=True)
+        for static_metadata, tiles, (metadata, _) in work:
+            static_metadata.fill(tiles, metadata)
 
     def attend(
         self,
@@ -137,229 +134,204 @@ class StaticForwardContext:
         scale: float,
         sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
-        (keys, values), work = (
-            (there() for there in self._pool_refs[layer]),
-            self.static_metadata[self._metadata_index[layer]].device_tiles,
-        )
+        """Write and attend as `ForwardContext.attend`."""
+        keys, values = (reference() for reference in self._pool_refs[layer])
         assert keys is not None and values is not None
+        tiles = self._static_metadata[self._metadata_index[layer]].device_tiles
         triton.write(self._slots, key[0], value[0], keys, values)
-        return triton.run(work, query[0], keys, values, scale, self._specs[layer], sinks)[None]
-
-
-def group_layers_by_metadata(
-    forward_context: ForwardContext,
-) -> tuple[list[tuple[AttentionMetadata, AttentionSpec]], tuple[int, ...]]:
-    """The plans and kinds that the layers of a step have, and which of them each layer has."""
-    known: dict[tuple[int, int], int] = {}
-    pairs: list[tuple[AttentionMetadata, AttentionSpec]] = []
-    which = []
-    for layer, kind in enumerate(forward_context.specs):
-        metadata = forward_context.layer_metadata.get(layer, forward_context.metadata)
-        place = known.setdefault((id(metadata), id(kind)), len(known))
-        if place == len(pairs):
-            pairs.append((metadata, kind))
-        which.append(place)
-    return pairs, tuple(which)
-
-
-MAX_GRAPHS = 40  # graphs that are kept; further steps run eagerly
-
-MAX_CAPTURE_FAILURES = 3  # recordings that may fail before no more is tried
-
-_COMPILED_MODELS: WeakKeyDictionary[Any, ReferenceType[Callable[..., Tensor]]] = WeakKeyDictionary()
-
-
-class CapturedGraph(Protocol):
-    """Work that was recorded, and gives its result again whenever it is called."""
-
-    def __call__(self) -> Tensor: ...
+        return triton.run(tiles, query[0], keys, values, scale, self._specs[layer], sinks)[None]
 
 
 class GraphCapturer:
-    """Records work as CUDA graphs that share the memory of their intermediate results: one plays at a time."""
+    """Captures work as CUDA graphs that share one memory pool: only one may run at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._side_stream = torch.cuda.Stream()
 
-    def __call__(self, fn: Callable[[], Tensor]) -> CapturedGraph:
+    def __call__(self, fn: Callable[[], Tensor]) -> Replay:
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
-            fn()  # what is compiled or made once must not be recorded
+            fn()  # compilation and one-time initialization must not be captured
         torch.cuda.current_stream().wait_stream(self._side_stream)
-        gc.collect()  # nothing of an old graph may be freed in the middle
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        gc.collect()  # no memory of an old graph may be freed during the capture
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # copies go on beside
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads may copy
                 result = fn()
         except BaseException:
-            torch.cuda.set_stream(here)  # a capture that CUDA itself ended leaves its own behind, and its pool taken
+            torch.cuda.set_stream(stream)  # a capture that CUDA aborted leaves its stream current and its pool in use
             self._pool = torch.cuda.graph_pool_handle()
             raise
 
-        def play() -> Tensor:
+        def replay() -> Tensor:
             graph.replay()
             return result
 
-        return play
+        return replay
 
 
 class _PreparedStep(NamedTuple):
-    """A step worked out for its graph. size: None where no graph is made for so much work."""
+    """A padded step with its attention work."""
 
     forward_context: ForwardContext
-    metadata_and_specs: list[tuple[AttentionMetadata, AttentionSpec]]
-    metadata_index: tuple[int, ...]
-    tiles: list[TileMetadata]
-    size: int | None
+    metadata_and_specs: list[tuple[AttentionMetadata, AttentionSpec]]  # distinct pairs of the layers
+    metadata_index: tuple[int, ...]  # of each layer's pair
+    tiles: list[TileMetadata]  # of each pair
+    bucket: int | None  # None if no graph has capacity for it
 
-
-class _Graph(NamedTuple):
-    static_context: StaticForwardContext
-    replay: CapturedGraph
-
-    def fill(self, prepared: _PreparedStep, tokens: list[int], positions: list[int]) -> None:
-        self.static_context.fill(tokens, positions, prepared.forward_context.metadata)
-        for board, made, (metadata, _) in zip(
-            self.static_context.static_metadata, prepared.tiles, prepared.metadata_and_specs, strict=True
-        ):
-            board.fill(made, metadata)
+    @property
+    def graph_key(self) -> tuple[object, ...]:
+        return self.forward_context.metadata.num_tokens, self.bucket, self.metadata_index
 
 
 class CudaGraphForward:
-    """`adapter.forward` for steps of up to the largest bucket; None for others, which run eagerly: those that wait for
-    loads layer by layer, and those of more work than a graph has room for."""
+    """`HFModel.forward` for steps that a CUDA graph can compute; None for others, which run eagerly.
+
+    Others are larger than the largest size or bucket, or wait for loads layer by layer.
+    """
 
     def __init__(
         self,
         hf_model: HFModel,
         sizes: tuple[int, ...],
         *,
-        capturer: Callable[[Callable[[], Tensor]], CapturedGraph] | None = None,
+        capturer: Callable[[Callable[[], Tensor]], Replay] | None = None,
         use_compiler: bool = True,
     ) -> None:
-        self.sizes = tuple(sorted({max(2, size) for size in sizes}))  # what is traced of one row serves no others
+        self.sizes = tuple(sorted({max(2, size) for size in sizes}))  # a trace of one token would serve no other size
         self._hf_model, self._capturer = hf_model, capturer or GraphCapturer()
         self._compiled: Callable[..., Tensor] | None = None
         self._fused_groups: list[FusionGroup] = []
         if use_compiler:
             self._compiled = _shared_compiled_model(hf_model)
-            with hf_model.attention_hook():  # nobody traces the model meanwhile
+            with hf_model.attention_hook():  # no other thread may trace the model
                 self._fused_groups = fuse(hf_model.model)
             finalize(self._compiled, unfuse, self._fused_groups)
-        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._graphs: dict[tuple[object, ...], tuple[StaticForwardContext, Replay]] = {}
         self._failed_keys: set[tuple[object, ...]] = set()
-        self.capture_error: str | None = None  # why the last recording failed
+        self.capture_error: str | None = None  # reason of the last failed capture
 
     def __call__(
         self, tokens: list[int], positions: list[int], forward_context: ForwardContext, logits_indices: list[int]
     ) -> Tensor | None:
-        laid = self.prepare(forward_context)
-        if laid is None or laid.size is None or forward_context.layer_waiters:
+        prepared = self.prepare(forward_context)
+        if prepared is None or forward_context.layer_waiters:
             return None
-        graph = self._lookup(laid) or self._get_or_capture(laid, tokens, positions)
-        if graph is None:
+        logits = self._replay(prepared, tokens, positions)
+        if logits is None and prepared.bucket is not None and self._try_capture(prepared, tokens, positions):
+            logits = self._replay(prepared, tokens, positions)
+        if logits is None:
             return None
-        graph.fill(laid, tokens, positions)
-        logits = graph.replay()[0]
         if logits_indices == list(range(len(logits_indices))):
-            return logits[: len(logits_indices)].to(torch.float32, copy=True)  # the next graph writes here
+            return logits[: len(logits_indices)].to(torch.float32, copy=True)  # the next replay overwrites them
         return logits[to_device(logits_indices, torch.long, logits.device)].float()
 
     def launch(self, tokens: Tensor, positions: list[int], forward_context: ForwardContext) -> Tensor | None:
-        """All rows of a step whose graph is there, with tokens of the device."""
-        laid = self.prepare(forward_context)
-        graph = None if laid is None or forward_context.layer_waiters else self._lookup(laid)
-        if laid is None or graph is None:
+        """Replay an existing graph with tokens on the device; return all logits, (N, V)."""
+        prepared = self.prepare(forward_context)
+        if prepared is None or forward_context.layer_waiters:
             return None
-        graph.fill(laid, [0] * len(positions), positions)
-        graph.static_context.ids[0, : len(positions)] = tokens
-        return graph.replay()[0, : len(positions)].to(torch.float32, copy=True)
+        logits = self._replay(prepared, [0] * len(positions), positions, tokens)
+        return None if logits is None else logits[: len(positions)].to(torch.float32, copy=True)
 
     def prepare(self, forward_context: ForwardContext) -> _PreparedStep | None:
-        """Works a step out, once; None for one of too many rows."""
-        count = next((size for size in self.sizes if size >= forward_context.metadata.num_tokens), None)
-        if count is None or forward_context.injected_hidden:
+        """Compute the attention work of a step, cached in its metadata; None if it has too many tokens."""
+        size = next((size for size in self.sizes if size >= forward_context.metadata.num_tokens), None)
+        if size is None or forward_context.injected_hidden:
             return None
-        model_info = self._hf_model.model_info
-        forward_context = forward_context.pad_to(count)
-        pairs, which = group_layers_by_metadata(forward_context)
-        tile = triton.tile_rows(model_info.head_shape, count, model_info.dtype.itemsize)
-        made = [partition(metadata, kind, tile, model_info.kv_heads) for metadata, kind in pairs]
-        return _PreparedStep(
-            forward_context, pairs, which, made, size_bucket(made, [metadata for metadata, _ in pairs])
-        )
+        context, info = forward_context.pad_to(size), self._hf_model.model_info
+        index_by_ids: dict[tuple[int, int], int] = {}
+        pairs: list[tuple[AttentionMetadata, AttentionSpec]] = []
+        metadata_index = []
+        for layer, spec in enumerate(context.specs):
+            metadata = context.layer_metadata.get(layer, context.metadata)
+            index = index_by_ids.setdefault((id(metadata), id(spec)), len(pairs))
+            if index == len(pairs):
+                pairs.append((metadata, spec))
+            metadata_index.append(index)
+        tile_rows = triton.tile_rows(info.head_shape, size, info.dtype.itemsize)
+        tiles = [partition(metadata, spec, tile_rows, info.kv_heads) for metadata, spec in pairs]
+        used = max(len(metadata.shifts) / BASE_SHIFTS for metadata, _ in pairs)  # share of the smallest bucket
+        for tile in tiles:
+            used = max(
+                used,
+                len(tile.work_items) / BASE_WORK_ITEMS,
+                len(tile.kv_chunks) / BASE_KV_CHUNKS,
+                len(tile.row_params) / BASE_ROW_PARAMS,
+                len(tile.rows) / BASE_PARTIAL_ROWS,
+            )
+        bucket = next((bucket for bucket in range(NUM_SIZE_BUCKETS) if used <= 4**bucket), None)
+        return _PreparedStep(context, pairs, tuple(metadata_index), tiles, bucket)
 
-    def _lookup(self, prepared: _PreparedStep) -> _Graph | None:
-        """The graph for a step, where there is one over the arena as it lies now."""
-        known = self._graphs.get(_graph_key(prepared))
-        return known if known is not None and known.static_context.uses_same_pool(prepared.forward_context) else None
+    def _replay(
+        self, prepared: _PreparedStep, tokens: list[int], positions: list[int], device_tokens: Tensor | None = None
+    ) -> Tensor | None:
+        """Run a step's graph and return its logits, (N, V); None without a graph over the current pool."""
+        static_context, replay = self._graphs.get(prepared.graph_key, (None, None))
+        if static_context is None or replay is None or not static_context.uses_same_pool(prepared.forward_context):
+            return None
+        static_context.fill(prepared, tokens, positions)
+        if device_tokens is not None:
+            static_context.ids[0, : len(positions)] = device_tokens
+        return replay()[0]
 
-    def _get_or_capture(self, prepared: _PreparedStep, tokens: list[int], positions: list[int]) -> _Graph | None:
-        """A graph for a step, recorded; None where that cannot be done."""
-        key = _graph_key(prepared)
-        old = self._graphs.get(key)
+    def _try_capture(self, prepared: _PreparedStep, tokens: list[int], positions: list[int]) -> bool:
+        """Capture the graph of a step; return False if that is not possible."""
+        key = prepared.graph_key
+        old = self._graphs.get(key)  # keeps the memory pool in use until another graph does
         if old is not None:
-            self._graphs.clear()  # the arena has moved; `old` keeps the pool in use until another graph does
+            self._graphs.clear()  # the KV pool was replaced
         if (
             len(self._graphs) == MAX_GRAPHS
             or key in self._failed_keys
             or len(self._failed_keys) == MAX_CAPTURE_FAILURES
         ):
-            return None
+            return False
         try:
             self._graphs[key] = self._capture(prepared, tokens, positions)
-        except Exception as exc:  # torch, its compiler and Triton have errors of many kinds; eager steps stay right
+        except Exception as exc:  # of torch, its compiler or Triton; eager steps still work
             self._failed_keys.add(key)
-            self.capture_error = str(exc.__context__ or exc)[:300]  # what ended the recording, not its ending
-            name, rows = self._hf_model.model_info.name, prepared.forward_context.metadata.num_tokens
+            self.capture_error = str(exc.__context__ or exc)[:300]  # the cause, not the end of the capture
             warnings.warn(
-                f"{name}: steps of {rows} rows are not recorded and run eagerly: {self.capture_error}", stacklevel=2
+                f"{self._hf_model.model_info.name}: steps of {prepared.forward_context.metadata.num_tokens} rows are "
+                f"not recorded and run eagerly: {self.capture_error}",
+                stacklevel=2,
             )
-        return self._graphs.get(key)
+        return key in self._graphs
 
-    def _capture(self, prepared: _PreparedStep, tokens: list[int], positions: list[int]) -> _Graph:
-        rows, size, device = (
-            prepared.forward_context.metadata.num_tokens,
-            prepared.size,
-            self._hf_model.model_info.device,
-        )
-        assert size is not None
-        model_info = self._hf_model.model_info
-        tile = triton.tile_rows(model_info.head_shape, rows, model_info.dtype.itemsize)
-        boards = [StaticMetadata(kind, rows, tile, size, device) for _, kind in prepared.metadata_and_specs]
-        fixed = StaticForwardContext(prepared.forward_context, rows, boards, prepared.metadata_index, device)
+    def _capture(
+        self, prepared: _PreparedStep, tokens: list[int], positions: list[int]
+    ) -> tuple[StaticForwardContext, Replay]:
+        info, num_tokens = self._hf_model.model_info, prepared.forward_context.metadata.num_tokens
+        tile_rows = triton.tile_rows(info.head_shape, num_tokens, info.dtype.itemsize)
+        assert prepared.bucket is not None
+        static_metadata = [
+            StaticMetadata(spec, num_tokens, tile_rows, prepared.bucket, info.device)
+            for _, spec in prepared.metadata_and_specs
+        ]
+        context = StaticForwardContext(prepared, static_metadata, info.device)
 
-        def work() -> Tensor:
+        def run() -> Tensor:
             if self._compiled is not None:
-                result: Tensor = self._compiled(fixed.ids, fixed.positions, OpaqueContext(fixed))
-                return result
-            return self._run_eager(fixed)
+                with use_forward_context(context):
+                    return self._compiled(context.ids, context.positions)
+            logits: Tensor = self._hf_model.model(
+                input_ids=context.ids, position_ids=context.positions, use_cache=False, step=context
+            ).logits
+            return logits
 
-        graph = _Graph(fixed, lambda: torch.empty(0))
-        graph.fill(prepared, tokens, positions)  # what is computed while it is recorded is this step
+        context.fill(prepared, tokens, positions)  # the warm-up and the capture compute this step
         with fused_for_tracing(self._fused_groups):
-            return graph._replace(replay=self._capturer(work))
-
-    def _run_eager(self, static_context: StaticForwardContext) -> Tensor:
-        result: Tensor = self._hf_model.model(
-            input_ids=static_context.ids, position_ids=static_context.positions, use_cache=False, step=static_context
-        ).logits
-        return result
-
-
-def _graph_key(prepared: _PreparedStep) -> tuple[object, ...]:
-    return prepared.forward_context.metadata.num_tokens, prepared.size, prepared.metadata_index
+            return context, self._capturer(run)
 
 
 def _shared_compiled_model(hf_model: HFModel) -> Callable[..., Tensor]:
-    """Engines over one model share what is traced of it, while any of them lives: all else is read from the step."""
-    known = _COMPILED_MODELS.get(hf_model.model)
-    result = known() if known is not None else None
-    if result is None:
-        result = cast(
-            Callable[..., Tensor],
-            compile_model(hf_model, "forward_graphed", dynamic=True, graph_pass=DedupMatmulPass()),
-        )
-        _COMPILED_MODELS[hf_model.model] = ref(result)
-    return result
+    """Return the compiled model that all engines over one model share while any of them lives."""
+    reference = _COMPILED_MODELS.get(hf_model.model)
+    compiled = reference() if reference is not None else None
+    if compiled is None:
+        compiled = compile_model(hf_model, "forward_graphed", dynamic=True, graph_pass=deduplication_pass())
+        _COMPILED_MODELS[hf_model.model] = ref(compiled)
+    assert compiled is not None
+    return compiled

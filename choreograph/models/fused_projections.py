@@ -1,67 +1,57 @@
-"""Projections of one input as one product of matrices, in what a compiler makes of a model. Owns no arithmetic.
+"""Fused q/k/v and gate/up projections for compiled graphs.
 
-A step of few rows takes as long as its weights are read, and three small matrices are read more slowly than one large
-one. So the weights of such projections are put behind each other in memory, where a model goes on to use each of them.
-While it is traced every projection is a part of the large product, which the compiler is told to compute once.
+A step of few tokens is bound by reading weights, and three small matmuls read them more slowly than one
+large one. The weights of such projections are concatenated in place (parameters become views), so eager
+execution and `state_dict()` are unchanged. While a model is traced, each projection is a slice of the
+fused matmul, which a graph pass deduplicates.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.nn.functional import linear
 
-FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of one module, and called with the same tensor
-
-aten = torch.ops.aten
-
-VIEW_OPS = {aten.permute.default, aten.t.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-
-DEDUP_OPS = frozenset({aten.mm.default, aten.addmm.default} | VIEW_OPS)  # and what stands in front of them
+FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module, called with the same input
 
 FusionGroup = tuple[nn.Linear, ...]
 
 
 class FusedWeight(NamedTuple):
-    """The large product, and which rows of its weight are one projection's: begin <= i < end."""
+    """Weight of a fused projection, and the slice of one of its parts."""
 
-    weight: Tensor
-    bias: Tensor | None
-    start: int
-    end: int
+    weight: Tensor  # (F, E)
+    bias: Tensor | None  # (F,)
+    start: int  # first output feature of the part
+    end: int  # exclusive
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copied model's weights lie elsewhere, apart."""
-
-
-class FusedLinearSlice(nn.Linear):
-    """What a projection is while it is traced."""
-
-    fused_weight: FusedWeight
-
-    def forward(self, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n F"]:
-        return linear(input, self.fused_weight.weight, self.fused_weight.bias)[
-            ..., self.fused_weight.start : self.fused_weight.end
-        ]
+        """Drop the fused weight: a copied model has its own, unfused weights."""
 
 
 def fuse(model: nn.Module) -> list[FusionGroup]:
-    """Puts the weights of projections that read alike behind each other, once. Gives what goes together."""
+    """Concatenate the weights of projections with the same input; return the groups."""
     groups: list[FusionGroup] = []
-    sharing = Counter(_storage_ptr(p) for _, p in model.named_parameters(remove_duplicate=False) if not p.is_meta)
+    parameters = (p for _, p in model.named_parameters(remove_duplicate=False) if not p.is_meta)
+    storage_counts = Counter(map(_storage_ptr, parameters))
     for module in model.modules():
         for names in FUSABLE:
             group: Any = tuple(getattr(module, name, None) for name in names)
-            if not _fusable(group) or not _owns_storage(group, sharing):
+            if not _fusable(group):
                 continue
+            own_counts = Counter(_storage_ptr(p) for part in group for p in (part.weight, part.bias) if p is not None)
+            if any(storage_counts[storage] != count for storage, count in own_counts.items()):
+                continue  # other parameters share the memory
             try:
                 _fuse_group(group)
-            except torch.OutOfMemoryError:  # it is a gain, no need
+            except torch.OutOfMemoryError:  # fusion is optional
                 return groups
             groups.append(group)
     return groups
@@ -69,65 +59,80 @@ def fuse(model: nn.Module) -> list[FusionGroup]:
 
 @contextmanager
 def fused_for_tracing(groups: Iterable[FusionGroup]) -> Iterator[None]:
-    """For a compiler that looks at the model meanwhile, or for what it made. Weights that have come into the model
-    since are joined; what fits no longer is left alone, and what was compiled of it fails."""
-    swapped: list[nn.Linear] = []
+    """Compute projections as slices of fused ones while a graph is traced or captured.
+
+    Weights that were replaced since `fuse` are fused again. A group that cannot be fused any more is
+    left alone, and graphs compiled from it fail.
+    """
+    fused: list[nn.Linear] = []
     try:
         for group in groups:
             if _fusable(group):
                 _fuse_group(group)
-                swapped += group
+                fused += group
             else:
                 unfuse([group])
-        for part in swapped:
-            part.__class__ = FusedLinearSlice
+        for part in fused:
+            part.forward = MethodType(_fused_forward, part)  # type: ignore[method-assign]
         yield
     finally:
-        for part in swapped:
-            part.__class__ = nn.Linear
+        for part in fused:
+            vars(part).pop("forward", None)
+
+
+def _fused_forward(part: Any, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n F"]:
+    fused: FusedWeight = part.fused_weight
+    return linear(input, fused.weight, fused.bias)[..., fused.start : fused.end]
 
 
 def unfuse(groups: Iterable[FusionGroup]) -> None:
-    """Forgets the large products. The weights stay where they are."""
+    """Forget the fused weights. The parameters stay where they are."""
     for group in groups:
-        for one in group:
-            one.__dict__.pop("fused_weight", None)
+        for part in group:
+            vars(part).pop("fused_weight", None)
 
 
-class DedupMatmulPass(CustomGraphPass):
-    """Equal products of a graph are computed once."""
+def deduplication_pass() -> Callable[[torch.fx.Graph], None]:
+    """Return a graph pass that computes equal matmuls, and views of their inputs, once."""
+    try:
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+    except ImportError:  # a private module: inductor takes plain functions too, but does not cache their graphs
+        return _deduplicate
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        known = dict[Any, torch.fx.Node]()
-        for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in DEDUP_OPS:
-                continue
-            first = known.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+    class DeduplicationPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            _deduplicate(graph)
+
+        def uuid(self) -> Any:
+            return hashlib.sha256(Path(__file__).read_bytes()).digest()
+
+    return DeduplicationPass()
+
+
+def _deduplicate(graph: torch.fx.Graph) -> None:
+    aten = torch.ops.aten
+    targets = {op.default for op in (aten.mm, aten.addmm, aten.permute, aten.t, aten.view, aten.reshape)}
+    first_nodes: dict[Any, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in targets:
+            first = first_nodes.setdefault((node.target, str(node.args), str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
-    def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
-
 
 def _fusable(group: Sequence[Any]) -> bool:
-    """Whether these are linear layers as torch makes them, of one input size, type and device."""
-    if not all(type(one) is nn.Linear for one in group):
+    """Return whether these are plain linear layers with the same input size, dtype and device."""
+    if not all(type(part) is nn.Linear for part in group):
         return False
-    weights = [one.weight for one in group]
-    biases = [one.bias for one in group if one.bias is not None]
-    if not all(type(p) is nn.Parameter and type(p.data) is Tensor for p in (*weights, *biases)):
-        return False
-    if any(p.is_inference() or p.is_meta for p in (*weights, *biases)):
-        return False
-    return len({(p.shape[1], p.dtype, p.device) for p in weights}) == 1 and len(biases) in (0, len(group))
-
-
-def _owns_storage(group: FusionGroup, storage_counts: Counter[int]) -> bool:
-    """Whether nothing else of the model lies in the memory of their weights."""
-    own = Counter(_storage_ptr(p) for one in group for p in (one.weight, one.bias) if p is not None)
-    return all(storage_counts[place] == count for place, count in own.items())
+    weights = [part.weight for part in group]
+    biases = [part.bias for part in group if part.bias is not None]
+    return (
+        all(type(p) is nn.Parameter and type(p.data) is Tensor for p in (*weights, *biases))
+        and not any(p.is_inference() or p.is_meta for p in (*weights, *biases))
+        and len({(p.shape[1], p.dtype, p.device) for p in weights}) == 1
+        and len(biases) in (0, len(group))
+    )
 
 
 def _storage_ptr(tensor: Tensor) -> int:
@@ -135,34 +140,32 @@ def _storage_ptr(tensor: Tensor) -> int:
 
 
 def _fuse_group(group: FusionGroup) -> None:
-    weight = _concat_in_place([one.weight for one in group])
-    bias = None if group[0].bias is None else _concat_in_place([one.bias for one in group])
-    begin = 0
-    for one in group:
-        joint = FusedWeight(weight, bias, begin, begin + len(one.weight))
-        one.__dict__["fused_weight"], begin = joint, joint.end  # no parameters of its own
+    weight = _concat_in_place([part.weight for part in group])
+    bias = None if group[0].bias is None else _concat_in_place([part.bias for part in group])
+    start = 0
+    for part in group:
+        fused = FusedWeight(weight, bias, start, start + len(part.weight))
+        vars(part)["fused_weight"], start = fused, fused.end  # no registered parameter: `state_dict()` is unchanged
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _concat_in_place(tensors: Sequence[Float[Tensor, "f *E"]]) -> Float[Tensor, "F *E"]:
-    """One tensor of which these are the parts, in order. Where they lie otherwise, they are put there."""
+def _concat_in_place(tensors: Sequence[Float[Tensor, "f *E"]]) -> nn.Parameter:
+    """Return one tensor of which all `tensors` are views, in order; move their data if necessary.
+
+    It is a parameter because the compiler takes only the shapes of parameters as static.
+    """
     first, end = tensors[0], tensors[0].data_ptr()
     for part in tensors:
         if part.data_ptr() != end or _storage_ptr(part) != _storage_ptr(first) or not part.is_contiguous():
             break
         end += part.numel() * part.element_size()
     else:
-        return _mark_static(first.detach().as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride()))
-    made = torch.cat([part.detach() for part in tensors])
-    for part, own in zip(tensors, made.split([len(part) for part in tensors]), strict=True):
-        part.data = own
-    if made.is_cuda:
-        torch.cuda.empty_cache()  # what the parts took is of no size that comes again
-    return _mark_static(made)
-
-
-def _mark_static(tensor: Tensor) -> Tensor:
-    """As parameters are, for a compiler that takes other sizes to be any."""
-    torch._dynamo.mark_static(tensor)
-    return tensor
+        fused = first.detach().as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+        return nn.Parameter(fused, requires_grad=False)
+    fused = torch.cat([part.detach() for part in tensors])
+    for part, view in zip(tensors, fused.split([len(part) for part in tensors]), strict=True):
+        part.data = view
+    if fused.is_cuda:
+        torch.cuda.empty_cache()  # the parts' memory is of sizes that are not allocated again
+    return nn.Parameter(fused, requires_grad=False)

