@@ -8,7 +8,7 @@ from pathlib import Path
 from .errors import ConfigError
 from .utils import can_create_dir
 
-BACKENDS = ("auto", "native", "triton", "flex", "sdpa", "reference")
+BACKENDS = ("auto", "native", "triton", "sdpa", "reference")
 
 EVICTION_POLICIES = ("workflow", "lru", "lfu", "fifo")
 
