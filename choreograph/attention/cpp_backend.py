@@ -112,14 +112,26 @@ class CppBackend:
 def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
     """Cache the plan's C struct; return its address and what the struct refers to."""
     metadata, spec, rope = call.metadata, call.spec, call.spec.rope
-    slopes = np.asarray(spec.alibi_slopes, dtype=np.float32) if spec.alibi_slopes else None
-    arrays = (metadata.slots, metadata.positions, metadata.kv_runs, metadata.reads, *metadata.rope_tables(rope))
+    cos, sin = metadata.rope_tables(rope)
+    slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, dtype=np.float32)
     struct = _CMetadata(
-        *(array.ctypes.data for array in arrays),
-        None if slopes is None else slopes.ctypes.data,
-        *(metadata.num_tokens, call.query.shape[0], call.keys.shape[1], len(metadata.kv_runs), len(metadata.reads)),
-        *((rope.half_dim, rope.interleaved) if rope else (0, 0)),
-        *(torch.get_num_threads(), spec.sliding_window or 0, spec.logit_softcap or 0.0),
+        slots=metadata.slots.ctypes.data,
+        positions=metadata.positions.ctypes.data,
+        segments=metadata.kv_runs.ctypes.data,
+        readers=metadata.reads.ctypes.data,
+        cos=cos.ctypes.data,
+        sin=sin.ctypes.data,
+        slopes=None if slopes is None else slopes.ctypes.data,
+        rows=len(metadata.slots),
+        heads=len(call.query),
+        groups=call.keys.shape[1],
+        segment_count=len(metadata.kv_runs),
+        reader_count=len(metadata.reads),
+        half=cos.shape[1],
+        interleaved=rope is not None and rope.interleaved,
+        threads=torch.get_num_threads(),
+        window=spec.sliding_window or 0,
+        softcap=spec.logit_softcap or 0.0,
     )
     result = ctypes.addressof(struct), (struct, slopes, spec)
     metadata.cache[f"native {id(spec)}"] = result

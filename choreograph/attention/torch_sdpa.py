@@ -40,7 +40,7 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     out = torch.zeros_like(query)
     for group in _row_groups(call.metadata, spec, query, num_kv_heads, needs_mask):
         q = query[:, group.rows].unflatten(0, (num_kv_heads, group_size))  # G H/G n D
-        k, v = (x[group.slots].transpose(0, 1)[:, None] for x in (call.keys, call.values))  # G 1 C D
+        k, v = (_take(x, group.slots).transpose(0, 1)[:, None] for x in (call.keys, call.values))  # G 1 C D
         if group.cos is not None and group.sin is not None and spec.rope is not None:
             k = rotate(k, group.cos, group.sin, spec.rope.interleaved).to(k.dtype)
         mask, num_rows = group.mask, q.shape[2]
@@ -131,6 +131,10 @@ def _build_row_group(
         causal=is_causal,
         fully_masked=torch.from_numpy(is_blind).to(device) if is_blind.any() else None,
     )
+
+
+def _take(x: Tensor, index: slice | Tensor) -> Tensor:
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)  # faster on a CPU than x[index]
 
 
 def _as_index(indices: np.ndarray, device: torch.device) -> slice | Tensor:
