@@ -13,13 +13,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..config import BACKENDS
 from . import cpp_backend, reference, torch_sdpa
 from .metadata import AttentionCall, AttentionMetadata, AttentionSpec
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """Writes keys and values of a batch into the cache, then computes attention, (N, H, D)."""
+    """Attention backend: writes a batch's keys and values, then attends.
+
+    Returns (N, H, D).
+    """
 
     name: str
 
@@ -71,8 +75,10 @@ def create_backend(name: str, head_dim: int, dtype: torch.dtype, device: torch.d
         The backend, and why `auto` fell back to SDPA (None if it did not).
 
     Raises:
-        BackendUnavailableError: if a backend requested by name cannot run here.
+        BackendUnavailableError: if a backend requested by name is unknown or cannot run here.
     """
+    if name not in BACKENDS:
+        raise cpp_backend.BackendUnavailableError(f"there is no backend {name!r}: use one of {BACKENDS}")
     if name == "reference":
         return FunctionBackend(name, reference.attend), None
     if name == "triton" or (name == "auto" and device.type == "cuda"):
@@ -128,17 +134,9 @@ class ForwardContext:
         """Wait for the layer's transfers, then write and attend with the backend."""
         for wait_for_layer in self.layer_waiters:
             wait_for_layer(layer)
-        call = AttentionCall(
-            self.layer_metadata.get(layer, self.metadata),
-            query[0],
-            key[0],
-            value[0],
-            self.keys[layer],
-            self.values[layer],
-            scale,
-            self.specs[layer],
-            sinks,
-        )
+        metadata = self.layer_metadata.get(layer, self.metadata)
+        cache = self.keys[layer], self.values[layer]
+        call = AttentionCall(metadata, query[0], key[0], value[0], *cache, scale, self.specs[layer], sinks)
         return self.backend(call)[None]
 
     def on_layer_input(self, layer: int, hidden: Float[Tensor, "1 N E"]) -> Float[Tensor, "1 N E"]:

@@ -63,8 +63,7 @@ def load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> "Cpp
     Raises:
         BackendUnavailableError: if the arguments are not supported, or it cannot be built or loaded.
     """
-    reason = unsupported_reason(head_dim, dtype, device)
-    if reason is not None:
+    if reason := unsupported_reason(head_dim, dtype, device):
         raise BackendUnavailableError(reason)
     try:
         library = ctypes.CDLL(str(build(head_dim, dtype, user_cache_path("choreograph") / "native")))

@@ -134,7 +134,8 @@ def _build_row_group(
 
 
 def _take(x: Tensor, index: slice | Tensor) -> Tensor:
-    return x[index] if isinstance(index, slice) else x.index_select(0, index)  # faster on a CPU than x[index]
+    # index_select is twice as fast as indexing on a CPU
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)
 
 
 def _as_index(indices: np.ndarray, device: torch.device) -> slice | Tensor:

@@ -1,4 +1,4 @@
-"""GPU attention backend: launches the Triton kernels over the tiles of a plan.
+"""GPU attention backend: Triton kernels over the tiles of a plan.
 
 A slot range shared by many requests (branches of a tree, voters, agents) is loaded once for all of them.
 Queries are rotated per slot range in the kernel, so a shifted message costs no more than one at its base
@@ -45,11 +45,9 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     key = f"triton {id(spec)} {max_tile_rows} {heads.num_kv_heads} {device}"
     if key not in metadata.cache:
         tiles = partition(metadata, spec, max_tile_rows, heads.num_kv_heads)
-        items, chunks, params, rows, order, indptr = _copy_to_device(list(tiles.device_arrays), device)
-        cos, sin, slopes = _copy_to_device([*metadata.rope_tables(spec.rope), alibi_slopes_array(spec)], device)
-        metadata.cache[key] = DeviceTiles(
-            items, chunks, params, rows, order, indptr, cos, sin, slopes, max_tile_rows, tiles.single_split
-        )
+        tables = [*metadata.rope_tables(spec.rope), alibi_slopes_array(spec)]
+        tensors = [*_copy_to_device(list(tiles.device_arrays), device), *_copy_to_device(tables, device)]
+        metadata.cache[key] = DeviceTiles._make([*tensors, max_tile_rows, tiles.single_split])
     device_tiles = cast(DeviceTiles, metadata.cache[key])
     return run(device_tiles, call.query, call.keys, call.values, call.scale, spec, call.sinks)
 

@@ -1,4 +1,4 @@
-"""Partition of an attention plan into GPU work items: query tiles and KV splits. Pure.
+"""Partition of an attention plan into query tiles and KV splits. Pure.
 
 Query tokens that read the same slot ranges share a tile, so that a range is loaded once for all of them.
 A tile that reads more than an even share of the slots is split into equal KV splits. Everything is
@@ -66,7 +66,7 @@ class TileMetadata(NamedTuple):
 
 def partition(metadata: AttentionMetadata, spec: AttentionSpec, max_tile_rows: int, num_kv_heads: int) -> TileMetadata:
     """Return the partition of a plan, cached for all layers with the same spec."""
-    key = f"arrays {id(spec)} {max_tile_rows} {num_kv_heads}"
+    key = f"tiles {id(spec)} {max_tile_rows} {num_kv_heads}"
     if key not in metadata.cache:
         metadata.cache[key] = _compute_partition(metadata, spec.sliding_window, max_tile_rows, num_kv_heads)
     return cast(TileMetadata, metadata.cache[key])
@@ -75,6 +75,7 @@ def partition(metadata: AttentionMetadata, spec: AttentionSpec, max_tile_rows: i
 def _compute_partition(
     metadata: AttentionMetadata, window: int | None, max_tile_rows: int, num_kv_heads: int
 ) -> TileMetadata:
+    """Compute `partition` for layers with a sliding window, or without."""
     reads = _expand_reads(metadata)
     first = np.flatnonzero(reads.row_in_run % max_tile_rows == 0)  # of every chunk: rows of a tile in a range
     begin, end = _visible_range(reads, first, metadata.positions, window)
@@ -187,7 +188,7 @@ def _expand_reads(metadata: AttentionMetadata) -> _ExpandedReads:
 def _visible_range(
     reads: _ExpandedReads, first: np.ndarray, positions: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return first and end slot (exclusive) of a range that any token of a chunk attends to."""
+    """Return the half-open slots of a range that tokens of a chunk attend to."""
     begin, end = np.zeros(len(reads.row), dtype=np.int64), reads.kv_len
     if window is not None:
         q_offset = positions[reads.row] - reads.position
