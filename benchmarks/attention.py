@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from choreograph.attention.backend import create_backend
-from choreograph.attention.metadata import AttentionMetadata, AttentionSpec, KVRead, build_metadata
+from choreograph.attention.metadata import AttentionCall, AttentionMetadata, AttentionSpec, KVRead, build_metadata
 from choreograph.attention.rope import Rope
 from choreograph.models.loader import default_dtype
 
@@ -55,8 +55,9 @@ def main() -> None:
             noise(GROUPS, plan.num_tokens, WIDTH),
             noise(GROUPS, plan.num_tokens, WIDTH),
         )
+        call = AttentionCall(plan, q, k, v, keys, values, WIDTH**-0.5, SPEC)
         sides = [
-            lambda b=backend: seconds(lambda: b(plan, q, k, v, keys, values, WIDTH**-0.5, SPEC))  # noqa: B023 - used at once
+            lambda b=backend: seconds(lambda: b(call))  # noqa: B023 - used at once
             for backend in (plain, fast)
         ]
         interleaved(10, *sides)

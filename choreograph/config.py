@@ -25,11 +25,11 @@ from pydantic import (
 from .errors import ChoreographError, ConfigError
 from .utils import can_create_dir
 
-Backend = Literal["auto", "native", "triton", "sdpa", "reference"]
+BackendName = Literal["auto", "native", "triton", "sdpa", "reference"]
 EvictionPolicyName = Literal["workflow", "lru", "lfu", "fifo"]
 Quantization = Literal["int8", "int4"]
 
-BACKENDS: tuple[str, ...] = get_args(Backend)
+BACKENDS: tuple[str, ...] = get_args(BackendName)
 
 
 def as_int(value: object) -> int | None:
@@ -205,7 +205,7 @@ class EngineConfig:
     scheduler: Annotated[SchedulerConfig, _instance_of(SchedulerConfig)] = dataclasses.field(
         default_factory=SchedulerConfig
     )
-    backend: Backend = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
+    backend: BackendName = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
     compile: StrictBool = False  # run small steps through torch.compile, on a GPU as CUDA graphs
     # batch sizes in tokens to compile; None: 1 to 16, on a GPU 2 to 256
     compile_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=True), AfterValidator(_check_ascending)] | None = (

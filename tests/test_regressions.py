@@ -9,7 +9,7 @@ from helpers.recursion_limit import limit_recursion
 
 from choreograph import Engine, SamplingParams
 from choreograph.attention import cpp_backend as native
-from choreograph.attention.metadata import AttentionSpec, build_metadata
+from choreograph.attention.metadata import AttentionCall, AttentionSpec, build_metadata
 from choreograph.errors import CacheFullError, MessageReleasedError, RequestFailedError, SessionClosedError
 from choreograph.layer_reuse.context_store import ContextStore
 from choreograph.prompt_cache import PromptCache
@@ -407,10 +407,10 @@ def test_autocast_of_the_caller_changes_nothing():
 
 
 def test_the_kernel_refuses_tensors_that_it_was_not_built_for():
-    kernel = native.load_kernel(16, torch.float32)
+    kernel = native.load_kernel(16, torch.float32, torch.device("cpu"))
     wrong = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="built for"):
-        kernel.attend(build_metadata([0], [], [0]), wrong, wrong, wrong, wrong, wrong, 1.0, AttentionSpec())
+        kernel(AttentionCall(build_metadata([0], [], [0]), wrong, wrong, wrong, wrong, wrong, 1.0, AttentionSpec()))
 
 
 def test_a_cache_folder_that_cannot_be_written_falls_back(monkeypatch, tmp_path):

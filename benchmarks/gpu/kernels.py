@@ -9,12 +9,12 @@ from typing import NamedTuple
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from choreograph.attention import flex_backend as flex
 from choreograph.attention import triton_backend as triton
-from choreograph.attention.metadata import AttentionMetadata, AttentionSpec, KVRead, build_metadata
+from choreograph.attention.metadata import AttentionCall, AttentionMetadata, AttentionSpec, KVRead, build_metadata
 from choreograph.attention.rope import Rope
 
 from ..common import interleaved
+from . import flex
 from .bench import Bench, Measure, PartResult, as_cuda_graph, device_seconds
 
 Work = Callable[[], object]
@@ -73,13 +73,17 @@ def decodes(batch: int, n: int, *, separate_contexts: bool = False, shift: int =
 def choreograph_attention(bench: Bench, case: Case, name: str) -> Work:
     c, width = bench.shape.config, bench.shape.head_dim
     kind = AttentionSpec(Rope(tuple(5e5 ** (-2 * i / width) for i in range(width // 2))))
-    query, attend = bench.noise(c.num_attention_heads, case.metadata.num_tokens, width), KERNELS[name]
+    query, key, value = (
+        bench.noise(heads, case.metadata.num_tokens, width)
+        for heads in (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
+    )
+    attend = KERNELS[name]
     slots = max(int(case.metadata.slots.max()), int(case.metadata.kv_runs[:, 1].max())) + 1
     arenas = [[bench.noise(slots, c.num_key_value_heads, width) for _ in range(2)] for _ in range(c.num_hidden_layers)]
 
     def work() -> None:
         for keys, values in arenas:
-            attend(case.metadata, query, keys, values, width**-0.5, kind)
+            attend(AttentionCall(case.metadata, query, key, value, keys, values, width**-0.5, kind))
 
     return work
 

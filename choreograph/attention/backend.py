@@ -9,39 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from . import cpp_backend as native
-from . import gathered_sdpa as gathered
-from . import reference
-from . import torch_sdpa as sdpa
-from .metadata import AttentionMetadata, AttentionSpec
+from ..config import BACKENDS
+from . import cpp_backend, reference, torch_sdpa
+from .metadata import AttentionCall, AttentionMetadata, AttentionSpec
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """Writes keys and values of a batch into the cache, then computes attention.
+    """Attention backend: writes a batch's keys and values, then attends.
 
-    Shapes as in `write` and `reference.attend`.
+    Returns (N, H, D).
     """
 
     name: str
 
-    def __call__(
-        self,
-        metadata: AttentionMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
+    def __call__(self, call: AttentionCall) -> Tensor: ...
 
 
 def write(
@@ -56,27 +42,22 @@ def write(
     values[slots] = value.transpose(0, 1)
 
 
+def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a device without synchronizing."""
+    host_tensor = torch.tensor(numbers, dtype=dtype)
+    return host_tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host_tensor.to(device)
+
+
 class FunctionBackend:
     """Backend composed of a function that reads the cache and one that writes it."""
 
-    def __init__(self, name: str, read: Callable[..., Tensor], write: Callable[..., None] = write) -> None:
+    def __init__(self, name: str, read: Callable[[AttentionCall], Tensor], write: Callable[..., None] = write) -> None:
         self.name = name
         self._read, self._write = read, write
 
-    def __call__(
-        self,
-        metadata: AttentionMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        self._write(_device_slots(metadata, keys.device), key, value, keys, values)
-        return self._read(metadata, query, keys, values, scale, spec, sinks)
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self._write(_device_slots(call.metadata, call.keys.device), call.key, call.value, call.keys, call.values)
+        return self._read(call)
 
 
 def _device_slots(metadata: AttentionMetadata, device: torch.device) -> Tensor:
@@ -87,43 +68,6 @@ def _device_slots(metadata: AttentionMetadata, device: torch.device) -> Tensor:
     return cast(Tensor, metadata.cache[key])
 
 
-class CppBackend:
-    """Backend with the compiled C++ kernel, which writes and reads in one call."""
-
-    name = "native"
-
-    def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
-        self._kernel = native.load_kernel(head_dim, dtype)
-
-    def __call__(
-        self,
-        metadata: AttentionMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._kernel.attend(metadata, query, key, value, keys, values, scale, spec, sinks)
-
-
-SMALL_BATCH = 16  # maximum query tokens of a small batch
-
-
-class SizeDispatchBackend:
-    """Uses one backend for batches of up to `SMALL_BATCH` tokens, another for larger ones."""
-
-    def __init__(self, small: Backend, large: Backend) -> None:
-        self.name = f"{small.name}, {large.name} from {SMALL_BATCH + 1} rows on"
-        self._small, self._large = small, large
-
-    def __call__(self, metadata: AttentionMetadata, *args: Any, **kwargs: Any) -> Tensor:
-        return (self._small if metadata.num_tokens <= SMALL_BATCH else self._large)(metadata, *args, **kwargs)
-
-
 def create_backend(name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
     """Create a backend by name.
 
@@ -131,41 +75,37 @@ def create_backend(name: str, head_dim: int, dtype: torch.dtype, device: torch.d
         The backend, and why `auto` fell back to SDPA (None if it did not).
 
     Raises:
-        BackendUnavailableError: if a backend requested by name cannot run here.
+        BackendUnavailableError: if a backend requested by name is unknown or cannot run here.
     """
-    if name == "sdpa" and device.type != "cpu":
-        return FunctionBackend(name, gathered.attend), None
-    if name in ("sdpa", "reference"):
-        return FunctionBackend(name, {"sdpa": sdpa, "reference": reference}[name].attend), None
-    if name == "flex":
-        from . import flex_backend as flex  # imports a compiler, so only on request
-
-        return FunctionBackend(name, flex.attend), None
+    if name not in BACKENDS:
+        raise cpp_backend.BackendUnavailableError(f"there is no backend {name!r}: use one of {BACKENDS}")
+    if name == "reference":
+        return FunctionBackend(name, reference.attend), None
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         return _create_triton_backend(device), None
-    reason = native.unsupported_reason(head_dim, dtype, device)
-    if reason is None:
+    reason = None
+    if name != "sdpa":
         try:
-            return CppBackend(head_dim, dtype), None
-        except native.BackendUnavailableError as exc:
+            return cpp_backend.load_kernel(head_dim, dtype, device), None
+        except cpp_backend.BackendUnavailableError as exc:
+            if name == "native":
+                raise
             reason = str(exc)
-    if name == "native":
-        raise native.BackendUnavailableError(reason)
-    return FunctionBackend("sdpa", sdpa.attend), reason
+    return FunctionBackend("sdpa", torch_sdpa.attend), reason
 
 
 def _create_triton_backend(device: torch.device) -> Backend:
     try:
-        import triton as compiler
+        import triton
 
-        from . import triton_backend as triton
+        from . import triton_backend
     except ImportError as exc:
-        raise native.BackendUnavailableError(f"Triton is not installed: {exc}") from None
-    if device.type != "cuda" and not compiler.knobs.runtime.interpret:
-        raise native.BackendUnavailableError(
+        raise cpp_backend.BackendUnavailableError(f"Triton is not installed: {exc}") from None
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise cpp_backend.BackendUnavailableError(
             f"device {device} is no GPU, and Triton's interpreter (TRITON_INTERPRET=1) is off"
         )
-    return FunctionBackend("triton", triton.attend, triton.write)
+    return FunctionBackend("triton", triton_backend.attend, triton_backend.write)
 
 
 @dataclass(eq=False)
@@ -195,8 +135,9 @@ class ForwardContext:
         for wait_for_layer in self.layer_waiters:
             wait_for_layer(layer)
         metadata = self.layer_metadata.get(layer, self.metadata)
-        kv_tensors = self.keys[layer], self.values[layer]
-        return self.backend(metadata, query[0], key[0], value[0], *kv_tensors, scale, self.specs[layer], sinks)[None]
+        cache = self.keys[layer], self.values[layer]
+        call = AttentionCall(metadata, query[0], key[0], value[0], *cache, scale, self.specs[layer], sinks)
+        return self.backend(call)[None]
 
     def on_layer_input(self, layer: int, hidden: Float[Tensor, "1 N E"]) -> Float[Tensor, "1 N E"]:
         """Return the layer input to use: the injected one, or `hidden`, saved where required."""
@@ -208,25 +149,17 @@ class ForwardContext:
 
     def next_step(self) -> "ForwardContext":
         """Return the context of the following decode step; see `AttentionMetadata.next_step`."""
-        plans = {id(metadata): metadata for metadata in self.layer_metadata.values()}
-        new = {name: metadata.next_step() for name, metadata in plans.items()}
-        others = {layer: new[id(metadata)] for layer, metadata in self.layer_metadata.items()}
-        return replace(self, metadata=self.metadata.next_step(), layer_metadata=others)
+        return self._with_metadata(AttentionMetadata.next_step)
 
     def pad_to(self, num_tokens: int) -> "ForwardContext":
         """Pad with tokens that write to slot 0 (the null page) and read nothing."""
         if num_tokens == self.metadata.num_tokens:
             return self
-        others = {layer: _pad_metadata(metadata, num_tokens) for layer, metadata in self.layer_metadata.items()}
-        return replace(self, metadata=_pad_metadata(self.metadata, num_tokens), layer_metadata=others)
+        return self._with_metadata(lambda metadata: metadata.pad_to(num_tokens))
 
-
-def _pad_metadata(metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
-    """Pad the plan to `num_tokens` tokens. Cached, so data derived from it is shared."""
-    if f"padded {num_tokens}" not in metadata.cache:
-        zeros = np.zeros(num_tokens - metadata.num_tokens, dtype=np.int64)
-        slots, positions = (np.concatenate([array, zeros]) for array in (metadata.slots, metadata.positions))
-        metadata.cache[f"padded {num_tokens}"] = replace(
-            metadata, slots=slots, positions=positions, cache={}, num_padding=len(zeros)
-        )
-    return cast(AttentionMetadata, metadata.cache[f"padded {num_tokens}"])
+    def _with_metadata(self, change: Callable[[AttentionMetadata], AttentionMetadata]) -> "ForwardContext":
+        """Return a copy with changed plans; layers that share a plan share the changed one."""
+        plans = {id(metadata): metadata for metadata in self.layer_metadata.values()}
+        changed = {key: change(metadata) for key, metadata in plans.items()}
+        layer_metadata = {layer: changed[id(metadata)] for layer, metadata in self.layer_metadata.items()}
+        return replace(self, metadata=change(self.metadata), layer_metadata=layer_metadata)

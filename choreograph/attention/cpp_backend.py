@@ -21,15 +21,13 @@ from jaxtyping import Float
 from platformdirs import user_cache_path
 from torch import Tensor
 
-from .metadata import AttentionMetadata, AttentionSpec
+from .metadata import AttentionCall
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-
-_SIGNATURE = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 4)
 
 
 class _CMetadata(ctypes.Structure):
@@ -59,75 +57,84 @@ def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) 
 
 
 @cache
-def load_kernel(head_dim: int, dtype: torch.dtype) -> "CppKernel":
+def load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> "CppBackend":
     """Load the kernel for a head dimension and dtype; build it if it is not cached.
 
     Raises:
-        BackendUnavailableError: if it cannot be built or loaded.
+        BackendUnavailableError: if the arguments are not supported, or it cannot be built or loaded.
     """
+    if reason := unsupported_reason(head_dim, dtype, device):
+        raise BackendUnavailableError(reason)
     try:
         library = ctypes.CDLL(str(build(head_dim, dtype, user_cache_path("choreograph") / "native")))
     except OSError as exc:  # a cache folder that cannot be written, a library that cannot be loaded
         raise BackendUnavailableError(str(exc)) from None
-    return CppKernel(library, head_dim, dtype)
+    return CppBackend(library, head_dim, dtype)
 
 
-class CppKernel:
-    """A compiled `choreograph_attend` for one head dimension and dtype."""
+class CppBackend:
+    """Backend with the compiled C++ kernel, which writes and reads in one call."""
+
+    name = "native"
 
     def __init__(self, library: ctypes.CDLL, head_dim: int, dtype: torch.dtype) -> None:
-        self._shape = (head_dim, dtype)
-        self._call = library.choreograph_attend
-        self._call.argtypes = _SIGNATURE
-        self._call.restype = None
+        self._head_dim, self._dtype = head_dim, dtype
+        self._kernel = library.choreograph_attend
+        self._kernel.argtypes = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 4)
+        self._kernel.restype = None
 
-    def attend(
-        self,
-        metadata: AttentionMetadata,
-        query: Float[Tensor, "H N D"],
-        key: Float[Tensor, "G N D"],
-        value: Float[Tensor, "G N D"],
-        keys: Float[Tensor, "S G D"],
-        values: Float[Tensor, "S G D"],
-        scale: float,
-        spec: AttentionSpec,
-        sinks: Float[Tensor, "H"] | None = None,
-    ) -> Float[Tensor, "N H D"]:
+    def __call__(self, call: AttentionCall) -> Float[Tensor, "N H D"]:
         """Write the keys and values of the batch into their slots, then compute attention."""
-        heads, rows, width = query.shape
+        query, key, value, keys, values = call.query, call.key, call.value, call.keys, call.values
         for tensor in (query, key, value, keys, values):
-            if (tensor.shape[-1], tensor.dtype) != self._shape:
-                raise TypeError(f"the kernel is built for {self._shape}, not {(tensor.shape[-1], tensor.dtype)}")
-        out = torch.empty(rows, heads, width, dtype=query.dtype)
+            if tensor.dtype != self._dtype or tensor.shape[-1] != self._head_dim:
+                raise TypeError(
+                    f"the kernel is built for head size {self._head_dim} and {self._dtype}, "
+                    f"not {tensor.shape[-1]} and {tensor.dtype}"
+                )
+        num_heads, num_tokens, head_dim = query.shape
+        out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        sink_logits = None if sinks is None else sinks.detach().float().contiguous()
-        self._call(
-            _c_metadata(metadata, heads, keys.shape[1], spec),
-            scale,
+        sinks = None if call.sinks is None else call.sinks.detach().float().contiguous()
+        plan = call.metadata.cache.get(f"native {id(call.spec)}") or _cache_c_metadata(call)
+        self._kernel(
+            cast(tuple[int], plan)[0],
+            call.scale,
             *(query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2]),
             *(value.data_ptr(), *value.stride()[:2], keys.data_ptr(), values.data_ptr(), out.data_ptr()),
-            None if sink_logits is None else sink_logits.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
         )
         return out
 
 
-def _c_metadata(metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, spec: AttentionSpec) -> int:
-    """Return the address of the plan's C struct, which lives as long as the plan."""
-    key = f"native {id(spec)}"
-    if key not in metadata.cache:
-        rope = spec.rope
-        slopes = np.asarray(spec.alibi_slopes, dtype=np.float32) if spec.alibi_slopes else None
-        arrays = (metadata.slots, metadata.positions, metadata.kv_runs, metadata.reads, *metadata.rope_tables(rope))
-        view = _CMetadata(
-            *(array.ctypes.data for array in arrays),
-            None if slopes is None else slopes.ctypes.data,
-            *(metadata.num_tokens, num_q_heads, num_kv_heads, len(metadata.kv_runs), len(metadata.reads)),
-            *((rope.half_dim, rope.interleaved) if rope else (0, 0)),
-            *(torch.get_num_threads(), spec.sliding_window or 0, spec.logit_softcap or 0.0),
-        )
-        metadata.cache[key] = (view, ctypes.addressof(view), slopes, spec)
-    return cast(tuple[_CMetadata, int, object, AttentionSpec], metadata.cache[key])[1]
+def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
+    """Cache the plan's C struct; return its address and what the struct refers to."""
+    metadata, spec, rope = call.metadata, call.spec, call.spec.rope
+    cos, sin = metadata.rope_tables(rope)
+    slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, dtype=np.float32)
+    struct = _CMetadata(
+        slots=metadata.slots.ctypes.data,
+        positions=metadata.positions.ctypes.data,
+        segments=metadata.kv_runs.ctypes.data,
+        readers=metadata.reads.ctypes.data,
+        cos=cos.ctypes.data,
+        sin=sin.ctypes.data,
+        slopes=None if slopes is None else slopes.ctypes.data,
+        rows=len(metadata.slots),
+        heads=len(call.query),
+        groups=call.keys.shape[1],
+        segment_count=len(metadata.kv_runs),
+        reader_count=len(metadata.reads),
+        half=cos.shape[1],
+        interleaved=rope is not None and rope.interleaved,
+        threads=torch.get_num_threads(),
+        window=spec.sliding_window or 0,
+        softcap=spec.logit_softcap or 0.0,
+    )
+    result = ctypes.addressof(struct), (struct, slopes, spec)
+    metadata.cache[f"native {id(spec)}"] = result
+    return result
 
 
 def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) -> Path:
@@ -137,29 +144,26 @@ def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) ->
         raise BackendUnavailableError("no C++ compiler: install g++ or name one in CXX")
     source = Path(__file__).with_name("cpp_kernel.cpp")
     flags = (*FLAGS, f"-DWIDTH={head_dim}", f"-DELEMENT={C_TYPES[dtype]}", *extra_flags)
-    identity = "\0".join((source.read_text(), *flags, compiler, platform.machine(), _processor()))
-    name = f"attend-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not (folder / name).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, flags, source, folder / name)
-    return folder / name
-
-
-def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".so", delete=False) as draft:
+    identity = "\0".join((source.read_text(), *flags, compiler, platform.machine(), _cpu_flags()))
+    target = folder / f"attend-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as draft:
         command = [compiler, *flags, str(source), "-o", draft.name]
     try:
         result = subprocess.run(command, capture_output=True, text=True)
-        exc = result.stderr.strip()[-400:] if result.returncode else None
-    except OSError as error:
-        exc = str(error)
-    if exc is not None:
+        error = result.stderr.strip()[-400:] if result.returncode else None
+    except OSError as exc:
+        error = str(exc)
+    if error is not None:
         os.unlink(draft.name)
-        raise BackendUnavailableError(f"the C++ compiler {compiler} could not build {source.name}: {exc}")
+        raise BackendUnavailableError(f"the C++ compiler {compiler} could not build {source.name}: {error}")
     os.replace(draft.name, target)
+    return target
 
 
-def _processor() -> str:
+def _cpu_flags() -> str:
     """Return the CPU feature flags, which -march=native depends on."""
     info = Path("/proc/cpuinfo")
     if not info.exists():

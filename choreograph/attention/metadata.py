@@ -1,10 +1,12 @@
-"""Attention specs of layers, and the attention metadata of a batch."""
+"""Attention specs of layers, attention metadata of a batch, and the inputs of a backend."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 
 from .rope import Rope
 
@@ -30,8 +32,6 @@ class AttentionSpec:
         parts = [
             f"rotary on {2 * self.rope.half_dim} dimensions" if self.rope else "",
             "ALiBi" if self.alibi_slopes else "",
-        ]
-        parts += [
             f"window {self.sliding_window}" if self.sliding_window else "",
             f"cap {self.logit_softcap:g}" if self.logit_softcap else "",
         ]
@@ -57,11 +57,6 @@ class KVRead(NamedTuple):
     causal: int  # 0 for context (same length for all), 1 for own tokens (one slot more per token)
     position: int  # position of the first slot
 
-    @property
-    def max_kv_len(self) -> int:
-        """Number of slots that the last query token attends to."""
-        return self.kv_len + self.causal * (self.q_end - 1 - self.q_start)
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
@@ -72,7 +67,7 @@ class AttentionMetadata:
 
     slots: np.ndarray  # (N,) int64: slot that each token's key and value are written to
     positions: np.ndarray  # (N,) int64: position of each query token
-    kv_runs: np.ndarray  # (S, 3) int32: first slot, end slot, first row in `reads`
+    kv_runs: np.ndarray  # (S, 3) int32: first slot, end slot (exclusive), first row in `reads`
     reads: np.ndarray  # (E, 6) int32: q_start, q_end, index into `shifts`, kv_len, causal, position
     shifts: list[int]  # distinct shifts in tokens; shifts[0] is 0
     cache: dict[str, object] = field(default_factory=dict)  # data derived from the plan, by key
@@ -88,18 +83,28 @@ class AttentionMetadata:
         Requires one token per request and a free next slot: the reads stay the same, with one more
         slot of each token's own range.
         """
-        readers, segments, more = self.reads.copy(), self.kv_runs.copy(), np.ones(self.num_tokens, dtype=np.int64)
-        more[self.num_tokens - self.num_padding :] = 0
-        causal_reads = np.flatnonzero(readers[:, 4] == 1)
-        readers[causal_reads, 3] += 1
-        segments[np.searchsorted(segments[:, 2], causal_reads, side="right") - 1, 1] += 1
-        next_cache = {
-            name: advance() for name, value in self.cache.items() if (advance := getattr(value, "next_step", None))
-        }
-        next_cache = {name: value for name, value in next_cache.items() if value is not None}
-        return AttentionMetadata(
-            self.slots + more, self.positions + more, segments, readers, self.shifts, next_cache, self.num_padding
+        reads, kv_runs, step = self.reads.copy(), self.kv_runs.copy(), np.ones(self.num_tokens, dtype=np.int64)
+        step[self.num_tokens - self.num_padding :] = 0
+        causal_reads = np.flatnonzero(reads[:, 4] == 1)
+        reads[causal_reads, 3] += 1
+        kv_runs[np.searchsorted(kv_runs[:, 2], causal_reads, side="right") - 1, 1] += 1
+        cache = {key: value.next_step() for key, value in self.cache.items() if hasattr(value, "next_step")}
+        cache = {key: value for key, value in cache.items() if value is not None}
+        return replace(
+            self, slots=self.slots + step, positions=self.positions + step, kv_runs=kv_runs, reads=reads, cache=cache
         )
+
+    def pad_to(self, num_tokens: int) -> "AttentionMetadata":
+        """Pad with tokens that write to slot 0 (the null page) and read nothing.
+
+        Cached, so data derived from the padded plan is shared.
+        """
+        key = f"padded {num_tokens}"
+        if key not in self.cache:
+            zeros = np.zeros(num_tokens - self.num_tokens, dtype=np.int64)
+            slots, positions = (np.concatenate([array, zeros]) for array in (self.slots, self.positions))
+            self.cache[key] = replace(self, slots=slots, positions=positions, cache={}, num_padding=len(zeros))
+        return cast(AttentionMetadata, self.cache[key])
 
     def reads_of(self, index: int) -> np.ndarray:
         """Return the rows of `reads` that read slot range `index`."""
@@ -112,25 +117,24 @@ class AttentionMetadata:
 
         Empty (0 columns) without rope. Cached for all layers with the same spec.
         """
-        key = f"turns {id(rope)}"
+        key = f"rope {id(rope)}"
         if key not in self.cache:
-            nothing = np.zeros((len(self.shifts), 0), dtype=np.float32)
-            cos, sin = (nothing, nothing) if rope is None else rope.cos_sin(self.shifts)
+            empty = np.zeros((len(self.shifts), 0), dtype=np.float32)
+            cos, sin = (empty, empty) if rope is None else rope.cos_sin(self.shifts)
             self.cache[key] = _RopeTables(cos, sin, rope)
         return cast(_RopeTables, self.cache[key])[:2]
 
     def check(self) -> None:
         """Check the invariants that every backend relies on."""
         assert self.shifts[0] == 0 and len(self.positions) == self.num_tokens
-        for index, (lo, hi, _) in enumerate(self.kv_runs):
-            covered: set[int] = set()
-            for row0, row1, shift, limit, step, _ in self.reads_of(index):
-                assert 0 <= row0 < row1 <= self.num_tokens and step in (0, 1) and limit >= 0
-                assert limit + step * (row1 - 1 - row0) <= hi - lo
+        for index, (start, end, _) in enumerate(self.kv_runs):
+            readers: set[int] = set()
+            for q_start, q_end, shift, kv_len, causal, _ in self.reads_of(index):
+                assert 0 <= q_start < q_end <= self.num_tokens and causal in (0, 1) and kv_len >= 0
+                assert kv_len + causal * (q_end - 1 - q_start) <= end - start
                 assert 0 <= shift < len(self.shifts)
-                rows = set(range(row0, row1))
-                assert not rows & covered, "a query token reads a slot range at one position only"
-                covered |= rows
+                assert readers.isdisjoint(range(q_start, q_end)), "a query token reads a range at one position only"
+                readers.update(range(q_start, q_end))
 
 
 class _RopeTables(NamedTuple):
@@ -144,49 +148,56 @@ class _RopeTables(NamedTuple):
         return self
 
 
+@dataclass(eq=False)
+class AttentionCall:
+    """Inputs of one layer's attention over the KV cache, as every backend takes them."""
+
+    metadata: AttentionMetadata
+    query: Float[Tensor, "H N D"]  # rotated to the tokens' positions
+    key: Float[Tensor, "G N D"]  # of the batch's tokens, written into their slots
+    value: Float[Tensor, "G N D"]
+    keys: Float[Tensor, "S G D"]  # of all slots, rotated to their base positions
+    values: Float[Tensor, "S G D"]
+    scale: float  # factor of the scores
+    spec: AttentionSpec
+    sinks: Float[Tensor, "H"] | None = None  # extra softmax logit per head, with a value of zero
+
+
 def build_metadata(slots: list[int], reads: Iterable[KVRead], positions: list[int]) -> AttentionMetadata:
-    """Group reads by slot range; query tokens must be in increasing order. Pure."""
+    """Group reads by slot range; query tokens must be in increasing order. Pure.
+
+    Reads of adjacent query tokens of the same non-causal range are merged. A range that one token reads
+    at two positions (messages of equal content share an entry) is listed twice, since each token reads a
+    listed range at one position.
+    """
+    runs: dict[tuple[int, int], list[KVRead]] = {}  # by first slot and number of the copy
+    ends: dict[tuple[int, int], int] = {}  # end slot, exclusive
+    for read in reads:
+        max_kv_len = read.kv_len + read.causal * (read.q_end - 1 - read.q_start)
+        if max_kv_len <= 0:
+            continue
+        key = read.slot_start, 0
+        while key in runs and runs[key][-1].q_end > read.q_start:
+            key = read.slot_start, key[1] + 1
+        ends[key] = max(ends.get(key, 0), read.slot_start + max_kv_len)
+        run = runs.setdefault(key, [])
+        # adjacent, with equal shift, kv_len, causal and position
+        if run and not read.causal and run[-1][2:] == (read.q_start, *read[3:]):
+            run[-1] = run[-1]._replace(q_end=read.q_end)
+        else:
+            run.append(read)
     shifts: dict[int, int] = {0: 0}
-    segments: list[tuple[int, int, int]] = []
-    readers: list[tuple[int, ...]] = []
-    for run in _group_by_run(reads):
-        segments.append((run[0].slot_start, run[0].slot_start + max(read.max_kv_len for read in run), len(readers)))
-        for read in run:
-            index = shifts.setdefault(read.shift, len(shifts))
-            readers.append((read.q_start, read.q_end, index, read.kv_len, read.causal, read.position))
+    kv_runs: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, ...]] = []
+    for key in sorted(runs):
+        kv_runs.append((key[0], ends[key], len(rows)))
+        for read in runs[key]:
+            shift = shifts.setdefault(read.shift, len(shifts))
+            rows.append((read.q_start, read.q_end, shift, read.kv_len, read.causal, read.position))
     return AttentionMetadata(
         slots=np.asarray(slots, dtype=np.int64),
         positions=np.asarray(positions, dtype=np.int64),
-        kv_runs=np.asarray(segments, dtype=np.int32).reshape(-1, 3),
-        reads=np.asarray(readers, dtype=np.int32).reshape(-1, 6),
+        kv_runs=np.asarray(kv_runs, dtype=np.int32).reshape(-1, 3),
+        reads=np.asarray(rows, dtype=np.int32).reshape(-1, 6),
         shifts=list(shifts),
     )
-
-
-def _group_by_run(reads: Iterable[KVRead]) -> list[list[KVRead]]:
-    """Group the reads by slot range, in slot order.
-
-    A range that one token reads at two positions (messages of equal content share an entry) is
-    listed twice, since each token reads a listed range at one position.
-    """
-    runs: dict[tuple[int, int], list[KVRead]] = {}
-    for read in reads:
-        copy = 0
-        while (read.slot_start, copy) in runs and runs[read.slot_start, copy][-1].q_end > read.q_start:
-            copy += 1
-        if read.max_kv_len > 0:
-            runs.setdefault((read.slot_start, copy), []).append(read)
-    return [_merge_adjacent(runs[name]) for name in sorted(runs)]
-
-
-def _merge_adjacent(reads: list[KVRead]) -> list[KVRead]:
-    """Merge reads of adjacent query tokens with the same non-causal range."""
-    merged = [reads[0]]
-    for read in reads[1:]:
-        last = merged[-1]
-        same = (read.shift, read.kv_len, read.causal) == (last.shift, last.kv_len, 0)
-        if same and last.causal == 0 and read.q_start == last.q_end:
-            merged[-1] = last._replace(q_end=read.q_end)
-        else:
-            merged.append(read)
-    return merged

@@ -4,62 +4,40 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .metadata import AttentionMetadata, AttentionSpec
+from .metadata import AttentionCall, AttentionSpec
 from .rope import rotate
 
 
-def attend(
-    metadata: AttentionMetadata,
-    query: Float[Tensor, "H N D"],
-    keys: Float[Tensor, "S G D"],
-    values: Float[Tensor, "S G D"],
-    scale: float,
-    spec: AttentionSpec,
-    sinks: Float[Tensor, "H"] | None = None,
-) -> Float[Tensor, "N H D"]:
-    """Compute the attention of every query token; tokens without visible keys give zeros.
-
-    Args:
-        metadata: Attention plan of the batch.
-        query: Queries, rotated to their positions.
-        keys: Keys of all slots, rotated to their base positions.
-        values: Values of all slots.
-        scale: Factor of the scores.
-        spec: Attention variant of the layer.
-        sinks: Extra softmax logit per head, with a value of zero.
-    """
-    heads, rows, _ = query.shape
-    group = heads // keys.shape[1]
-    scores, gathered = [], []
-    device = query.device
+def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
+    """Compute the attention of every query token; tokens without visible keys give zeros."""
+    metadata, spec, query, device = call.metadata, call.spec, call.query, call.query.device
+    num_heads, num_tokens, head_dim = query.shape
+    group_size = num_heads // call.keys.shape[1]
+    scores, gathered_values = [], []
     cos, sin = (torch.from_numpy(table).to(device) for table in metadata.rope_tables(spec.rope))
-    for index, (lo, hi, _) in enumerate(metadata.kv_runs):
-        k = keys[lo:hi].float().repeat_interleave(group, dim=1)  # T H D
-        gathered.append(values[lo:hi].float().repeat_interleave(group, dim=1))
-        part = torch.full((heads, rows, hi - lo), float("-inf"), device=device)
-        for row0, row1, shift, limit, step, position in metadata.reads_of(index):
-            q = query[:, row0:row1].float()
+    for index, (start, end, _) in enumerate(metadata.kv_runs):
+        keys, values = (x[start:end].float().repeat_interleave(group_size, dim=1) for x in (call.keys, call.values))
+        gathered_values.append(values)  # T H D
+        run_scores = torch.full((num_heads, num_tokens, end - start), float("-inf"), device=device)
+        for q_start, q_end, shift, kv_len, causal, position in metadata.reads_of(index):
+            q = query[:, q_start:q_end].float()
             if shift and spec.rope is not None:
                 q = rotate(q, cos[shift], -sin[shift], spec.rope.interleaved)
-            score = torch.einsum("hnd,thd->hnt", q, k) * scale
-            q_positions, slot = (
-                torch.from_numpy(metadata.positions[row0:row1]).to(device),
-                torch.arange(hi - lo, device=device),
-            )
-            distance = q_positions[:, None] - (position + slot)
-            score = apply_softcap_alibi(score, distance, spec)
-            kv_lens = limit + step * torch.arange(row1 - row0, device=device)
-            masked = (slot[None, :] >= kv_lens[:, None]) | outside_window(distance, spec)
-            part[:, row0:row1] = score.masked_fill(masked, float("-inf"))
-        scores.append(part)
+            q_positions = torch.from_numpy(metadata.positions[q_start:q_end]).to(device)
+            offset = torch.arange(end - start, device=device)
+            distance = q_positions[:, None] - (position + offset)
+            score = apply_softcap_alibi(torch.einsum("hnd,thd->hnt", q, keys) * call.scale, distance, spec)
+            kv_lens = kv_len + causal * torch.arange(q_end - q_start, device=device)
+            masked = (offset >= kv_lens[:, None]) | outside_window(distance, spec)
+            run_scores[:, q_start:q_end] = score.masked_fill(masked, float("-inf"))
+        scores.append(run_scores)
     if not scores:
-        return query.new_zeros(rows, heads, query.shape[-1])
-    all_scores = torch.cat(scores, dim=-1)
-    if sinks is not None:
-        all_scores = torch.cat([all_scores, sinks.float()[:, None, None].expand(-1, rows, 1)], dim=-1)
-    weights = all_scores.softmax(dim=-1).nan_to_num(0.0)
-    weights = weights if sinks is None else weights[..., :-1]
-    return torch.einsum("hnt,thd->nhd", weights, torch.cat(gathered)).to(query.dtype)
+        return query.new_zeros(num_tokens, num_heads, head_dim)
+    if call.sinks is not None:
+        scores.append(call.sinks.float()[:, None, None].expand(-1, num_tokens, 1))
+    all_values = torch.cat(gathered_values)
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1).nan_to_num(0.0)[..., : len(all_values)]
+    return torch.einsum("hnt,thd->nhd", weights, all_values).to(query.dtype)
 
 
 def apply_softcap_alibi(score: Float[Tensor, "H N T"], distance: Tensor, spec: AttentionSpec) -> Float[Tensor, "H N T"]:
@@ -73,8 +51,6 @@ def apply_softcap_alibi(score: Float[Tensor, "H N T"], distance: Tensor, spec: A
 
 def outside_window(distance: Tensor, spec: AttentionSpec) -> Bool[Tensor, "N T"]:
     """Return the mask of keys outside the sliding window, before or after the query token."""
-    return (
-        torch.zeros_like(distance, dtype=torch.bool)
-        if spec.sliding_window is None
-        else distance.abs() >= spec.sliding_window
-    )
+    if spec.sliding_window is None:
+        return torch.zeros_like(distance, dtype=torch.bool)
+    return distance.abs() >= spec.sliding_window

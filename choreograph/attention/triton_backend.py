@@ -1,4 +1,4 @@
-"""GPU attention backend: launches the Triton kernels over the tiles of a plan.
+"""GPU attention backend: Triton kernels over the tiles of a plan.
 
 A slot range shared by many requests (branches of a tree, voters, agents) is loaded once for all of them.
 Queries are rotated per slot range in the kernel, so a shifted message costs no more than one at its base
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import triton_kernels as kernels
-from .metadata import AttentionMetadata, AttentionSpec, HeadShape
+from .metadata import AttentionCall, AttentionSpec, HeadShape
 from .triton_partition import partition
 
 MAX_ROTATED_Q_BYTES = 1 << 28  # maximum bytes of rotated queries in global memory; above, they are kept in registers
@@ -37,19 +37,19 @@ class DeviceTiles(NamedTuple):
     single_split: bool  # every query token has exactly one partial result
 
 
-def attend(
-    metadata: AttentionMetadata,
-    query: Float[Tensor, "H N D"],
-    keys: Float[Tensor, "S G D"],
-    values: Float[Tensor, "S G D"],
-    scale: float,
-    spec: AttentionSpec,
-    sinks: Float[Tensor, "H"] | None = None,
-) -> Float[Tensor, "N H D"]:
+def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     """Compute `reference.attend` in the dtype of the keys with float32 accumulation."""
-    heads = HeadShape(query.shape[0], keys.shape[1], keys.shape[2])
-    tile = tile_rows(heads, query.shape[1], keys.element_size())
-    return run(_device_tiles(metadata, spec, tile, keys.shape[1], keys.device), query, keys, values, scale, spec, sinks)
+    metadata, spec, device = call.metadata, call.spec, call.keys.device
+    heads = HeadShape(call.query.shape[0], *call.keys.shape[1:])
+    max_tile_rows = tile_rows(heads, metadata.num_tokens, call.keys.element_size())
+    key = f"triton {id(spec)} {max_tile_rows} {heads.num_kv_heads} {device}"
+    if key not in metadata.cache:
+        tiles = partition(metadata, spec, max_tile_rows, heads.num_kv_heads)
+        tables = [*metadata.rope_tables(spec.rope), alibi_slopes_array(spec)]
+        tensors = [*_copy_to_device(list(tiles.device_arrays), device), *_copy_to_device(tables, device)]
+        metadata.cache[key] = DeviceTiles._make([*tensors, max_tile_rows, tiles.single_split])
+    device_tiles = cast(DeviceTiles, metadata.cache[key])
+    return run(device_tiles, call.query, call.keys, call.values, call.scale, spec, call.sinks)
 
 
 def write(
@@ -79,13 +79,10 @@ def tile_rows(head_shape: HeadShape, num_tokens: int, element_size: int) -> int:
 
     Times the heads per KV head, they fill one matrix product. `element_size` is in bytes.
     """
-    max_rows = next(
-        max_rows
-        for max_rows in (128, 64, 32, 16)
-        if _row_bytes(head_shape.head_dim, element_size) * max_rows <= 32768 or max_rows == 16
-    )
+    max_rows = 32768 // _row_bytes(head_shape.head_dim, element_size)  # a power of two
     expected = 128 if num_tokens >= 128 else 64 if num_tokens > 16 else 16
-    return max(1, min(max_rows, expected) // triton.next_power_of_2(head_shape.num_q_heads // head_shape.num_kv_heads))
+    group_size = triton.next_power_of_2(head_shape.num_q_heads // head_shape.num_kv_heads)
+    return max(1, min(max(max_rows, 16), expected) // group_size)
 
 
 def _row_bytes(head_dim: int, element_size: int) -> int:
@@ -101,22 +98,19 @@ def launch_config(
     head_shape: HeadShape, max_tile_rows: int, element_size: int, spec: AttentionSpec, single_split: bool
 ) -> dict[str, Any]:
     """Return the compile-time constants and launch options of `kernels.attend`."""
-    share, half, width = (
-        head_shape.num_q_heads // head_shape.num_kv_heads,
-        spec.rope.half_dim if spec.rope is not None else 0,
-        head_shape.head_dim,
-    )
-    shared = triton.next_power_of_2(share)
-    rows = max(max_tile_rows, 16 // shared)
+    group_size, width = head_shape.num_q_heads // head_shape.num_kv_heads, head_shape.head_dim
+    half = spec.rope.half_dim if spec.rope is not None else 0
+    padded_group = triton.next_power_of_2(group_size)
+    rows = max(max_tile_rows, 16 // padded_group)
     row_bytes = _row_bytes(width, element_size)
-    q_via_gmem = element_size == 2 and half > 0 and rows * shared >= 128
-    light = row_bytes <= 256 or (row_bytes <= 512 and rows * shared <= 16)
+    q_via_gmem = element_size == 2 and half > 0 and rows * padded_group >= 128
+    light = row_bytes <= 256 or (row_bytes <= 512 and rows * padded_group <= 16)
     slots = 64 if light else 32 if row_bytes <= 1024 else 16  # per loop iteration
     is_half_split = spec.rope is None or not spec.rope.interleaved
     return {
         "HEADS": head_shape.num_q_heads,
-        "GQA": share,
-        "GQA_PAD": shared,
+        "GQA": group_size,
+        "GQA_PAD": padded_group,
         "ROWS": rows,
         "SLOTS": slots,
         "D": width,
@@ -132,9 +126,9 @@ def launch_config(
         "ALIBI": spec.alibi_slopes is not None,
         "SINGLE_SPLIT": single_split,
         "Q_VIA_GMEM": q_via_gmem,
-        "UNMASKED_LOOP": int(rows * shared >= 64 and spec.sliding_window is None),
+        "UNMASKED_LOOP": int(rows * padded_group >= 64 and spec.sliding_window is None),
         "PRECISION": "tf32x3" if element_size == 4 else "ieee",  # float32 without tensor cores spills registers
-        "num_warps": 4 if light and rows * shared < 128 else 8,
+        "num_warps": 4 if light and rows * padded_group < 128 else 8,
         "num_stages": 3 if row_bytes <= 256 else 2,  # tiles of keys and values in flight
     }
 
@@ -149,40 +143,31 @@ def run(
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "N H D"]:
     """Launch the attention kernel and, if needed, the merge kernel, without synchronizing."""
-    rows, heads, device = query.shape[1], HeadShape(query.shape[0], keys.shape[1], query.shape[2]), keys.device
-    direct = tiles.single_split and sinks is None
-    parts = 0 if direct else len(tiles.rows)
-    out = torch.empty(rows, heads.num_q_heads, heads.head_dim, dtype=query.dtype, device=device)
-    partial = out if direct else torch.empty(parts, *out.shape[1:], dtype=torch.float32, device=device)
-    norms = torch.empty(parts, heads.num_q_heads, dtype=torch.float32, device=device)
+    num_tokens, device = query.shape[1], keys.device
+    heads = HeadShape(query.shape[0], *keys.shape[1:])
+    is_final = tiles.single_split and sinks is None
+    num_partials = 0 if is_final else len(tiles.rows)
+    out = torch.empty(num_tokens, heads.num_q_heads, heads.head_dim, dtype=query.dtype, device=device)
+    partial_out = out if is_final else torch.empty(num_partials, *out.shape[1:], dtype=torch.float32, device=device)
+    lse = torch.empty(num_partials, heads.num_q_heads, dtype=torch.float32, device=device)
     query = query if query.stride(2) == 1 else query.contiguous()
-    config = launch_config(heads, tiles.max_tile_rows, keys.element_size(), spec, direct)
-    programs = len(tiles.work_items) * heads.num_kv_heads
-    rotated_numel = programs * config["ROWS"] * config["GQA_PAD"] * heads.head_dim if config["Q_VIA_GMEM"] else 0
+    config = launch_config(heads, tiles.max_tile_rows, keys.element_size(), spec, is_final)
+    num_programs = len(tiles.work_items) * heads.num_kv_heads
+    rotated_numel = num_programs * config["ROWS"] * config["GQA_PAD"] * heads.head_dim if config["Q_VIA_GMEM"] else 0
     if rotated_numel * keys.element_size() > MAX_ROTATED_Q_BYTES:
         rotated_numel, config["Q_VIA_GMEM"] = 0, False
     rotated_q = torch.empty(rotated_numel, dtype=keys.dtype, device=device)
-    if programs:
-        kernels.attend[(programs,)](
-            *(
-                query,
-                keys,
-                values,
-                tiles.work_items,
-                tiles.kv_chunks,
-                tiles.row_params,
-                tiles.rows,
-                tiles.cos,
-                tiles.sin,
-                tiles.alibi_slopes,
-            ),
-            *(partial, norms, rotated_q, query.stride(0), query.stride(1), keys.stride(0)),
-            *(scale, (spec.logit_softcap or 1.0) * kernels.LOG2E.value, spec.sliding_window or 0),
+    if num_programs:
+        kernels.attend[(num_programs,)](
+            *(query, keys, values, tiles.work_items, tiles.kv_chunks, tiles.row_params, tiles.rows),
+            *(tiles.cos, tiles.sin, tiles.alibi_slopes, partial_out, lse, rotated_q),
+            *(query.stride(0), query.stride(1), keys.stride(0), scale),
+            *((spec.logit_softcap or 1.0) * kernels.LOG2E.value, spec.sliding_window or 0),
             **config,
         )
-    if not direct:
-        kernels.merge[rows, heads.num_q_heads](
-            *(partial, norms, tiles.merge_order, tiles.merge_indptr, norms if sinks is None else sinks, out),
+    if not is_final:
+        kernels.merge[num_tokens, heads.num_q_heads](
+            *(partial_out, lse, tiles.merge_order, tiles.merge_indptr, lse if sinks is None else sinks, out),
             HEADS=heads.num_q_heads,
             D=heads.head_dim,
             D_PAD=_pad_size(heads.head_dim),
@@ -196,39 +181,20 @@ def _pad_size(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _device_tiles(
-    metadata: AttentionMetadata, spec: AttentionSpec, max_tile_rows: int, num_kv_heads: int, device: torch.device
-) -> DeviceTiles:
-    """Return the tiles of a plan on the device, cached for all layers with the same spec."""
-    key = f"triton {id(spec)} {max_tile_rows} {num_kv_heads} {device}"
-    if key not in metadata.cache:
-        result = partition(metadata, spec, max_tile_rows, num_kv_heads)
-        items, chunks, reads, rows, order, starts = _copy_to_device(list(result.device_arrays), np.int32, device)
-        cos, sin, slopes = _copy_to_device(
-            [*metadata.rope_tables(spec.rope), alibi_slopes_array(spec)], np.float32, device
-        )
-        metadata.cache[key] = DeviceTiles(
-            items, chunks, reads, rows, order, starts, cos, sin, slopes, max_tile_rows, result.single_split
-        )
-    return cast(DeviceTiles, metadata.cache[key])
-
-
 def alibi_slopes_array(spec: AttentionSpec) -> np.ndarray:
     """Return the ALiBi slopes as float32, or one zero without ALiBi."""
     return np.array(spec.alibi_slopes or (0.0,), dtype=np.float32)
 
 
-def _copy_to_device(host_arrays: list[np.ndarray], dtype: type, device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device in one asynchronous copy."""
-    sizes = [
-        -(-part.size // 4) * 4 for part in host_arrays
-    ]  # multiples of 16 bytes, else Triton recompiles for other alignments
-    *offsets, end = np.cumsum([0, *sizes])
-    flat_host = np.zeros(end, dtype=dtype)
-    for start, part in zip(offsets, host_arrays, strict=True):
-        flat_host[start : start + part.size] = part.ravel()
+def _copy_to_device(host_arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy arrays of one dtype to the device in one asynchronous copy."""
+    sizes = [-(-array.size // 4) * 4 for array in host_arrays]  # multiples of 16 bytes, else Triton recompiles
+    *starts, end = np.cumsum([0, *sizes])
+    flat_host = np.zeros(end, dtype=host_arrays[0].dtype)
+    for start, array in zip(starts, host_arrays, strict=True):
+        flat_host[start : start + array.size] = array.ravel()
     flat = torch.from_numpy(flat_host)
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    flat = flat.to(device, non_blocking=True)
-    return [flat[start : start + part.size].view(*part.shape) for start, part in zip(offsets, host_arrays, strict=True)]
+    flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
+    return [
+        flat[start : start + array.size].view(array.shape) for start, array in zip(starts, host_arrays, strict=True)
+    ]

@@ -45,54 +45,53 @@ def attend(
     SINGLE_SPLIT: the output is final, not a partial result. Q_VIA_GMEM: rotated queries are written to
     `rotated_q` once per chunk; otherwise they are multiplied from registers, where large tiles spill.
     """
-    item, group = tl.program_id(0) // (HEADS // GQA), tl.program_id(0) % (HEADS // GQA)
+    item, kv_head = tl.program_id(0) // (HEADS // GQA), tl.program_id(0) % (HEADS // GQA)
     first = tl.load(work_items + item * 4)
     count = tl.load(work_items + item * 4 + 1)
     if count == 0:  # unused work item of a captured graph
         return
     m = tl.arange(0, ROWS * GQA_PAD)
-    entry, inner = m // GQA_PAD, m % GQA_PAD
-    valid = (entry < count) & (inner < GQA)
-    head = group * GQA + inner
-    row = tl.load(rows + (first + entry) * 2, mask=valid, other=0)
-    q_pos = tl.load(rows + (first + entry) * 2 + 1, mask=valid, other=0)
-    base = query + head * q_head_stride + row * q_token_stride
+    row_in_tile, head_in_group = m // GQA_PAD, m % GQA_PAD
+    row_mask = (row_in_tile < count) & (head_in_group < GQA)
+    head = kv_head * GQA + head_in_group
+    row = tl.load(rows + (first + row_in_tile) * 2, mask=row_mask, other=0)
+    q_pos = tl.load(rows + (first + row_in_tile) * 2 + 1, mask=row_mask, other=0)
+    q_ptrs = query + head * q_head_stride + row * q_token_stride
     d = tl.arange(0, D_PAD)
     h = tl.arange(0, ROT_PAD)
     r = tl.arange(0, NOROT_PAD)
     if ROT > 0:
-        mask_h = valid[:, None] & (h < ROT)[None, :]
+        mask_h = row_mask[:, None] & (h < ROT)[None, :]
     if ROT > 0 and not Q_VIA_GMEM:
-        a = tl.load(base[:, None] + h[None, :] * PAIR_STRIDE, mask=mask_h, other=0.0)
-        b = tl.load(base[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, mask=mask_h, other=0.0)
+        a = tl.load(q_ptrs[:, None] + h[None, :] * PAIR_STRIDE, mask=mask_h, other=0.0)
+        b = tl.load(q_ptrs[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, mask=mask_h, other=0.0)
     if NOROT > 0:
-        mask_r = valid[:, None] & (r < NOROT)[None, :]
-        c = tl.load(base[:, None] + 2 * ROT + r[None, :], mask=mask_r, other=0.0)
+        mask_r = row_mask[:, None] & (r < NOROT)[None, :]
+        c = tl.load(q_ptrs[:, None] + 2 * ROT + r[None, :], mask=mask_r, other=0.0)
     if ALIBI:
-        slope = tl.load(alibi_slopes + head, mask=valid, other=0.0) * LOG2E
+        slope = tl.load(alibi_slopes + head, mask=row_mask, other=0.0) * LOG2E
     qk_scale = scale * LOG2E
-    after = 1.0 if SOFTCAP or ALIBI else qk_scale  # without them, scaling fuses with subtracting the maximum
+    post_scale = 1.0 if SOFTCAP or ALIBI else qk_scale  # without them, scaling fuses with subtracting the maximum
     if Q_VIA_GMEM:
-        own = rotated_q + (tl.program_id(0) * (ROWS * GQA_PAD) + m).to(tl.int64) * D
-        mask_q = valid[:, None] & (d < D)[None, :]
+        rotated_ptrs = rotated_q + (tl.program_id(0) * (ROWS * GQA_PAD) + m).to(tl.int64) * D
+        mask_q = row_mask[:, None] & (d < D)[None, :]
         if NOROT > 0:
-            tl.store(own[:, None] + 2 * ROT + r[None, :], c, mask=mask_r)
-    top = tl.full([ROWS * GQA_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS * GQA_PAD], tl.float32)
-    out = tl.zeros([ROWS * GQA_PAD, D_PAD], tl.float32)
-    for number in range(tl.load(work_items + item * 4 + 2), tl.load(work_items + item * 4 + 3)):
-        run = tl.load(kv_chunks + number * 4).to(tl.int64)
-        begin = tl.load(kv_chunks + number * 4 + 1)
-        end = tl.load(kv_chunks + number * 4 + 2)
-        param = tl.load(kv_chunks + number * 4 + 3) + entry
-        shift = tl.load(row_params + param * 3, mask=valid, other=0)
-        limit = tl.minimum(
-            tl.load(row_params + param * 3 + 1, mask=valid, other=0), end
-        )  # padding rows attend to nothing
-        position = tl.load(row_params + param * 3 + 2, mask=valid, other=0)
+            tl.store(rotated_ptrs[:, None] + 2 * ROT + r[None, :], c, mask=mask_r)
+    m_i = tl.full([ROWS * GQA_PAD], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS * GQA_PAD], tl.float32)
+    acc = tl.zeros([ROWS * GQA_PAD, D_PAD], tl.float32)
+    for chunk in range(tl.load(work_items + item * 4 + 2), tl.load(work_items + item * 4 + 3)):
+        slot_start = tl.load(kv_chunks + chunk * 4).to(tl.int64)
+        begin = tl.load(kv_chunks + chunk * 4 + 1)
+        end = tl.load(kv_chunks + chunk * 4 + 2)
+        params = tl.load(kv_chunks + chunk * 4 + 3) + row_in_tile
+        shift = tl.load(row_params + params * 3, mask=row_mask, other=0)
+        # padding rows attend to nothing
+        kv_len = tl.minimum(tl.load(row_params + params * 3 + 1, mask=row_mask, other=0), end)
+        position = tl.load(row_params + params * 3 + 2, mask=row_mask, other=0)
         if Q_VIA_GMEM:  # reload, to keep them out of registers in the loops
-            a = tl.load(base[:, None] + h[None, :] * PAIR_STRIDE, mask=mask_h, other=0.0)
-            b = tl.load(base[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, mask=mask_h, other=0.0)
+            a = tl.load(q_ptrs[:, None] + h[None, :] * PAIR_STRIDE, mask=mask_h, other=0.0)
+            b = tl.load(q_ptrs[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, mask=mask_h, other=0.0)
         if ROT > 0:
             x = tl.load(cos + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
             y = tl.load(sin + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
@@ -100,18 +99,18 @@ def attend(
             rot_b = (b.to(tl.float32) * x - a.to(tl.float32) * y).to(keys.dtype.element_ty)
         if Q_VIA_GMEM:
             tl.debug_barrier()  # all threads have read the previous chunk's queries
-            tl.store(own[:, None] + h[None, :] * PAIR_STRIDE, rot_a, mask=mask_h)
-            tl.store(own[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, rot_b, mask=mask_h)
+            tl.store(rotated_ptrs[:, None] + h[None, :] * PAIR_STRIDE, rot_a, mask=mask_h)
+            tl.store(rotated_ptrs[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, rot_b, mask=mask_h)
             tl.debug_barrier()
-            q = tl.load(own[:, None] + d[None, :], mask=mask_q, other=0.0)
+            q = tl.load(rotated_ptrs[:, None] + d[None, :], mask=mask_q, other=0.0)
         full_end = begin  # below this every row attends to every slot
         if UNMASKED_LOOP and end - begin >= UNMASKED_MIN_LEN:
-            full_end += (tl.maximum(tl.min(tl.where(valid, limit, end)), begin) - begin) // SLOTS * SLOTS
+            full_end += (tl.maximum(tl.min(tl.where(row_mask, kv_len, end)), begin) - begin) // SLOTS * SLOTS
         for masked in tl.static_range(1 - UNMASKED_LOOP, 2):
             for t in range(full_end if masked else begin, end if masked else full_end, SLOTS):
                 j = t + tl.arange(0, SLOTS)
                 read = (j < end) | (masked == 0)
-                slot = (run + j) * slot_stride + group * D
+                slot = (slot_start + j) * slot_stride + kv_head * D
                 score = tl.zeros([ROWS * GQA_PAD, SLOTS], tl.float32)
                 if Q_VIA_GMEM:
                     key = tl.load(keys + slot[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
@@ -135,31 +134,28 @@ def attend(
                 if ALIBI:
                     score -= slope[:, None] * distance.to(tl.float32)
                 if masked:
-                    visible = j[None, :] < limit[:, None]
+                    visible = j[None, :] < kv_len[:, None]
                     if SLIDING_WINDOW:
                         visible = visible & (distance < window) & (distance > -window)
                     score = tl.where(visible, score, float("-inf"))
-                best = tl.maximum(top, tl.max(score, 1) * after)
-                level = tl.where(best == float("-inf"), 0.0, best)
-                keep = tl.exp2(top - level)
-                weight = tl.exp2(score * after - level[:, None])
-                total = total * keep + tl.sum(weight, 1)
+                m_new = tl.maximum(m_i, tl.max(score, 1) * post_scale)
+                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                alpha = tl.exp2(m_i - m_safe)
+                p = tl.exp2(score * post_scale - m_safe[:, None])
+                l_i = l_i * alpha + tl.sum(p, 1)
                 value = tl.load(values + slot[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
-                out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-                top = best
-    non_empty = total > 0
-    result = (out / tl.where(non_empty, total, 1.0)[:, None]).to(partial_out.dtype.element_ty)
-    mask_d = valid[:, None] & (d < D)[None, :]
+                acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
+                m_i = m_new
+    non_empty = l_i > 0
+    result = (acc / tl.where(non_empty, l_i, 1.0)[:, None]).to(partial_out.dtype.element_ty)
+    mask_d = row_mask[:, None] & (d < D)[None, :]
     if SINGLE_SPLIT:
         tl.store(partial_out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=mask_d)
     else:
-        partial = (first + entry) * HEADS + head
+        partial = (first + row_in_tile) * HEADS + head
         tl.store(partial_out + partial[:, None] * D + d[None, :], result, mask=mask_d)
-        tl.store(
-            lse + partial,
-            tl.where(non_empty, top + tl.log2(tl.where(non_empty, total, 1.0)), float("-inf")),
-            mask=valid,
-        )
+        log_sum = tl.where(non_empty, m_i + tl.log2(tl.where(non_empty, l_i, 1.0)), float("-inf"))
+        tl.store(lse + partial, log_sum, mask=row_mask)
 
 
 @triton.jit
@@ -168,24 +164,24 @@ def merge(
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one token and head by their base-2 log-sum-exp."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, D_PAD)
-    top, total = float("-inf"), 0.0
+    m_i, l_i = float("-inf"), 0.0
     if SINKS:
-        top, total = tl.load(sinks + head).to(tl.float32) * LOG2E, 1.0
-    mixed = tl.zeros([D_PAD], tl.float32)
-    last = tl.load(merge_indptr + row + 1)
-    for first in range(tl.load(merge_indptr + row), last, MERGE_BLOCK):
+        m_i, l_i = tl.load(sinks + head).to(tl.float32) * LOG2E, 1.0
+    acc = tl.zeros([D_PAD], tl.float32)
+    last = tl.load(merge_indptr + token + 1)
+    for first in range(tl.load(merge_indptr + token), last, MERGE_BLOCK):
         index = first + tl.arange(0, MERGE_BLOCK)
         partial = tl.load(merge_order + index, mask=index < last, other=0) * HEADS + head
-        norm = tl.load(lse + partial, mask=index < last, other=float("-inf"))
+        lse_part = tl.load(lse + partial, mask=index < last, other=float("-inf"))
         mask = (index < last)[:, None] & (d < D)[None, :]
         part = tl.load(partial_out + partial[:, None] * D + d[None, :], mask=mask, other=0.0)
-        best = tl.maximum(top, tl.max(norm, 0))
-        level = tl.where(best == float("-inf"), 0.0, best)
-        keep, weight = tl.exp2(top - level), tl.exp2(norm - level)
-        mixed = mixed * keep + tl.sum(weight[:, None] * part, 0)
-        total = total * keep + tl.sum(weight, 0)
-        top = best
-    mixed = mixed / tl.where(total > 0, total, 1.0)
-    tl.store(out + (row * HEADS + head) * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
+        m_new = tl.maximum(m_i, tl.max(lse_part, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, weight = tl.exp2(m_i - m_safe), tl.exp2(lse_part - m_safe)
+        acc = acc * alpha + tl.sum(weight[:, None] * part, 0)
+        l_i = l_i * alpha + tl.sum(weight, 0)
+        m_i = m_new
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)
+    tl.store(out + (token * HEADS + head) * D + d, acc.to(out.dtype.element_ty), mask=d < D)

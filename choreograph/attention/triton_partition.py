@@ -1,11 +1,10 @@
-"""Partition of an attention plan into GPU work items: query tiles and KV splits. Pure.
+"""Partition of an attention plan into query tiles and KV splits. Pure.
 
 Query tokens that read the same slot ranges share a tile, so that a range is loaded once for all of them.
 A tile that reads more than an even share of the slots is split into equal KV splits. Everything is
 vectorized over all tokens: Python loops are too slow for a batch of 256 requests.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -56,21 +55,18 @@ class TileMetadata(NamedTuple):
         """
         if self.has_window or self.age >= MAX_AGE:
             return None
-        reads, chunks, rows = (
-            self.row_params.copy(),
-            self.kv_chunks.copy(),
-            self.rows + np.array([0, 1], dtype=np.int32),
-        )
+        row_params, kv_chunks = self.row_params.copy(), self.kv_chunks.copy()
         own_rows = np.flatnonzero(self.causal_rows)
-        reads[own_rows, 1] += 1
-        last = np.searchsorted(chunks[:, 3], own_rows, side="right") - 1  # last chunk of each range
-        np.maximum.at(chunks[:, 2], last, reads[own_rows, 1])
-        return self._replace(kv_chunks=chunks, row_params=reads, rows=rows, age=self.age + 1)
+        row_params[own_rows, 1] += 1
+        last = np.searchsorted(kv_chunks[:, 3], own_rows, side="right") - 1  # last chunk of each range
+        np.maximum.at(kv_chunks[:, 2], last, row_params[own_rows, 1])
+        rows = self.rows + np.array([0, 1], dtype=np.int32)
+        return self._replace(kv_chunks=kv_chunks, row_params=row_params, rows=rows, age=self.age + 1)
 
 
 def partition(metadata: AttentionMetadata, spec: AttentionSpec, max_tile_rows: int, num_kv_heads: int) -> TileMetadata:
     """Return the partition of a plan, cached for all layers with the same spec."""
-    key = f"arrays {id(spec)} {max_tile_rows} {num_kv_heads}"
+    key = f"tiles {id(spec)} {max_tile_rows} {num_kv_heads}"
     if key not in metadata.cache:
         metadata.cache[key] = _compute_partition(metadata, spec.sliding_window, max_tile_rows, num_kv_heads)
     return cast(TileMetadata, metadata.cache[key])
@@ -79,40 +75,40 @@ def partition(metadata: AttentionMetadata, spec: AttentionSpec, max_tile_rows: i
 def _compute_partition(
     metadata: AttentionMetadata, window: int | None, max_tile_rows: int, num_kv_heads: int
 ) -> TileMetadata:
-    e = _expand_rows(metadata)
-    first = np.flatnonzero(e.row_in_run % max_tile_rows == 0)  # of every chunk: rows of a tile in a range
-    begin, end = _visible_range(e, first, metadata.positions, window)
-    counts = np.diff(first, append=len(e.row))
-    tile_key = e.same_readers_id[first], e.row_in_run[first] // max_tile_rows
-    chunk_order = np.lexsort(tile_key[::-1])  # chunks of one tile are adjacent
-    chunk_order = chunk_order[begin[chunk_order] < end[chunk_order]]
-    first, begin, end, counts = first[chunk_order], begin[chunk_order], end[chunk_order], counts[chunk_order]
-    heads = _run_starts(tile_key[0][chunk_order], tile_key[1][chunk_order])  # first chunk of every tile
-    expanded, in_reads = _concat_ranges(first, counts), np.cumsum(counts) - counts
+    """Compute `partition` for layers with a sliding window, or without."""
+    reads = _expand_reads(metadata)
+    first = np.flatnonzero(reads.row_in_run % max_tile_rows == 0)  # of every chunk: rows of a tile in a range
+    begin, end = _visible_range(reads, first, metadata.positions, window)
+    counts = np.diff(first, append=len(reads.row))
+    tile_key = reads.same_readers_id[first], reads.row_in_run[first] // max_tile_rows
+    order = np.lexsort(tile_key[::-1])  # chunks of one tile are adjacent
+    order = order[begin[order] < end[order]]
+    first, begin, end, counts = first[order], begin[order], end[order], counts[order]
+    tile_starts = _run_starts(tile_key[0][order], tile_key[1][order])  # first chunk of every tile
 
-    num_programs = NUM_SMS * (
-        3 if metadata.num_tokens <= 16 else 2 if metadata.num_tokens < 128 else 1
-    )  # concurrent programs
-    p = _split_kv(end - begin, heads, lambda slots: max(MIN_SPLIT, -(-slots * num_kv_heads // num_programs)))
-    chunks = np.stack([e.slot_start[first], begin, begin, in_reads], axis=1)[p.chunk]
-    chunks[:, 1] += p.low
-    chunks[:, 2] += p.high
+    programs_per_sm = 3 if metadata.num_tokens <= 16 else 2 if metadata.num_tokens < 128 else 1
+    slots_per_program = -(-int((end - begin).sum()) * num_kv_heads // (NUM_SMS * programs_per_sm))
+    parts = _split_kv(end - begin, tile_starts, max(MIN_SPLIT, slots_per_program))
+    chunks = np.stack([reads.slot_start[first], begin, begin, np.cumsum(counts) - counts], axis=1)[parts.chunk]
+    chunks[:, 1] += parts.low
+    chunks[:, 2] += parts.high
 
-    starts = _run_starts(p.tile, p.kv_split)  # first chunk of every work item
-    tile_head = heads[p.tile[starts]]
-    rows = counts[tile_head]
-    results = e.row[_concat_ranges(first[tile_head], rows)]
-    items = np.stack([np.cumsum(rows) - rows, rows, starts, np.append(starts, len(chunks))[1:]], axis=1)
-    slots = _segment_sums(p.high - p.low, starts)
-    order = np.argsort(results, kind="stable")
+    starts = _run_starts(parts.tile, parts.kv_split)  # first chunk of every work item
+    item_head = tile_starts[parts.tile[starts]]
+    num_rows = counts[item_head]
+    rows = reads.row[_concat_ranges(first[item_head], num_rows)]
+    items = np.stack([np.cumsum(num_rows) - num_rows, num_rows, starts, np.append(starts, len(chunks))[1:]], axis=1)
+    num_slots = _segment_sums(parts.high - parts.low, starts)
+    merge_order = np.argsort(rows, kind="stable")
+    expanded = _concat_ranges(first, counts)
     return TileMetadata(
-        work_items=_to_int32(items[np.argsort(-slots, kind="stable")]),  # longest first
+        work_items=_to_int32(items[np.argsort(-num_slots, kind="stable")]),  # longest first
         kv_chunks=_to_int32(chunks),
-        row_params=_to_int32(np.stack([e.shift, e.kv_len, e.position], axis=1)[expanded]),
-        rows=_to_int32(np.stack([results, metadata.positions[results]], axis=1)),
-        merge_order=_to_int32(order),
-        merge_indptr=_to_int32(np.searchsorted(results[order], np.arange(metadata.num_tokens + 1))),
-        causal_rows=e.causal[expanded],
+        row_params=_to_int32(np.stack([reads.shift, reads.kv_len, reads.position], axis=1)[expanded]),
+        rows=_to_int32(np.stack([rows, metadata.positions[rows]], axis=1)),
+        merge_order=_to_int32(merge_order),
+        merge_indptr=_to_int32(np.searchsorted(rows[merge_order], np.arange(metadata.num_tokens + 1))),
+        causal_rows=reads.causal[expanded],
         has_window=window is not None,
     )
 
@@ -127,26 +123,27 @@ class _SplitChunks(NamedTuple):
     high: np.ndarray  # end slot, exclusive
 
 
-def _split_kv(sizes: np.ndarray, tile_starts: np.ndarray, max_split_len: Callable[[int], int]) -> _SplitChunks:
+def _split_kv(sizes: np.ndarray, tile_starts: np.ndarray, max_split_len: int) -> _SplitChunks:
     """Split tiles into equal KV splits.
 
     Args:
         sizes: Slots per chunk.
         tile_starts: First chunk of every tile.
-        max_split_len: Maps the total slots of all tiles to the target slots of a split.
+        max_split_len: Target slots of a split; every split is a multiple of `SLOTS`.
     """
     lengths = _segment_sums(sizes, tile_starts)
-    cuts = _even_split(lengths, max_split_len(int(lengths.sum())))
+    num_splits = np.maximum(1, np.rint(lengths / max_split_len)).astype(np.int64)
+    split_lens = -(-lengths // (num_splits * SLOTS)) * SLOTS
     tile = np.repeat(np.arange(len(tile_starts)), np.diff(tile_starts, append=len(sizes)))
     before = np.cumsum(sizes) - sizes
     before -= before[tile_starts][tile]  # slots of the tile before each chunk
-    cut = cuts[tile]
-    first, last = before // cut, (before + sizes - 1) // cut
-    chunk_index = np.repeat(np.arange(len(sizes)), last - first + 1)
+    split_len = split_lens[tile]
+    first, last = before // split_len, (before + sizes - 1) // split_len
+    chunk = np.repeat(np.arange(len(sizes)), last - first + 1)
     split = _concat_ranges(first, last - first + 1)
-    before, cut = before[chunk_index], cut[chunk_index]
-    low, high = np.maximum(split * cut - before, 0), np.minimum((split + 1) * cut - before, sizes[chunk_index])
-    return _SplitChunks(chunk_index, tile[chunk_index], split, low, high)
+    before, split_len = before[chunk], split_len[chunk]
+    low, high = np.maximum(split * split_len - before, 0), np.minimum((split + 1) * split_len - before, sizes[chunk])
+    return _SplitChunks(chunk, tile[chunk], split, low, high)
 
 
 class _ExpandedReads(NamedTuple):
@@ -162,39 +159,36 @@ class _ExpandedReads(NamedTuple):
     same_readers_id: np.ndarray  # equal for ranges with the same query tokens
 
 
-def _expand_rows(metadata: AttentionMetadata) -> _ExpandedReads:
-    readers = metadata.reads.astype(np.int64)
-    row0, row1, shift, limit, step, position = readers.T
-    counts = row1 - row0
-    reader, within = (
-        np.repeat(np.arange(len(readers)), counts),
-        _concat_ranges(np.zeros(len(readers), dtype=np.int64), counts),
-    )
-    row = row0[reader] + within
+def _expand_reads(metadata: AttentionMetadata) -> _ExpandedReads:
+    q_start, q_end, shift, kv_len, causal, position = metadata.reads.astype(np.int64).T
+    counts = q_end - q_start
+    read = np.repeat(np.arange(len(counts)), counts)
+    within = _concat_ranges(np.zeros_like(counts), counts)  # index of the token in the read
+    row = q_start[read] + within
     num_before = np.append(np.cumsum(counts) - counts, len(row))  # elements before every read
     begins = num_before[metadata.kv_runs[:, 2]]
     sizes = np.diff(begins, append=len(row))
-    segment = np.repeat(np.arange(len(sizes)), sizes)
-    names: dict[bytes, int] = {}
+    run = np.repeat(np.arange(len(sizes)), sizes)
+    ids: dict[bytes, int] = {}
     data = row.tobytes()
-    ends = (begins + sizes).tolist()
-    reader_ids = [names.setdefault(data[8 * a : 8 * b], len(names)) for a, b in zip(begins.tolist(), ends, strict=True)]
+    bounds = zip(begins.tolist(), (begins + sizes).tolist(), strict=True)
+    readers_ids = [ids.setdefault(data[8 * begin : 8 * end], len(ids)) for begin, end in bounds]
     return _ExpandedReads(
         row=row,
-        shift=shift[reader],
-        kv_len=limit[reader] + step[reader] * within,
-        position=position[reader],
-        causal=step[reader] == 1,
-        slot_start=metadata.kv_runs[segment, 0],
-        row_in_run=np.arange(len(row)) - begins[segment],
-        same_readers_id=np.asarray(reader_ids, dtype=np.int64)[segment],
+        shift=shift[read],
+        kv_len=kv_len[read] + causal[read] * within,
+        position=position[read],
+        causal=causal[read] == 1,
+        slot_start=metadata.kv_runs[run, 0],
+        row_in_run=np.arange(len(row)) - begins[run],
+        same_readers_id=np.asarray(readers_ids, dtype=np.int64)[run],
     )
 
 
 def _visible_range(
     reads: _ExpandedReads, first: np.ndarray, positions: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the half-open slots of a range that any token of a chunk attends to."""
+    """Return the half-open slots of a range that tokens of a chunk attend to."""
     begin, end = np.zeros(len(reads.row), dtype=np.int64), reads.kv_len
     if window is not None:
         q_offset = positions[reads.row] - reads.position
@@ -204,12 +198,6 @@ def _visible_range(
     if not len(first):
         return first, first
     return np.minimum.reduceat(begin, first), np.maximum.reduceat(end, first)
-
-
-def _even_split(lengths: np.ndarray, max_split_len: int) -> np.ndarray:
-    """Return the slots per KV split of every tile, a multiple of `SLOTS`."""
-    count = np.maximum(1, np.rint(lengths / max_split_len)).astype(np.int64)
-    return -(-lengths // (count * SLOTS)) * SLOTS
 
 
 def _to_int32(array: np.ndarray) -> np.ndarray:
@@ -222,12 +210,12 @@ def _segment_sums(numbers: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _concat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """first[0], first[0] + 1, ... (counts[0] numbers), first[1], ..."""
+    """Return first[0], first[0] + 1, ... (counts[0] numbers), first[1], ..."""
     return np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 
-def _run_starts(*names: np.ndarray) -> np.ndarray:
+def _run_starts(*arrays: np.ndarray) -> np.ndarray:
     """Return the indices at which any of the arrays changes."""
-    new = np.ones(len(names[0]), dtype=bool)
-    new[1:] = np.any([values[1:] != values[:-1] for values in names], axis=0)
-    return np.flatnonzero(new)
+    is_start = np.ones(len(arrays[0]), dtype=bool)
+    is_start[1:] = np.any([array[1:] != array[:-1] for array in arrays], axis=0)
+    return np.flatnonzero(is_start)

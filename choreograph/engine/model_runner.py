@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..attention.backend import Backend, ForwardContext
+from ..attention.backend import Backend, ForwardContext, to_device
 from ..attention.metadata import AttentionMetadata, build_metadata
-from ..attention.staging import to_device
 from ..kv_cache.entry import KVSlice, group_layers_by_context
 from ..kv_cache.pool import KVPool
 from ..models.model_set import ModelSet

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from ..attention.staging import AsyncHostCopy, to_device
+from ..attention.backend import to_device
 from ..outputs import TokenLogprob
 from ..sampling_params import SamplingParams
 from .request import DecodeState
@@ -309,3 +309,21 @@ def _logprobs(row: Float[Tensor, " V"], token: Int[Tensor, " 1"], num_logprobs: 
     scores = _log_softmax(row)
     values, ids = scores.topk(min(num_logprobs, len(scores)))
     return torch.cat([scores.gather(0, token.clamp(min=0)), values, ids.double()])
+
+
+class AsyncHostCopy:
+    """Asynchronous host copy of a tensor, as of its creation in stream order."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._copy_done = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copy_done = torch.cuda.Event()
+            self._copy_done.record()
+
+    def read(self) -> Tensor:
+        """Wait for the copy and return it."""
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
+        return self._host

@@ -17,9 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import triton_backend as triton
-from ..attention.backend import ForwardContext
+from ..attention.backend import ForwardContext, to_device
 from ..attention.metadata import AttentionMetadata, AttentionSpec
-from ..attention.staging import PinnedBuffer, to_device
 from ..attention.triton_partition import TileMetadata, partition
 from .fused_projections import FusionGroup, deduplication_pass, fuse, fused_for_tracing, unfuse
 from .hf_model import HFModel
@@ -41,6 +40,31 @@ MAX_CAPTURE_FAILURES = 3  # failed captures after which no more are tried
 Replay = Callable[[], Tensor]  # runs a captured graph and returns its logits, (1, N, V)
 
 _COMPILED_MODELS: WeakKeyDictionary[Any, ReferenceType[Callable[..., Tensor]]] = WeakKeyDictionary()
+
+
+class PinnedBuffer:
+    """Pinned host array that is repeatedly copied into one device tensor.
+
+    `host` is (count,) numpy, `device` a (count,) tensor of the same dtype.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._source = torch.zeros(count, dtype=dtype, pin_memory=on_gpu)
+        self.host = self._source.numpy()
+        self.device = torch.zeros(count, dtype=dtype, device=device)
+        self._copy_done: Any = torch.cuda.Event() if on_gpu else None
+
+    def wait(self) -> None:
+        """Wait until the last copy has read the host array, so that it can be modified."""
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
+
+    def flush(self) -> None:
+        """Launch the copy from `host` to `device`."""
+        self.device.copy_(self._source, non_blocking=True)
+        if self._copy_done is not None:
+            self._copy_done.record()
 
 
 class StaticMetadata:

@@ -18,8 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from ..attention.backend import ForwardContext
-from ..attention.staging import to_device
+from ..attention.backend import ForwardContext, to_device
 from ..config import parse_capacity
 from ..errors import ConfigError, ModelError
 from ..outputs import BASE_MODEL

@@ -1,6 +1,7 @@
 """Backends against the float32 reference: every type, head size, grouping, rotary variant and page boundary."""
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from choreograph.attention import cpp_backend as native
 from choreograph.attention import reference
 from choreograph.attention.backend import ForwardContext, create_backend
-from choreograph.attention.metadata import AttentionMetadata, AttentionSpec, KVRead, build_metadata
+from choreograph.attention.metadata import AttentionCall, AttentionMetadata, AttentionSpec, KVRead, build_metadata
 from choreograph.attention.rope import Rope, rotate
 
 CPU = torch.device("cpu")
@@ -60,6 +61,12 @@ def tensors(plan: AttentionMetadata, heads: int, groups: int, width: int, dtype:
     return rows, kept
 
 
+def reference_of(call: AttentionCall) -> torch.Tensor:
+    """What the reference gives in float32 of what the cache holds now."""
+    inputs = {name: getattr(call, name).float() for name in ("query", "key", "value", "keys", "values")}
+    return reference.attend(replace(call, **inputs))
+
+
 windows, softcaps = st.sampled_from([None, None, 1, 7, 90, 1000]), st.sampled_from([None, None, 1.5, 30.0])
 specials = st.tuples(windows, softcaps, st.booleans(), st.booleans())
 
@@ -85,8 +92,8 @@ def test_backends_equal_the_reference(backend, heads, groups, width, dtype, call
     plan = build(calls)
     (q, k, v), (keys, values) = tensors(plan, heads, groups, width, dtype)
     work = create_backend(backend, width, dtype, CPU)[0]
-    got = work(plan, q, k, v, keys, values, width**-0.5, kind, sinks)
-    expected = reference.attend(plan, q.float(), keys.float(), values.float(), width**-0.5, kind, sinks)
+    call = AttentionCall(plan, q, k, v, keys, values, width**-0.5, kind, sinks)
+    got, expected = work(call), reference_of(call)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
@@ -96,12 +103,12 @@ def test_backends_equal_the_reference(backend, heads, groups, width, dtype, call
 def test_the_kernel_is_the_same_for_registers_of_both_sizes(register, dtype, tmp_path):
     """A processor builds one of them. A head of five registers leaves a rest of one."""
     built = native.build(80, dtype, tmp_path, f"-DREGISTER={register}")
-    work = native.CppKernel(ctypes.CDLL(str(built)), 80, dtype).attend
+    work = native.CppBackend(ctypes.CDLL(str(built)), 80, dtype)
     plan = build([(1, [(0, 130, 3), (200, 17, -9)], 5), (33, [(300, 64, 0)], 2)])
     (q, k, v), (keys, values) = tensors(plan, 4, 2, 80, dtype)
     kind, sinks = special(4, Rope(tuple(1e4 ** -(np.arange(0, 80, 2) / 80)), True), (90, 30.0, True, True))
-    got = work(plan, q, k, v, keys, values, 80**-0.5, kind, sinks)
-    expected = reference.attend(plan, q.float(), keys.float(), values.float(), 80**-0.5, kind, sinks)
+    call = AttentionCall(plan, q, k, v, keys, values, 80**-0.5, kind, sinks)
+    got, expected = work(call), reference_of(call)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
@@ -117,8 +124,9 @@ def test_decodes_at_any_places_share_a_run_through_a_window(backend, window, at,
     plan = build_metadata([632 + i for i in range(min(rows, 8))] + [0] * max(0, rows - 8), reads, at)
     (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
     kind = AttentionSpec(None, window)
-    got = create_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25, kind)
-    torch.testing.assert_close(got, reference.attend(plan, q, keys, values, 0.25, kind), atol=2e-5, rtol=2e-5)
+    call = AttentionCall(plan, q, k, v, keys, values, 0.25, kind)
+    got = create_backend(backend, 16, torch.float32, CPU)[0](call)
+    torch.testing.assert_close(got, reference_of(call), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
@@ -127,7 +135,7 @@ def test_rows_are_written_before_they_are_read_and_nothing_else_is_touched(backe
     plan = build([(3, [(10, 20, 5)], 2), (1, [(462, 3, -9)], 0)])
     (q, k, v), (keys, values) = tensors(plan, 2, 1, 16, torch.float32)
     before = keys.clone(), values.clone()
-    create_backend(backend, 16, torch.float32, CPU)[0](plan, q, k, v, keys, values, 0.25, kind)
+    create_backend(backend, 16, torch.float32, CPU)[0](AttentionCall(plan, q, k, v, keys, values, 0.25, kind))
     slots = torch.from_numpy(plan.slots)
     assert torch.equal(keys[slots], k.transpose(0, 1))
     assert torch.equal(values[slots], v.transpose(0, 1))
@@ -144,13 +152,8 @@ def test_slots_that_no_reader_sees_may_hold_nan(backend):
     for lo, hi, _ in plan.kv_runs:
         seen[lo:hi] = True
     keys[~seen], values[~seen] = float("nan"), float("nan")
-    assert (
-        create_backend(backend, 16, torch.float32, CPU)[0](
-            plan, q, k, v, keys, values, 0.25, AttentionSpec(Rope((1.0,) * 8))
-        )
-        .isfinite()
-        .all()
-    )
+    call = AttentionCall(plan, q, k, v, keys, values, 0.25, AttentionSpec(Rope((1.0,) * 8)))
+    assert create_backend(backend, 16, torch.float32, CPU)[0](call).isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])

@@ -73,6 +73,27 @@ def test_what_cannot_run_any_more_is_passed_over(file, monkeypatch):
     assert create_tuned_backend("auto", HEADS, torch.float32, CPU)[0].name in ("native", "sdpa")
 
 
+def test_a_backend_that_fails_is_left_out_of_the_measurement(monkeypatch):
+    make = measured.create_backend
+
+    def failing(call):
+        raise RuntimeError("out of memory")
+
+    def create(name, *given):
+        return (failing, None) if name == "sdpa" else make("reference", *given)
+
+    monkeypatch.setattr(measured, "create_backend", create)
+    kind = tiny_models.engine().model_info.attention_specs[0]
+    with pytest.warns(UserWarning, match="'sdpa' is left out, it fails here: out of memory"):
+        result = run(HEADS, kind, torch.float32, CPU, context=64)
+    assert set(result) == {"native"}
+
+
+def test_a_stored_backend_that_exists_no_more_is_passed_over(file):
+    save({"flex": {"few rows: one": 1.0, "many rows": 1.0}}, HEADS, torch.float32, CPU)
+    assert create_tuned_backend("auto", HEADS, torch.float32, CPU)[0].name in ("native", "sdpa")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1", "[]"])
 def test_a_broken_file_is_no_table(file, text):
     file.write_text(text)

@@ -1,4 +1,6 @@
-"""What GPUs compute with, against the float32 reference: Triton's kernels (interpreted here), FlexAttention."""
+"""What GPUs compute with, against the float32 reference: Triton's kernels (interpreted here), and SDPA."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,26 +9,14 @@ from helpers import tiny_models
 from helpers.hypothesis_profile import many
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_attend import build, plans, special, specials, tensors
+from test_attend import build, plans, reference_of, special, specials, tensors
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.attention import (
-    backend as attend,
-)
-from choreograph.attention import (
-    gathered_sdpa as gathered,
-)
-from choreograph.attention import (
-    reference,
-)
-from choreograph.attention import (
-    triton_backend as triton,
-)
-from choreograph.attention import (
-    triton_partition as tiles,
-)
-from choreograph.attention.backend import Backend, FunctionBackend, create_backend
-from choreograph.attention.metadata import AttentionSpec, HeadShape, KVRead, build_metadata
+from choreograph.attention import backend as attend
+from choreograph.attention import triton_backend as triton
+from choreograph.attention import triton_partition as tiles
+from choreograph.attention.backend import create_backend
+from choreograph.attention.metadata import AttentionCall, AttentionSpec, HeadShape, KVRead, build_metadata
 from choreograph.attention.rope import Rope
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,15 +24,21 @@ CASES = [
     *(("triton", "float32", shape) for shape in ((4, 2, 16), (3, 1, 32), (7, 7, 20))),
     ("triton", "float16", (4, 2, 16)),
     *(pytest.param("triton", "float16", shape, marks=pytest.mark.slow) for shape in ((3, 1, 32), (7, 7, 20))),
-    *(("flex", "float32", shape) for shape in ((4, 2, 16), (3, 1, 32), (4, 4, 20))),
-    *(("gathered", "float32", shape) for shape in ((4, 2, 16), (3, 1, 32), (4, 4, 20))),
+    *(("sdpa", "float32", shape) for shape in ((4, 2, 16), (3, 1, 32), (4, 4, 20))),
 ]
 
 
-def backend(name: str, width: int, dtype: torch.dtype) -> Backend:
-    if name == "gathered":  # "sdpa" on a GPU
-        return FunctionBackend(name, gathered.attend)
-    return create_backend(name, width, dtype, DEVICE)[0]
+def on_device(call: AttentionCall) -> AttentionCall:
+    names = ("query", "key", "value", "keys", "values", "sinks")
+    tensors = {name: getattr(call, name) for name in names}
+    return replace(call, **{name: x.to(DEVICE) for name, x in tensors.items() if x is not None})
+
+
+def attended(name: str, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """By a backend on the device, and by the reference of what it was to write and read."""
+    got = create_backend(name, call.keys.shape[2], call.keys.dtype, DEVICE)[0](on_device(call))
+    attend.write(torch.from_numpy(call.metadata.slots), call.key, call.value, call.keys, call.values)
+    return got, reference_of(call)
 
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), CASES)
@@ -54,18 +50,13 @@ def test_they_equal_the_reference(name, dtype, shape, calls, interleaved, part, 
     kind, sinks = special(heads, rotary, asked)
     plan = build(calls)
     rows, (keys, values) = tensors(plan, heads, groups, width, kept)
-    sent = [x.to(DEVICE) for x in (*rows, keys, values)]
-    work = backend(name, width, kept)
-    got = work(plan, *sent, width**-0.5, kind, None if sinks is None else sinks.to(DEVICE))
-    slots = torch.from_numpy(plan.slots)
-    for arena, new in ((keys, rows[1]), (values, rows[2])):
-        arena[slots] = new.transpose(0, 1)
-    expected = reference.attend(plan, rows[0].float(), keys.float(), values.float(), width**-0.5, kind, sinks)
+    call = AttentionCall(plan, *rows, keys, values, width**-0.5, kind, sinks)
+    got, expected = attended(name, call)
     tolerance = 2e-5 if dtype == "float32" else 5e-3
     torch.testing.assert_close(got.float().cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["triton", "flex", "gathered"])
+@pytest.mark.parametrize("name", ["triton", "sdpa"])
 def test_a_long_run_of_few_rows_is_cut_and_merged(name):
     """Three decodes over one context of 600 slots, one of them at two places at once."""
     reads = [KVRead(0, row, row + 1, shift, 600, 0, shift) for row, shift in ((0, 0), (1, 5), (2, 0))]
@@ -73,9 +64,7 @@ def test_a_long_run_of_few_rows_is_cut_and_merged(name):
     plan = build_metadata([632, 633, 634], reads, [600, 605, 640])
     (q, k, v), (keys, values) = tensors(plan, 4, 2, 16, torch.float32)
     kind = AttentionSpec(Rope((1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)))
-    sent = [x.to(DEVICE) for x in (q, k, v, keys, values)]
-    got = backend(name, 16, torch.float32)(plan, *sent, 0.25, kind)
-    expected = reference.attend(plan, q, keys, values, 0.25, kind)
+    got, expected = attended(name, AttentionCall(plan, q, k, v, keys, values, 0.25, kind))
     torch.testing.assert_close(got.cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
@@ -90,12 +79,7 @@ def test_whole_tiles_of_a_long_run_need_no_masks(shape, monkeypatch):
         plan = build_metadata(list(range(550, 630)), some, list(range(550, 630)))
         (q, k, v), (keys, values) = tensors(plan, heads, groups, width, torch.float32)
         kind = AttentionSpec(Rope(tuple(1e4 ** -(np.arange(0, 16, 2) / 16))))
-        sent = [x.to(DEVICE) for x in (q, k, v, keys, values)]
-        got = backend("triton", width, torch.float32)(plan, *sent, 0.25, kind)
-        slots = torch.from_numpy(plan.slots)
-        for arena, new in ((keys, k), (values, v)):
-            arena[slots] = new.transpose(0, 1)
-        expected = reference.attend(plan, q, keys, values, 0.25, kind)
+        got, expected = attended("triton", AttentionCall(plan, q, k, v, keys, values, 0.25, kind))
         torch.testing.assert_close(got.cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
@@ -112,11 +96,11 @@ def test_queries_of_large_tiles_go_through_memory(interleaved, monkeypatch):
         "Q_VIA_GMEM"
     ]
     keys[70:210], values[70:210] = k.transpose(0, 1), v.transpose(0, 1)
-    sent = [x.to(DEVICE) for x in (q, keys, values)]
-    expected = reference.attend(plan, q.float(), keys.float(), values.float(), 0.25, kind)
+    call = AttentionCall(plan, q, k, v, keys, values, 0.25, kind)
+    expected = reference_of(call)
     for room in (1 << 20, 0):
         monkeypatch.setattr(triton, "MAX_ROTATED_Q_BYTES", room)
-        got = triton.attend(plan, *sent, 0.25, kind)
+        got = triton.attend(on_device(call))
         torch.testing.assert_close(got.float().cpu(), expected, atol=5e-3, rtol=5e-3)
 
 
@@ -136,7 +120,7 @@ def test_rows_are_written_into_their_slots(rows, groups, width, dtype):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", ["triton", "flex"])
+@pytest.mark.parametrize("name", ["triton"])
 def test_an_engine_says_the_same_with_them(name):
     greedy = SamplingParams(temperature=0, max_tokens=4)
 

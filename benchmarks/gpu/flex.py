@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from .metadata import AttentionMetadata, AttentionSpec
-from .rope import rotate
+from choreograph.attention.metadata import AttentionCall, AttentionMetadata, AttentionSpec
+from choreograph.attention.rope import rotate
 
 
 class _FlexInputs(NamedTuple):
@@ -38,28 +38,21 @@ class _FlexInputs(NamedTuple):
     spec: AttentionSpec
 
 
-def attend(
-    metadata: AttentionMetadata,
-    query: Float[Tensor, "H N D"],
-    keys: Float[Tensor, "S G D"],
-    values: Float[Tensor, "S G D"],
-    scale: float,
-    spec: AttentionSpec,
-    sinks: Float[Tensor, "H"] | None = None,
-) -> Float[Tensor, "N H D"]:
+def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     """Compute `reference.attend` with FlexAttention."""
+    query, spec, sinks = call.query, call.spec, call.sinks
     heads, rows, width = query.shape
-    if not len(metadata.kv_runs):
+    if not len(call.metadata.kv_runs):
         return query.new_zeros(rows, heads, width)
-    e = _flex_inputs(metadata, spec, keys.device)
+    e = _flex_inputs(call.metadata, spec, query.device)
     q = query[:, e.query_indices]
     if e.has_shift and spec.rope is not None:
         q = rotate(q, e.cos, e.sin, spec.rope.interleaved).to(query.dtype)
-    k, v = (x[e.slots].transpose(0, 1)[None] for x in (keys, values))
-    options = {"score_mod": _score_mod(e), "block_mask": e.mask, "scale": scale, "enable_gqa": True}
-    result, aux = _flex(keys.device.type)(q[None], k, v, **options, return_aux=AuxRequest(lse=True))
+    k, v = (x[e.slots].transpose(0, 1)[None] for x in (call.keys, call.values))
+    options = {"score_mod": _score_mod(e), "block_mask": e.mask, "scale": call.scale, "enable_gqa": True}
+    result, aux = _flex(query.device.type)(q[None], k, v, **options, return_aux=AuxRequest(lse=True))
     out, norm = result[0].float(), aux.lse[0].float().masked_fill(~e.is_visible, float("-inf"))
-    top = torch.full((heads, rows), float("-inf"), device=keys.device)
+    top = torch.full((heads, rows), float("-inf"), device=query.device)
     top = top.scatter_reduce(1, e.query_indices.expand(heads, -1), norm, "amax")
     if sinks is not None:
         top = torch.maximum(top, sinks.float()[:, None])
@@ -67,7 +60,7 @@ def attend(
     total = torch.zeros_like(top).index_add(1, e.query_indices, weight)
     if sinks is not None:
         total = total + torch.exp(sinks.float()[:, None] - top)
-    mixed = torch.zeros(heads, rows, width, device=keys.device)
+    mixed = torch.zeros(heads, rows, width, device=query.device)
     mixed = mixed.index_add(1, e.query_indices, out.nan_to_num(0.0) * weight[..., None])
     return (mixed / total.clamp(min=1e-38)[..., None]).to(query.dtype).transpose(0, 1)
 
