@@ -65,7 +65,7 @@ def profile(
         result = with_times(engine, names[0], result, time_tokens, sender=names[1])
     result.save(out / "profile.json")
     _print_profile(console, result, f"{len(requested)} inputs, {result.metric}", out)
-    said = f"{out / 'profile.json'}, with pictures beside it"
+    said = f"{out / 'profile.json'}, with a picture beside it"
     console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -93,9 +93,9 @@ def show(
 
 def _print_profile(console: Console, profile: Any, title: str, figures: Path | None) -> None:
     from ..console import print_table
-    from ..layer_reuse.figures import draw_figures, frontier_rows, summary_rows
+    from ..layer_reuse.report import draw_profile, frontier_rows, summary_rows
 
     if figures is not None:
-        draw_figures(profile, figures, "profile")
+        draw_profile(profile, figures / "profile.svg")
     print_table(console, title, ("", ""), summary_rows(profile), num_text_columns=2)  # critical layers may be many
     print_table(console, "frontier", ("computes layers", "of all", "cost", "loss"), frontier_rows(profile))
