@@ -62,14 +62,13 @@ class ContextStore:
     def __enter__(self) -> "ContextStore":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._session.__exit__(*exc_info)
+    def __exit__(self, exc_type: object, exc: BaseException | None, *_: object) -> None:
+        self._session.__exit__(exc_type, exc)
         self._messages.clear()
 
     def close(self) -> None:
         """Remove all contexts."""
-        self._session.close()
-        self._messages.clear()
+        self.__exit__(None, None)
 
     def store_kv(self, context: Message) -> str:
         """Keep a context's keys and values; return its hash. Waits until they are computed.

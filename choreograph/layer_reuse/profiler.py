@@ -159,7 +159,8 @@ def profile_pair(
                 raise ConfigError(f"{out} holds another input of the id {example.id!r}: use another folder")
     results = [done[example.id] for example in examples]
     profile = Profile(
-        **pair,
+        receiver=pair["receiver"],
+        sender=pair["sender"],
         layers=layers,
         metric=config.metric,
         inputs=tuple(record["id"] for record in results),

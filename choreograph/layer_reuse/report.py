@@ -59,10 +59,8 @@ def draw_profile(profile: Profile, path: Path) -> None:
     layers.axhline(receiver_mean, color="tab:red", linestyle="--")
     layers.set(xlabel="the layer that is reused", ylabel=label)
 
-    grid = np.full((profile.layers, profile.layers + 1), np.nan)
-    for cell in profile.ranges:
-        grid[cell.pattern.ranges[0]] = np.mean(cell.values)
-    image = heat.imshow(grid, origin="lower", cmap="Blues", aspect="auto", interpolation="nearest")
+    starts, ends = np.array([cell.pattern.ranges[0] for cell in profile.ranges]).reshape(-1, 2).T
+    image = heat.scatter(ends, starts, c=[np.mean(cell.values) for cell in profile.ranges], cmap="Blues", marker="s")
     heat.set(xlabel="computes up to layer", ylabel="computes from layer")
     figure.colorbar(image, ax=heat, label=label)
 
