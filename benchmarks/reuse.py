@@ -25,6 +25,7 @@ from choreograph.evaluation.report import format_estimate
 from choreograph.evaluation.run_dir import RunDirectory
 from choreograph.evaluation.statistics import difference, mean
 from choreograph.layer_reuse import ContextStore, LatencyAwareSelector, Profile
+from choreograph.layer_reuse.profile_report import SCORE_LABELS
 from choreograph.layer_reuse.profiler import (
     METRICS,
     PairContext,
@@ -37,7 +38,6 @@ from choreograph.layer_reuse.profiler import (
     with_timings,
 )
 from choreograph.layer_reuse.remote import RemoteSender
-from choreograph.layer_reuse.report import SCORE_LABELS
 from choreograph.viz.plots import pareto_plot
 
 from .common import (
@@ -223,7 +223,7 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         "own": own,
         "reused": {name: asdict(one.loss(one.full_reuse_scores)) for name, one in result.items()},
         "critical": {name: one.critical() for name, one in result.items()},
-        "sensitivity": [asdict(one) for one in ours.sensitivity()],
+        "sensitivity": [asdict(ours.loss(values)) for values in ours.per_layer],
         "frontier": [[str(p.pattern), p.loss, p.cost] for p in ours.frontier()],
         "scattered": scattered,
         "blocks": sorted(blocks.items()),

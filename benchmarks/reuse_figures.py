@@ -8,6 +8,7 @@ import numpy as np
 from choreograph import Engine, LayerPattern
 from choreograph.errors import ConfigError
 from choreograph.layer_reuse import ParetoPoint, PatternScores, Profile
+from choreograph.layer_reuse.profile_report import SCORE_LABELS
 from choreograph.layer_reuse.profiler import (
     PairContext,
     ProfileConfig,
@@ -15,7 +16,6 @@ from choreograph.layer_reuse.profiler import (
     enable_all_patterns,
     group_by_context,
 )
-from choreograph.layer_reuse.report import SCORE_LABELS
 from choreograph.outputs import BASE_MODEL
 from choreograph.viz import plots
 
@@ -62,8 +62,7 @@ def profile_top_layers(
     if tuple(example.id for example in examples) != profile.inputs:
         raise ConfigError("scattered layers are compared on the inputs of the profile: give the same ones")
     enable_all_patterns(engine, receiver, sender)
-    sensitivity = profile.sensitivity()
-    worst = sorted(range(profile.layers), key=lambda layer: -sensitivity[layer].value)
+    worst = sorted(range(profile.layers), key=lambda layer: float(np.mean(profile.per_layer[layer])))
     patterns = [LayerPattern.from_layers(worst[:count]) for count in counts]
     scores: list[list[float]] = []  # [example][pattern]
     for group in group_by_context(examples):

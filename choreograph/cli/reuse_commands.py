@@ -93,7 +93,7 @@ def show(
 
 def _print_profile(console: Console, profile: Any, title: str, figures: Path | None) -> None:
     from ..console import print_table
-    from ..layer_reuse.report import draw_profile, frontier_rows, summary_rows
+    from ..layer_reuse.profile_report import draw_profile, frontier_rows, summary_rows
 
     if figures is not None:
         draw_profile(profile, figures / "profile.svg")

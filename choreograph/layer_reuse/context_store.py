@@ -2,6 +2,8 @@
 
 import hashlib
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..engine.cross_model import LayerPattern
@@ -146,9 +148,7 @@ class ContextStore:
 
     def fetch_kv(self, name: str, model: str, layer: int) -> LayerKeyValues:
         """Return keys and values of one layer in host memory, (T, G, D) each; keys keep their rotation."""
-        message = self.context(name, model)
-        with self._engine.core.lock, resident(self._engine.core, message._request) as entry:
-            self._check_layer(layer)
+        with self._resident(name, model, layer) as entry:
             if layer in entry.missing_layers:
                 raise InvalidRequestError(f"context {name[:12]} came without layer {layer}")
             return self._engine.core.cache_manager.pool.export_layer(layer, entry.slots)
@@ -159,19 +159,21 @@ class ContextStore:
         Raises:
             InvalidRequestError: if they are not cached.
         """
-        message = self.context(name, model)
-        with self._engine.core.lock, resident(self._engine.core, message._request) as entry:
-            self._check_layer(layer)
+        with self._resident(name, model, layer) as entry:
             if layer not in entry.cached_hidden_layers:
                 raise InvalidRequestError(
                     f"context {name[:12]} has cached inputs of layers {sorted(entry.cached_hidden_layers)}, not {layer}"
                 )
             return self._engine.core.cache_manager.pool.hidden[layer][entry.slots].cpu()
 
-    def _check_layer(self, layer: int) -> None:
-        layers = self._engine.model_info.layers
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
-            raise InvalidRequestError(f"layer={layer!r}: the model has layers 0 to {layers - 1}")
+    @contextmanager
+    def _resident(self, name: str, model: str, layer: int) -> Iterator[KVEntry]:
+        """Keep a context's entry on the device inside the block."""
+        message, num_layers = self.context(name, model), self._engine.model_info.layers
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < num_layers:
+            raise InvalidRequestError(f"layer={layer!r}: the model has layers 0 to {num_layers - 1}")
+        with self._engine.core.lock, resident(self._engine.core, message._request) as entry:
+            yield entry
 
     def partial_prefill(self, pattern: LayerPattern, name: str, *, model: str, sender: str) -> Message:
         """Prefill the sender's context by another model, which computes the pattern's layers only."""

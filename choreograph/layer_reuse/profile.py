@@ -11,7 +11,7 @@ from functools import cached_property
 from math import isnan
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
@@ -20,9 +20,11 @@ from pydantic.dataclasses import dataclass
 from ..engine.cross_model import EngineLoad, LayerPattern
 from ..engine.engine import Engine
 from ..errors import ConfigError, DataError
-from ..evaluation.statistics import Estimate, difference
 from ..outputs import BASE_MODEL
-from ..utils import atomic_write_text, ensure_dir
+from ..utils import atomic_write_text, ensure_dir, require
+
+if TYPE_CHECKING:
+    from ..evaluation.statistics import Estimate
 
 VERSION = 2  # of the file; 1 had other keys
 
@@ -83,18 +85,20 @@ class Profile:
                 raise ValueError("ranges has a pattern without layers")
         return self
 
-    def loss(self, values: Sequence[float]) -> Estimate:
-        """Return how much lower scores are than the receiver's own, paired by input."""
+    def loss(self, values: Sequence[float]) -> "Estimate":
+        """Return how much lower scores are than the receiver's own, paired by input, with its interval."""
+        require("statsmodels", "eval")
+        from ..evaluation.statistics import difference
+
         return difference(self.receiver_scores, values)
 
-    def sensitivity(self) -> list[Estimate]:
-        """Return the loss from reusing one layer alone, layer by layer (DroidSpeak, Figure 7)."""
-        return [self.loss(values) for values in self.per_layer]
+    def _mean_loss(self, values: Sequence[float]) -> float:
+        return float(np.mean(np.subtract(self.receiver_scores, values)))
 
     def critical(self, fraction: float = 0.1) -> list[int]:
         """Return the layers whose reuse alone loses more than a fraction of the receiver's score."""
         max_loss = fraction * abs(mean(self.receiver_scores))
-        return [layer for layer, loss in enumerate(self.sensitivity()) if loss.value > max_loss]
+        return [layer for layer, values in enumerate(self.per_layer) if self._mean_loss(values) > max_loss]
 
     def cost(self, pattern: LayerPattern) -> float:
         """Return the prefill time of a pattern as a fraction of a full prefill.
@@ -119,7 +123,7 @@ class Profile:
         scores = [(LayerPattern(), self.full_reuse_scores)]
         scores += [(LayerPattern.from_triplet(0, 0, self.layers), self.receiver_scores)]
         scores += [(cell.pattern, cell.values) for cell in self.ranges]
-        return [ParetoPoint(pattern, self.loss(values).value, self.cost(pattern)) for pattern, values in scores]
+        return [ParetoPoint(pattern, self._mean_loss(values), self.cost(pattern)) for pattern, values in scores]
 
     def frontier(self) -> list[ParetoPoint]:
         """Return the points that no other beats in both loss and cost, cheapest first."""

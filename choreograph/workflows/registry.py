@@ -21,7 +21,7 @@ _NOT_WORKFLOWS = {"parsing", "registry", "run"}  # other modules of this package
 
 
 @dataclass(frozen=True)
-class Workflow:
+class WorkflowModule:
     """A module with `run`, callable like it; `CONDITIONS` and `TASK_KIND` are the module's."""
 
     module: ModuleType
@@ -41,10 +41,10 @@ def names() -> list[str]:
     return sorted(module.name for module in modules if module.name not in _NOT_WORKFLOWS)
 
 
-def find(name: str) -> Workflow:
+def find(name: str) -> WorkflowModule:
     """Return a workflow by name, or by the path of a Python file that defines `run`."""
     if name in names():
-        return Workflow(importlib.import_module(f"{_PACKAGE}.{name}"))
+        return WorkflowModule(importlib.import_module(f"{_PACKAGE}.{name}"))
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"workflow {name!r}: use one of {names()}, or the path of a Python file")
@@ -60,13 +60,13 @@ def find(name: str) -> Workflow:
         raise
     if not callable(getattr(module, "run", None)):
         raise ConfigError(f"workflow {name!r}: the file defines no run(wf, task)")
-    return Workflow(module)
+    return WorkflowModule(module)
 
 
 def source_modules(workflow: WorkflowFunction) -> list[dict[str, Any]]:
     """Return the globals of a workflow's module and, if `run` is imported, of the module that defines it."""
     defining = getattr(inspect.unwrap(workflow), "__globals__", {})
-    if not isinstance(workflow, Workflow) or vars(workflow.module) is defining:
+    if not isinstance(workflow, WorkflowModule) or vars(workflow.module) is defining:
         return [defining]
     return [vars(workflow.module), defining]
 

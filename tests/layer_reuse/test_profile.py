@@ -19,6 +19,7 @@ from choreograph.cli.main import app
 from choreograph.engine.cross_model import EngineLoad, LayerPattern
 from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.layer_reuse import LatencyAwareSelector, ParetoPoint, PatternScores, Profile, enable_profiled_reuse
+from choreograph.layer_reuse.profile_report import draw_profile, frontier_rows, summary_rows
 from choreograph.layer_reuse.profiler import (
     PairContext,
     ProfileConfig,
@@ -29,7 +30,6 @@ from choreograph.layer_reuse.profiler import (
     profile_pair,
     time_patterns,
 )
-from choreograph.layer_reuse.report import draw_profile, frontier_rows, summary_rows
 
 ASKED = [
     QAExample("a", "The cat is red. The dog is blue.", "What is red?", ("cat",)),

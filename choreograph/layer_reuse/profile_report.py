@@ -1,12 +1,15 @@
 """Tables and a picture of a profile."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..evaluation.statistics import Estimate
 from ..utils import ensure_writable, require
 from .profile import Profile
+
+if TYPE_CHECKING:
+    from ..evaluation.statistics import Estimate
 
 SCORE_LABELS = {
     "f1": "F1",
@@ -39,7 +42,7 @@ def frontier_rows(profile: Profile) -> list[tuple[str, str, str, str]]:
     return result
 
 
-def _format(loss: Estimate) -> str:
+def _format(loss: "Estimate") -> str:
     return f"{loss.value:+.3f} ({loss.low:+.3f} to {loss.high:+.3f})"
 
 
