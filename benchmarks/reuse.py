@@ -25,7 +25,7 @@ from choreograph.evaluation.report import format_estimate
 from choreograph.evaluation.run_dir import RunDirectory
 from choreograph.evaluation.statistics import difference, mean
 from choreograph.layer_reuse import ContextStore, LatencyAwareSelector, Profile
-from choreograph.layer_reuse.figures import LABELS, draw_figures
+from choreograph.layer_reuse.profile_report import SCORE_LABELS
 from choreograph.layer_reuse.profiler import (
     METRICS,
     PairContext,
@@ -34,7 +34,6 @@ from choreograph.layer_reuse.profiler import (
     enable_all_patterns,
     group_by_context,
     profile_pair,
-    profile_top_layers,
     time_patterns,
     with_timings,
 )
@@ -53,6 +52,7 @@ from .common import (
     ratio_row,
     save,
 )
+from .reuse_figures import draw_figures, profile_top_layers, transfer_loss
 from .reuse_models import CONTEXT_ID_SEPARATOR, LONG_CONTEXT_DATASETS, Splits, splits, train_adapter, train_fully
 from .reuse_sender import context
 
@@ -205,7 +205,7 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         one = profile_pair(engine, receiver, asked, folder, sender=sender, config=run.profile_config, on_done=tell)
         if name == run.selection_dataset:
             counts = [engine.model_info.layers * share // 8 for share in (1, 2, 3, 4, 6)]
-            one = profile_top_layers(engine, receiver, asked, one, counts, sender=sender, config=run.profile_config)
+            cells = profile_top_layers(engine, receiver, asked, one, counts, sender=sender, config=run.profile_config)
             one = with_timings(engine, receiver, one, 1024, sender=sender)
         result[name] = one
         one.save(folder / "profile.json")
@@ -214,21 +214,21 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     draw_figures(ours, FIGURES, label)
     own = {name: mean(one.receiver_scores).value for name, one in result.items()}
     blocks = {len(c.pattern.layers): mean(c.values).value for c in best_of_each_size(ours)}
-    scattered = [(len(c.pattern.layers), mean(c.values).value) for c in ours.top_layers]
+    scattered = [(len(c.pattern.layers), mean(c.values).value) for c in cells]
     series = {"one stretch": sorted(blocks.items()), "the most critical layers": scattered}
-    pareto_plot(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel=LABELS[run.metric])
+    pareto_plot(series, FIGURES / f"{label}-scattered.svg", xlabel="layers computed", ylabel=SCORE_LABELS[run.metric])
     yield {
         "metric": run.metric,
         "inputs": {name: len(one.inputs) for name, one in result.items()},
         "own": own,
         "reused": {name: asdict(one.loss(one.full_reuse_scores)) for name, one in result.items()},
         "critical": {name: one.critical() for name, one in result.items()},
-        "sensitivity": [asdict(one) for one in ours.sensitivity()],
+        "sensitivity": [asdict(ours.loss(values)) for values in ours.per_layer],
         "frontier": [[str(p.pattern), p.loss, p.cost] for p in ours.frontier()],
         "scattered": scattered,
         "blocks": sorted(blocks.items()),
         "transfer": {
-            name: [[str(p.pattern), p.loss, loss] for p, loss in ours.transfer_loss(one)]
+            name: [[str(p.pattern), p.loss, loss] for p, loss in transfer_loss(ours, one)]
             for name, one in result.items()
             if one is not ours
         },
@@ -269,7 +269,7 @@ def quality(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """F1 on questions that neither training nor the profile has seen."""
     receiver, sender = PAIRS[pair]
     pattern = select_pattern(pair, run)
-    enable_all_patterns(engine, receiver, sender, run.stride)
+    enable_all_patterns(engine, receiver, sender)
     result: dict[str, Any] = {}
     pooled: list[Mapping[str, Any]] = []
     for name, asked in run.data.test.items():

@@ -52,7 +52,7 @@ def profile(
         result = with_times(engine, receiver_name, result, time_tokens, sender=sender_name)
     result.save(out / "profile.json")
     _print_profile(result, f"{len(examples)} inputs, {result.metric}", out)
-    print_text(console, f"{out / 'profile.json'}, with pictures in the same folder")
+    print_text(console, f"{out / 'profile.json'}, with a picture in the same folder")
 
 
 @app.command()
@@ -78,10 +78,10 @@ def show(
 
 
 def _print_profile(profile: Any, title: str, figures: Path | None) -> None:
-    from ..layer_reuse.figures import draw_figures, frontier_rows, summary_rows
+    from ..layer_reuse.profile_report import draw_profile, frontier_rows, summary_rows
 
     if figures is not None:
-        draw_figures(profile, figures, "profile")
+        draw_profile(profile, figures / "profile.svg")
     console = make_console()
     print_table(console, title, ("", ""), summary_rows(profile), num_text_columns=2)  # critical layers may be many
     print_table(console, "frontier", ("computes layers", "of all", "cost", "loss"), frontier_rows(profile))

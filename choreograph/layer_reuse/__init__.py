@@ -1,8 +1,7 @@
-"""Encodings across models of one family (DroidSpeak): stored by content, profiled, chosen under load."""
+"""Reuse of KV cache entries between models of one family, layer by layer (DroidSpeak)."""
 
 from .context_store import ContextStore, context_hash
-from .profile import ParetoPoint, PatternScores, Profile
-from .selector import LatencyAwareSelector, enable_profiled_reuse
+from .profile import LatencyAwareSelector, ParetoPoint, PatternScores, Profile, enable_profiled_reuse
 
 __all__ = [
     "ContextStore",

@@ -1,12 +1,9 @@
-"""Contexts by content: what every model encoded of them, layer by layer (DroidSpeak, section 4.5).
-
-A context is a message with all that it sees. Its name is a hash of tokens and places alone, so that sender and receiver
-agree on it without knowing each other; what a model encoded of it is found by name, model and layer.
-"""
+"""Store of KV cache entries by content hash, model and layer (DroidSpeak §4.5)."""
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..engine.cross_model import LayerPattern
@@ -16,67 +13,72 @@ from ..engine.message import Message, MessageSlice, unwrap_slice
 from ..errors import InvalidRequestError
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import LayerKeyValues
-from ..utils import close_after
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def context_hash(message: Message) -> str:
-    """Names a context: its tokens, what it sees, and where that stands relative to it; where it stands itself, for
-    models whose encodings cannot be moved. No model is part of it."""
-    names: dict[int, str] = {}
-    fixed = not message._core.hf_model.model_info.supports_shift
-    waiting = [message.imported_from or message]
-    while waiting:
-        made = waiting[-1]
-        parents = [unwrap_slice(p).imported_from or unwrap_slice(p) for p in made.parents]
-        missing = [parent for parent in parents if parent.id not in names]
+    """Return the hash of a message with everything that it attends to, equal for all models.
+
+    Covers the tokens, the hashes of the parents and their relative positions; also the position of
+    the message for models with learned positions, whose keys cannot be rotated.
+    """
+    includes_position = not message._core.hf_model.model_info.supports_shift
+    hashes: dict[int, str] = {}  # by message id
+    stack = [message.imported_from or message]
+    while stack:
+        current = stack[-1]
+        parents = [unwrap_slice(parent).imported_from or unwrap_slice(parent) for parent in current.parents]
+        missing = [parent for parent in parents if parent.id not in hashes]
         if missing:
-            waiting += missing
+            stack += missing
             continue
-        places = zip(parents, made.parents, made.offsets, strict=True)
-        seen = [(names[parent.id], given, at - made.position) for parent, given, at in places]
-        names[waiting.pop().id] = context_hash_of(made.tokens, seen, made.position if fixed else None)
-    return names[(message.imported_from or message).id]
-
-
-def context_hash_of(
-    tokens: Sequence[int], parents: Iterable[tuple[str, Message | MessageSlice, int]], start: int | None = None
-) -> str:
-    """The same of parts. seen: of each parent its name, itself, and where it stands relative to the first token. start:
-    where that one stands, if it matters."""
-    digest = hashlib.sha256(b"context" if start is None else b"context" + struct.pack("<q", start))
-    for name, parent, at in parents:
-        cut = (parent.start, parent.stop) if isinstance(parent, MessageSlice) else (0, parent.length)
-        digest.update(name.encode() + struct.pack("<3q", *cut, at))
-    digest.update(struct.pack(f"<{len(tokens)}q", *tokens))
-    return digest.hexdigest()
+        digest = hashlib.sha256(b"context")
+        if includes_position:
+            digest.update(struct.pack("<q", current.position))
+        for parent, visible, offset in zip(parents, current.parents, current.offsets, strict=True):
+            start, stop = (visible.start, visible.stop) if isinstance(visible, MessageSlice) else (0, visible.length)
+            digest.update(hashes[parent.id].encode() + struct.pack("<3q", start, stop, offset - current.position))
+        digest.update(struct.pack(f"<{current.length}q", *current.tokens))
+        hashes[stack.pop().id] = digest.hexdigest()
+    return hashes[(message.imported_from or message).id]
 
 
 class ContextStore:
-    """Contexts of one client of an engine, kept until they are forgotten, wherever the cache keeps them."""
+    """KV cache entries of contexts, kept until removed.
+
+    Methods have the paper's names, with `hidden` for its `e` (the E cache: input hidden states of a
+    layer).
+
+    Args:
+        engine: the engine whose messages are stored; evicts and offloads them like all others.
+        client_id: cache namespace, as in `Engine.session`.
+    """
 
     def __init__(self, engine: Engine, *, client_id: str = "default") -> None:
         self._engine = engine
         self._session = engine.session(client_id=client_id)
-        self._messages: dict[tuple[str, str], Message] = {}
+        self._messages: dict[tuple[str, str], Message] = {}  # by context hash and model
 
     def __enter__(self) -> "ContextStore":
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, *_: object) -> None:
-        close_after(self.close, exc)
-
-    def close(self) -> None:
-        """Forgets everything."""
-        self._session.close()
+        self._session.__exit__(exc_type, exc)
         self._messages.clear()
 
+    def close(self) -> None:
+        """Remove all contexts."""
+        self.__exit__(None, None)
+
     def store_kv(self, context: Message) -> str:
-        """Keeps what its model encoded of a context; returns the context's name. Waits until it is encoded. Raises
-        InvalidRequestError for one that was not computed whole, with all that it sees, by the model that it
-        is filed under."""
+        """Keep a context's keys and values; return its hash. Waits until they are computed.
+
+        Raises:
+            InvalidRequestError: if the context, with everything that it attends to, was not computed
+                in all layers by its model.
+        """
         self._check_fully_computed(context)
         name = context_hash(context)
         if (name, context.model) not in self._messages:
@@ -84,103 +86,115 @@ class ContextStore:
         return name
 
     def store_hidden(self, context: Message) -> tuple[int, ...]:
-        """Keeps it likewise, and tells for which layers there is what came into them: those that `Engine.enable_layer_reuse` named
-        before the context was encoded. Raises InvalidRequestError where there are none."""
+        """Keep a context like `store_kv`; return the layers whose input hidden states are cached.
+
+        These are the layers that `Engine.enable_layer_reuse` named before the context was computed.
+
+        Raises:
+            InvalidRequestError: as in `store_kv`, or if no input is cached.
+        """
         self._check_fully_computed(context)
         layers = tuple(sorted(context._request.entry.cached_hidden_layers))
         if not layers:
             raise InvalidRequestError(
-                f"message {context.id}: no inputs of layers were kept; call engine.enable_layer_reuse(...) before it is encoded"
+                f"message {context.id} has no cached layer inputs: call engine.enable_layer_reuse(...) before it is "
+                "computed"
             )
         self.store_kv(context)
         return layers
 
     def _check_fully_computed(self, context: Message) -> None:
-        """Encoded, and by one model alone: under its name nothing else may be found."""
         if context._request.mode != "choreographed":
             raise InvalidRequestError(
-                f"message {context.id} was computed in {context._request.mode} mode, where encodings belong to whole "
-                "prompts: store one of a choreographed session"
+                f"message {context.id} was computed in {context._request.mode} mode, where KV entries belong to whole "
+                "prompts: store a message of a choreographed session"
             )
         if context.computed_layers is not None:
             raise InvalidRequestError(
-                f"message {context.id} was computed in some layers only: store what it was made from"
+                f"message {context.id} was computed in some layers only: store the message that it is a variant of"
             )
-        family, own = self._engine.core.model_set, context.wait_encoded()._request.entry
-        waiting, seen = [own], {own.id}
-        while waiting:
-            made = waiting.pop()
-            if made.computed_layers is not None or family.fingerprint(made.model) != family.fingerprint(context.model):
+        model_set = self._engine.core.model_set
+        expected = model_set.fingerprint(context.model)
+        queue, visited = [context.wait_encoded()._request.entry], set[int]()
+        while queue:
+            entry = queue.pop()
+            if entry.id in visited:
+                continue
+            visited.add(entry.id)
+            if entry.computed_layers is not None or model_set.fingerprint(entry.model) != expected:
                 raise InvalidRequestError(
-                    f"message {context.id} sees what {context.model!r} did not compute, or in some layers only: "
-                    "store one that was made with kv_reuse='recompute'"
+                    f"message {context.id} attends to KV that {context.model!r} did not compute in all layers: "
+                    "store a message computed with kv_reuse='recompute'"
                 )
-            new = {kv_slice.entry.id: kv_slice.entry for kv_slice in made.context if kv_slice.entry.id not in seen}
-            waiting += new.values()
-            seen |= new.keys()
+            queue += [kv_slice.entry for kv_slice in entry.context]
 
     def models(self, name: str) -> tuple[str, ...]:
-        """Who has encoded a context."""
-        return tuple(model for known, model in self._messages if known == name)
+        """Return the models that have computed a context."""
+        return tuple(model for stored, model in self._messages if stored == name)
 
     def context(self, name: str, model: str) -> Message:
-        """The context as a model encoded it, as a message of the store's own session. Raises
-        InvalidRequestError if unknown."""
+        """Return the store's message of a context, computed by a model.
+
+        Raises:
+            InvalidRequestError: if the store does not have it.
+        """
         try:
             return self._messages[name, model]
         except KeyError:
-            known = self.models(name)
+            models = self.models(name) or "no model"
             raise InvalidRequestError(
-                f"context {name[:12]}: {model!r} has not encoded it; {known or 'nobody'} has"
+                f"context {name[:12]} is not computed by {model!r}, but by {models}: store it first"
             ) from None
 
     def fetch_kv(self, name: str, model: str, layer: int) -> LayerKeyValues:
-        """Keys, rotated to where the context was encoded, and values of one layer: (T, G, D) each, in host memory."""
-        message = self.context(name, model)
-        with self._engine.core.lock, resident(self._engine.core, message._request) as entry:
-            self._check_layer(layer)
+        """Return keys and values of one layer in host memory, (T, G, D) each; keys keep their rotation."""
+        with self._resident(name, model, layer) as entry:
             if layer in entry.missing_layers:
                 raise InvalidRequestError(f"context {name[:12]} came without layer {layer}")
             return self._engine.core.cache_manager.pool.export_layer(layer, entry.slots)
 
     def fetch_hidden(self, name: str, model: str, layer: int) -> "Tensor":
-        """What came into one layer, (T, E), in host memory. Raises InvalidRequestError where it was not kept."""
-        message = self.context(name, model)
-        with self._engine.core.lock, resident(self._engine.core, message._request) as entry:
-            self._check_layer(layer)
+        """Return the input hidden states of one layer in host memory, (T, E).
+
+        Raises:
+            InvalidRequestError: if they are not cached.
+        """
+        with self._resident(name, model, layer) as entry:
             if layer not in entry.cached_hidden_layers:
                 raise InvalidRequestError(
-                    f"context {name[:12]}: kept are inputs of layers {sorted(entry.cached_hidden_layers)}"
+                    f"context {name[:12]} has cached inputs of layers {sorted(entry.cached_hidden_layers)}, not {layer}"
                 )
             return self._engine.core.cache_manager.pool.hidden[layer][entry.slots].cpu()
 
+    @contextmanager
+    def _resident(self, name: str, model: str, layer: int) -> Iterator[KVEntry]:
+        """Keep a context's entry on the device inside the block."""
+        message, num_layers = self.context(name, model), self._engine.model_info.layers
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < num_layers:
+            raise InvalidRequestError(f"layer={layer!r}: the model has layers 0 to {num_layers - 1}")
+        with self._engine.core.lock, resident(self._engine.core, message._request) as entry:
+            yield entry
+
     def partial_prefill(self, pattern: LayerPattern, name: str, *, model: str, sender: str) -> Message:
-        """The context for another model, which computes the pattern's layers of what the sender encoded."""
+        """Prefill the sender's context by another model, which computes the pattern's layers only."""
         return self._session.partial_prefill(self.context(name, sender), pattern, model=model)
 
     def remove(self, name: str) -> None:
-        """Releases what all models encoded of a context."""
+        """Release a context of all models."""
         for model in self.models(name):
             self._messages.pop((name, model)).release()
 
     def num_bytes(self) -> dict[str, int]:
-        """Of everything that is kept, by model: what its keys, values and inputs take. What a receiver takes over from
-        a sender counts with the sender."""
+        """Return the bytes of stored keys, values and layer inputs by the model that computed them."""
         pool, result = self._engine.core.cache_manager.pool, dict[str, int]()
-        seen: dict[int, tuple[str, KVEntry]] = {}
+        entries: dict[int, tuple[str, KVEntry]] = {}  # by entry id: messages may share entries
         for message in self._session.messages:
             if message._request.entry is not None:
-                seen.setdefault(message._request.entry.id, (message.model, message._request.entry))
-        for model, entry in seen.values():
-            layers = range(len(pool.keys)) if entry.computed_layers is None else entry.computed_layers
-            for layer in layers:
+                entries.setdefault(message._request.entry.id, (message.model, message._request.entry))
+        for model, entry in entries.values():
+            for layer in range(len(pool.keys)) if entry.computed_layers is None else entry.computed_layers:
                 for kind, tensor in pool.tensors(layer).items():
                     if kind != "inputs" or layer in entry.cached_hidden_layers:
                         size = tensor[0].numel() * tensor.element_size() * len(entry.tokens)
                         result[model] = result.get(model, 0) + size
         return result
-
-    def _check_layer(self, layer: int) -> None:
-        layers = self._engine.model_info.layers
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
-            raise InvalidRequestError(f"layer={layer!r}: the model has layers 0 to {layers - 1}")

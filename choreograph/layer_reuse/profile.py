@@ -1,121 +1,132 @@
-"""What a pair of models was found to lose by sharing, pattern by pattern (DroidSpeak, section 4.3). Measures nothing.
+"""Quality and cost of layer patterns for a pair of models, and selection among them (DroidSpeak §4.3, §4.4).
 
-A profile holds one value of quality an input, so that differences are paired and anything can be asked of it later:
-which layers are critical, the heat map of stretches, the frontier of quality against computing.
+profile = Profile.load(Path("profile.json"))
+enable_profiled_reuse(engine, profile, "math", seconds_per_token=0.001, ttft_slo=2.0, max_loss=0.01)
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import field
 from functools import cached_property
-from math import isfinite, isnan
+from math import isnan
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
-from ..engine.cross_model import LayerPattern
+from ..engine.cross_model import EngineLoad, LayerPattern
+from ..engine.engine import Engine
 from ..errors import ConfigError, DataError
-from ..evaluation.statistics import Estimate, difference
+from ..outputs import BASE_MODEL
+from ..utils import atomic_write_text, ensure_dir, require
 
-VERSION = 1
+if TYPE_CHECKING:
+    from ..evaluation.statistics import Estimate
 
-_JSON_KEYS = {  # of fields, in files
-    "receiver_scores": "own",
-    "full_reuse_scores": "reused",
-    "sender_scores": "sent",
-    "per_layer": "single",
-    "ranges": "stretches",
-    "top_layers": "scattered",
-}
+VERSION = 2  # of the file; 1 had other keys
+
+Cost = Annotated[FiniteFloat, Field(ge=0)]
+
+Scores = tuple[FiniteFloat, ...]  # one per input, higher is better
+
+_CONFIG = ConfigDict(strict=True, extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class PatternScores:
-    """A pattern and the quality of every input under it; higher is better."""
+    """Scores of the receiver when it recomputes a pattern."""
 
     pattern: LayerPattern
-    values: tuple[float, ...]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    values: Scores
 
 
 class ParetoPoint(NamedTuple):
-    """A pattern on the frontier. loss: of mean quality against the receiver's own. cost: as `Profile.cost`."""
+    """A pattern with its loss and its cost."""
 
     pattern: LayerPattern
-    loss: float
-    cost: float
+    loss: float  # mean score of the receiver alone minus that of the pattern
+    cost: float  # prefill time as a fraction of a full prefill, as `Profile.cost`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class Profile:
-    """receiver, sender: fingerprints. own: the receiver alone; reused: with all of the sender's encoding; sent: the
-    sender alone. single[l]: with the sender's keys and values of layer l only. stretches: the heat map, recomputed
-    from a begin to an end. scattered: the same numbers of layers, the most critical ones wherever they are.
+    """Measured scores of a pair of models, one per input, so that differences are paired."""
 
-    costs: measured time of a pattern over that of a full prefill, by the pattern's name.
-    """
+    receiver: str  # fingerprint
+    sender: str  # fingerprint
+    layers: PositiveInt  # of the model
+    metric: str  # of the scores, one of `profiler.METRICS`
+    inputs: Annotated[tuple[str, ...], Field(min_length=1)]  # ids
+    receiver_scores: Scores  # the receiver recomputes all layers
+    full_reuse_scores: Scores  # the receiver reuses all layers
+    sender_scores: Scores  # the sender alone
+    per_layer: tuple[Scores, ...] = ()  # [layer]: the receiver reuses this layer only
+    ranges: tuple[PatternScores, ...] = ()  # the receiver recomputes one range of layers
+    costs: dict[str, Cost] = field(default_factory=dict)  # measured, by str(pattern)
+    facts: dict[str, Any] = field(default_factory=dict)  # configuration of the measurement
+    version: Literal[2] = 2  # VERSION
 
-    receiver: str
-    sender: str
-    layers: int
-    metric: str
-    inputs: tuple[str, ...]
-    receiver_scores: tuple[float, ...]
-    full_reuse_scores: tuple[float, ...]
-    sender_scores: tuple[float, ...]
-    per_layer: tuple[tuple[float, ...], ...] = ()
-    ranges: tuple[PatternScores, ...] = ()
-    top_layers: tuple[PatternScores, ...] = ()
-    costs: Mapping[str, float] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    @model_validator(mode="after")
+    def _check_shapes(self) -> "Profile":
+        columns = {"receiver_scores": self.receiver_scores, "full_reuse_scores": self.full_reuse_scores}
+        columns["sender_scores"] = self.sender_scores
+        columns |= {f"per_layer[{layer}]": values for layer, values in enumerate(self.per_layer)}
+        columns |= {f"ranges, layers {cell.pattern}": cell.values for cell in self.ranges}
+        for name, values in columns.items():
+            if len(values) != len(self.inputs):
+                raise ValueError(f"{name} has {len(values)} scores for {len(self.inputs)} inputs")
+        if len(self.per_layer) not in (0, self.layers):
+            raise ValueError(f"per_layer has {len(self.per_layer)} of {self.layers} layers")
+        for cell in self.ranges:
+            if not cell.pattern.check(self.layers).layers:
+                raise ValueError("ranges has a pattern without layers")
+        return self
 
-    # -- what it says -------------------------------------------------------------------------------------
+    def loss(self, values: Sequence[float]) -> "Estimate":
+        """Return how much lower scores are than the receiver's own, paired by input, with its interval."""
+        require("statsmodels", "eval")
+        from ..evaluation.statistics import difference
 
-    def loss(self, values: Sequence[float]) -> Estimate:
-        """How much less than the receiver's own, over the inputs in pairs."""
         return difference(self.receiver_scores, values)
 
-    def sensitivity(self) -> list[Estimate]:
-        """Figure 7: the loss from reusing one layer alone, layer by layer."""
-        return [self.loss(values) for values in self.per_layer]
+    def _mean_loss(self, values: Sequence[float]) -> float:
+        return float(np.mean(np.subtract(self.receiver_scores, values)))
 
     def critical(self, fraction: float = 0.1) -> list[int]:
-        """The layers whose reuse alone costs more than a share of the receiver's quality."""
-        most = fraction * abs(sum(self.receiver_scores) / len(self.receiver_scores))
-        return [layer for layer, one in enumerate(self.sensitivity()) if one.value > most]
+        """Return the layers whose reuse alone loses more than a fraction of the receiver's score."""
+        max_loss = fraction * abs(mean(self.receiver_scores))
+        return [layer for layer, values in enumerate(self.per_layer) if self._mean_loss(values) > max_loss]
 
     def cost(self, pattern: LayerPattern) -> float:
-        """Time of a pattern over that of computing everything. One that was not timed costs what its number of layers
-        does between those that were (none cost nothing), so that all stand on one scale: the share of layers in a
-        profile without times."""
-        known = self.costs.get(str(pattern))
-        return float(np.interp(len(pattern.layers), *self._cost_curve)) if known is None else known
+        """Return the prefill time of a pattern as a fraction of a full prefill.
+
+        Patterns without a measured time are interpolated by their number of layers between those
+        with one (no layers cost 0); without any, the cost is the fraction of layers.
+        """
+        measured = self.costs.get(str(pattern))
+        return float(np.interp(len(pattern.layers), *self._cost_curve)) if measured is None else measured
 
     @cached_property
     def _cost_curve(self) -> tuple[list[int], list[float]]:
-        """Numbers of layers, rising, and what each costs."""
-        timed = defaultdict(list, {0: [0.0], self.layers: [1.0]})
-        for cell in (*self.ranges, *self.top_layers):
+        """Numbers of layers, ascending, and the mean cost of each."""
+        costs = defaultdict(list, {0: [0.0], self.layers: [1.0]})
+        for cell in self.ranges:
             if (cost := self.costs.get(str(cell.pattern))) is not None:
-                timed[len(cell.pattern.layers)].append(cost)
-        return sorted(timed), [mean(timed[count]) for count in sorted(timed)]
+                costs[len(cell.pattern.layers)].append(cost)
+        return sorted(costs), [mean(costs[count]) for count in sorted(costs)]
 
     def points(self) -> list[ParetoPoint]:
-        """Every pattern that was measured, with reusing and computing everything."""
-        ends = [
-            PatternScores(LayerPattern(), self.full_reuse_scores),
-            PatternScores(LayerPattern.from_triplet(0, 0, self.layers), self.receiver_scores),
-        ]
-        return [ParetoPoint(c.pattern, self.loss(c.values).value, self.cost(c.pattern)) for c in (*ends, *self.ranges)]
+        """Return reusing everything, recomputing everything, and every measured range."""
+        scores = [(LayerPattern(), self.full_reuse_scores)]
+        scores += [(LayerPattern.from_triplet(0, 0, self.layers), self.receiver_scores)]
+        scores += [(cell.pattern, cell.values) for cell in self.ranges]
+        return [ParetoPoint(pattern, self._mean_loss(values), self.cost(pattern)) for pattern, values in scores]
 
     def frontier(self) -> list[ParetoPoint]:
-        """The patterns that no other beats in both loss and cost, the cheapest first."""
+        """Return the points that no other beats in both loss and cost, cheapest first."""
         best: list[ParetoPoint] = []
         for point in sorted(self.points(), key=lambda p: (p.cost, p.loss)):
             if not best or point.loss < best[-1].loss:
@@ -123,85 +134,100 @@ class Profile:
         return best
 
     def cheapest(self, max_loss: float) -> ParetoPoint:
-        """The cheapest pattern that loses at most this much. Raises ConfigError for what is no number."""
+        """Return the cheapest point that loses at most `max_loss`."""
         if isnan(max_loss):
             raise ConfigError(f"max_loss={max_loss}: use a number, the most that may be lost")
         return min((p for p in self.points() if p.loss <= max(max_loss, 0.0)), key=lambda p: (p.cost, p.loss))
 
-    def transfer_loss(self, other: "Profile") -> list[tuple[ParetoPoint, float]]:
-        """Figure 17: this profile's frontier, and what its patterns lose by another profile."""
-        theirs = {p.pattern: p.loss for p in other.points()}
-        return [(point, theirs[point.pattern]) for point in self.frontier() if point.pattern in theirs]
-
-    # -- to and from files --------------------------------------------------------------------------------
-
-    def to_json(self) -> dict[str, Any]:
-        result = {_JSON_KEYS.get(name, name): getattr(self, name) for name in self.__dataclass_fields__}
-        for name in ("stretches", "scattered"):
-            result[name] = [{"layers": c.pattern.ranges, "values": c.values} for c in result[name]]
-        return {"version": VERSION, **result}
-
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Profile":
-        """Raises DataError for what is no profile of this version."""
-        if not isinstance(data, Mapping) or data.get("version") != VERSION:
-            raise DataError(f"no profile of version {VERSION}: profile the pair again")
-        try:
-            given = {k: v for k, v in data.items() if k != "version"}
-            for name in ("stretches", "scattered"):
-                given[name] = tuple(
-                    PatternScores(LayerPattern(tuple((int(a), int(b)) for a, b in c["layers"])), tuple(c["values"]))
-                    for c in given[name]
-                )
-            for name in ("inputs", "own", "reused", "sent"):
-                given[name] = tuple(given[name])
-            given["single"] = tuple(tuple(values) for values in given["single"])
-            names = {key: name for name, key in _JSON_KEYS.items()}
-            profile = cls(**{names.get(key, key): value for key, value in given.items()})
-            profile._validate()
-        except DataError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as exc:
-            raise DataError(f"a damaged profile: {exc!r}") from exc
-        return profile
-
-    def _validate(self) -> None:
-        """Every column has a number for every input, of which there is one at least; no pattern has other layers."""
-        if not self.inputs or type(self.layers) is not int or self.layers < 1:
-            raise DataError(
-                f"a damaged profile: {len(self.inputs)} inputs, layers={self.layers!r}: profile the pair anew"
-            )
-        columns = {_JSON_KEYS[n]: getattr(self, n) for n in ("receiver_scores", "full_reuse_scores", "sender_scores")}
-        columns |= {f"single, layer {layer}": values for layer, values in enumerate(self.per_layer)}
-        columns |= {f"layers {cell.pattern}": cell.values for cell in (*self.ranges, *self.top_layers)}
-        for name, values in columns.items():
-            if len(values) != len(self.inputs) or not all(map(_is_number, values)):
-                raise DataError(
-                    f"a damaged profile: {name} is {str(values)[:80]}, not {len(self.inputs)} numbers, one an input: "
-                    "profile the pair anew"
-                )
-        if len(self.per_layer) not in (0, self.layers):
-            raise DataError(
-                f"a damaged profile: {len(self.per_layer)} single layers of {self.layers}: profile the pair anew"
-            )
-        for cell in (*self.ranges, *self.top_layers):
-            if not cell.pattern.check(self.layers).layers:
-                raise DataError("a damaged profile: a pattern without layers: profile the pair anew")
-        for name, cost in self.costs.items():
-            if not _is_number(cost) or cost < 0:
-                raise DataError(
-                    f"a damaged profile: the cost of {name} is {cost!r}, not a number from 0 on: time it anew"
-                )
+        """Write the profile as JSON."""
+        ensure_dir(path.parent)
+        atomic_write_text(path, _PROFILE_JSON.dump_json(self, indent=1).decode() + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
+        """Read a file that `save` wrote.
+
+        Raises:
+            DataError: if it is damaged, or of another version.
+        """
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except DataError as exc:
-            raise DataError(f"{path}: {exc}") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
-            raise DataError(f"{path}: no profile ({exc})") from None
+            return _PROFILE_JSON.validate_json(path.read_bytes())
+        except OSError as exc:
+            raise DataError(f"{path}: cannot be read ({exc.strerror})") from None
+        except ValidationError as exc:
+            error = exc.errors()[0]
+            reason = f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip()
+            raise DataError(f"{path}: no profile of version {VERSION} ({reason}): profile the pair again") from None
+
+
+_PROFILE_JSON = TypeAdapter(Profile)
+
+
+class LatencyAwareSelector:
+    """Selects the pattern of least loss whose first token should come in time, else the cheapest.
+
+    Args:
+        points: patterns to select from, as `Profile.frontier` returns them.
+        seconds_per_token: seconds of a full prefill per token.
+        ttft_slo: objective for the time to first token in seconds.
+        max_loss: patterns that lose more are never selected.
+    """
+
+    def __init__(
+        self,
+        points: Iterable[ParetoPoint],
+        *,
+        seconds_per_token: float,
+        ttft_slo: float = float("inf"),
+        max_loss: float = float("inf"),
+    ) -> None:
+        self.points = sorted((p for p in points if p.loss <= max_loss), key=lambda p: (p.loss, p.cost))
+        if not self.points:
+            raise ConfigError(f"max_loss={max_loss}: no pattern loses so little, use 0 to compute all layers")
+        for name, value in (("seconds_per_token", seconds_per_token), ("ttft_slo", ttft_slo)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name}={value!r}: use a positive number")
+        self._seconds_per_token = seconds_per_token
+        self._ttft_slo = ttft_slo
+
+    @property
+    def patterns(self) -> tuple[LayerPattern, ...]:
+        """All patterns that may be selected, for `Engine.enable_layer_reuse`."""
+        return tuple(point.pattern for point in self.points)
+
+    def expected_ttft(self, point: ParetoPoint, load: EngineLoad) -> float:
+        """Return the seconds to the first token: queued tokens are computed before the message."""
+        return (load.tokens + load.message_tokens * point.cost) * self._seconds_per_token
+
+    def __call__(self, load: EngineLoad) -> LayerPattern:
+        for point in self.points:
+            if self.expected_ttft(point, load) <= self._ttft_slo:
+                return point.pattern
+        return min(self.points, key=lambda p: p.cost).pattern
+
+
+def enable_profiled_reuse(
+    engine: Engine,
+    profile: Profile,
+    receiver: str,
+    sender: str = BASE_MODEL,
+    *,
+    seconds_per_token: float,
+    ttft_slo: float = float("inf"),
+    max_loss: float = float("inf"),
+    capacity: int | None = None,
+) -> LatencyAwareSelector:
+    """Call `Engine.enable_layer_reuse` with a selector over the profile's frontier.
+
+    Raises:
+        ConfigError: if the profile is of other models.
+    """
+    for role, name, expected in (("receiver", receiver, profile.receiver), ("sender", sender, profile.sender)):
+        if engine.core.model_set.fingerprint(name) != expected:
+            raise ConfigError(f"{role}={name!r} is not the {role} of the profile: profile this pair")
+    selector = LatencyAwareSelector(
+        profile.frontier(), seconds_per_token=seconds_per_token, ttft_slo=ttft_slo, max_loss=max_loss
+    )
+    engine.enable_layer_reuse(receiver, sender, selector=selector, patterns=selector.patterns, capacity=capacity)
+    return selector

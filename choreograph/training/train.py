@@ -282,9 +282,10 @@ def train_from_traces(
             raise ConfigError(
                 "answer_workflow: leave out condition, stages, adapter_stages, workflow, kl_weight and kv_loss_weight"
             )
-        run = find(answer_workflow)
-        options = {key: value for key, value in settings["options"].items() if key in options_of(run)}
-        examples, checks = train_val_split(answer_examples(hf_model, run, loaded, options=options), validation, seed)
+        answer_run = find(answer_workflow)
+        options = {key: value for key, value in settings["options"].items() if key in options_of(answer_run)}
+        answers = answer_examples(hf_model, answer_run, loaded, options=options)
+        examples, checks = train_val_split(answers, validation, seed)
         report = train(hf_model, examples, checks, out, config, on_update=on_update)
         _write_usage(out, hf_model, workflow=answer_workflow)
         return report

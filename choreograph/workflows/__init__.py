@@ -1,8 +1,8 @@
-"""The papers' workflows, one file each. A workflow is a function `run(run, task, **options)`.
+"""Workflows of the papers, one file each, with a function `run(wf, task, **options)`.
 
-`find` looks a workflow up by the name of its file here, or by the path of a user's own file: adding one needs no
-registry. Beside `run`, a file may hold `CONDITIONS`, the ways in which it is compared (by default prefix mode with
-choreographed), and `TASK_KIND = "pair"` if a task is two examples.
+`find` returns a workflow by the name of its file here, or by the path of any Python file. Besides `run`,
+a file may define `CONDITIONS`, under which it is compared (by default prefix and choreographed mode),
+and `TASK_KIND = "pair"` if a task is two examples.
 """
 
 from .registry import conditions_of, find, names, source_modules, takes_pairs

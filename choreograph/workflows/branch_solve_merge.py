@@ -1,12 +1,11 @@
-"""Branch-Solve-Merge (Saha et al. 2024; Prompt Choreography, section 3.3): a story from many concepts, in two halves.
+"""Branch-Solve-Merge (Saha et al. 2024; Prompt Choreography §3.3): a story from many concepts.
 
-The branch step divides the concepts, two stories are written without sight of each other, and the merge step makes
-one story of both. `topology` places the two stories for the merge as in `multi_qa`.
+The branch step divides the concepts, two stories are written that do not attend to each other, and the
+merge step makes one story of both. `topology` places the two stories for the merge as in `multi_qa`.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from ..engine.message import Message
 from ..errors import ConfigError
@@ -29,7 +28,7 @@ MERGE = (
 
 
 def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial") -> Message:
-    """task: the concepts, as a list or separated by commas. The merged story, not read yet."""
+    """Write a story of all concepts of a task, a list or text separated by commas."""
     concepts = [c.strip() for c in task.split(",") if c.strip()] if isinstance(task, str) else list(task)
     if len(concepts) < 2:
         raise ConfigError("task: give two concepts or more, as a list or separated by commas")
@@ -40,14 +39,13 @@ def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial")
         prompt = wf.prefill("solve prompt", wf.user(SOLVE.format(concepts=", ".join(half))))
         stories.append(wf.decode("solve", wf.assistant("Story:"), [prompt]))
     merge = wf.prefill("merge prompt", wf.user(MERGE.format(concepts=", ".join(concepts))))
-    place: dict[str, Any] = {"offsets": topology_offsets(topology, [merge], stories)}
-    if topology == "parallel":
-        place["new_offset"] = merge.length + max(s.length for s in stories)
-    return wf.decode("merge", wf.assistant("Merged story:"), [merge, *stories], **place)
+    offsets = topology_offsets(topology, [merge], stories)
+    new_offset = merge.length + max(story.length for story in stories) if topology == "parallel" else None
+    return wf.decode("merge", wf.assistant("Merged story:"), [merge, *stories], offsets=offsets, new_offset=new_offset)
 
 
 def split_concepts(wf: WorkflowRun, concepts: list[str]) -> tuple[list[str], list[str]]:
-    """The model's division; where it cannot be read, the first half and the second."""
+    """Let the model divide the concepts; fall back to the first half and the second."""
     prompt = wf.prefill("branch prompt", wf.user(BRANCH.format(concepts=", ".join(concepts))))
     text = wf.decode("branch", wf.assistant("Group 1:"), [prompt]).text
     divided = parse_groups(re.sub(r"\bgroup 2\b", "Group 2", text, flags=re.IGNORECASE), concepts)

@@ -1,7 +1,8 @@
-"""Iterative multi-agent debate (Liang et al. 2024) as in Prompt Choreography, Figure 6: two sides and a moderator.
+"""Iterative multi-agent debate (Liang et al. 2024; Prompt Choreography, Figure 6): two sides, a moderator.
 
-Each side sees its own instructions and every earlier turn of both; the moderator may stop the debate after any round
-but the last, and says the answer at the end. A turn of the other side was encoded behind the other side's instructions.
+Each side attends to its own instructions and every earlier turn of both. Turns of the other side were
+computed after the other side's instructions. The moderator may stop the debate after any round but the
+last, and gives the answer.
 """
 
 from ..engine.message import Message
@@ -31,13 +32,13 @@ MODERATOR = (
     "round, judge whether one correct answer is settled.\n\nProblem: {task}"
 )
 
-SIDE_STOP_STRINGS = (*STOP_STRINGS, "\nAffirmative", "\nNegative")  # a side that goes on as the other
+SIDE_STOP_STRINGS = (*STOP_STRINGS, "\nAffirmative", "\nNegative")  # a side must not continue as the other
 
 FINAL = "The final answer is \\boxed{"
 
 
 def run(wf: WorkflowRun, task: str, *, rounds: int = 3, prompt: str = "worked") -> Message:
-    """The moderator's final answer."""
+    """Debate a problem; return the moderator's final answer."""
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
     styles = {"worked": FEW_SHOT_PROMPT, "plain": ZERO_SHOT_PROMPT}
@@ -62,7 +63,7 @@ def run(wf: WorkflowRun, task: str, *, rounds: int = 3, prompt: str = "worked") 
 
 
 def debate_is_over(wf: WorkflowRun, moderator: Message, debate: list[Message]) -> bool:
-    """Whether the moderator ends the debate early; a verdict that cannot be read does not."""
+    """Return whether the moderator ends the debate; False if the verdict cannot be parsed."""
     header = wf.assistant("Moderator: Do both sides agree on one answer? My verdict (yes or no):")
     verdict = first_yes_no(wf.decode("verdict", header, [moderator, *debate], max_tokens=16).text)
     if verdict is None:

@@ -1,7 +1,7 @@
-"""Parallel multi-agent debate (Du et al. 2024; Prompt Choreography, Figure 6): agents x rounds, then a majority.
+"""Parallel multi-agent debate (Du et al. 2024; Prompt Choreography, Figure 6): agents, rounds, a majority.
 
-In every later round an agent reads what the others answered in the round before, not what it said itself. What to do
-with those answers is said behind them, in the last turn before its own; in Figure 6 it stands before them.
+From the second round on, an agent attends to the other agents' last answers, not to its own. The
+instructions for them follow the answers; in Figure 6 they precede them.
 """
 
 from ..engine.message import Message
@@ -17,7 +17,7 @@ UPDATE = (
 
 
 def run(wf: WorkflowRun, task: str, *, agents: int = 3, rounds: int = 3, prompt: str = "worked") -> Message:
-    """The last answer of the first agent that is with the majority."""
+    """Debate a problem; return the answer of the first agent of the majority."""
     if agents < 1 or rounds < 1:
         raise ConfigError(f"agents={agents}, rounds={rounds}: use 1 or more of each")
     question = wf.prefill("question", wf.user(solve_prompt(task, prompt)))

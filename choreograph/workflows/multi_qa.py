@@ -1,7 +1,7 @@
-"""Two questions, one answer (Prompt Choreography, section 3.3, Figure 4): how much does blockage cost?
+"""Several questions, one answer (Prompt Choreography §3.3, Figure 4): the cost of blocked attention.
 
-In prefix mode the second question is read after the first. Choreographed, neither sees the other: `serial` still
-puts them one after the other, `parallel` puts both at the same place, so that neither comes first.
+In prefix mode the second question attends to the first. Choreographed, neither attends to the other:
+`serial` places one after the other, `parallel` places both at the same position.
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,25 @@ CONDITIONS = BASELINE | {name: Condition("choreographed", {"topology": name}) fo
 
 
 def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial") -> Message:
-    """task: the questions, as a list or one a line. The answer to all of them, not read yet."""
+    """Answer all questions of a task, a list or lines of text."""
     questions = [line for line in task.splitlines() if line.strip()] if isinstance(task, str) else list(task)
     if not questions:
         raise ConfigError("task: give one question or more, as a list or one a line")
     system = wf.prefill("system", wf.system(SYSTEM))
-    requested = [wf.prefill("question", wf.user(question), [system]) for question in questions]
+    question_messages = [wf.prefill("question", wf.user(question), [system]) for question in questions]
     closing = wf.prefill("closing", wf.user(CLOSING), [system])
-    offsets = topology_offsets(topology, [system], requested, [closing])
+    offsets = topology_offsets(topology, [system], question_messages, [closing])
     return wf.decode(
-        "answer", wf.assistant("Answers to all questions:\n-"), [system, *requested, closing], offsets=offsets
+        "answer", wf.assistant("Answers to all questions:\n-"), [system, *question_messages, closing], offsets=offsets
     )
 
 
 def topology_offsets(topology: str, *parts: Sequence[Message]) -> list[int | None]:
-    """Offsets of the parents in all parts. `serial`: one after the other; `parallel`: those of one part start together,
-    and the next part behind the longest of them."""
+    """Return the offsets of all parents.
+
+    "serial" places them one after the other. "parallel" lets the messages of one part start at the
+    same position, and the next part after the longest of them.
+    """
     if topology not in TOPOLOGIES:
         raise ConfigError(f"topology={topology!r}: use one of {TOPOLOGIES}")
     offsets: list[Any] = []

@@ -1,4 +1,4 @@
-"""Reads what models write: final answers, votes, decisions, lists. Pure; None where nothing can be read."""
+"""Parsers of generated text: final answers, votes, decisions, lists. They return None if nothing matches."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ _STATED_ANSWER = re.compile(
     r"(?:final answer|answer|result)\b[^\n]{0,40}?(?:\bis\b|:|=)\s*\**\s*(?P<value>[^\n]*)", re.IGNORECASE
 )
 
-_FORMULA = re.compile(  # dollars as pandoc reads them: in "$2 = $18" they are money
+_FORMULA = re.compile(  # dollar signs by pandoc's rules: amounts of money in "$2 = $18"
     r"\$(?=[^\s$])([^$\n]*?(?<=\S))\$(?!\d)|\$\s([^$\n]+)\s\$(?!\s*\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
 )
 
@@ -41,7 +41,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...}, braces inside it balanced."""
+    r"""Return the content of the last complete \boxed{...}, which may contain balanced braces."""
     result = None
     for start in _BOX.finditer(text):
         depth = 1
@@ -54,16 +54,19 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str, *, is_complete: bool = True) -> str | None:
-    """The answer that a solution ends with: boxed, or after "the answer is", or else the last expression or number of a
-    text that is whole (of one that was cut off, that would be some step on the way)."""
+    """Return the answer of a solution: boxed, after "the answer is", or its last expression or number.
+
+    Args:
+        is_complete: False for a truncated text, whose last expression is an intermediate step.
+    """
     result = boxed(text) or _stated_answer(text) or (_last_expression(text) if is_complete else None)
     return result if result and re.search(r"\w", result) else None
 
 
 def _stated_answer(text: str) -> str | None:
-    said = [m["value"].strip(_PUNCTUATION) for m in _STATED_ANSWER.finditer(text)]
-    if said and said[-1]:
-        bare = _REMARK.sub(r"\1", said[-1]).split(r"\boxed{")[-1].strip("$ ")
+    values = [match["value"].strip(_PUNCTUATION) for match in _STATED_ANSWER.finditer(text)]
+    if values and values[-1]:
+        bare = _REMARK.sub(r"\1", values[-1]).split(r"\boxed{")[-1].strip("$ ")
         for begin, end in ((r"\(", r"\)"), (r"\[", r"\]")):
             bare = bare.removeprefix(begin).removesuffix(end)
         return bare.strip(_PUNCTUATION) or None
@@ -71,7 +74,7 @@ def _stated_answer(text: str) -> str | None:
 
 
 def _last_expression(text: str) -> str | None:
-    """The last formula of the last line, or the last number of all."""
+    """Return the last formula of the last line, or the last number of the text."""
     last = (text.strip().splitlines() or [""])[-1]
     formulas = [next(filter(None, groups)).strip().rstrip(".,;") for groups in _FORMULA.findall(last)]
     if formulas:
@@ -81,13 +84,13 @@ def _last_expression(text: str) -> str | None:
 
 
 def majority(answers: Iterable[str | None]) -> str | None:
-    """The answer that most gave, the earliest of equals; in the form that `plain` compares."""
+    """Return the most frequent answer, normalized; the earliest of equally frequent ones."""
     counted = Counter(normalize_answer(a) for a in answers if a is not None)
     return max(counted, key=lambda a: counted[a], default=None)
 
 
 def normalize_answer(answer: str) -> str:
-    """An answer without what does not change it, for comparing answers of one problem with each other."""
+    """Remove units, spaces and markup that do not matter when answers of one problem are compared."""
     bare = re.sub(r"\\(?:left|right|,|!|;)|\$", "", answer).replace("{,}", ",")
     bare = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", bare).strip(_PUNCTUATION)
     bare = re.sub(r"\s", "", without_unit(without_thousands(bare))).strip(_PUNCTUATION)
@@ -96,23 +99,25 @@ def normalize_answer(answer: str) -> str:
 
 
 def without_unit(answer: str) -> str:
-    """The number alone of "12 dollars"; what a word makes another number (12 million) stays as it is."""
+    """Return 12 for "12 dollars"; words that change the number (12 million) stay."""
     return _UNIT.sub(r"\g<number>", answer)
 
 
 def without_thousands(text: str) -> str:
-    """5000 for 5,000."""
+    """Return 5000 for 5,000."""
     return _THOUSANDS.sub("", text)
 
 
 def first_choice(text: str, max_number: int) -> int | None:
-    """The first number in the text that is one of 1..most."""
+    """Return the first number from 1 to `max_number`."""
     return next((n for n in map(int, re.findall(r"\d{1,9}", text)) if 1 <= n <= max_number), None)
 
 
 def first_decision(text: str) -> str | None:
-    """`cooperate` or `defect`, whichever the text names first in any inflection; "not to defect" is the other one, and
-    "to cooperate or to defect" is none."""
+    """Return "cooperate" or "defect", the first in any inflection.
+
+    A negated one is the other; "to cooperate or to defect" is None.
+    """
     if _UNDECIDED.search(text):
         return None
     result = _DECISION.search(text)
@@ -123,18 +128,20 @@ def first_decision(text: str) -> str | None:
 
 
 def first_yes_no(text: str) -> bool | None:
-    """The first of these words."""
+    """Return True if the first of these words is "yes"."""
     return next(iter(all_yes_no(text)), None)
 
 
 def all_yes_no(text: str) -> list[bool]:
-    """Every yes, and every no, in order."""
+    """Return True for every "yes" and False for every "no", in order."""
     return [word.lower() == "yes" for word in re.findall(r"\b(?:yes|no)\b", text, re.IGNORECASE)]
 
 
 def parse_groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Two groups of the items from "Group 1: ... Group 2: ...": each item where it is named first, all of them
-    somewhere, no group empty; None otherwise."""
+    """Divide the items by "Group 1: ... Group 2: ...", each into the first group that names it.
+
+    Returns None unless every item is named and no group is empty.
+    """
     first, mark, second = text.partition("Group 2")
     if not mark:
         return None

@@ -1,9 +1,9 @@
-"""The Prisoner's Dilemma with private plans (Prompt Choreography, section 3.4): what leaks through an encoding?
+"""The Prisoner's Dilemma with private plans (Prompt Choreography §3.4): what leaks through the KV cache?
 
-Alice and Bob each plan in private, talk for two rounds, then decide. Alice's words are encoded behind her own
-instructions and plan; choreographed, Bob reads those very encodings. `leak` re-encodes what Bob hears from her:
-"system" with sight of her instructions but not her plan, "plan" the other way round (behind a bare opening), "none"
-with sight of that opening and the talk alone.
+Alice and Bob each plan in private, talk for two rounds, then decide. Alice's messages attend to her own
+instructions and plan; choreographed, Bob reuses their KV. `leak` recomputes them for Bob: with "system"
+they attend to her instructions but not to her plan, with "plan" to her plan after a neutral opening,
+with "none" to that opening and the talk only.
 """
 
 from ..engine.message import Message
@@ -23,7 +23,7 @@ STRATEGIES = {
     "defect": " Your strategy is to always defect.",
 }
 
-OPENING = "You are Alice."  # in place of her instructions, where those are not to be seen
+OPENING = "You are Alice."  # replaces her instructions unless they leak
 
 PLAN = "Think in private about how you will play, in two or three sentences. {other} does not see this."
 
@@ -38,8 +38,8 @@ LEAKS = ("both", "system", "plan", "none")
 NAMES = ("Alice", "Bob")
 
 CONDITIONS = BASELINE | {
-    name: Condition("choreographed", {"leak": leak}, replayed_stages=("Alice plans", "Bob plans"))
-    for name, leak in (("leak both", "both"), ("leak system", "system"), ("leak plan", "plan"), ("leak none", "none"))
+    f"leak {leak}": Condition("choreographed", {"leak": leak}, replayed_stages=("Alice plans", "Bob plans"))
+    for leak in LEAKS
 }
 
 
@@ -52,45 +52,48 @@ def run(
     leak: str = "both",
     rounds: int = 2,
 ) -> Message:
-    """task: who speaks first. orders: what else stands in Alice's instructions. Bob's decision, not read yet; findings
-    hold both decisions and Bob's prediction."""
+    """Play the game; record both decisions and Bob's prediction, and return Bob's decision.
+
+    Args:
+        task: the player who speaks first.
+        strategy: sentence of `STRATEGIES` in Alice's instructions.
+        orders: further text of Alice's instructions.
+        leak: one of `LEAKS`.
+        rounds: of talk.
+    """
     first = task.strip().capitalize()
-    for name, value, known in (("task", first, NAMES), ("strategy", strategy, STRATEGIES), ("leak", leak, LEAKS)):
-        if value not in known:
-            raise ConfigError(f"{name}={value!r}: use one of {list(known)}")
+    for name, value, allowed in (("task", first, NAMES), ("strategy", strategy, STRATEGIES), ("leak", leak, LEAKS)):
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r}: use one of {list(allowed)}")
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
-    order = NAMES if first == "Alice" else NAMES[::-1]
-    host_tokens = {"Alice": STRATEGIES[strategy] + (f"\n{orders}" if orders else ""), "Bob": ""}
-    private = {me: private_context(wf, me, other, host_tokens[me]) for me, other in _pairs()}
-    heard: dict[str, list[Message]] = {name: [] for name in NAMES}
+    private = {
+        "Alice": private_context(wf, "Alice", "Bob", STRATEGIES[strategy] + (f"\n{orders}" if orders else "")),
+        "Bob": private_context(wf, "Bob", "Alice", ""),
+    }
+    received: dict[str, list[Message]] = {name: [] for name in NAMES}
     for _ in range(rounds):
-        for me in order:
-            said = wf.decode(f"{me} says", wf.assistant(f"{me}:"), [*private[me], *heard[me]], max_tokens=48)
-            retold = (
-                reencode_for_bob(wf, said, leak, private["Alice"], heard) if me == "Alice" and leak != "both" else said
-            )
-            heard["Alice"].append(said)
-            heard["Bob"].append(retold)
-    requested = {(who, what): final_question(wf, what, who, [*private[who], *heard[who]]) for who, what in _questions()}
-    for (who, what), message in requested.items():
-        read = first_decision(message.text)
-        if read is None:
-            wf.record_parse_failure(f"{who} {what}")
-        wf.record(f"{who} {what}", read)
-    return requested["Bob", "decides"]
-
-
-def _pairs() -> tuple[tuple[str, str], ...]:
-    return NAMES, NAMES[::-1]
-
-
-def _questions() -> tuple[tuple[str, str], ...]:
-    return ("Alice", "decides"), ("Bob", "decides"), ("Bob", "predicts")
+        for player in NAMES if first == "Alice" else NAMES[::-1]:
+            context = [*private[player], *received[player]]
+            message = wf.decode(f"{player} says", wf.assistant(f"{player}:"), context, max_tokens=48)
+            recompute = player == "Alice" and leak != "both"
+            for_bob = recompute_for_bob(wf, message, leak, private["Alice"], received) if recompute else message
+            received["Alice"].append(message)
+            received["Bob"].append(for_bob)
+    answers = {
+        (player, action): final_question(wf, action, player, [*private[player], *received[player]])
+        for player, action in (("Alice", "decides"), ("Bob", "decides"), ("Bob", "predicts"))
+    }
+    for (player, action), message in answers.items():
+        decision = first_decision(message.text)
+        if decision is None:
+            wf.record_parse_failure(f"{player} {action}")
+        wf.record(f"{player} {action}", decision)
+    return answers["Bob", "decides"]
 
 
 def private_context(wf: WorkflowRun, player: str, opponent: str, extra_instructions: str) -> list[Message]:
-    """What one player alone sees: instructions with what else it is told, a plan, and the call to talk."""
+    """Return what one player alone attends to: instructions, plan and the call to talk."""
     names = {"me": player, "other": opponent}
     system = wf.prefill(f"{player} system", wf.system(RULES.format(**names) + extra_instructions))
     think = wf.prefill("plan prompt", wf.user(PLAN.format(**names)), [system])
@@ -99,27 +102,25 @@ def private_context(wf: WorkflowRun, player: str, opponent: str, extra_instructi
     return [system, think, plan, talk]
 
 
-def reencode_for_bob(
+def recompute_for_bob(
     wf: WorkflowRun, message: Message, leak: str, private: list[Message], received: dict[str, list[Message]]
 ) -> Message:
-    """Alice's words once more for Bob, at the place where she said them, with sight of less."""
+    """Recompute Alice's message for Bob at the same position, with less context."""
     system, _, plan, _ = private
-    seen = [system if leak == "system" else wf.prefill("opening", wf.system(OPENING))]
-    places = {m.id: at for m, at in zip(message.parents, message.offsets, strict=True)}
+    parents = [system if leak == "system" else wf.prefill("opening", wf.system(OPENING))]
     offsets = [0]
-    if leak == "plan":  # a copy of her plan that was made without sight of her instructions
-        seen.append(wf.prefill("plan retold", plan.tokens, seen, new_offset=plan.position))
+    if leak == "plan":  # a copy that does not attend to her instructions
+        parents.append(wf.prefill("plan retold", plan.tokens, parents, new_offset=plan.position))
         offsets.append(plan.position)
-    talked = zip(received["Alice"], received["Bob"], strict=True)
-    parents = seen + [host_tokens for _, host_tokens in talked]
-    offsets += [places[own.id] for own in received["Alice"]]
+    positions = {parent.id: offset for parent, offset in zip(message.parents, message.offsets, strict=True)}
+    parents += received["Bob"]
+    offsets += [positions[own.id] for own in received["Alice"]]
     return wf.prefill("retold", message.tokens, parents, offsets=offsets, new_offset=message.position)
 
 
 def final_question(wf: WorkflowRun, action: str, player: str, context: list[Message]) -> Message:
-    """One question at the end: what the player decides, or what it thinks that the other will do."""
+    """Ask what the player decides, or predicts that the other will do."""
     other = NAMES[player == "Alice"]
-    text = (DECIDE if action == "decides" else PREDICT).format(me=player, other=other)
-    question = wf.prefill(f"{action} prompt", wf.user(text), context)
-    header = f"{player} will" if action == "decides" else f"{other} will"
-    return wf.decode(f"{player} {action}", wf.assistant(header), [*context, question], max_tokens=8)
+    prompt, subject = (DECIDE, player) if action == "decides" else (PREDICT, other)
+    question = wf.prefill(f"{action} prompt", wf.user(prompt.format(me=player, other=other)), context)
+    return wf.decode(f"{player} {action}", wf.assistant(f"{subject} will"), [*context, question], max_tokens=8)

@@ -1,4 +1,4 @@
-"""Runs one workflow and says what it cost: per stage, time to first token and tokens encoded or reused."""
+"""Run a workflow and measure it by stage: time to first token, tokens computed and reused."""
 
 import inspect
 import json
@@ -18,12 +18,13 @@ from ..errors import ConfigError, DataError, InvalidRequestError
 from ..outputs import BASE_MODEL, MODES, Mode
 from ..sampling_params import SamplingParams
 
-WorkflowFunction = Callable[..., Message]
-Transcript = Mapping[str, list[list[int]]]
+WorkflowFunction = Callable[..., Message]  # run(wf, task, **options)
+
+Transcript = Mapping[str, list[list[int]]]  # generated token ids of each decode, by stage in order
 
 
 class StageCall(NamedTuple):
-    """One call of a performance: the name of its stage, and the message."""
+    """One prefill or decode of a workflow."""
 
     stage: str
     message: Message
@@ -31,38 +32,35 @@ class StageCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to run a workflow. The content of the stages in `copies` is taken from the run of the first condition.
-    model: what computes it, "base" or an adapter of the engine. readers: the stages whose decodes alone that adapter
-    computes, with the prefills that see them, reading what the base encoded (nothing can be read in the other modes,
-    which encode whole prompts); all that there is if none is named."""
+    """One way to run a workflow."""
 
     mode: Mode
-    options: Mapping[str, Any] = field(default_factory=dict)
-    replayed_stages: tuple[str, ...] = ()
-    model: str = BASE_MODEL
-    adapter_stages: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the workflow
+    replayed_stages: tuple[str, ...] = ()  # stages whose content is copied from the run of the first condition
+    model: str = BASE_MODEL  # model that computes: "base" or an adapter
+    adapter_stages: tuple[str, ...] = ()  # decodes that the adapter computes from the base's KV; (): all calls
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"mode={self.mode!r}: use one of {MODES}")
         if self.adapter_stages and self.mode != "choreographed":
             raise ConfigError(
-                f"adapter_stages={self.adapter_stages} in {self.mode} mode, which shares no encodings: leave them out"
+                f"adapter_stages={self.adapter_stages} in {self.mode} mode, which reuses no messages: leave them out"
             )
 
     def check_adapter_stages(self, decoded_stages: Iterable[str]) -> None:
-        """Raises ConfigError for a reader that is none of the stages that said something."""
-        known = sorted(set(decoded_stages))
-        if missing := sorted(set(self.adapter_stages) - set(known)):
-            raise ConfigError(f"adapter_stages {missing}: use stages that decode, {known}")
+        """Raise ConfigError if an adapter stage is none of the decoded stages."""
+        stages = sorted(set(decoded_stages))
+        if missing := sorted(set(self.adapter_stages) - set(stages)):
+            raise ConfigError(f"adapter_stages {missing}: use stages that decode, {stages}")
 
     @property
     def base_or_adapter(self) -> str:
-        """What computes everything but the readers."""
+        """Model of the session, which computes everything but the adapter stages."""
         return BASE_MODEL if self.adapter_stages else self.model
 
     def adapter_kwargs(self) -> dict[str, Any]:
-        """What a `Performance` wants to know of it."""
+        """Return the arguments for `WorkflowRun`."""
         return {"model": self.model, "adapter_stages": self.adapter_stages} if self.adapter_stages else {}
 
 
@@ -72,9 +70,15 @@ DEFAULT_CONDITIONS = BASELINE | {"choreographed": Condition("choreographed")}
 
 
 class WorkflowRun(ChatTurns):
-    """forced: per stage, the generated tokens of an earlier run in order. on_step hears of every new call. model: what
-    decodes the stages in `readers`, from encodings as they are, and prefills what sees them; the session's model does
-    everything else."""
+    """One run of a workflow: the session's calls under the names of stages, and what was recorded.
+
+    Args:
+        sampling: default of all decodes.
+        replay: transcript of an earlier run, whose stages are repeated.
+        model: decodes the `adapter_stages`, reusing the session model's KV as it is, and prefills
+            what attends to them.
+        adapter_stages: stages that `model` decodes.
+    """
 
     def __init__(
         self,
@@ -82,70 +86,62 @@ class WorkflowRun(ChatTurns):
         *,
         sampling: SamplingParams | None = None,
         replay: Transcript | None = None,
-        on_call: Callable[[StageCall], None] | None = None,
         model: str = BASE_MODEL,
         adapter_stages: Iterable[str] = (),
     ) -> None:
         self.session = session
         self.sampling = sampling or SamplingParams(temperature=0.7, top_p=0.95)
         self.calls: list[StageCall] = []
-        self.parse_failures: Counter[str] = Counter()
-        self.outputs: dict[str, Any] = {}
+        self.parse_failures: Counter[str] = Counter()  # by stage
+        self.outputs: dict[str, Any] = {}  # recorded values by name, as JSON
         self._replay: Transcript = {} if replay is None else replay
-        self._num_decodes: defaultdict[str, int] = defaultdict(int)
-        self._on_call = on_call
+        self._num_decodes: Counter[str] = Counter()  # by stage
         self._adapter_stages = frozenset(adapter_stages)
         self._adapter_options: dict[str, Any] = {"model": model, "kv_reuse": "reuse"}
-        self._adapter_message_ids: set[int] = set()  # the messages that the readers' model made
-
-    # -- calls --------------------------------------------------------------------------------------------
+        self._adapter_message_ids: set[int] = set()  # messages that the adapter computes
 
     @overload
     def prefill(self, stage: str, tokens: list[dict[str, Any]]) -> list[Message]: ...
     @overload
     def prefill(self, stage: str, tokens: PromptInput, parents: Iterable[Message] = (), **options: Any) -> Message: ...
     def prefill(self, stage, tokens, parents=(), **options):
-        """`Session.prefill` under the name of a stage. A list of calls is a list of messages of that stage."""
-        made = [self._prefill_args(**call) for call in _as_batch("tokens", tokens, {"parents": parents, **options})]
-        messages = self.session.prefill([call for call, _ in made])
-        noted = [self._record_call(stage, message, reads) for message, (_, reads) in zip(messages, made, strict=True)]
-        return noted if is_batch(tokens) else noted[0]
-
-    def _prefill_args(self, parents: Iterable[Message] = (), **options: Any) -> tuple[dict[str, Any], bool]:
-        """The call of the session, and whether it sees what the readers' model made."""
-        parents = list(parents) if isinstance(parents, Iterable) else parents
-        reads = isinstance(parents, list) and any(
-            getattr(parent, "id", None) in self._adapter_message_ids for parent in parents
-        )
-        return {**(self._adapter_options if reads else {}), "parents": parents, **options}, reads
+        """Call `Session.prefill` for a stage; a list of calls returns a list of messages."""
+        requests, uses_adapter = [], []
+        for call in _as_batch("tokens", tokens, {"parents": parents, **options}):
+            visible = call.get("parents", ())
+            visible = list(visible) if isinstance(visible, Iterable) else visible  # the session refuses others
+            uses_adapter.append(
+                isinstance(visible, list) and any(getattr(p, "id", None) in self._adapter_message_ids for p in visible)
+            )
+            requests.append({**(self._adapter_options if uses_adapter[-1] else {}), **call, "parents": visible})
+        messages = self.session.prefill(requests)
+        for message, is_adapter in zip(messages, uses_adapter, strict=True):
+            self._record_call(stage, message, is_adapter)
+        return messages if is_batch(tokens) else messages[0]
 
     @overload
     def decode(self, stage: str, header: list[dict[str, Any]]) -> list[Message]: ...
     @overload
-    def decode(
-        self,
-        stage: str,
-        header: PromptInput,
-        parents: Iterable[Message] = (),
-        *,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        sampling: SamplingParams | None = None,
-        **options: Any,
-    ) -> Message: ...
+    def decode(self, stage: str, header: PromptInput, parents: Iterable[Message] = (), **options: Any) -> Message: ...
     def decode(self, stage, header, parents=(), **options):
-        """`Session.decode` under the name of a stage; repeats the earlier run's content if there is one.
+        """Call `Session.decode` for a stage, or repeat the replayed content.
 
-        most: a limit of tokens for a short message, below the one of the performance. stop: strings that end it. A list
-        of calls, each with these arguments, is a list of messages of that stage.
+        Args:
+            header: as in `Session.decode`, or a list of calls, which returns a list of messages.
+            options: those of `Session.decode`; `max_tokens`, a limit below that of the run; `stop`,
+                additional stop strings.
         """
-        first, reads = self._num_decodes[stage], stage in self._adapter_stages
+        uses_adapter = stage in self._adapter_stages
         calls = _as_batch("header", header, {"parents": parents, **options})
-        made = [self._decode_args(stage, number, **call) for number, call in enumerate(calls, first)]
-        messages = self.session.decode([{**(self._adapter_options if reads else {}), **call} for call in made])
+        requests = [
+            {**(self._adapter_options if uses_adapter else {}), **self._decode_args(stage, number, **call)}
+            for number, call in enumerate(calls, self._num_decodes[stage])
+        ]
+        messages = self.session.decode(requests)
         self._num_decodes[stage] += len(messages)
-        noted = [self._record_call(stage, message, reads) for message in messages]
-        return noted if is_batch(header) else noted[0]
+        for message in messages:
+            self._record_call(stage, message, uses_adapter)
+        return messages if is_batch(header) else messages[0]
 
     def _decode_args(
         self,
@@ -158,121 +154,106 @@ class WorkflowRun(ChatTurns):
         sampling: SamplingParams | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """The call of the session that makes message `number` of a stage."""
+        """Return the session's arguments for the stage's decode of this number."""
         if sampling is None:
             sampling = self.sampling
-        elif sampling.logprobs is None:  # what is to be kept of every decode is the performance's to say
+        elif sampling.logprobs is None:  # the run decides what is kept of every decode
             sampling = replace(sampling, logprobs=self.sampling.logprobs)
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
         if stop:
             sampling = replace(sampling, stop=(*sampling.stop, *((stop,) if isinstance(stop, str) else stop)))
-        forced = self._replayed(stage, number)
-        return {**options, "sampling": sampling} | ({} if forced is None else {"forced_tokens": forced})
+        options["sampling"] = sampling
+        if stage in self._replay:
+            replayed = self._replay[stage]
+            if number >= len(replayed):
+                raise DataError(
+                    f"stage {stage!r}: the transcript has {len(replayed)} messages, the workflow takes more"
+                )
+            options["forced_tokens"] = replayed[number]
+        return options
 
-    def _replayed(self, stage: str, number: int) -> list[int] | None:
-        """What message `number` of a stage repeats, if it does."""
-        if stage not in self._replay:
-            return None
-        known = self._replay[stage]
-        if number >= len(known):
-            raise DataError(
-                f"stage {stage!r}: the content to repeat holds {len(known)} messages, the workflow takes more"
-            )
-        return known[number]
+    def _record_call(self, stage: str, message: Message, uses_adapter: bool) -> None:
+        self.calls.append(StageCall(stage, message))
+        if uses_adapter:
+            self._adapter_message_ids.add(message.id)
 
     def was_truncated(self, message: Message) -> bool:
-        """Whether the limit of tokens ended a message, or the one that it repeats."""
-        repeats = message.finish_reason == "forced"
-        return message.finish_reason == "length" or (
-            repeats and len(message.output_token_ids) >= self.sampling.max_tokens
+        """Return whether the token limit ended a message, or the message that it repeats."""
+        repeats_truncated = (
+            message.finish_reason == "forced" and len(message.output_token_ids) >= self.sampling.max_tokens
         )
+        return message.finish_reason == "length" or repeats_truncated
 
     def record_parse_failure(self, stage: str) -> None:
-        """Counts an output that the workflow could not read."""
+        """Count an output that the workflow could not parse."""
         self.parse_failures[stage] += 1
 
     def record(self, name: str, value: Any) -> None:
-        """What the workflow found out besides its answer, as JSON: a decision, the round in which it stopped."""
+        """Keep a result besides the answer, such as a decision; it must be JSON."""
         try:
             json.dumps(value)
         except (TypeError, ValueError) as exc:
-            raise DataError(f"note {name!r}: {value!r:.60} is no JSON ({exc}): note numbers, texts, lists") from None
+            raise DataError(f"note {name!r}: {value!r:.60} is no JSON ({exc}): use numbers, strings, lists") from None
         self.outputs[name] = value
 
-    def transcript(self) -> dict[str, list[list[int]]]:
-        """What every decode generated, per stage in order: the `forced` of another performance."""
+    def transcript(self) -> Transcript:
+        """Return the generated tokens of every decode by stage, for `replay`."""
         content: defaultdict[str, list[list[int]]] = defaultdict(list)
         for stage, message in self.calls:
             if message.kind == "decode":
                 content[stage].append(message.output_token_ids)
         return dict(content)
 
-    def _record_call(self, stage: str, message: Message, uses_adapter: bool) -> Message:
-        if uses_adapter:
-            self._adapter_message_ids.add(message.id)
-        step = StageCall(stage, message)
-        self.calls.append(step)
-        if self._on_call is not None:
-            self._on_call(step)
-        return message
 
-
-def _as_batch(arg_name: str, calls: Any, shared_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The calls of a list, or the one call. What stands beside a list would be lost, so it is refused."""
+def _as_batch(first_arg: str, calls: Any, shared_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a list of calls; refuse arguments alongside a list, which would be ignored."""
     if not is_batch(calls):
-        return [{arg_name: calls, **shared_args}]
+        return [{first_arg: calls, **shared_args}]
     for name, value in shared_args.items():
-        if value is not None and not (isinstance(value, tuple) and not value):
+        if value is not None and value != ():
             raise InvalidRequestError(f"{name}={value!r} beside a list of calls: put it into each call")
     return list(calls)
 
 
 @dataclass(frozen=True)
 class StageMetrics:
-    """Means and sums over the calls of one stage; ttft in seconds, None for a stage without decodes."""
+    """Means and sums over the calls of one stage."""
 
     stage: str
     calls: int
-    ttft: float | None
-    encoded: int
-    cached: int
-    generated: int
+    ttft: float | None  # mean seconds; None without decodes
+    encoded: int  # tokens computed
+    cached: int  # tokens reused
+    generated: int  # tokens
 
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """One run of a workflow, `seconds` end to end. ttft is the mean over every decode, step_ttft over steps: decodes
-    that run side by side are one.
-    """
+    """Cost of one run of a workflow."""
 
     mode: Mode
-    seconds: float
-    ttft: float | None
-    step_ttft: float | None
+    seconds: float  # end to end
+    ttft: float | None  # mean seconds over all decodes
+    step_ttft: float | None  # mean seconds over groups of parallel decodes
     stages: list[StageMetrics]
-    steps: int
-
-    @property
-    def encoded(self) -> int:
-        return sum(stage.encoded for stage in self.stages)
-
-    @property
-    def cached(self) -> int:
-        return sum(stage.cached for stage in self.stages)
+    steps: int  # of the engine
+    encoded: int  # tokens computed
+    cached: int  # tokens reused
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"encoded": self.encoded, "cached": self.cached}
+        """Return all metrics as JSON."""
+        return asdict(self)
 
 
 @dataclass
 class WorkflowResult:
-    """A finished run: the performance with its messages (their session is closed), the answer, the cost."""
+    """A finished run; its session is closed."""
 
-    run: "WorkflowRun"
+    run: WorkflowRun
     answer: Message
     metrics: RunMetrics
-    artifact: Any = None
+    artifact: Any = None  # result of `on_finish`
 
 
 def run_workflow(
@@ -285,115 +266,109 @@ def run_workflow(
     adapter_stages: Iterable[str] = (),
     seed: int | None = 0,
     sampling: SamplingParams | None = None,
-    replay: Mapping[str, list[list[int]]] | None = None,
+    replay: Transcript | None = None,
     options: Mapping[str, Any] | None = None,
-    on_call: Callable[[StageCall], None] | None = None,
     on_text: Callable[[str], None] | None = None,
     on_finish: Callable[[list[StageCall]], Any] | None = None,
 ) -> WorkflowResult:
-    """Runs a workflow to its end. model, readers: as in `Condition`. on_text streams the answer; look sees the messages
-    before they are released."""
+    """Run a workflow to its end.
+
+    Args:
+        model: as in `Condition`, like `mode` and `adapter_stages`.
+        sampling: as in `WorkflowRun`, like `replay`.
+        options: of the workflow.
+        on_text: called with each piece of the answer as it is generated.
+        on_finish: called with all calls before their messages are released.
+    """
     check_options(workflow, options or {})
-    steps = engine.core.num_steps
+    first_step = engine.core.num_steps
     condition = Condition(mode, model=model, adapter_stages=tuple(adapter_stages))
     with engine.session(mode=mode, seed=seed, model=condition.base_or_adapter) as session:
-        performance = WorkflowRun(
-            session, sampling=sampling, replay=replay, on_call=on_call, **condition.adapter_kwargs()
-        )
-        began = time.perf_counter()
-        answer = call_workflow(workflow, performance, task, options or {})
+        wf = WorkflowRun(session, sampling=sampling, replay=replay, **condition.adapter_kwargs())
+        start = time.perf_counter()
+        answer = call_workflow(workflow, wf, task, options or {})
         for piece in answer.stream():
             if on_text is not None:
                 on_text(piece)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         engine.run_until_idle()
-        condition.check_adapter_stages(performance.transcript())
-        picture = on_finish(performance.calls) if on_finish is not None else None
-        ttfts = [t for step in performance.calls if (t := step.message.timing.ttft) is not None]
-        cost = RunMetrics(
+        condition.check_adapter_stages(wf.transcript())
+        by_stage: dict[str, list[Message]] = {}
+        for stage, message in wf.calls:
+            by_stage.setdefault(stage, []).append(message)
+        stages = [_stage_metrics(stage, messages) for stage, messages in by_stage.items()]
+        metrics = RunMetrics(
             mode=mode,
             seconds=seconds,
-            ttft=fmean(ttfts) if ttfts else None,
-            step_ttft=fmean(means) if (means := ttft_by_parallel_group(performance.calls)) else None,
-            stages=stage_metrics(performance.calls),
-            steps=engine.core.num_steps - steps,
+            ttft=_mean_ttft(message for _, message in wf.calls),
+            step_ttft=_mean(_mean_ttft(message for _, message in group) for group in parallel_groups(wf.calls)),
+            stages=stages,
+            steps=engine.core.num_steps - first_step,
+            encoded=sum(metrics.encoded for metrics in stages),
+            cached=sum(metrics.cached for metrics in stages),
         )
-        return WorkflowResult(performance, answer, cost, picture)
+        return WorkflowResult(wf, answer, metrics, None if on_finish is None else on_finish(wf.calls))
 
 
-def call_workflow(workflow: WorkflowFunction, run: WorkflowRun, task: Any, options: Mapping[str, Any]) -> Message:
-    """The answer of a workflow, which has to be a message. Raises ConfigError for anything else."""
-    answer = workflow(run, task, **options)
+def call_workflow(workflow: WorkflowFunction, wf: WorkflowRun, task: Any, options: Mapping[str, Any]) -> Message:
+    """Return a workflow's answer; raise ConfigError if it is no message."""
+    answer = workflow(wf, task, **options)
     if not isinstance(answer, Message):
         raise ConfigError(f"the workflow returned {answer!r:.60}: return the message of its answer, not its text")
     return answer
 
 
-def ttft_by_parallel_group(calls: Iterable[StageCall]) -> list[float]:
-    """The mean time to first token of every step."""
-    times = [[s.message.timing.ttft for s in group] for group in parallel_groups(calls)]
-    return [fmean(t for t in some if t is not None) for some in times if any(t is not None for t in some)]
-
-
-def parallel_groups(calls: Iterable[StageCall]) -> list[list[StageCall]]:
-    """Decodes by step: those of one stage in a row, none of which sees another of them."""
-    groups: list[list[StageCall]] = []
-    for step in (s for s in calls if s.message.kind == "decode"):
-        last = groups[-1] if groups else []
-        seen = any(one.message in step.message.parents for one in last)
-        if last and last[0].stage == step.stage and not seen:
-            last.append(step)
-        else:
-            groups.append([step])
-    return groups
-
-
-def stage_metrics(calls: Iterable[StageCall]) -> list[StageMetrics]:
-    """Costs by stage, in the order in which stages began."""
-    stages: dict[str, list[Message]] = {}
-    for stage, message in calls:
-        stages.setdefault(stage, []).append(message)
-    return [_stage_metrics(stage, messages) for stage, messages in stages.items()]
-
-
 def _stage_metrics(stage: str, messages: list[Message]) -> StageMetrics:
-    ttfts = [m.timing.ttft for m in messages if m.timing.ttft is not None]
     return StageMetrics(
         stage=stage,
         calls=len(messages),
-        ttft=fmean(ttfts) if ttfts else None,
-        encoded=sum(m.usage.computed_tokens for m in messages),
-        cached=sum(m.usage.cached_tokens for m in messages),
-        generated=sum(m.usage.completion_tokens for m in messages),
+        ttft=_mean_ttft(messages),
+        encoded=sum(message.usage.computed_tokens for message in messages),
+        cached=sum(message.usage.cached_tokens for message in messages),
+        generated=sum(message.usage.completion_tokens for message in messages),
     )
 
 
+def _mean_ttft(messages: Iterable[Message]) -> float | None:
+    return _mean(message.timing.ttft for message in messages)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
+
+
+def parallel_groups(calls: Iterable[StageCall]) -> list[list[StageCall]]:
+    """Group consecutive decodes of one stage of which none attends to another."""
+    groups: list[list[StageCall]] = []
+    for call in calls:
+        if call.message.kind != "decode":
+            continue
+        group = groups[-1] if groups else []
+        depends = any(other.message in call.message.parents for other in group)
+        if group and group[0].stage == call.stage and not depends:
+            group.append(call)
+        else:
+            groups.append([call])
+    return groups
+
+
 def check_options(workflow: WorkflowFunction, options: Mapping[str, Any]) -> None:
-    """An option that the workflow does not have is an error that lists those it has; so is one of another type than its
-    default, where that says one. A workflow with `**options` takes any."""
-    known, taken, open_ended = _parameters(workflow)
+    """Raise ConfigError for an option that the workflow lacks, or of another type than its default."""
+    signature = inspect.signature(workflow)
     for name, value in options.items():
-        if name in taken or not (name in known or open_ended):
-            raise ConfigError(f"option {name!r}: the workflow has {list(known) or 'none'}")
-        default = known.get(name)
+        try:
+            signature.bind_partial(None, None, **{name: value})
+        except TypeError:
+            raise ConfigError(f"option {name!r}: the workflow has {options_of(workflow) or 'none'}") from None
+        default = signature.parameters[name].default if name in signature.parameters else None
         expected = (int, float) if type(default) is float else type(default)
-        plain = type(default) in (bool, int, float, str)
-        if plain and (not isinstance(value, expected) or isinstance(value, bool) != isinstance(default, bool)):
+        is_typed = type(default) in (bool, int, float, str)
+        if is_typed and (not isinstance(value, expected) or isinstance(value, bool) != isinstance(default, bool)):
             raise ConfigError(f"option {name}={value!r}: use a value like its default, {default!r}")
 
 
 def options_of(workflow: WorkflowFunction) -> list[str]:
-    """The names of the options that a workflow names."""
-    return list(_parameters(workflow)[0])
-
-
-def _parameters(workflow: WorkflowFunction) -> tuple[dict[str, Any], set[str], bool]:
-    """The options of a workflow with their defaults, the names of what is given by place, the performance and the task,
-    and whether it takes other options too."""
-    every = inspect.signature(workflow).parameters.values()
-    placed = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in placed[2:] if p.kind is p.POSITIONAL_OR_KEYWORD] + [
-        p for p in every if p.kind is p.KEYWORD_ONLY
-    ]
-    taken = {p.name for p in placed[:2] if p.kind is p.POSITIONAL_OR_KEYWORD}
-    return {p.name: p.default for p in named}, taken, any(p.kind is p.VAR_KEYWORD for p in every)
+    """Return the names of a workflow's options."""
+    _, _, *options = inspect.signature(workflow).parameters.values()
+    return [option.name for option in options if option.kind in (option.POSITIONAL_OR_KEYWORD, option.KEYWORD_ONLY)]

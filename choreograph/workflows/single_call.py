@@ -1,4 +1,4 @@
-"""One call, no workflow: what every other choreography is compared with (Prompt Choreography, section 4.1)."""
+"""One call, the baseline of every other workflow (Prompt Choreography §4.1)."""
 
 from ..engine.message import Message
 from ..errors import ConfigError
@@ -22,17 +22,21 @@ ZERO_SHOT_PROMPT = (
     "Solve the problem step by step. Explain your reasoning and put the final answer in \\boxed{{}}.\n\nProblem: {task}"
 )
 
-STOP_STRINGS = ("\nProblem", "\nSolution")  # a small model goes on with the example's next problem
+STOP_STRINGS = ("\nProblem", "\nSolution")  # small models continue with another problem after the example's
 
 
 def run(wf: WorkflowRun, task: str, *, prompt: str = "worked") -> Message:
-    """The answer, not read yet. prompt: "worked" shows an example of short steps, "plain" lets the model be long."""
-    exc = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
-    return wf.decode("answer", wf.assistant("Solution:\n"), [exc], stop=STOP_STRINGS)
+    """Solve a problem in one call.
+
+    Args:
+        prompt: "worked" shows an example of short steps, "plain" does not.
+    """
+    problem = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
+    return wf.decode("answer", wf.assistant("Solution:\n"), [problem], stop=STOP_STRINGS)
 
 
 def solve_prompt(task: str, prompt: str) -> str:
-    """The request for a solution, in one of two styles."""
+    """Return the request for a solution in one of two styles."""
     styles = {"worked": FEW_SHOT_PROMPT, "plain": ZERO_SHOT_PROMPT}
     if prompt not in styles:
         raise ConfigError(f"prompt={prompt!r}: use one of {list(styles)}")

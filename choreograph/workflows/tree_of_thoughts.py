@@ -1,7 +1,7 @@
-"""Tree of Thoughts (Yao et al. 2023) as in Prompt Choreography, Figure 6: branches, votes, an answer from the best.
+"""Tree of Thoughts (Yao et al. 2023; Prompt Choreography, Figure 6): branches, votes, an answer from the best.
 
-Every voter sees all branches behind its own instructions: branches that were decoded independently of each
-other and stand there at positions where they were not encoded.
+Every voter attends to all branches after its own instructions. The branches were decoded independently
+and are placed at other positions than where they were computed.
 """
 
 from collections import Counter
@@ -24,22 +24,22 @@ ANSWER = (
 
 
 def run(wf: WorkflowRun, task: str, *, branches: int = 8, voters: int = 4, prompt: str = "worked") -> Message:
-    """The final answer, not read yet."""
+    """Solve a problem in several branches and answer from the one with most votes."""
     if branches < 1 or voters < 1:
         raise ConfigError(f"branches={branches}, voters={voters}: use 1 or more of each")
-    exc = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
+    problem = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
     headers = [wf.assistant(f"Solution {i + 1}:\n") for i in range(branches)]
-    solutions = [wf.decode("solve", header, [exc], stop=STOP_STRINGS) for header in headers]
+    solutions = [wf.decode("solve", header, [problem], stop=STOP_STRINGS) for header in headers]
     instructions = wf.prefill("vote prompt", wf.user(VOTE.format(task=task)))
-    question = wf.prefill("answer prompt", wf.user(ANSWER.format(task=task)))  # encoded while branches decode
-    header, seen = wf.assistant("The best solution is number"), [instructions, *solutions]
-    votes = [wf.decode("vote", header, seen, max_tokens=16) for _ in range(voters)]  # a number is all that is asked for
+    question = wf.prefill("answer prompt", wf.user(ANSWER.format(task=task)))  # computed while branches decode
+    header, context = wf.assistant("The best solution is number"), [instructions, *solutions]
+    votes = [wf.decode("vote", header, context, max_tokens=16) for _ in range(voters)]
     best = solutions[count_votes(wf, [vote.text for vote in votes], branches)]
     return wf.decode("answer", wf.assistant("Final answer:"), [question, best])
 
 
 def count_votes(wf: WorkflowRun, votes: list[str], branches: int) -> int:
-    """The index with most votes, the lowest of equals; the first one where no vote can be read."""
+    """Return the index with most votes: the lowest of equals, 0 if no vote can be parsed."""
     counted: Counter[int] = Counter()
     for text in votes:
         number = first_choice(text, branches)

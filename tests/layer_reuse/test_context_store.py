@@ -78,7 +78,7 @@ def test_what_was_stored_outlives_its_session(engine):
 def test_what_is_not_there_is_said(engine):
     with ContextStore(engine) as store, engine.session() as session:
         name = store.store_kv(session.prefill(CONTEXT))
-        with pytest.raises(InvalidRequestError, match="'math' has not encoded it; \\('base',\\) has"):
+        with pytest.raises(InvalidRequestError, match=r"not computed by 'math', but by \('base',\)"):
             store.fetch_kv(name, "math", 0)
         with pytest.raises(InvalidRequestError, match=r"inputs of layers \[2\]"):
             store.fetch_hidden(name, "base", 1)
@@ -123,7 +123,7 @@ def test_a_models_place_is_for_what_it_encoded_alone(engine):
             for deep in (message, session.prefill([8], [message])):
                 for keep in (store.store_kv, store.store_hidden):
                     with pytest.raises(
-                        InvalidRequestError, match=r"sees what 'math' did not compute.*kv_reuse='recompute'"
+                        InvalidRequestError, match=r"attends to KV that 'math' did not compute.*kv_reuse='recompute'"
                     ):
                         keep(deep)
         own = session.prefill([7], [text])

@@ -82,7 +82,7 @@ def test_what_arrives_is_what_the_sender_has(tmp_path):
             alone = session.decode([7], [session.prefill(CONTEXT[1:])], sampling=GREEDY)
             assert values(session.decode([7], [unknown], sampling=GREEDY)) == values(alone)
             why = [event.data["why"] for event in engine.events.recent if event.kind == "recomputed"]
-            assert len(why) == 1 and "has not encoded it" in str(why[0])
+            assert len(why) == 1 and "is not computed by" in str(why[0])
             moved = link.partial_prefill(session, CONTEXT, PATTERN, new_offset=20)
             expected = session.decode([7], [first], offsets=[20], sampling=GREEDY)
             assert values(session.decode([7], [moved], offsets=[20], sampling=GREEDY)) == pytest.approx(
