@@ -3,14 +3,15 @@
 import copy
 
 import pytest
+from helpers import tiny_models
 from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from choreograph import SamplingParams, Turn
+from choreograph import Engine, SamplingParams, Turn
 from choreograph.engine.text import ChatTemplate
-from choreograph.errors import ConfigError, InvalidTokensError
+from choreograph.errors import ConfigError, InvalidTokensError, SamplingError
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -213,6 +214,67 @@ def test_an_answer_that_nothing_stands_in_front_of_needs_first_words(tokenizer):
     assert chat.open_turn(Turn("assistant", "Yes"), opening=False)[0]
 
 
+# -- what ends a turn ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
+def test_a_turn_ends_as_the_template_ends_it_whatever_was_generated(tokenizer, end, mode):
+    model = tiny_models.build(vocabulary=len(tokenizer) + 64)
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    forced = [*tokenizer("A tree.", add_special_tokens=False)["input_ids"], tokenizer.convert_tokens_to_ids(end)]
+    turns = [Turn("user", "What is it?"), Turn("assistant", "A tree."), Turn("user", "Why?")]
+    with Engine.from_pretrained(model, tokenizer=tokenizer).session(mode=mode) as session:
+        question = session.prefill(turns[0])
+        answer = session.decode(session.assistant(), [question], forced_tokens=forced)
+        follow = session.prefill(turns[2], [question, answer])
+        assert answer.output_token_ids == forced and answer.text == "A tree."
+        joined = question.tokens + answer.tokens + follow.tokens
+        reply = session.decode(session.assistant(), [question, answer, follow], sampling=SamplingParams(max_tokens=2))
+        assert len(reply.output_token_ids) <= 2
+        session.engine.check()
+    assert tokenizer.decode(joined) == rendered(tokenizer, turns)
+
+
+def test_a_stop_string_that_is_a_special_token_stops_on_it(tokenizer):
+    model = tiny_models.build(vocabulary=len(tokenizer) + 64)
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    sampling = SamplingParams(max_tokens=5, stop="<|im_end|>", logit_bias={stop: 100}, ignore_eos=True)
+    with Engine.from_pretrained(model, tokenizer=tokenizer).session() as session:
+        message = session.decode("Hello", sampling=sampling)
+        assert message.output_token_ids == [stop] and message.finish_reason == "stop" and not message.text
+
+
+def test_a_stop_string_that_starts_with_the_first_token_stops(tokenizer):
+    model = tiny_models.build(vocabulary=len(tokenizer) + 64)
+    (six,) = tokenizer(" the", add_special_tokens=False)["input_ids"]
+    with Engine.from_pretrained(model, tokenizer=tokenizer).session() as session:
+        message = session.decode("Say", sampling=SamplingParams(max_tokens=5, stop=" the", logit_bias={six: 100}))
+        assert message.output_token_ids == [six] and message.finish_reason == "stop"
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused_and_harms_nothing(tokenizer):
+    engine = Engine.from_pretrained(tiny_models.build(vocabulary=len(tokenizer)), tokenizer=with_extra(tokenizer))
+    with engine.session(seed=1) as session:
+        for refused in (
+            lambda: session.decode("a[PAD]b"),
+            lambda: session.prefill(session.user("a[PAD]b")),
+            lambda: session.prefill([{"tokens": "a"}, {"tokens": "[PAD]"}]),
+        ):
+            with pytest.raises(InvalidTokensError, match=r"\[PAD\].*no row"):
+                refused()
+        with pytest.raises(SamplingError, match="logit_bias"):
+            session.decode("a", sampling=SamplingParams(logit_bias={len(tokenizer): 1.0}))
+        assert session.decode("ab", sampling=SamplingParams(max_tokens=2)).result().usage.completion_tokens == 2
+    engine.check()
+
+
+def with_extra(tokenizer):
+    one = copy.deepcopy(tokenizer)
+    one.add_special_tokens({"additional_special_tokens": ["[PAD]"]})
+    return one
+
+
 # -- templates that refuse -----------------------------------------------------------------------------------
 
 
@@ -224,27 +286,103 @@ def test_a_template_without_room_for_a_later_system_turn_says_so(formats):
     assert chat.encode(Turn("user", "still works"), opening=False)
 
 
-@pytest.mark.parametrize("template", [MISTRAL, GEMMA], ids=["mistral", "gemma"])
-def test_a_template_without_system_turns_says_so(tokenizer, template):
-    chat = ChatTemplate(with_template(tokenizer, template))
-    for opening in (True, False):
-        with pytest.raises(ConfigError, match="no place for a turn of role 'system'"):
-            chat.encode(Turn("system", "x"), opening=opening)
+# As published with the models, without tools.
+REAL = {
+    "llama-2": "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+    "gemma-2": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
+    "{% endif %}{{ '<|start|>' + role + '\\n' + message['content'] | trim + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<|start|>model\\n'}}{% endif %}",
+    "gemma-3": "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}"
+    "{%- set first_user_prefix = messages[0]['content'] + '\\n\\n' -%}{%- set loop_messages = messages[1:] -%}"
+    "{%- else -%}{%- set first_user_prefix = '' -%}{%- set loop_messages = messages -%}{%- endif -%}"
+    "{%- for message in loop_messages -%}{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('Conversation roles must alternate') }}{%- endif -%}"
+    "{%- if (message['role'] == 'assistant') -%}{%- set role = 'model' -%}{%- else -%}"
+    "{%- set role = message['role'] -%}{%- endif -%}"
+    "{{ '<|start|>' + role + '\\n' + (first_user_prefix if loop.first else '') }}{{ message['content'] | trim }}"
+    "{{ '<|end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{'<|start|>model\\n'}}{%- endif -%}",
+    "mistral-1": MISTRAL,
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_system_turn_is_folded_into_the_user_turn_as_the_template_does(tokenizer, name):
+    folding = with_template(tokenizer, REAL[name])
+    chat = ChatTemplate(folding)
+    for num_turns in (2, 3, 4):
+        turns = conversation(["Be brief.", "What is it?", "A tree.", "Why?"][:num_turns], system=True)
+        pieces = [
+            chat._checked_turn(turn, opening=not i, after_system=i == 1 and turn.role == "user")
+            for i, turn in enumerate(turns)
+        ]
+        try:
+            expected = rendered(folding, turns)
+        except Exception:  # no system turns: the text opens the user turn
+            first = Turn("user", f"{turns[0].text}\n\n{turns[1].text}")
+            expected = rendered(folding, [first, *turns[2:]])
+        assert "".join(pieces) == expected
+
+
+def test_a_session_folds_a_system_turn(tokenizer):
+    model = tiny_models.build(vocabulary=len(tokenizer) + 64)
+    folding = with_template(tokenizer, REAL["llama-2"])
+    with Engine.from_pretrained(model, tokenizer=folding).session() as session:
+        system = session.prefill(session.system("Be brief."))
+        user = session.prefill(session.user("What is it?"), [system])
+        text = folding.decode(system.tokens + user.tokens)
+    assert text == rendered(folding, conversation(["Be brief.", "What is it?"], system=True))
 
 
 @pytest.mark.parametrize("front", ["", "{{ bos_token }}"])
-def test_a_template_that_loses_a_lone_turn_says_so(tokenizer, front):
+def test_a_template_that_drops_a_lone_system_turn_folds_it(tokenizer, front):
     """Templates that write the system text into the first user turn render nothing for the system turn alone."""
     folded = (
         front + "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' }}"
         "{% if loop.index0 == 1 and messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}"
         "{{ m['content'] + ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
-    chat = ChatTemplate(with_template(tokenizer, folded))
-    for use in (chat.encode, chat.open_turn):
-        with pytest.raises(ConfigError, match="drops a lone turn of role 'system'"):
-            use(Turn("system", "Be brief."), opening=True)
-    assert chat.encode(Turn("user", "Be brief."), opening=True)
+    one = with_template(tokenizer, folded)
+    chat = ChatTemplate(one)
+    system = chat.encode(Turn("system", "Be brief."), opening=True)
+    user = chat.encode(Turn("user", "Why?"), opening=False, after_system=True)
+    assert one.decode(system + user) == rendered(one, conversation(["Be brief.", "Why?"], system=True))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
+        "{% for i in range(10**5) %}{{ messages[0].content * 1000 }}{% endfor %}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 'a'.center(10**10) }}",
+        "{{ 'a' | center(10**10) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '{:>10000000000}'.format(1) }}",
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{% macro f(n) %}{% if n < 40 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) }}",
+        "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}",
+    ],
+)
+def test_a_template_that_would_run_for_hours_is_refused(tokenizer, template):
+    chat = ChatTemplate(with_template(tokenizer, template))
+    with pytest.raises(ConfigError, match="the chat template"):
+        chat.encode(Turn("user", "Hello there"), opening=True)
 
 
 def test_unknown_roles_and_texts(formats):

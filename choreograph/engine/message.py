@@ -56,6 +56,7 @@ class Message:
         self._core = core
         self._tokenizer = tokenizer
         self.parents: tuple[Message | MessageSlice, ...] = ()
+        self.role: str | None = None  # of a chat turn
         self.imported_from: Message | None = None  # the original of an imported message
         self.kv_reuse: KVReuse = "recompute"  # for parents of other models
         self.variants: dict[tuple[str, str], Message] = {}  # by (model, reuse mode)

@@ -224,6 +224,7 @@ class Session(ChatTurns):
             return self.prefill(message.tokens)
         message.result()
         copy = self._build_request(message.tokens, (), None, message.position, model=message._request.model)
+        copy.role = message.role
         copy.imported_from, copy._request.position = message.imported_from or message, message.position
         if message._request.computed_layers is not None:  # can be recomputed as the original was
             original = message._request
@@ -293,8 +294,10 @@ class Session(ChatTurns):
     ) -> Message:
         self._check_open()
         parents = check_parents(parents, self._core, self.id)
-        ids = self._tokenize_input(tokens, opening=not parents)
-        return self._build_request(ids, parents, offsets, new_offset, model=model, kv_reuse=kv_reuse)
+        ids = self._tokenize_input(tokens, opening=not parents, after_system=_follows_system_turn(parents))
+        message = self._build_request(ids, parents, offsets, new_offset, model=model, kv_reuse=kv_reuse)
+        message.role = tokens.role if isinstance(tokens, Turn) else None
+        return message
 
     def _build_decode(
         self,
@@ -311,7 +314,9 @@ class Session(ChatTurns):
         self._check_open()
         parents, footer_ids = check_parents(parents, self._core, self.id), list[int]()
         if isinstance(header, Turn):
-            ids, footer_ids = self._require_chat_template().open_turn(header, opening=not parents and header.opening)
+            ids, footer_ids = self._require_chat_template().open_turn(
+                header, opening=not parents and header.opening, after_system=_follows_system_turn(parents)
+            )
             if not ids:
                 raise InvalidTokensError("header is empty: give at least one token")
             self._check_rows(ids + footer_ids, "header")
@@ -341,7 +346,9 @@ class Session(ChatTurns):
             is_chat_turn=is_chat_turn,
             detokenizer=detokenizer,
         )
-        return self._build_request(ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse)
+        message = self._build_request(ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse)
+        message.role = header.role if isinstance(header, Turn) else None
+        return message
 
     def _build_request(
         self,
@@ -405,10 +412,17 @@ class Session(ChatTurns):
         return name
 
     def _tokenize_input(
-        self, prompt: PromptInput, *, opening: bool, name: str = "tokens", allow_empty: bool = False
+        self,
+        prompt: PromptInput,
+        *,
+        opening: bool,
+        after_system: bool = False,
+        name: str = "tokens",
+        allow_empty: bool = False,
     ) -> list[int]:
         if isinstance(prompt, Turn):
-            ids = self._require_chat_template().encode(prompt, opening=opening and prompt.opening)
+            chat_template = self._require_chat_template()
+            ids = chat_template.encode(prompt, opening=opening and prompt.opening, after_system=after_system)
         elif isinstance(prompt, str):
             ids = self._require_chat_template().encode_text(prompt, opening=opening and bool(prompt))
         elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
@@ -479,3 +493,12 @@ class Session(ChatTurns):
 
     def _unregister(self, message: Message) -> None:
         self._messages.pop(message.id, None)
+
+
+def _follows_system_turn(parents: tuple[Message | MessageSlice, ...]) -> bool:
+    """Return whether the last chat turn among the parents is a system turn."""
+    for parent in reversed(parents):
+        role = unwrap_slice(parent).role
+        if role is not None:
+            return role == "system"
+    return False

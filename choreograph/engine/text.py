@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from ..errors import ConfigError, InvalidTokensError
+from .template_sandbox import TemplateLimitError, render_template
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -68,16 +69,21 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._cache: dict[Any, Any] = {}
 
-    def encode(self, turn: Turn, *, opening: bool) -> list[int]:
-        """Tokenize a complete turn: header, text and footer."""
-        return self._tokenize(self._checked_turn(turn, opening))
+    def encode(self, turn: Turn, *, opening: bool, after_system: bool = False) -> list[int]:
+        """Tokenize a complete turn: header, text and footer.
 
-    def open_turn(self, turn: Turn, *, opening: bool) -> tuple[list[int], list[int]]:
+        Args:
+            opening: the turn opens a conversation.
+            after_system: it follows a system turn, which some templates put into the user turn.
+        """
+        return self._tokenize(self._checked_turn(turn, opening, after_system=after_system))
+
+    def open_turn(self, turn: Turn, *, opening: bool, after_system: bool = False) -> tuple[list[int], list[int]]:
         """Return (header, footer) token ids for decoding a turn.
 
         The header includes the turn's text so far; the footer ends the turn.
         """
-        rendered = self._checked_turn(Turn(turn.role, _MARKER), opening, is_last=True)
+        rendered = self._checked_turn(Turn(turn.role, _MARKER), opening, is_last=True, after_system=after_system)
         header, _, footer = rendered.partition(_MARKER)
         if not turn.text and not self.has_template:
             header = header.rstrip(" ")  # the space belongs to the first generated word
@@ -149,21 +155,26 @@ class ChatTemplate:
         token: int | None = self._tokenizer.get_vocab().get(text)
         return None if token is None or self._tokenizer.decode([token], skip_special_tokens=True) else token
 
-    def _checked_turn(self, turn: Turn, opening: bool, is_last: bool = False) -> str:
-        rendered = self._render_turn(turn, opening, is_last)
+    def _checked_turn(self, turn: Turn, opening: bool, is_last: bool = False, after_system: bool = False) -> str:
+        rendered = self._render_turn(turn, opening, is_last, after_system)
         if turn.text.strip() not in rendered and _MARKER not in self._render_turn(
-            Turn(turn.role, _MARKER), opening, is_last
+            Turn(turn.role, _MARKER), opening, is_last, after_system
         ):
             raise ConfigError(f"the chat template drops a lone turn of role {turn.role!r}: put its text elsewhere")
         return rendered
 
-    def _render_turn(self, turn: Turn, opening: bool, is_last: bool) -> str:
+    def _render_turn(self, turn: Turn, opening: bool, is_last: bool, after_system: bool) -> str:
         if turn.role not in ROLES:
             raise ConfigError(f"role={turn.role!r}: use one of {ROLES}")
         if not self.has_template:
             return self._render_without_template(turn, opening)
-        if turn.role == "system" and not self._supports_system_turn:
-            raise ConfigError("the chat template has no place for a turn of role 'system'")
+        if turn.role == "system" and self._folds_system_turn:
+            user = Turn("user", f"{turn.text}\n\n{_MARKER}")
+            rendered = self._render_folded(turn.text, _MARKER) if opening else self._turn_suffix(user, is_last)
+            return rendered.partition(_MARKER)[0]
+        if turn.role == "user" and after_system and self._folds_system_turn:
+            system_turn = self._render_folded(_SAMPLE_TEXT, _MARKER).partition(_MARKER)[0]
+            return self._render_folded(_SAMPLE_TEXT, turn.text).removeprefix(system_turn)
         if opening:
             rendered = self._render([turn])
             return rendered if rendered is not None else self._conversation_prefix + self._turn_suffix(turn, is_last)
@@ -201,14 +212,25 @@ class ChatTemplate:
         return self._turn_suffix(_SAMPLE_USER_TURN, is_last=True)
 
     @cached_property
-    def _supports_system_turn(self) -> bool:
-        """True if the template accepts a system turn first.
+    def _folds_system_turn(self) -> bool:
+        """True if the template puts a system turn into the user turn after it, or refuses system turns."""
+        system_turn = Turn("system", _MARKER)
+        alone, both = self._render([system_turn]), self._render([system_turn, _SAMPLE_USER_TURN])
+        if alone is not None and _MARKER in alone and (both is None or both.startswith(alone)):
+            return False
+        return self._render([_SAMPLE_USER_TURN]) is not None
 
-        A template that does not may still render one elsewhere without an error.
+    def _render_folded(self, system_text: str, user_text: str) -> str:
+        """Render a conversation of a system and a user turn.
+
+        A template without system turns gets the system text as the first lines of the user turn.
         """
-        return any(
-            self._render([Turn("system", _SAMPLE_TEXT), *more]) is not None for more in ([], [_SAMPLE_USER_TURN])
-        )
+        rendered = self._render([Turn("system", system_text), Turn("user", user_text)])
+        if rendered is None or system_text.strip() not in rendered:
+            rendered = self._render([Turn("user", f"{system_text}\n\n{user_text}")])
+        if rendered is None:
+            raise ConfigError("the chat template has no place for a turn of role 'user'")
+        return rendered
 
     @cached_property
     def _generation_prompt(self) -> str:
@@ -253,13 +275,24 @@ class ChatTemplate:
         return text
 
     def _apply_template(self, turns: list[Turn], add_generation_prompt: bool) -> str | None:
-        messages = [{"role": t.role, "content": t.text} for t in turns]
+        tokenizer, messages = self._tokenizer, [{"role": t.role, "content": t.text} for t in turns]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            if not isinstance(tokenizer.chat_template, str):  # several templates: the tokenizer knows which
+                text: str = tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+                return text
+            return render_template(
+                tokenizer.chat_template,
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **getattr(tokenizer, "special_tokens_map", {}),
             )
-            return text
-        except (jinja2.TemplateError, TypeError):  # the template rejects the turns
+        except TemplateLimitError as exc:
+            raise ConfigError(f"{exc}: use another template") from None
+        except (jinja2.TemplateError, TypeError, ValueError):  # the template rejects the turns
             return None
 
     def _render_without_template(self, turn: Turn, opening: bool) -> str:
