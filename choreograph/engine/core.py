@@ -180,7 +180,7 @@ class EngineCore:
         With `wait`, block on transfers and pins while only they can free capacity.
         """
         while True:
-            if self.cache_manager.has_pending:
+            if self.cache_manager.offload_manager.jobs or self.cache_manager.pins.expiry:
                 self.poll_transfers()
             if self.scheduler.waiting:
                 self.scheduler.admit_waiting()

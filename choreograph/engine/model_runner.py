@@ -235,7 +235,7 @@ class ModelRunner:
                 self._overlap_scheduler.plan_next(batch)
                 return logits
         forward_context = self._overlap_scheduler.take_plan(batch) or self._make_forward_context(batch)
-        hf_model = self._model_set.get(batch.models[0])
+        hf_model = self._model_set.by_group[batch.chunks[0].request.weights_group]
         if batch.computed_layers is not None:
             for first, end in LayerPattern.from_layers(batch.computed_layers).ranges:
                 forward_context.injected_hidden = {first: _hidden_inputs(batch, self._pool, first)} if first else {}

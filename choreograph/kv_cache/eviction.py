@@ -143,39 +143,39 @@ class PinTable:
     def __init__(self, cache_manager: "KVCacheManager", clock: Callable[[], float]) -> None:
         self.clock = clock  # returns monotonic seconds
         self._cache_manager = cache_manager
-        self._expiry: dict[tuple[KVEntry, object], float] = {}  # seconds of the clock, infinite for no expiry
+        self.expiry: dict[tuple[KVEntry, object], float] = {}  # seconds of the clock, infinite for no expiry
 
     def pin(self, entry: KVEntry, owner: object, seconds: float | None = None) -> None:
         """Keep an entry on the device for `seconds`, or until unpinned."""
         seconds = math.inf if seconds is None else seconds
-        self._expiry[entry, owner] = seconds if seconds == math.inf else self.clock() + seconds
+        self.expiry[entry, owner] = seconds if seconds == math.inf else self.clock() + seconds
         self._cache_manager.acquire(entry, ("pin", owner))
 
     def unpin(self, entry: KVEntry, owner: object) -> None:
-        if self._expiry.pop((entry, owner), None) is not None:
+        if self.expiry.pop((entry, owner), None) is not None:
             self._cache_manager.release(entry, ("pin", owner))
 
     def unpin_matching(self, predicate: Callable[[object], bool]) -> None:
-        for entry, owner in [pin for pin in self._expiry if predicate(pin[1])]:
+        for entry, owner in [pin for pin in self.expiry if predicate(pin[1])]:
             self.unpin(entry, owner)
 
     def expire(self) -> None:
         """Remove the pins whose time is over."""
-        if min(self._expiry.values(), default=math.inf) < math.inf:  # a clock shared by processes costs a broadcast
+        if min(self.expiry.values(), default=math.inf) < math.inf:  # a clock shared by processes costs a broadcast
             now = self.clock()
-            for entry, owner in [pin for pin, until in self._expiry.items() if until <= now]:
+            for entry, owner in [pin for pin, until in self.expiry.items() if until <= now]:
                 self.unpin(entry, owner)
 
     @property
     def next_expiry(self) -> float | None:
         """Seconds until the next pin expires; None if none does."""
-        until = min(self._expiry.values(), default=math.inf)
+        until = min(self.expiry.values(), default=math.inf)
         return None if until == math.inf else max(0.0, until - self.clock())
 
     def __len__(self) -> int:
-        return len(self._expiry)
+        return len(self.expiry)
 
     def check(self) -> None:
         """Check that every pin is an owner of its entry."""
-        for entry, owner in self._expiry:
+        for entry, owner in self.expiry:
             assert ("pin", owner) in entry.owners, "a pin is not among the owners of its entry"

@@ -19,7 +19,8 @@ class ModelSet:
 
     def __init__(self, base: HFModel) -> None:
         self.base = base
-        self._siblings: dict[str, HFModel] = {}
+        self._siblings: dict[str, HFModel] = {}  # by name
+        self.by_group = {BASE_MODEL: base}  # models by weights group
         self.remote: dict[str, str] = {}  # fingerprints of models that run in other processes, by name
 
     @property
@@ -69,7 +70,7 @@ class ModelSet:
                 torch.equal(weight, weights[path]) for path, weight in other.model.named_parameters()
             ):  # a fingerprint samples the weights only
                 hf_model.model_info = replace(info, fingerprint=f"{info.fingerprint}-{name}")
-        self._siblings[name] = hf_model
+        self._siblings[name] = self.by_group[name] = hf_model
 
     def check_unused_name(self, name: str) -> None:
         names = [*self.names, *self.remote]
@@ -79,7 +80,7 @@ class ModelSet:
     def remove(self, name: str) -> None:
         if name not in self._siblings:
             raise ConfigError(f"model {name!r}: there are {list(self._siblings)} beside the base and its adapters")
-        del self._siblings[name]
+        del self._siblings[name], self.by_group[name]
 
 
 def _incompatibilities(hf_model: HFModel, other: HFModel) -> list[str]:

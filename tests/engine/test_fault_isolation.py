@@ -7,7 +7,7 @@ import torch
 from helpers import tiny_models
 
 from choreograph import SamplingParams
-from choreograph.errors import RequestFailedError
+from choreograph.errors import InvalidRequestError, RequestFailedError
 
 POISON = tiny_models.VOCABULARY - 1  # computing this token raises
 SAMPLING = SamplingParams(max_tokens=6, seed=3, logit_bias={POISON: -100}, ignore_eos=True)
@@ -54,7 +54,7 @@ def run(engine, program, mode: str, skipped: set[int] = frozenset()) -> list[lis
             if index in skipped:
                 messages.append(None)
                 continue
-            context = [messages[parent] for parent in parents]
+            context = [messages[parent] for parent in parents if parent not in skipped]
             messages.append(
                 session.decode(tokens, context, sampling=SAMPLING) if is_decode else session.prefill(tokens, context)
             )
@@ -76,10 +76,8 @@ def guilty(program, mode: str) -> set[int]:
         if mode == "choreographed":
             if POISON in tokens or failed & set(parents):
                 failed.add(index)
-        elif is_decode and any(POISON in program[i][1] for i in (index, *parents)):
-            failed.add(index)  # the text of its parents is part of its prompt
-        elif any(i in failed for i in parents):
-            failed.add(index)
+        elif is_decode and (failed & set(parents) or any(POISON in program[i][1] for i in (index, *parents))):
+            failed.add(index)  # prefills are text alone: their tokens are computed by the decodes that include them
     return failed
 
 
@@ -115,7 +113,7 @@ def test_a_failure_is_raised_once_with_its_cause(monkeypatch):
         num_calls = len(calls)
         session.decode([7], sampling=SAMPLING).result()
         assert len(calls) == num_calls, "the failed request is not computed again"
-        with pytest.raises(RequestFailedError, match="failed"):
+        with pytest.raises(InvalidRequestError, match="failed"):
             session.decode([8], [bad], sampling=SAMPLING).result()
 
 
