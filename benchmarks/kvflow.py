@@ -55,9 +55,9 @@ class CacheSetup:
 
     def on_event(self, event: Event) -> None:
         if event.kind == "admitted":
-            self._entry_of_request[event.data["call"]] = event.data["encoding"]
-        elif event.kind == "rebuilding":
-            self._recomputed_entries.append(event.data["encoding"])
+            self._entry_of_request[event.data["request"]] = event.data["entry"]
+        elif event.kind == "recomputing":
+            self._recomputed_entries.append(event.data["entry"])
         self.num_loads += event.kind == "loaded"
 
     def record_use(self, fixed: Message) -> None:

@@ -391,7 +391,7 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         for factor in RATE_FACTORS:
             rate, told = factor / seconds, Counter[str]()
             stop = engine.events.subscribe(
-                lambda e, told=told: told.update([e.data["pattern"]] if e.kind == "shared" else [])
+                lambda e, told=told: told.update([e.data["pattern"]] if e.kind == "layers_reused" else [])
             )
             result[way].append({"rate": rate, **_serve(engine, receiver, sender, share, rate)})
             stop()

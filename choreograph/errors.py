@@ -116,12 +116,12 @@ class RequestTooLargeError(CacheFullError):
 
 
 class CacheBusyError(CacheFullError):
-    """There is no room yet: encodings are on their way out of the device, or in."""
+    """Space that becomes available only when a running transfer completes."""
 
 
 class RequestFailedError(ChoreographError, RuntimeError):
-    """A message that cannot be known: one of its parents failed, or a process that computes it with this one."""
+    """Request that failed: it or one of its parents raised, or another process of the engine did."""
 
 
 class SessionClosedError(ChoreographError, RuntimeError):
-    """A call on a session or engine that was closed."""
+    """Request on a closed session or engine."""

@@ -13,9 +13,9 @@ from .utils import call_all
 class Event(NamedTuple):
     """One event of the engine.
 
-    Request kinds: submitted, admitted, hit, miss, token, known, finished, failed, cancelled, released, rebuilding,
-    restored. Step kind: step. Entry kinds: evicted, offloaded, loaded, lowered, prefetch, failed_transfer,
-    left_behind. Cross-model kinds: shared, recomputed.
+    Request kinds: submitted, admitted, hit, miss, token, generated, finished, failed, cancelled, released,
+    recomputing, imported. Step kind: step. Entry kinds: evicted, offloaded, loaded, demoted, prefetch, failed_transfer,
+    orphaned_file. Cross-model kinds: layers_reused, recomputed.
 
     `hit` is a prefill that was found in the KV cache, with the `where` of its entry; `miss` one that was not found.
     `evicted` has the destination tier `to`, the policy, and the policy's inputs.

@@ -22,5 +22,5 @@ with engine.session(seed=0) as s, Workflow(s, GRAPH) as team:
         print(f"{subject}: {said.text.strip()}")
 
 counts = engine.events.counts
-moved = {kind: counts[kind] for kind in ("hit", "evicted", "offloaded", "loaded", "prefetch", "rebuilding")}
+moved = {kind: counts[kind] for kind in ("hit", "evicted", "offloaded", "loaded", "prefetch", "recomputing")}
 print(moved)

@@ -123,12 +123,12 @@ def test_however_deep_its_dropped_ancestors_are_a_message_returns():
         messages, expected = chain(session, 300), chain(other, 300)
         engine.run_until_idle()
         assert sum(m.kv_location == "device" for m in messages) < 7
-        before = engine.events.counts["rebuilding"]
+        before = engine.events.counts["recomputing"]
         result, right = messages[-5].export_kv(), expected[-5].export_kv()
         for (keys, values), (k, v) in zip(result.layers, right.layers, strict=True):
             torch.testing.assert_close(keys, k, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(values, v, atol=1e-4, rtol=1e-4)
-        assert engine.events.counts["rebuilding"] - before <= 300
+        assert engine.events.counts["recomputing"] - before <= 300
         assert messages[150].kv_location == "dropped" and messages[150].wait_encoded() is messages[150]
         engine.check()
 
@@ -146,7 +146,7 @@ def test_a_released_ancestor_is_rebuilt_for_those_that_saw_it():
             texts.append(session.decode([7], [child], new_offset=9, sampling=GREEDY).tokens)
             one.check()
     assert texts[0] == texts[1]
-    assert engine.events.counts["rebuilding"] == 2
+    assert engine.events.counts["recomputing"] == 2
 
 
 def test_what_can_never_fit_is_refused_with_numbers_and_what_cannot_fit_now_waits():
@@ -261,7 +261,7 @@ def test_a_damaged_file_or_a_broken_transfer_leads_to_a_rebuild_and_the_same_res
             texts.append((message.tokens, behind.result().length))
             engine.check()
         assert engine.events.counts["failed_transfer"] == damage
-        assert engine.events.counts["rebuilding"] == damage
+        assert engine.events.counts["recomputing"] == damage
         assert not list(tmp_path.iterdir()) or engine.core.cache_manager.offload_manager.close() is None
     assert texts[0] == texts[1]
 
@@ -416,7 +416,7 @@ def test_a_disk_that_gives_nothing_back_leads_to_the_same_results_and_loses_no_m
 
     expected = flow(roomy)
     assert flow(engine, breaks) == expected
-    assert engine.events.counts["left_behind"]
+    assert engine.events.counts["orphaned_file"]
     engine.check()
     for _ in range(3):
         assert flow(engine) == expected
@@ -471,7 +471,7 @@ def test_what_a_cleared_cache_could_not_load_is_rebuilt():
             runner.poll_transfers()
             runner.scheduler.schedule()  # admits the call while its context is being loaded
         engine.clear_cache()
-        assert answer.tokens and engine.events.counts["rebuilding"] == 1
+        assert answer.tokens and engine.events.counts["recomputing"] == 1
 
 
 def test_a_process_may_end_while_copies_are_under_way():

@@ -103,11 +103,11 @@ def count(tokenizer: Any, shape: Shape, mode: Mode, program: Callable[[Session],
     at: dict[tuple[str, object], int] = {}  # the steps that were done when something happened to a call first
 
     def hear(event: Event) -> None:
-        at.setdefault((event.kind, event.data.get("call")), engine.core.num_steps)
+        at.setdefault((event.kind, event.data.get("request")), engine.core.num_steps)
 
     def ready(message: Any) -> int:
         """When it was submitted and every decode before it was known, as `Timing.ttft` counts."""
-        before = (at["known", p.id] if p.kind == "decode" else ready(p) for p in message.parents)
+        before = (at["generated", p.id] if p.kind == "decode" else ready(p) for p in message.parents)
         return max([at["submitted", message.id], *before])
 
     engine.events.subscribe(hear)

@@ -20,7 +20,7 @@ from ..kv_cache.eviction import EvictionHints
 from .step_graph import UNREACHABLE, Progress, StepGraph, TransitionStats
 
 SPACE_EVENTS = {"loaded", "offloaded", "admitted", "finished", "failed", "cancelled", "released"}  # may free capacity
-FINISH_EVENTS = {"known", "finished", "failed", "cancelled"}  # a decode ends with its last token
+FINISH_EVENTS = {"generated", "finished", "failed", "cancelled"}  # a decode ends with its last token
 
 
 @dataclass(eq=False)
@@ -193,7 +193,7 @@ class Workflow:
     # -- progress -----------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
-        request: Any = event.data.get("call")
+        request: Any = event.data.get("request")
         with self._core.lock:
             turn = next((turn for turn in self._turns if request in turn.unfinished), None)
             if turn is None or event.kind not in {"admitted", *FINISH_EVENTS}:

@@ -107,7 +107,7 @@ class EngineCore:
                     self.finish(request, RequestState.DONE, "encoded")  # nothing to compute
                 else:
                     self.scheduler.waiting.append(request)
-                self.events.emit("submitted", call=request.id)
+                self.events.emit("submitted", request=request.id)
 
     def _check_fits(self, request: Request) -> None:
         if request.is_text_only or request.computed_layers is not None:
@@ -205,7 +205,7 @@ class EngineCore:
             copy_headers(self.cache_manager, batch.shared_headers)
         self.num_steps += 1
         self.num_batched_tokens += len(batch.tokens)
-        self.events.emit("step", rows=len(batch.tokens), calls=len(batch.chunks))
+        self.events.emit("step", tokens=len(batch.tokens), requests=len(batch.chunks))
         if logits is None or not batch.sampled:
             return []
         launch_next = self.model_runner.overlaps and not self.scheduler.has_runnable
@@ -254,7 +254,7 @@ class EngineCore:
             self._pending_logprobs.append((request, decode_state.pending_logprobs))
         reason = decode_state.append(token)
         entry.tokens.append(token)
-        self.events.emit("token", call=request.id, token=token)
+        self.events.emit("token", request=request.id, token=token)
         if reason is not None:
             self._finish_generation(request, reason, now)
 
@@ -268,7 +268,7 @@ class EngineCore:
         decode_state, entry = request.decode_state, request.entry
         assert decode_state is not None
         request.finish_time, request.finish_reason = now, reason
-        self.events.emit("known", call=request.id)
+        self.events.emit("generated", request=request.id)
         request.join_footer()
         request.usage = Usage(
             cached_tokens=request.usage.cached_tokens,
@@ -319,7 +319,7 @@ class EngineCore:
             is_unused = request.released and not request.num_waiting_dependents
             if is_unused or state in (RequestState.FAILED, RequestState.CANCELLED):
                 cache.release(entry, request.message_owner)
-        self.events.emit("finished" if state is RequestState.DONE else state.value, call=request.id)
+        self.events.emit("finished" if state is RequestState.DONE else state.value, request=request.id)
 
     def fail(self, request: Request, exc: ChoreographError) -> None:
         """End a request with an error."""
@@ -339,7 +339,7 @@ class EngineCore:
             if request.released:
                 return
             request.released = True
-            self.events.emit("released", call=request.id)
+            self.events.emit("released", request=request.id)
             if not request.num_waiting_dependents:
                 self._release_message(request)
 

@@ -184,7 +184,7 @@ class CrossModelReuse:
         self.check_pair(receiver, sender)
         load = self.load._replace(message_tokens=len(request.tokens))
         pattern = parse_layer_pattern(self._selectors[receiver, sender](load)).check(len(self._cache_manager.pool.keys))
-        self._events.emit("shared", call=request.id, receiver=receiver, sender=sender, pattern=str(pattern))
+        self._events.emit("layers_reused", request=request.id, receiver=receiver, sender=sender, pattern=str(pattern))
         return pattern
 
     @property
@@ -242,4 +242,4 @@ class CrossModelReuse:
 
     def _fall_back_to_full(self, request: Request, reason: str) -> None:
         request.computed_layers = None
-        self._events.emit("recomputed", call=request.id, why=reason)
+        self._events.emit("recomputed", request=request.id, why=reason)

@@ -225,7 +225,7 @@ def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check
                 )
             core.cache_manager.pool.import_slots(entry.slots, snapshot.layers)
             entry.num_scheduled_tokens = entry.num_computed_tokens = len(entry.tokens)
-            core.events.emit("restored", call=request.id, tokens=len(entry.tokens))
+            core.events.emit("imported", request=request.id, tokens=len(entry.tokens))
             _adopt(core, request, entry, snapshot.base_position)
             on_error.pop_all()
     return True

@@ -111,7 +111,7 @@ class RequestState(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    TOKENS_FINAL = "known"
+    TOKENS_FINAL = "generated"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"

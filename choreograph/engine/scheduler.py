@@ -173,7 +173,9 @@ class Scheduler:
             request.entry = placement.cached_entry
             cache.acquire(request.entry, request.message_owner)
             request.usage = Usage(cached_tokens=num_context_tokens + len(placement.tokens))
-            self._core.events.emit("hit", call=request.id, tokens=len(placement.tokens), where=request.entry.location)
+            self._core.events.emit(
+                "hit", request=request.id, tokens=len(placement.tokens), where=request.entry.location
+            )
             self._core.finish(request, RequestState.DONE, "cached")
             return
         if decode_state is not None:
@@ -208,7 +210,7 @@ class Scheduler:
             if request.mode == "choreographed":
                 cache.acquire(entry, request.message_owner)
             if placement.content_hash is not None:
-                self._core.events.emit("miss", call=request.id, tokens=len(placement.tokens))
+                self._core.events.emit("miss", request=request.id, tokens=len(placement.tokens))
                 cache.register(entry, placement.content_hash)
             if request.mode == "prefix":
                 insert_into_prefix_tree(request, cache)
@@ -221,10 +223,10 @@ class Scheduler:
         self._core.release_dependencies(request)
         self._core.events.emit(
             "admitted",
-            call=request.id,
-            encoding=entry.id,
+            request=request.id,
+            entry=entry.id,
             cached=request.usage.cached_tokens,
-            encode=len(entry.tokens),
+            num_tokens=len(entry.tokens),
         )
         if request.mode == "choreographed" and request.is_decode:
             reuse_header(cache, request)
@@ -236,7 +238,7 @@ class Scheduler:
             self._cache_manager.acquire(kv_slice.entry, request.request_owner)
         self._cache_manager.acquire(entry, request.request_owner)
         self.running.append(request)
-        self._core.events.emit("rebuilding", call=request.id, encoding=entry.id, tokens=len(entry.tokens))
+        self._core.events.emit("recomputing", request=request.id, entry=entry.id, tokens=len(entry.tokens))
 
     # -- packing ------------------------------------------------------------------------------------------
 

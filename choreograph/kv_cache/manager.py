@@ -333,9 +333,9 @@ class KVCacheManager:
     def _emit_evicted(self, entry: KVEntry, destination: str) -> None:
         """Emit an `evicted` event with the destination and the policy inputs."""
         inputs = self.hints.candidate(entry)
-        why = {"steps": inputs.steps_to_execution, "varying": inputs.ephemeral, "held": inputs.referenced}
+        why = {"steps": inputs.steps_to_execution, "ephemeral": inputs.ephemeral, "referenced": inputs.referenced}
         self._events.emit(
-            "evicted", encoding=entry.id, tokens=len(entry.tokens), to=destination, policy=self._policy_name, **why
+            "evicted", entry=entry.id, tokens=len(entry.tokens), to=destination, policy=self._policy_name, **why
         )
 
     # -- lower tiers --------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class KVCacheManager:
         self._evict(num_pages, incoming=entry)
         if self.pool.free_pages < num_pages:
             return False
-        self._events.emit("prefetch", encoding=entry.id, tokens=len(entry.tokens))
+        self._events.emit("prefetch", entry=entry.id, tokens=len(entry.tokens))
         self.load(entry)
         return True
 

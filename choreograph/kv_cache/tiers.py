@@ -258,8 +258,8 @@ def _remove(folder: Path, pid: int) -> None:
 
 TransferKind = Literal["load", "offload", "lower"]
 
-EVENT_KINDS: dict[TransferKind, str] = {"load": "loaded", "offload": "offloaded", "lower": "lowered"}
-REMOTE_TIER = "elsewhere"  # tier name of the source of an imported entry, in events
+EVENT_KINDS: dict[TransferKind, str] = {"load": "loaded", "offload": "offloaded", "lower": "demoted"}
+REMOTE_TIER = "remote"  # tier name of the source of an imported entry, in events
 
 
 @dataclass(eq=False)
@@ -357,13 +357,13 @@ class OffloadManager:
                 self.free(entry, job.copy)
             if job.kind != "load" and not transfer.cancelled:  # do not retry: a disk may be full
                 entry.failed_tiers.add(job.copy.tier)
-            self._events.emit("failed_transfer", encoding=entry.id, way=job.kind, why=repr(transfer.error))
+            self._events.emit("failed_transfer", entry=entry.id, way=job.kind, why=repr(transfer.error))
             return
         if job.kind != "load":
             entry.tier_copies[job.copy.tier] = job.copy
         if job.source is not None:
             self.free(entry, entry.tier_copies[job.source.name])
-        self._events.emit(EVENT_KINDS[job.kind], encoding=entry.id, tokens=job.copy.tokens, tier=job.copy.tier)
+        self._events.emit(EVENT_KINDS[job.kind], entry=entry.id, tokens=job.copy.tokens, tier=job.copy.tier)
 
     def free(self, entry: KVEntry, copy: TierCopy) -> None:
         """Free a copy of an entry."""
@@ -374,7 +374,7 @@ class OffloadManager:
                 if tier.name == copy.tier:
                     tier.free(copy)
             except OSError as exc:  # the file stays until the tier is closed
-                self._events.emit("left_behind", encoding=entry.id, tokens=copy.tokens, why=repr(exc))
+                self._events.emit("orphaned_file", entry=entry.id, tokens=copy.tokens, why=repr(exc))
 
     def wait(self) -> bool:
         """Wait for the oldest transfer; return False if there is none."""

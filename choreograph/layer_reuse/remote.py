@@ -268,7 +268,7 @@ class RemoteSender:
                 cancel_reservation(core, context._request, entry)
             if not isinstance(exc, ChannelError):
                 raise
-            core.events.emit("recomputed", call=message.id, why=f"sender {self.name!r}: {exc}")
+            core.events.emit("recomputed", request=message.id, why=f"sender {self.name!r}: {exc}")
             return None
         pool, slots = core.cache_manager.pool, torch.tensor(entry.slots)
         self._incoming = self._receive_layers(reply["tensors"])

@@ -83,18 +83,18 @@ def test_hints_never_change_results(eviction, host, prefetch, graph, marked, awa
 def test_with_a_graph_and_room_below_nothing_fixed_is_computed_twice():
     engine = small(host_capacity=400)
     rounds(engine, 5)
-    computed = [e.data["encode"] for e in engine.events.recent if e.kind == "admitted"]
+    computed = [e.data["num_tokens"] for e in engine.events.recent if e.kind == "admitted"]
     assert sum(count == 24 for count in computed) == 4
-    assert engine.events.counts["prefetch"] and not engine.events.counts["rebuilding"]
+    assert engine.events.counts["prefetch"] and not engine.events.counts["recomputing"]
     lru = tiny_models.engine(tokens=100)
     rounds(lru, 5)
-    assert sum(e.data["encode"] == 24 for e in lru.events.recent if e.kind == "admitted") == 20
+    assert sum(e.data["num_tokens"] == 24 for e in lru.events.recent if e.kind == "admitted") == 20
 
 
 def test_without_room_below_the_graph_still_keeps_what_comes_next():
     def computed(engine) -> int:
         rounds(engine, 6)
-        return sum(e.data["encode"] == 24 for e in engine.events.recent if e.kind == "admitted")
+        return sum(e.data["num_tokens"] == 24 for e in engine.events.recent if e.kind == "admitted")
 
     assert computed(small()) < computed(tiny_models.engine(tokens=100)) == 24
 

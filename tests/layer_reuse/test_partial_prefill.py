@@ -225,7 +225,7 @@ def test_short_memory_changes_nothing(room, band, release):
         tight, contexts, release=release
     )
     events = [event.kind for event in tight.events.recent]
-    assert "rebuilding" in events or "evicted" in events
+    assert "recomputing" in events or "evicted" in events
     tight.clear_cache()
     tight.check()
     assert tight.core.cache_manager.pool.num_free(partial=True) == tight.core.cache_manager.pool.num_pages(partial=True)
@@ -256,7 +256,7 @@ def test_a_choice_is_made_for_every_message_and_told():
             text = session.prefill(context)
             session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY)
         engine.run_until_idle()
-    told = [event.data["pattern"] for event in engine.events.recent if event.kind == "shared"]
+    told = [event.data["pattern"] for event in engine.events.recent if event.kind == "layers_reused"]
     assert told == ["1-4", "3-4", "3-4"] and [load.waiting for load in loads] == [1, 4, 7]
     engine.check()
 
@@ -334,7 +334,7 @@ def test_what_was_made_with_sight_of_a_model_keeps_it():
         session.prefill(list(range(52))).wait_encoded()  # pushes everything out
         again = session.decode([1], [reply], model="math", sampling=GREEDY)
         assert values(again) == pytest.approx(expected, abs=1e-5)
-        assert engine.events.counts["rebuilding"] >= 2, "the reply, and what it saw"
+        assert engine.events.counts["recomputing"] >= 2, "the reply, and what it saw"
     engine.remove_model("twin")
     with pytest.raises(ConfigError, match="twin"), engine.session(model="twin"):
         pass

@@ -259,7 +259,7 @@ def test_what_left_the_device_is_built_again_by_its_model(folders):
         return result, kinds
 
     (small, kinds), (large, _) = run(64), run(2048)
-    assert "rebuilding" in kinds, "in little room something has to be built again"
+    assert "recomputing" in kinds, "in little room something has to be built again"
     for (tokens, heard), (wanted, expected) in zip(small, large, strict=True):
         assert tokens == wanted and heard == pytest.approx(expected, abs=1e-4)
 
