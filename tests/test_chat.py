@@ -198,7 +198,7 @@ def test_a_conversation_that_goes_on_is_what_the_template_asks_an_answer_with(to
     [
         (PHI_3, ("<|start|>assistant\nSo", "<|end|>\n")),
         (QWEN_3, ("<|start|>assistant\n<think>\n\n</think>\n\nSo", "<|end|>\n")),
-        (HARMONY, ("<|start|>assistant final:So", "</s>")),  # what the model ends it with
+        (HARMONY, ("<|start|>assistant final:So", "<|end|>")),  # as before another turn, not as the last one
     ],
     ids=["phi-3", "qwen-3", "harmony"],
 )

@@ -85,6 +85,10 @@ class ChatTemplate:
         """
         rendered = self._checked_turn(Turn(turn.role, _MARKER), opening, is_last=True, after_system=after_system)
         header, _, footer = rendered.partition(_MARKER)
+        # the footer of a turn that others follow, unless the template also writes its header differently then
+        earlier = self._checked_turn(Turn(turn.role, _MARKER), opening, after_system=after_system).partition(_MARKER)
+        if earlier[0] == header:
+            footer = earlier[2]
         if not turn.text and not self.has_template:
             header = header.rstrip(" ")  # the space belongs to the first generated word
         elif not turn.text and turn.role == "assistant":
@@ -170,8 +174,8 @@ class ChatTemplate:
             return self._render_without_template(turn, opening)
         if turn.role == "system" and self._folds_system_turn:
             user = Turn("user", f"{turn.text}\n\n{_MARKER}")
-            rendered = self._render_folded(turn.text, _MARKER) if opening else self._turn_suffix(user, is_last)
-            return rendered.partition(_MARKER)[0]
+            folded = self._render_folded(turn.text, _MARKER) if opening else self._turn_suffix(user, is_last)
+            return folded.partition(_MARKER)[0]
         if turn.role == "user" and after_system and self._folds_system_turn:
             system_turn = self._render_folded(_SAMPLE_TEXT, _MARKER).partition(_MARKER)[0]
             return self._render_folded(_SAMPLE_TEXT, turn.text).removeprefix(system_turn)
