@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from choreograph import Engine, LayerPattern
+from choreograph import Engine, LayerPattern, viz
 from choreograph.errors import ConfigError
 from choreograph.layer_reuse import ParetoPoint, PatternScores, Profile
 from choreograph.layer_reuse.profile_report import SCORE_LABELS
@@ -17,7 +17,6 @@ from choreograph.layer_reuse.profiler import (
     group_by_context,
 )
 from choreograph.outputs import BASE_MODEL
-from choreograph.viz import plots
 
 
 def draw_figures(profile: Profile, directory: Path, name: str) -> list[Path]:
@@ -25,14 +24,14 @@ def draw_figures(profile: Profile, directory: Path, name: str) -> list[Path]:
     label = SCORE_LABELS.get(profile.metric, profile.metric)
     receiver_mean = float(np.mean(profile.receiver_scores))
     files = [directory / f"{name}-{kind}.svg" for kind in ("layers", "heat", "frontier", "spread")]
-    bars: list[plots.ErrorBar] = []
+    bars: list[viz.ErrorBar] = []
     for values in profile.per_layer:
         low, high = np.percentile(values, [25, 75])
         bars.append((float(np.mean(values)), float(low), float(high)))
-    plots.layer_bars(bars, files[0], level=receiver_mean, critical=profile.critical(), ylabel=label)
+    viz.layer_bars(bars, files[0], level=receiver_mean, critical=profile.critical(), ylabel=label)
     cells = {cell.pattern.ranges[0]: float(np.mean(cell.values)) for cell in profile.ranges}
-    plots.heat_map(cells, files[1], label=label)
-    plots.pareto_plot(
+    viz.heat_map(cells, files[1], label=label)
+    viz.pareto_plot(
         {
             "frontier": [(point.cost, receiver_mean - point.loss) for point in profile.frontier()],
             "full prefill": [(1.0, receiver_mean)],
@@ -43,7 +42,7 @@ def draw_figures(profile: Profile, directory: Path, name: str) -> list[Path]:
         ylabel=label,
     )
     changes = [[a - b for a, b in zip(values, profile.receiver_scores, strict=True)] for values in profile.per_layer]
-    plots.layer_spread(changes, files[3], critical=profile.critical(), ylabel=f"change of {label}")
+    viz.layer_spread(changes, files[3], critical=profile.critical(), ylabel=f"change of {label}")
     return files
 
 

@@ -1,10 +1,7 @@
 """`Session`: prefill and decode over its own messages, with argument validation."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -24,7 +21,7 @@ from ..utils import call_all, close_after
 from .core import EngineCore
 from .cross_model import LayerPattern, parse_layer_pattern
 from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
-from .message import Message, MessageSlice, unwrap_slice
+from .message import Message, MessageSlice, RequestTag, request_tags, unwrap_slice
 from .message_variants import MessageVariants
 from .request import DecodeState, Request
 from .text import ChatTemplate, ChatTurns, Detokenizer, Turn
@@ -46,29 +43,6 @@ if TYPE_CHECKING:
 PromptInput = str | Sequence[int] | Turn
 
 DEFAULT_SAMPLING = SamplingParams()
-
-
-@dataclass(frozen=True, eq=False)
-class RequestTag:
-    """Attribution to an agent of the requests made inside a `tag_requests` block."""
-
-    session: object  # session whose requests are tagged
-    agent_key: object  # given to every request
-    on_message: Callable[[Message], None]  # called with every message
-
-
-# Tasks, threads and concurrent programs each have their own; a new task inherits the tags of its creator.
-_TAGS: ContextVar[tuple[RequestTag, ...]] = ContextVar("choreograph_request_tags", default=())
-
-
-@contextmanager
-def tag_requests(tag: RequestTag) -> Iterator[None]:
-    """Tag all requests made inside the block; blocks nest, and those sharing a context may end in any order."""
-    _TAGS.set((*_TAGS.get(), tag))
-    try:
-        yield
-    finally:
-        _TAGS.set(tuple(other for other in _TAGS.get() if other is not tag))
 
 
 class Session(ChatTurns):
@@ -456,7 +430,7 @@ class Session(ChatTurns):
 
     def _current_tag(self) -> RequestTag | None:
         """Return the innermost tag of this session; None if there is none."""
-        for tag in reversed(_TAGS.get()):
+        for tag in reversed(request_tags.get()):
             if tag.session is self:
                 return tag
         return None
