@@ -182,8 +182,6 @@ class EngineCore:
         while True:
             if self.cache_manager.offload_manager.jobs or self.cache_manager.pins.expiry:
                 self.poll_transfers()
-            if self.scheduler.waiting:
-                self.scheduler.admit_waiting()
             batch = self.scheduler.schedule(self.model_runner.launched_requests() if self.model_runner.overlaps else ())
             if batch is not None or not (
                 wait and self.scheduler.num_unfinished and self.cache_manager.wait_for_space()

@@ -120,7 +120,7 @@ class Scheduler:
 
     # -- admission ----------------------------------------------------------------------------------------
 
-    def admit_waiting(self) -> None:
+    def _admit_waiting(self) -> None:
         """Admit requests in order until one has to wait for capacity.
 
         Requests that wait for parents are skipped.
@@ -243,7 +243,9 @@ class Scheduler:
     # -- packing ------------------------------------------------------------------------------------------
 
     def schedule(self, launched: Sequence[Request] = ()) -> Batch | None:
-        """Build the next batch and mark its tokens as scheduled; None if nothing can run.
+        """Admit waiting requests, build the next batch and mark its tokens as scheduled.
+
+        Returns None if nothing can run.
 
         Status-aware (KVFlow §3.2): requests whose context is being loaded are skipped in favor of
         ready ones. If none is ready, or without `skip_loading`, they run at once and each layer
@@ -253,6 +255,8 @@ class Scheduler:
             launched: requests, of one weights group, whose next token is already being computed. If
                 there are any, the batch consists of them alone.
         """
+        if self.waiting:
+            self._admit_waiting()
         self._step_count += 1
         if launched:  # their context is fully loaded
             return self.pack(list(launched), allow_loading=True)
