@@ -26,11 +26,13 @@ class ChatTokenizer:
     def bos_ids(self) -> list[int]:
         return self._chat.bos_ids
 
-    def encode_turn(self, role: str, text: str, *, opening: bool, is_complete: bool) -> tuple[list[int], list[int]]:
+    def encode_turn(
+        self, role: str, text: str, *, opening: bool, is_complete: bool, after_system: bool = False
+    ) -> tuple[list[int], list[int]]:
         """Return (header and text, footer); a complete turn is tokenized as a whole, without a footer."""
         if is_complete:
-            return self._chat.encode(Turn(role, text), opening=opening), []
-        return self._chat.open_turn(Turn(role, text), opening=opening)
+            return self._chat.encode(Turn(role, text), opening=opening, after_system=after_system), []
+        return self._chat.open_turn(Turn(role, text), opening=opening, after_system=after_system)
 
 
 def placeholder_token(tokenizer: Any) -> int:
@@ -83,6 +85,7 @@ class ModuleLayout:
     end: int = 0  # position after the last one, nested modules included
     runs: list[TokenRun] = field(default_factory=list)
     parameter_slots: dict[str, ParameterSlot] = field(default_factory=dict)
+    last_role: str | None = None  # role of its last chat turn
 
     def add(self, position: int, tokens: list[int]) -> int:
         """Append tokens at a position and return the position after them."""
@@ -143,6 +146,7 @@ class _LayoutBuilder:
         self._layout = layout
         self._tokenizer = tokenizer
         self._max_positions = max_positions
+        self._last_role: str | None = None  # of the chat turn before
 
     def add_module(self, node: Module | Schema, path: ModulePath, position: int, cache: bool) -> int:
         target = self._layout.modules[path] = ModuleLayout(path, cache, position)
@@ -164,7 +168,11 @@ class _LayoutBuilder:
             case Module():
                 return self.add_module(child, (*target.path, child.name), position, child.cache and target.cache)
             case Union():
-                return max(self._add_child(member, target, position) for member in child.members)
+                ends, last_role = [position], self._last_role
+                for member in child.members:  # alternatives: each follows the same turn
+                    self._last_role = last_role
+                    ends.append(self._add_child(member, target, position))
+                return max(ends)
             case Role():
                 return self._add_role(child, target, position)
             case Scaffold():
@@ -194,7 +202,14 @@ class _LayoutBuilder:
         """Add a turn; its header is tokenized with the text after it, as the template would be."""
         first = role.children[0] if role.children and isinstance(role.children[0], str) else ""
         rest = role.children[1:] if first else role.children
-        header, footer = self._tokenizer.encode_turn(role.name, first, opening=position == 0, is_complete=not rest)
+        header, footer = self._tokenizer.encode_turn(
+            role.name,
+            first,
+            opening=position == 0,
+            is_complete=not rest,
+            after_system=self._last_role == "system",
+        )
+        self._last_role = target.last_role = role.name
         position = self._add_children(rest, target, target.add(position, header))
         return target.add(position, footer)
 

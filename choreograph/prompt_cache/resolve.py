@@ -229,6 +229,7 @@ class _TextPlacer:
         self._tokenizer = tokenizer
         self._placed: list[tuple[ModulePath, int, NewText]] = []  # enclosing import, position it follows, text
         self._is_opening = not start and not any(module.runs for module in used)  # the next text opens the prompt
+        self._last_role = next((module.last_role for module in reversed(used) if module.last_role), None)
 
     def place(self, prompt: Prompt) -> list[tuple[int, NewText]]:
         """Return each text with the end of the content that it follows; of consecutive texts, that of the first."""
@@ -258,7 +259,10 @@ class _TextPlacer:
         if isinstance(child, str):
             return self._tokenizer.encode_text(child)
         text = "".join(part for part in child.children if isinstance(part, str))
-        return self._tokenizer.encode_turn(child.name, text, opening=self._is_opening, is_complete=True)[0]
+        after_system, self._last_role = self._last_role == "system", child.name
+        return self._tokenizer.encode_turn(
+            child.name, text, opening=self._is_opening, is_complete=True, after_system=after_system
+        )[0]
 
     def _module_end(self, path: ModulePath) -> int:
         """Return the position after a used module and all used modules inside it."""

@@ -1,5 +1,7 @@
 """Positions of schemas and prompts, against the recursion of `pictures` and by example."""
 
+import copy
+
 import pytest
 from helpers.hypothesis_profile import many
 from helpers.layout_ascii import blocks
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from choreograph.engine.text import ChatTemplate
 from choreograph.errors import PromptError, SchemaError
-from choreograph.prompt_cache import load_prompt, module, parameter, schema, union, user
+from choreograph.prompt_cache import load_prompt, load_schema, module, parameter, schema, union, user
 from choreograph.prompt_cache.layout import ChatTokenizer, compute_layout
 from choreograph.prompt_cache.resolve import resolve_prompt
 
@@ -196,3 +198,24 @@ def test_a_schema_that_the_model_cannot_hold(tokens):
         compute_layout(schema("s", parameter("p", 999_999_999)), tokens, 40)
     with pytest.raises(SchemaError, match="its default has 3 tokens, its length is 2"):
         compute_layout(schema("s", parameter("p", 2, default="abc")), tokens, 40)
+
+
+LLAMA_2 = (  # puts the system text into the first user turn
+    "{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}"
+    "{% else %}{% set turns = messages %}{% set system = false %}{% endif %}{% for m in turns %}"
+    "{% if loop.first and system != false %}"
+    "{% set text = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + m['content'] %}{% else %}"
+    "{% set text = m['content'] %}{% endif %}{% if m['role'] == 'user' %}{{ '[INST] ' + text + ' [/INST]' }}"
+    "{% else %}{{ ' ' + text + ' ' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_system_turn_of_a_schema_is_folded_into_the_user_turn(characters):
+    tokenizer = copy.deepcopy(characters)
+    tokenizer.chat_template = LLAMA_2
+    chat = ChatTokenizer(ChatTemplate(tokenizer), tokenizer)
+    text = "<schema name='s'><system>Be brief.</system><user>Name a tree.</user></schema>"
+    layout = compute_layout(load_schema(text), chat, 512)
+    ids = [token for run in layout.modules[()].runs for token in run.tokens]
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a tree."}]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
