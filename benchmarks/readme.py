@@ -130,14 +130,14 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
 # label, benchmark, measure of ours, measure of the peer, ratio (measure, peer); None: no absolute number is recorded
 SUMMARY_ROWS = [
     (
-        "decode step, 8 branches over one context of 512 tokens, against eager Hugging Face",
+        "compiled decode step, 8 branches over one context of 512 tokens, against eager Hugging Face",
         "decode",
         "8 branches, shared context: step, compiled bf16",
         "8 branches, shared context: step, Hugging Face",
         ("8 branches, shared context: compiled bf16", "Hugging Face eager"),
     ),
     (
-        "decode step, 1 stream, 512 tokens of context, against llama.cpp Q4_1",
+        "compiled decode step, 1 stream, 512 tokens of context, against llama.cpp Q4_1",
         "decode",
         "1 stream: step, compiled bf16",
         "1 stream: step, llama.cpp Q4_1",
@@ -177,7 +177,7 @@ RATIOS = ("x", "")  # units of what is a ratio, of times or of log-losses
 
 def summary(results: Path = RESULTS) -> str:
     """Return the six-row table of the README in Markdown."""
-    lines = ["| What | Ours | Peer | Speed-up (95%) | Machine |", "|---|---|---|---|---|"]
+    lines = ["| What | Ours | Peer | Ratio (95%) | Machine |", "|---|---|---|---|---|"]
     for label, name, ours, peer, ratio_key in SUMMARY_ROWS:
         record = json.loads((results / f"{name}.json").read_text())
         rows = {(row["measure"], row["peer"]): row for row in record["rows"]}

@@ -143,7 +143,7 @@ class CacheConfig:
 
     capacity: CacheSize | None = None  # device tokens or bytes ("4GiB"); None: from the model limit and free memory
     page_size: PositiveInt = 16  # tokens per page, the unit of allocation
-    eviction: EvictionPolicyName = "lru"  # ranks unreferenced entries
+    eviction: EvictionPolicyName = "lru"  # ranks entries that no running request or pin uses
     host_capacity: CacheSize | None = None  # host tier, tokens or bytes ("4GiB"); None: no host tier
     disk_capacity: CacheSize | None = None  # disk tier, tokens or bytes ("4GiB"); None: no disk tier
     # directory of the disk tier; None: the temporary directory

@@ -120,7 +120,7 @@ class Session(ChatTurns):
         Args:
             tokens: text, token ids or a chat turn; or a list of requests (dicts of these
                 arguments), which returns a list of messages computed together.
-            parents: messages or slices of messages (`Message.part`).
+            parents: messages, or slices of them (`message[start:stop]`).
             offsets: position of the first token of each parent; None follows the previous parent.
             new_offset: position of the first new token; None follows the last parent.
             model: model or adapter of the engine; None for the session's.
@@ -255,7 +255,7 @@ class Session(ChatTurns):
         """
         if isinstance(message, MessageSlice):
             raise InvalidRequestError(
-                "message {message.id} is a slice: give the complete message, and slice the result"
+                f"message {message.id} is a slice: give the complete message, and slice the result"
             )
         check_parents([message], self._core, self.id)
         check_choreographed(self.mode)

@@ -8,8 +8,8 @@ Which: the policy that `CacheConfig(eviction=...)` names orders the candidates. 
 complete entries without a running transfer that are not in use: running requests and pins exclude an entry
 before the policy is called.
 
-A policy is a pure function that returns the IDs of its candidates, first to evict first. To add one, write
-the function here, add it to `EVICTION_POLICIES` below and its name to `EVICTION_POLICIES` in `config.py`.
+A policy is a pure function that returns the IDs of all its candidates, first to evict first. To add one, write
+the function here, add it to `EVICTION_POLICIES` below and its name to `EvictionPolicyName` in `config.py`.
 CONTRIBUTING.md lists the tests and the documentation to extend.
 """
 
