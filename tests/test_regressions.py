@@ -81,16 +81,20 @@ def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch
     ("mode", "where"),
     [("prefix", "prefix_tree.PrefixTree.insert"), ("choreographed", "manager.KVCacheManager.register")],
 )
-def test_a_call_whose_admission_breaks_holds_nothing(mode, where, monkeypatch):
+def test_a_call_whose_admission_is_interrupted_holds_nothing(mode, where, monkeypatch):
     engine = tiny_models.engine()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     with engine.session(mode=mode) as session:
         parent = session.decode([1, 2, 3], sampling=GREEDY).wait_encoded()
         held = engine.stats().num_referenced_pages
         late = [session.prefill([4, 5], [parent])]
         late.append(session.decode([6], [parent, late[0]], sampling=GREEDY))
         with monkeypatch.context() as patch:
-            patch.setattr(f"choreograph.kv_cache.{where}", lambda *_: 1 // 0)
-            with pytest.raises(ZeroDivisionError):
+            patch.setattr(f"choreograph.kv_cache.{where}", interrupted)
+            with pytest.raises(KeyboardInterrupt):
                 engine.step()
         engine.check()
         assert engine.stats().num_referenced_pages == held
@@ -99,6 +103,26 @@ def test_a_call_whose_admission_breaks_holds_nothing(mode, where, monkeypatch):
     engine.clear_cache()
     counts = engine.core.cache_manager.stats
     assert counts["num_referenced_entries"] == 0 and counts["num_free_pages"] == counts["num_pages"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "where"),
+    [("prefix", "prefix_tree.PrefixTree.insert"), ("choreographed", "manager.KVCacheManager.register")],
+)
+def test_a_call_whose_admission_breaks_fails_and_holds_nothing(mode, where, monkeypatch):
+    engine = tiny_models.engine()
+    with engine.session(mode=mode) as session:
+        parent = session.decode([1, 2, 3], sampling=GREEDY).wait_encoded()
+        held = engine.stats().num_referenced_pages
+        late = session.prefill([4, 5], [parent]) if mode == "choreographed" else session.decode([6], [parent])
+        with monkeypatch.context() as patch:
+            patch.setattr(f"choreograph.kv_cache.{where}", lambda *_: 1 // 0)
+            with pytest.raises(RequestFailedError, match="admitting it raised") as failed:
+                late.result()
+        assert isinstance(failed.value.__cause__, ZeroDivisionError)
+        engine.check()
+        assert engine.stats().num_referenced_pages == held
+        assert session.decode([7], [parent], sampling=GREEDY).output_token_ids
 
 
 def test_one_call_without_numbers_fails_alone():

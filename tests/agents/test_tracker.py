@@ -327,8 +327,8 @@ def test_events_tell_every_hit_miss_and_eviction_and_why():
     assert sum(facts["tokens"] == 24 for facts in by_kind["miss"]) == 4  # the fixed parts, once each
     assert {facts["where"] for facts in by_kind["hit"]} <= {"device", "host", "loading", "offloading"}
     assert all(facts["policy"] == "workflow" for facts in by_kind["evicted"])
-    assert any(facts["varying"] for facts in by_kind["evicted"])
-    assert any(facts["steps"] for facts in by_kind["evicted"] if not facts["varying"])
+    assert any(facts["ephemeral"] for facts in by_kind["evicted"])
+    assert any(facts["steps"] for facts in by_kind["evicted"] if not facts["ephemeral"])
 
 
 def test_what_the_next_turn_reads_is_expected_while_it_is_held():

@@ -167,7 +167,7 @@ def test_a_family_that_cannot_share_is_refused_and_nothing_changes():
     falcon = [AutoModelForCausalLM.from_config(CONFIGS["falcon"]).eval() for _ in range(2)]
     config = EngineConfig(cache=CacheConfig(capacity=64, page_size=4))
     engine = Engine.from_pretrained(falcon[0], config=config, models={"other": falcon[1]})
-    with pytest.raises(ModelError, match="cannot share encodings"):
+    with pytest.raises(ModelError, match="cannot take part in layer reuse"):
         engine.enable_layer_reuse("other", pattern=[0, 1, 2])
     arena = engine.core.cache_manager.pool
     assert not (

@@ -227,7 +227,7 @@ def test_a_profile_survives_its_file(tmp_path):
         ({"full_reuse_scores": [0.5]}, "full_reuse_scores has 1 scores for 2 inputs"),
         ({"per_layer": [[0.9, 0.7], [0.5], [0.9, 0.6], [0.9, 0.7]]}, r"per_layer\[1\] has 1 scores"),
         ({"ranges": [{"pattern": {"ranges": [[1, 2]]}, "values": [0.8]}]}, "ranges, layers 1-2 has 1 scores"),
-        ({"ranges": [{"pattern": {"ranges": [[2, 1]]}, "values": [0.8, 0.7]}]}, "use first < end"),
+        ({"ranges": [{"pattern": {"ranges": [[2, 1]]}, "values": [0.8, 0.7]}]}, "ascending ranges"),
         ({"per_layer": [[0.9, 0.7]]}, "per_layer has 1 of 4 layers"),
         ({"ranges": [{"pattern": {"ranges": [[3, 9]]}, "values": [0.8, 0.7]}]}, "the model has layers 0 to 3"),
         ({"ranges": [{"pattern": {"ranges": []}, "values": [0.8, 0.7]}]}, "a pattern without layers"),

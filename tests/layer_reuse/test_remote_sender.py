@@ -189,7 +189,7 @@ def test_a_link_is_for_choreographed_sessions(tmp_path, mode):
     ):
         engine.enable_layer_reuse("base", "writer", pattern=[1, 1, 1])
         for pattern in ([1, 1, 1], [0, 4, 4]):
-            with pytest.raises(InvalidRequestError, match=f"no partial prefill in {mode} mode"):
+            with pytest.raises(InvalidRequestError, match=f"mode='{mode}' has no partial prefill"):
                 link.partial_prefill(session, CONTEXT, pattern)
         with receiver().session() as foreign, pytest.raises(WrongSessionError, match="another engine"):
             link.partial_prefill(foreign, CONTEXT, [0, 4, 4])
