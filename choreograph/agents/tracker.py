@@ -12,8 +12,8 @@ from typing import Any
 
 from ..config import check_count
 from ..engine.message import Message, MessageSlice, unwrap_slice
-from ..engine.request import Request
-from ..engine.session import PromptInput, RequestTag, Session, tag_requests
+from ..engine.request import Request, RequestTag, tag_requests
+from ..engine.session import PromptInput, Session
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event
 from ..kv_cache.eviction import EvictionHints

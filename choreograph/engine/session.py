@@ -1,15 +1,14 @@
 """`Session`: prefill and decode over its own messages, with argument validation."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from ..errors import (
+    ChoreographError,
     ConfigError,
     InvalidRequestError,
     InvalidTokensError,
@@ -18,7 +17,7 @@ from ..errors import (
     SessionClosedError,
     WrongSessionError,
 )
-from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode
+from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode, Usage
 from ..sampling_params import SamplingParams
 from ..utils import call_all, close_after
 from .core import EngineCore
@@ -26,7 +25,8 @@ from .cross_model import LayerPattern, parse_layer_pattern
 from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
 from .message import Message, MessageSlice, unwrap_slice
 from .message_variants import MessageVariants
-from .request import DecodeState, Request
+from .placement import check_positions
+from .request import DecodeState, Request, current_tag
 from .text import ChatTemplate, ChatTurns, Detokenizer, Turn
 from .validation import (
     Offsets,
@@ -35,9 +35,11 @@ from .validation import (
     check_offsets,
     check_parents,
     check_position,
+    check_rows,
     check_sampling,
     check_tokens,
     is_batch,
+    override_sampling,
 )
 
 if TYPE_CHECKING:
@@ -46,29 +48,6 @@ if TYPE_CHECKING:
 PromptInput = str | Sequence[int] | Turn
 
 DEFAULT_SAMPLING = SamplingParams()
-
-
-@dataclass(frozen=True, eq=False)
-class RequestTag:
-    """Attribution to an agent of the requests made inside a `tag_requests` block."""
-
-    session: object  # session whose requests are tagged
-    agent_key: object  # given to every request
-    on_message: Callable[[Message], None]  # called with every message
-
-
-# Tasks, threads and concurrent programs each have their own; a new task inherits the tags of its creator.
-_TAGS: ContextVar[tuple[RequestTag, ...]] = ContextVar("choreograph_request_tags", default=())
-
-
-@contextmanager
-def tag_requests(tag: RequestTag) -> Iterator[None]:
-    """Tag all requests made inside the block; blocks nest, and those sharing a context may end in any order."""
-    _TAGS.set((*_TAGS.get(), tag))
-    try:
-        yield
-    finally:
-        _TAGS.set(tuple(other for other in _TAGS.get() if other is not tag))
 
 
 class Session(ChatTurns):
@@ -95,6 +74,8 @@ class Session(ChatTurns):
         self.model = self._resolve_model(model)
         self.id = core.new_id()
         self._messages: dict[int, Message] = {}  # by id, not released yet, in order
+        self._released_usage = Usage()  # of released messages
+        self._released_running: list[Request] = []  # released, but not finished: others attend to them
         self.closed = False
         self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
@@ -111,6 +92,20 @@ class Session(ChatTurns):
     def messages(self) -> list[Message]:
         """Messages that are not released yet, in order of submission."""
         return list(self._messages.values())
+
+    @property
+    def usage(self) -> Usage:
+        """Total over all messages so far, also released and failed ones; completes them first.
+
+        Comparable between modes: outside of choreographed mode a prefill costs nothing, and its
+        tokens count in every decode that includes them.
+        """
+        for message in self.messages:
+            with suppress(ChoreographError):  # reading the message raises it
+                message.result()
+        with self._core.lock:
+            requests = [*self._released_running, *(message._request for message in self._messages.values())]
+            return sum((request.current_usage for request in requests), self._released_usage)
 
     def close(self) -> None:
         """Release every message, the youngest first. Final values stay readable.
@@ -174,6 +169,7 @@ class Session(ChatTurns):
         forced_tokens: Sequence[int] | None = None,
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
+        **sampling_options: Any,
     ) -> Message: ...
     def decode(
         self,
@@ -187,6 +183,7 @@ class Session(ChatTurns):
         forced_tokens=None,
         model=None,
         kv_reuse="recompute",
+        **sampling_options,
     ):
         """Generate a message that starts with `header` and ends with `footer`.
 
@@ -194,19 +191,19 @@ class Session(ChatTurns):
             header: never empty, else as `tokens` of `prefill`; a list of requests returns a list of
                 messages.
             sampling: sampling parameters.
+            sampling_options: fields of `SamplingParams` that replace those of `sampling`, as in
+                max_tokens=4.
             footer: tokens appended to the generated ones; None for the chat template's, if any.
             forced_tokens: taken one by one instead of sampling, at the full cost of decoding.
 
         The other arguments are those of `prefill`.
         """
+        args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
+        args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
+        args |= sampling_options
         if is_batch(header):
-            args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
-            args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
             return self._submit(build_each(header, self._build_decode, args))
-        message = self._build_decode(
-            header, parents, offsets, new_offset, sampling, footer, forced_tokens, model, kv_reuse
-        )
-        return self._submit([message])[0]
+        return self._submit([self._build_decode(header, **args)])[0]
 
     def import_message(self, message: Message) -> Message:
         """Import a complete message of another session of the same client.
@@ -280,7 +277,7 @@ class Session(ChatTurns):
         """
         if isinstance(message, MessageSlice):
             raise InvalidRequestError(
-                "message {message.id} is a slice: give the complete message, and slice the result"
+                f"message {message.id} is a slice: give the complete message, and slice the result"
             )
         check_parents([message], self._core, self.id)
         check_choreographed(self.mode)
@@ -307,14 +304,17 @@ class Session(ChatTurns):
         forced_tokens=None,
         model=None,
         kv_reuse="recompute",
+        **sampling_options,
     ) -> Message:
         self._check_open()
+        if sampling_options:
+            sampling = override_sampling(sampling, sampling_options, self._build_decode)
         parents, footer_ids = check_parents(parents, self._core, self.id), list[int]()
         if isinstance(header, Turn):
             ids, footer_ids = self._require_chat_template().open_turn(header, opening=not parents and header.opening)
             if not ids:
                 raise InvalidTokensError("header is empty: give at least one token")
-            self._check_rows(ids + footer_ids, "header")
+            check_rows(ids + footer_ids, "header", self._tokenizer, self._core.hf_model.model_info.vocab_size)
         else:
             ids = self._tokenize_input(header, opening=not parents, name="header")
         is_chat_turn = isinstance(header, Turn) and footer is None
@@ -361,16 +361,21 @@ class Session(ChatTurns):
             raise ConfigError(f"kv_reuse={kv_reuse!r}: use one of {KV_REUSE}")
         if model is not None and model != self.model and model not in core.model_set.remote:
             model = self._resolve_model(model)
-        model, tag = model or self.model, self._current_tag()
+        model, tag = model or self.model, current_tag(self)
         parent_requests: list[Request] = []
         parent_slices: list[tuple[int, int] | None] = []
+        lengths: list[int] = []  # tokens that are final
         for parent in parents:
             if isinstance(parent, MessageSlice):
                 parent_requests.append(parent.message._request)
                 parent_slices.append((parent.start, parent.stop))
+                lengths.append(parent.stop - parent.start)
             else:
-                parent_requests.append(parent._request)
+                parent_request = parent._request
+                parent_requests.append(parent_request)
                 parent_slices.append(None)
+                is_final_decode = parent_request.decode_state is not None and parent_request.tokens_final
+                lengths.append(len(parent_request.tokens if is_final_decode else parent_request.prompt))
         request = Request(
             id=core.new_id(),
             session_id=self.id,
@@ -379,7 +384,7 @@ class Session(ChatTurns):
             prompt=ids,
             parents=tuple(parent_requests),
             parent_slices=tuple(parent_slices),
-            offsets=check_offsets(offsets, len(parents), max_positions),
+            offsets=(None,) * len(parents) if offsets is None else check_offsets(offsets, len(parents), max_positions),
             new_offset=None if new_offset is None else check_position("new_offset", new_offset, max_positions),
             decode_state=decode_state,
             footer=footer or [],
@@ -387,6 +392,8 @@ class Session(ChatTurns):
             weights_group=core.model_set.weights_group(model),
             agent_key=None if tag is None else tag.agent_key,
         )
+        if ids:  # not a variant, whose tokens and offsets are its source's
+            check_positions(request, lengths, max_positions)
         message = Message(request, core, self._tokenizer)
         message.parents, message.kv_reuse = parents, kv_reuse
         return message
@@ -418,18 +425,8 @@ class Session(ChatTurns):
         if not ids and not allow_empty:
             raise InvalidTokensError(f"{name} is empty: give at least one token")
         if isinstance(prompt, (Turn, str)):
-            self._check_rows(ids, name)
+            check_rows(ids, name, self._tokenizer, self._core.hf_model.model_info.vocab_size)
         return ids
-
-    def _check_rows(self, ids: list[int], name: str) -> None:
-        """Check that the model has an embedding for every token of the tokenizer's."""
-        vocab_size = self._core.hf_model.model_info.vocab_size
-        if ids and max(ids) >= vocab_size:
-            token = self._tokenizer.convert_ids_to_tokens(max(ids))
-            raise InvalidTokensError(
-                f"{name}: token {token!r} (id {max(ids)}) has no row in the model's embedding of {vocab_size}: "
-                "resize the embedding, or remove the token from the text"
-            )
 
     def _require_chat_template(self) -> ChatTemplate:
         if self._chat_template is None:
@@ -439,13 +436,6 @@ class Session(ChatTurns):
     def _check_open(self) -> None:
         if self.closed:
             raise SessionClosedError("the session is closed: open a new one")
-
-    def _current_tag(self) -> RequestTag | None:
-        """Return the innermost tag of this session; None if there is none."""
-        for tag in reversed(_TAGS.get()):
-            if tag.session is self:
-                return tag
-        return None
 
     # -- submission -----------------------------------------------------------------------------------------
 
@@ -465,7 +455,7 @@ class Session(ChatTurns):
 
     def _register(self, messages: list[Message]) -> None:
         """Track messages until they are released, at the latest with the session; then dispatch the events."""
-        tag = self._current_tag()
+        tag = current_tag(self)
         for message in messages:
             message.on_release = self._unregister
             self._messages[message._request.id] = message
@@ -478,4 +468,13 @@ class Session(ChatTurns):
         self._core.events.dispatch()
 
     def _unregister(self, message: Message) -> None:
-        self._messages.pop(message.id, None)
+        with self._core.lock:
+            if self._messages.pop(message.id, None) is None:
+                return
+            running = []
+            for request in (*self._released_running, message._request):
+                if request.is_finished:
+                    self._released_usage += request.current_usage
+                else:
+                    running.append(request)
+            self._released_running = running
