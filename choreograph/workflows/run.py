@@ -285,6 +285,7 @@ def run_workflow(
     sampling: SamplingParams | None = None,
     replay: Transcript | None = None,
     options: Mapping[str, Any] | None = None,
+    on_answer: Callable[[Message, list[StageCall]], None] | None = None,
     on_text: Callable[[str], None] | None = None,
     on_finish: Callable[[list[StageCall]], Any] | None = None,
 ) -> WorkflowResult:
@@ -294,6 +295,7 @@ def run_workflow(
         model: as in `Condition`, like `mode` and `adapter_stages`.
         sampling: as in `WorkflowRun`, like `replay`.
         options: of the workflow.
+        on_answer: called with the answer, which is not read yet, and all calls.
         on_text: called with each piece of the answer as it is generated.
         on_finish: called with all calls before their messages are released.
     """
@@ -304,6 +306,8 @@ def run_workflow(
         wf = WorkflowRun(session, sampling=sampling, replay=replay, **condition.adapter_kwargs())
         start = time.perf_counter()
         answer = call_workflow(workflow, wf, task, options or {})
+        if on_answer is not None:
+            on_answer(answer, wf.calls)
         for piece in answer.stream():
             if on_text is not None:
                 on_text(piece)
