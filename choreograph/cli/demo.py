@@ -24,7 +24,7 @@ TASK = (
     "teacher was also the ferryman. When was the mill built?"
 )
 
-SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=160)
+SAMPLING = SamplingParams(temperature=0.4, top_p=0.95, max_tokens=160)
 
 
 def run_demo(
