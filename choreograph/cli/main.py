@@ -192,8 +192,8 @@ def run(
         (s.stage, str(s.calls), format_ms(s.ttft), str(s.encoded), str(s.cached), str(s.generated))
         for s in result.metrics.stages
     ]
-    calls, encoded, reused, generated = (str(sum(int(row[column]) for row in rows)) for column in (1, 3, 4, 5))
-    rows.append(("all", calls, format_ms(result.metrics.ttft), encoded, reused, generated))
+    sums = [str(sum(int(row[column]) for row in rows)) for column in (1, 3, 4, 5)]
+    rows.append(("all", sums[0], format_ms(result.metrics.ttft), sums[1], sums[2], sums[3]))
     header = ("stage", "calls", "TTFT", "encoded", "reused", "generated")
     print_table(console, f"{workflow}, {mode}: {result.metrics.seconds:.2f} s", header, rows)
     if outputs:
