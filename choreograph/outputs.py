@@ -26,11 +26,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one request, or their sums over several."""
 
     cached_tokens: int = 0  # tokens of the context that were in the KV cache
     computed_tokens: int = 0  # prefilled tokens: prompt, header and footer
     completion_tokens: int = 0  # generated tokens
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.cached_tokens + other.cached_tokens,
+            self.computed_tokens + other.computed_tokens,
+            self.completion_tokens + other.completion_tokens,
+        )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     from choreograph.workflows.run import run_workflow
 
     done = run_workflow(
-        Engine.from_pretrained(), run, "What is a lighthouse for?", mode="choreographed",
+        Engine.from_pretrained(), run, "Describe the sea.", mode="choreographed",
         sampling=SamplingParams(temperature=0, max_tokens=32),
     )  # fmt: skip
     print(done.answer.text)

@@ -1,4 +1,4 @@
-"""A reader's profile as six unions (Prompt Cache, section 5.6.2): one trait of each, in any combination."""
+"""A reader's profile as six unions (Prompt Cache, section 5.6.2): at most one trait of each, in any combination."""
 
 from pathlib import Path
 
@@ -6,13 +6,14 @@ from choreograph import Engine, SamplingParams
 from choreograph.prompt_cache import Import, Prompt, PromptCache, Role
 
 READERS = {
-    "a curious child": ("child", "no-knowledge", "evenings", "pictures", "adventure", "impatient"),
-    "a retired engineer": ("retired", "expert", "all-day", "reading", "history", "thorough"),
+    "a curious child": ("child", "adventure"),
+    "a reader of pictures": ("pictures", "adventure"),
+    "a retired engineer": ("retired", "history"),  # more traits at once need a larger model than the bundled one
 }
 
 
 def prompt(traits: tuple[str, ...]) -> Prompt:
-    ask = Role("user", ("Describe this reader in two sentences.",))
+    ask = Role("user", ("The last five loans were of which kind?",))
     return Prompt("reader", (*map(Import, traits), ask))
 
 

@@ -472,7 +472,7 @@ def test_a_turn_may_leave_out_what_opens_a_conversation(talker):
 def test_what_is_kept_of_headers_is_of_the_tokenizer_as_it_is(tokenizer):
     """Another template, another token, several templates, one with the time of the day."""
     chat, turn = ChatTemplate(with_template(tokenizer, CHATML)), Turn("assistant", "So")
-    mine = chat._tokenizer
+    mine = chat.tokenizer
     before = chat.open_turn(turn, opening=True)
     assert chat.open_turn(turn, opening=True) == before
     before[0].clear()  # whoever is given it may change it

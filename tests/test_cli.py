@@ -123,6 +123,44 @@ def test_run_a_workflow_of_the_package_and_of_a_file(tmp_path):
     assert "vote" in result.output
 
 
+OWN = """
+def run(p, task):
+    asked = p.prefill("ask", p.user(task))
+    drafts = [p.decode("draft", p.assistant(), [asked], forced_tokens=text) for text in ("first draft", "second")]
+    p.decode("vote", p.assistant(), [asked, *drafts], forced_tokens="nothing")
+    p.record_parse_failure("vote")
+    return p.decode("answer", p.assistant(), [asked], forced_tokens=ANSWER)
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"), [("'the answer'", "Answer:the answer"), ("'  '", "(empty"), ("[2]", "(empty")]
+)
+def test_run_shows_branches_votes_parse_failures_and_an_empty_answer(answer, shown, tmp_path, talker_folder):
+    own = tmp_path / "own.py"
+    own.write_text(OWN.replace("ANSWER", answer))
+    arguments = ["run", str(own), "--task", "Say it.", "--model", talker_folder]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    for line in ("[draft 1] first draft", "[draft 2] second", "[vote 1] nothing", shown):
+        assert line in result.output
+    assert "could not be parsed: 1 of 1 calls of stage 'vote'" in result.output
+    alone = runner.invoke(app, [*arguments, "--quiet"])
+    assert alone.exit_code == 0 and alone.output == ("the answer\n" if "answer" in answer else "\n")
+    found = json.loads(runner.invoke(app, [*arguments, "--json"]).output)
+    assert [call["text"] for call in found["generated"]][:3] == ["first draft", "second", "nothing"]
+    assert found["unparseable"] == {"vote": 1}
+
+
+def test_loading_prints_no_progress_of_transformers(talker_folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "choreograph", "info", "--model", talker_folder],
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr.count("\n") <= 1, done.stderr
+    assert "Loading weights" not in done.stdout + done.stderr
+
+
 def test_chat_reads_lines_until_the_input_ends():
     result = runner.invoke(
         app, ["chat", "--max-tokens", "4", "--json", "--system", "Be brief."], input="Hello\n/reset\nBye\n"
@@ -165,6 +203,9 @@ def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
         ("prompt-cache show s.pml --svg folder", "folder: this is a folder"),
         ("prompt-cache warm s.pml --save folder", "folder: this is a folder"),
         ("prompt-cache warm s.pml --save x.json", "x.json: this name is the manifest's"),
+        ("step-graph show tree_of_thoughts", "tree_of_thoughts: no such step-graph file; write one in YAML"),
+        ("graph show folder", "folder: not a step-graph file; write one in YAML"),
+        ("step-graph show broken.py", "broken.py: not a step-graph file; write one in YAML"),
         ("layer-reuse show latin", "latin: no profile"),
         ("eval single_call --data latin", "latin, line 1: not JSON in UTF-8"),
         ("run broken.py --task x", "broken.py, line 2: "),

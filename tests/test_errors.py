@@ -138,11 +138,11 @@ def test_a_foreign_parent(tiny_engine, session, parent):
 
 
 def test_a_failed_parent(session):
-    long = session.prefill([1] * 300)
-    failed = session.prefill([2] * 300, parents=[long])
+    long = session.decode([1], sampling=SamplingParams(max_tokens=300, ignore_eos=True))
+    failed = session.prefill([2] * 300, parents=[long])  # the length of its parent is not known yet
     waiting = session.decode([3], parents=[failed], sampling=GREEDY)
     grandchild = session.decode([3], parents=[waiting], sampling=GREEDY)
-    fails(session, e.InvalidPositionError, "position 599", failed)
+    fails(session, e.InvalidPositionError, "position 600", failed)
     fails(session, e.RequestFailedError, f"parent {failed.id} failed", waiting)
     fails(session, e.RequestFailedError, f"parent {waiting.id} failed", grandchild)
     refuses(
@@ -211,25 +211,40 @@ def test_the_number_of_offsets(session, parent):
     refuses(session, e.InvalidPositionError, "offsets=7", lambda: session.prefill([1], [parent], offsets=7))
 
 
-def test_messages_that_run_past_the_limit(session, parent):
-    fails(
-        session, e.InvalidPositionError, f"past the model's last one, {LAST}", session.prefill([1, 2], new_offset=LAST)
-    )
-    fails(session, e.InvalidPositionError, "position 512", session.decode([1], new_offset=LAST, sampling=GREEDY))
-    fails(
-        session, e.InvalidPositionError, "position 512", session.decode([1], new_offset=LAST - 1, forced_tokens=[1, 2])
-    )
-    fails(
-        session,
-        e.InvalidPositionError,
-        f"parents[0] (message {parent.id}) from offset 510",
-        session.prefill([1], [parent], [510], 0),
-    )
+@pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
+@pytest.mark.parametrize("count", [513, 600])
+def test_a_prefill_of_more_tokens_than_the_model_has_positions_is_refused_at_once(engine, mode, count):
+    with engine.session(mode=mode) as session:
+        call = {"tokens": [1] * count}
+        for submit in (lambda: session.prefill(**call), lambda: session.prefill([{"tokens": [1]}, call])):
+            refuses(session, e.InvalidPositionError, f"position {count - 1}, past the model's last one, {LAST}", submit)
+            refuses(session, e.InvalidPositionError, "at most 512 tokens", submit)
+        refuses(session, e.InvalidPositionError, "position ", lambda: session.decode([1] * 512, sampling=GREEDY))
+        assert session.prefill([1] * 512).result().length == 512
+
+
+def test_messages_that_are_known_to_run_past_the_limit_are_refused(session, parent):
+    for text, submit in (
+        (f"past the model's last one, {LAST}", lambda: session.prefill([1, 2], new_offset=LAST)),
+        ("position 512", lambda: session.decode([1], new_offset=LAST, sampling=GREEDY)),
+        ("position 512", lambda: session.decode([1], new_offset=LAST - 1, forced_tokens=[1, 2])),
+        (f"parents[0] (message {parent.id}) from offset 510", lambda: session.prefill([1], [parent], [510], 0)),
+        ("from offset 511", lambda: session.prefill([1] * 2, [parent], [LAST - parent.length])),
+        ("from offset 510", lambda: session.prefill([1], [parent[0:3]], [510], 0)),
+    ):
+        refuses(session, e.InvalidPositionError, text, submit)
+
+
+def test_what_a_decoded_parent_moves_past_the_limit_fails_when_its_length_is_known(session):
+    draft = session.decode([1] * 8, sampling=SamplingParams(max_tokens=8, ignore_eos=True))
+    late = session.prefill([2], [draft], [LAST - 12])
+    fails(session, e.InvalidPositionError, f"parents[0] (message {draft.id}) from offset 499", late)
+    refuses(session, e.InvalidPositionError, "from offset 499", lambda: session.prefill([2], [draft], [LAST - 12]))
 
 
 def test_a_footer_past_the_limit(session):
-    bad = session.decode([1], new_offset=LAST - 2, footer=[4, 5], sampling=GREEDY)
-    fails(session, e.InvalidPositionError, "position 512", bad)
+    call = {"header": [1], "new_offset": LAST - 2, "footer": [4, 5], "sampling": GREEDY}
+    refuses(session, e.InvalidPositionError, "position 512", lambda: session.decode(**call))
     good = session.decode([1], new_offset=LAST - 3, footer=[4, 5], sampling=GREEDY)
     assert good.position + good.length == LAST + 1
 
@@ -247,8 +262,11 @@ def test_default_places_past_the_limit_are_found_when_lengths_are_known(session)
 def test_concatenations_past_the_limit(engine, mode):
     with engine.session(mode=mode) as session:
         halves = session.prefill([{"tokens": [1] * 256}, {"tokens": [2] * 256}])
-        answer = session.decode([3], parents=halves, sampling=GREEDY)
         with pytest.raises(e.InvalidPositionError, match="position 513"):
+            session.decode([3], parents=halves, sampling=GREEDY)
+        draft = session.decode([3], [halves[0]], sampling=SamplingParams(max_tokens=200, ignore_eos=True))
+        answer = session.decode([4] * 100, parents=[halves[0], draft], sampling=GREEDY)
+        with pytest.raises(e.InvalidPositionError, match="position 557"):
             answer.result()
         serves(engine)
     assert engine.stats().num_referenced_entries == 0

@@ -14,8 +14,10 @@ from choreograph.errors import (
     InvalidRequestError,
     InvalidTokensError,
     MessageReleasedError,
+    SamplingError,
     SessionClosedError,
 )
+from choreograph.outputs import Usage
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -148,6 +150,43 @@ def test_arguments_beside_a_list_are_refused(session):
         session.prefill([{"tokens": [1]}], new_offset=3)
     with pytest.raises(InvalidRequestError, match="sampling="):
         session.decode([{"header": [1]}], sampling=GREEDY)
+
+
+def test_sampling_parameters_are_given_per_call_by_name(talker):
+    base = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with talker.session(seed=1) as session:
+        assert len(session.decode([5], sampling=base, max_tokens=4).output_token_ids) == 4
+        assert len(session.decode([5], max_tokens=3, ignore_eos=True).output_token_ids) == 3
+        one, two = session.decode([{"header": [5], "sampling": base, "max_tokens": most} for most in (2, 5)])
+        assert (len(one.output_token_ids), len(two.output_token_ids)) == (2, 5)
+        seeded = [session.decode([5], max_tokens=8, temperature=2.0, seed=3).tokens for _ in range(2)]
+        assert seeded[0] == seeded[1]
+        whole = session.decode([5], sampling=base)
+        cut = session.decode([5], sampling=base, stop=whole.text[2:4])
+        assert cut.text == whole.text[: whole.text.index(whole.text[2:4])]
+        assert session.decode([5], sampling=base, logprobs=1).logprobs
+
+
+def test_sampling_parameters_that_do_not_exist_or_fit_are_refused(session):
+    for submit in (
+        lambda: session.decode([1], maxtokens=4),
+        lambda: session.decode([{"header": [1], "maxtokens": 4}]),
+        lambda: session.decode([{"header": [1]}], maxtokens=4),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"maxtokens=4: .*known: .*'forced_tokens'.*'stop'.*'max_tokens'"):
+            submit()
+    with pytest.raises(InvalidRequestError, match=r"max_tokens=4: .*known: .*'tokens'") as caught:
+        session.prefill([{"tokens": [1], "max_tokens": 4}])
+    assert "temperature" not in str(caught.value)
+    with pytest.raises(InvalidRequestError, match="max_tokens=256 with a list"):
+        session.decode([{"header": [1]}], max_tokens=256)
+    with pytest.raises(SamplingError, match="max_tokens=0"):
+        session.decode([1], max_tokens=0)
+    with pytest.raises(SamplingError, match="min_tokens=5"):
+        session.decode([1], sampling=SamplingParams(min_tokens=5), max_tokens=4)
+    with pytest.raises(SamplingError, match="sampling=7"):
+        session.decode([1], sampling=7, max_tokens=4)
+    assert not session.messages
 
 
 # -- placement -----------------------------------------------------------------------------------------------
@@ -453,6 +492,36 @@ def test_usage(session):
     assert counts(first) == (0, 3, 0)
     assert counts(second) == (3, 2, 0)
     assert counts(answer) == (5, 1 + 2, 6)
+
+
+@pytest.mark.parametrize(("mode", "cached", "computed"), [
+    ("choreographed", 3 + 5 + 5, 5 + 1 + 1), ("prefix", 5, 5 + 1 + 1), ("naive", 0, 2 * (5 + 1))
+])  # fmt: skip
+def test_usage_of_a_session_counts_all_messages_and_compares_between_modes(engine, mode, cached, computed):
+    with engine.session(mode=mode) as session:
+        assert session.usage == Usage()
+        first = session.prefill([1, 2, 3])
+        second = session.prefill([4, 5], [first])
+        answers = [session.decode([header], [first, second], sampling=GREEDY).result() for header in (6, 7)]
+        total = session.usage  # completes what was submitted
+        assert total == Usage(cached, computed, sum(len(answer.output_token_ids) for answer in answers))
+        assert total == sum((message.usage for message in session.messages), Usage())
+        answers[0].release()
+        assert session.usage == total
+        session.prefill([8] * 4)
+        assert session.usage.computed_tokens == computed + (4 if mode == "choreographed" else 0)
+    assert session.usage.completion_tokens == total.completion_tokens
+
+
+def test_usage_of_a_session_includes_cancelled_and_failed_messages(engine, session):
+    cancelled = session.decode([1], sampling=SamplingParams(max_tokens=50, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    cancelled.release()
+    assert 1 <= session.usage.completion_tokens <= 4
+    draft = session.decode([1], sampling=GREEDY)
+    session.prefill([2] * 511, [draft])  # runs past the last position
+    assert session.usage.completion_tokens >= 1 + len(draft.output_token_ids)
 
 
 def test_finish_reasons(session):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import check_count
-from ..engine.message import Message, MessageSlice, RequestTag, tag_requests, unwrap_slice
-from ..engine.request import Request
+from ..engine.message import Message, MessageSlice, unwrap_slice
+from ..engine.request import Request, RequestTag, tag_requests
 from ..engine.session import PromptInput, Session
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event

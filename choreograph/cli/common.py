@@ -52,6 +52,16 @@ OutOption = Annotated[Path | None, typer.Option(help="The folder of the run; a s
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+def quiet_transformers() -> None:
+    """Hide the progress bars and warnings of transformers and the Hub client."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
+    disable_progress_bars()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def open_engine(
     model: str,
     dtype: str,
@@ -67,6 +77,7 @@ def open_engine(
     from ..config import EngineConfig
     from ..engine.engine import Engine
 
+    quiet_transformers()
     engine = Engine.from_pretrained(model, dtype=dtype, device=device, config=EngineConfig(compile=compile))
     if adapter is not None:
         from ..training.train import check_adapter_usage

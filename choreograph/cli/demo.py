@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TASK = (
-    "A baker fills 3 trays with 24 rolls each. She sells 2/3 of all rolls in the morning and half of the rest in "
-    "the afternoon. How many rolls are left in the evening?"
+    "The mill on the Arn was built in 1711 and ground rye until the flood of 1954. The stone bridge beside it has five "
+    "arches and was rebuilt after the flood, with steel inside. The school opened in the old customs house; its first "
+    "teacher was also the ferryman. When was the mill built?"
 )
 
-SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=160)
+SAMPLING = SamplingParams(temperature=0.4, top_p=0.95, max_tokens=160)
 
 
 def run_demo(
@@ -45,7 +46,7 @@ def run_demo(
     ensure_writable(svg_path)
     if svg_path is not None:
         require("matplotlib", "viz")
-    workflow, options = find("tree_of_thoughts"), {"branches": branches, "voters": voters}
+    workflow, options = find("tree_of_thoughts"), {"branches": branches, "voters": voters, "prompt": "text"}
 
     def run_once(mode: Mode, **kwargs: Any) -> WorkflowResult:
         engine.clear_cache()
@@ -55,7 +56,7 @@ def run_demo(
         short = SamplingParams(max_tokens=4)
         warm = run_workflow(engine, workflow, "1 + 1", mode="prefix", sampling=short, options=options)
         run_workflow(engine, workflow, "1 + 1", mode="choreographed", replay=warm.run.transcript(), options=options)
-    console.print(f"[b]Problem[/b] {task}", highlight=False)
+    console.print(f"[b]Question[/b] {task}", highlight=False)
     with _progress(engine, console, f"prefix mode: {branches} branches, {voters} votes, the answer"):
         transcript = run_once("prefix").run.transcript()
     label = ["[b]Final answer[/b]"]
@@ -71,7 +72,11 @@ def run_demo(
             if svg_path is not None:
                 draw_message_graph(steps, svg_path, "Tree of Thoughts, choreographed: the context of every message")
 
-        run_once("choreographed", replay=transcript, on_text=on_text, on_finish=on_finish)
+        shown = run_once("choreographed", replay=transcript, on_text=on_text, on_finish=on_finish)
+    if not shown.answer.text.strip():
+        print_text(console, "the answer is empty: the model ended it at once")
+    for stage, count in shown.run.parse_failures.items():
+        print_text(console, f"\ncould not be parsed: {count} calls of stage {stage!r}", end="")
     console.print("\n")
     measured = []
     for number in range(1, pairs + 1):

@@ -20,6 +20,9 @@ from .common import adapter_name, open_engine, parse_options
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..engine.message import Message
+    from ..workflows import StageCall
+
 app = typer.Typer(
     name="choreograph",
     help="Multi-step LLM workflows that never encode the same message twice.",
@@ -149,9 +152,10 @@ def run(
     max_tokens: common.MaxTokensOption = 160,
     temperature: common.TemperatureOption = 0.7,
     seed: common.SeedOption = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the answer and nothing else.")] = False,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Run one workflow and print its answer and each stage's cost."""
+    """Run one workflow; print what each call generated, the answer, and each stage's cost."""
     from ..sampling_params import SamplingParams
     from ..workflows import find
     from ..workflows.run import run_workflow
@@ -160,7 +164,7 @@ def run(
     text = sys.stdin.read().strip() if task == "-" else task
     if not text:
         raise typer.BadParameter("the task is empty: give one with --task or on standard input")
-    console = make_console(quiet=as_json)
+    console = make_console(quiet=as_json or quiet)
     result = run_workflow(
         open_engine(model, dtype, compile, adapter, device, adapter_stage),
         function,
@@ -171,23 +175,46 @@ def run(
         seed=seed,
         sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
         options=parse_options(option),
+        on_answer=lambda answer, calls: None if console.quiet else _print_calls(console, answer, calls),
         on_text=lambda piece: print_text(console, piece, end=""),
     )
     failures, outputs = dict(result.run.parse_failures), result.run.outputs
     if as_json:
-        noted = {"unparseable": failures, "findings": outputs}
+        generated = [{"stage": stage, "text": m.text} for stage, m in result.run.calls if m.kind == "decode"]
+        noted = {"unparseable": failures, "findings": outputs, "generated": generated}
         print(json.dumps({"answer": result.answer.text, **noted, **result.metrics.as_dict()}))
         return
-    console.print("\n")
+    if quiet:
+        print_text(make_console(), result.answer.text.strip())
+        return
+    print_text(console, "\n" if result.answer.text.strip() else "(empty: the model ended it at once)\n")
     rows = [
         (s.stage, str(s.calls), format_ms(s.ttft), str(s.encoded), str(s.cached), str(s.generated))
         for s in result.metrics.stages
     ]
+    sums = [str(sum(int(row[column]) for row in rows)) for column in (1, 3, 4, 5)]
+    rows.append(("all", sums[0], format_ms(result.metrics.ttft), sums[1], sums[2], sums[3]))
     header = ("stage", "calls", "TTFT", "encoded", "reused", "generated")
     print_table(console, f"{workflow}, {mode}: {result.metrics.seconds:.2f} s", header, rows)
-    for label, values in (("found out", outputs), ("could not be parsed", failures)):
-        if values:
-            print_text(console, f"{label}: {json.dumps(values, ensure_ascii=False)}")
+    if outputs:
+        print_text(console, f"found out: {json.dumps(outputs, ensure_ascii=False)}")
+    for stage, count in failures.items():
+        calls = sum(s.calls for s in result.metrics.stages if s.stage == stage)
+        print_text(console, f"could not be parsed: {count} of {calls or count} calls of stage {stage!r}")
+
+
+def _print_calls(console: "Console", answer: "Message", calls: "list[StageCall]") -> None:
+    """Print the text of every decode but the answer, which is streamed."""
+    numbers: Counter[str] = Counter()
+    for stage, message in calls:
+        if message.kind == "decode" and message is not answer:
+            numbers[stage] += 1
+            try:
+                text = message.text.strip() or "(empty)"
+            except ChoreographError as exc:
+                text = f"(failed: {exc})"
+            print_text(console, f"[{stage} {numbers[stage]}] {text}")
+    console.print("\n[b]Answer:[/b]", end="")
 
 
 @app.command(name="eval")
@@ -310,10 +337,8 @@ def chat(
     stop = [] if engine.chat.has_template else ["\nUser:", "\nSystem:"]
     sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens, stop=stop)
     with engine.session(mode=mode, seed=seed, model=common.ADAPTER_NAME if adapter else BASE_MODEL) as session:
-        opening = [session.prefill(session.system(system))] if system else []
         try:
-            for turn in opening:
-                turn.result()
+            opening = [session.prefill(session.system(system)).result()] if system else []
         except ChoreographError as exc:
             raise ConfigError(f"--system: {exc}") from None
         history = list(opening)

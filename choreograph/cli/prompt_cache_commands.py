@@ -9,7 +9,17 @@ import typer
 
 from ..console import make_console, print_table, print_text
 from ..outputs import Mode
-from .common import DEFAULT_MODEL, DtypeOption, JsonOption, MaxTokensOption, ModelOption, SeedOption, TemperatureOption
+from .common import (
+    DEFAULT_MODEL,
+    DtypeOption,
+    JsonOption,
+    MaxTokensOption,
+    ModelOption,
+    SeedOption,
+    TemperatureOption,
+    open_engine,
+    quiet_transformers,
+)
 
 if TYPE_CHECKING:
     from ..prompt_cache.layout import Layout, ModuleLayout
@@ -189,13 +199,13 @@ def _load_layout(schema: Path, model: str) -> Any:
     from ..prompt_cache.layout import ChatTokenizer, compute_layout
     from ..prompt_cache.parser import load_schema
 
+    quiet_transformers()
     tokenizer, max_positions = load_tokenizer(model)
     chat_tokenizer = ChatTokenizer(ChatTemplate(tokenizer), tokenizer)
     return compute_layout(load_schema(schema), chat_tokenizer, max_positions), chat_tokenizer
 
 
 def _open_cache(schema: Path, model: str, dtype: str) -> Any:
-    from ..engine.engine import Engine
     from ..prompt_cache.cache import PromptCache
 
-    return PromptCache(Engine.from_pretrained(model, dtype=dtype), schema)
+    return PromptCache(open_engine(model, dtype), schema)

@@ -17,6 +17,11 @@ app = typer.Typer(
     name="step-graph", help="KVFlow: step graphs of agents, and how soon each runs.", no_args_is_help=True
 )
 
+HOW_TO_WRITE = (
+    "write one in YAML or JSON that names what each agent waits for: "
+    "{agents: {planner: null, coder: planner, reviewer: {all_of: [planner, coder]}}} (docs/memory.md)"
+)
+
 
 @app.callback()
 def _group() -> None:
@@ -25,7 +30,9 @@ def _group() -> None:
 
 @app.command()
 def show(
-    graph: Annotated[Path, typer.Argument(help="A step graph in YAML or JSON.", show_default=False)],
+    graph: Annotated[
+        Path, typer.Argument(help="A step-graph file in YAML or JSON, not a workflow.", show_default=False)
+    ],
     events: Annotated[
         str, typer.Option("--after", help="What happened so far: +a when agent a started, -a when it ended: +a,-a,+b")
     ] = "",
@@ -34,10 +41,13 @@ def show(
 ) -> None:
     """Show the dependencies of agents and their steps to execution."""
     from ..agents.step_graph import Progress, StepGraph
+    from ..errors import GraphError
     from ..utils import ensure_writable
     from ..viz import draw_step_graph, format_steps
 
     ensure_writable(svg)
+    if not graph.is_file() or graph.suffix == ".py":
+        raise GraphError(f"{graph}: {'not a' if graph.exists() else 'no such'} step-graph file; {HOW_TO_WRITE}")
     result = StepGraph.read(graph)
     happened = re.split(r"[,\s]+(?=[+-])", events.strip()) if events.strip() else []  # names may hold commas and spaces
     steps = result.steps(Progress.from_events(happened, result.agents))

@@ -6,8 +6,6 @@ submitted in the meantime runs in the same steps, so sequential code batches aut
 
 import asyncio
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -358,26 +356,3 @@ class Message:
 def unwrap_slice(parent: Message | MessageSlice) -> Message:
     """Return the message of a slice, or the message itself."""
     return parent.message if isinstance(parent, MessageSlice) else parent
-
-
-@dataclass(frozen=True, eq=False)
-class RequestTag:
-    """Attribution to an agent of the requests made inside a `tag_requests` block."""
-
-    session: object  # session whose requests are tagged
-    agent_key: object  # given to every request
-    on_message: Callable[[Message], None]  # called with every message
-
-
-# Tasks, threads and concurrent programs each have their own; a new task inherits the tags of its creator.
-request_tags: ContextVar[tuple[RequestTag, ...]] = ContextVar("choreograph_request_tags", default=())
-
-
-@contextmanager
-def tag_requests(tag: RequestTag) -> Iterator[None]:
-    """Tag all requests made inside the block; blocks nest, and those sharing a context may end in any order."""
-    request_tags.set((*request_tags.get(), tag))
-    try:
-        yield
-    finally:
-        request_tags.set(tuple(other for other in request_tags.get() if other is not tag))

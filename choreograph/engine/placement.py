@@ -44,30 +44,33 @@ def resolve_offsets(
 def check_positions(request: Request, lengths: list[int], max_positions: int) -> None:
     """Check that parents and message stay below the model's maximum position.
 
-    Counts the prompt, the minimum of generated tokens and the footer.
+    Counts the prompt, the minimum of generated tokens and the footer. Called at submission with the
+    parents' lengths so far, and at admission with the final ones. A decode outside of choreographed
+    mode concatenates its parents, whatever their offsets.
     """
-    positions, start = resolve_offsets(lengths, request.offsets, request.new_offset)
-    for index, (offset, length) in enumerate(zip(positions, lengths, strict=True)):
-        _check_position(
-            f"parents[{index}] (message {request.parents[index].id}) from offset {offset}",
-            offset + length,
-            max_positions,
-        )
-    num_tokens = len(request.prompt) + _min_generated_tokens(request) + len(request.footer)
-    _check_position(f"the message from offset {start}", start + num_tokens, max_positions)
-
-
-def _min_generated_tokens(request: Request) -> int:
-    if request.decode_state is None:
-        return 0
-    return len(request.decode_state.forced_tokens or [0])
-
-
-def _check_position(description: str, end: int, max_positions: int) -> None:
+    decode_state, end = request.decode_state, 0
+    is_concatenated = request.mode != "choreographed" and decode_state is not None
+    for index, (length, offset) in enumerate(zip(lengths, request.offsets, strict=True)):
+        start = end if offset is None or is_concatenated else offset
+        end = start + length
+        if end > max_positions and not is_concatenated:
+            raise _position_error(
+                f"parents[{index}] (message {request.parents[index].id}) from offset {start}", end, max_positions
+            )
+    start = end if request.new_offset is None or is_concatenated else request.new_offset
+    end = start + len(request.prompt)
+    if decode_state is not None:
+        end += len(decode_state.forced_tokens or [0]) + (0 if is_concatenated else len(request.footer))
     if end > max_positions:
-        raise InvalidPositionError(
-            f"{description} would reach position {end - 1}, past the model's last one, {max_positions - 1}"
-        )
+        what = "the concatenated prompt" if is_concatenated else f"the message from offset {start}"
+        raise _position_error(what, end, max_positions)
+
+
+def _position_error(description: str, end: int, max_positions: int) -> InvalidPositionError:
+    return InvalidPositionError(
+        f"{description} would reach position {end - 1}, past the model's last one, {max_positions - 1}: "
+        f"use at most {max_positions} tokens in all"
+    )
 
 
 def choreographed(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:
@@ -152,9 +155,7 @@ def _flatten_prompt(request: Request, max_positions: int) -> list[int]:
     lengths = _parent_lengths(request)
     tokens = [token for parent in request.parent_tokens() for token in parent]
     request.parent_positions, request.position = resolve_offsets(lengths, (None,) * len(lengths), None)
-    _check_position(
-        "the concatenated prompt", len(tokens) + len(request.prompt) + _min_generated_tokens(request), max_positions
-    )
+    check_positions(request, lengths, max_positions)
     return tokens + request.prompt
 
 

@@ -1,9 +1,12 @@
 """Requests, and the sampling state and output of decodes."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +15,9 @@ from ..kv_cache.entry import KVEntry, KVSlice
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
 from .text import Detokenizer
+
+if TYPE_CHECKING:
+    from .message import Message
 
 UNIFORM_BATCH = 16  # random numbers drawn at once
 
@@ -218,6 +224,13 @@ class Request:
         return self.state in (RequestState.TOKENS_FINAL, RequestState.DONE)
 
     @property
+    def current_usage(self) -> Usage:
+        """Usage so far: that of a running or cancelled decode includes the tokens generated until now."""
+        if self.decode_state is None:
+            return self.usage
+        return replace(self.usage, completion_tokens=len(self.decode_state.tokens))
+
+    @property
     def is_finished(self) -> bool:
         return self.state in (RequestState.DONE, RequestState.FAILED, RequestState.CANCELLED)
 
@@ -301,6 +314,37 @@ class Request:
             ttft=None if self.first_token_time is None else self.first_token_time - start,
             e2e=None if self.finish_time is None else max(0.0, self.finish_time - start),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class RequestTag:
+    """Attribution to an agent of the requests made inside a `tag_requests` block."""
+
+    session: object  # session whose requests are tagged
+    agent_key: object  # given to every request
+    on_message: "Callable[[Message], None]"  # called with every message
+
+
+# Tasks, threads and concurrent programs each have their own; a new task inherits the tags of its creator.
+_TAGS: ContextVar[tuple[RequestTag, ...]] = ContextVar("choreograph_request_tags", default=())
+
+
+@contextmanager
+def tag_requests(tag: RequestTag) -> Iterator[None]:
+    """Tag all requests made inside the block; blocks nest, and those sharing a context may end in any order."""
+    _TAGS.set((*_TAGS.get(), tag))
+    try:
+        yield
+    finally:
+        _TAGS.set(tuple(other for other in _TAGS.get() if other is not tag))
+
+
+def current_tag(session: object) -> RequestTag | None:
+    """Return the innermost tag of a session; None if there is none."""
+    for tag in reversed(_TAGS.get()):
+        if tag.session is session:
+            return tag
+    return None
 
 
 def wrap_error(request: Request, description: str, exc: Exception) -> RequestFailedError:

@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from ..errors import (
+    ChoreographError,
     ConfigError,
     InvalidRequestError,
     InvalidTokensError,
@@ -15,32 +17,36 @@ from ..errors import (
     SessionClosedError,
     WrongSessionError,
 )
-from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode
+from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode, Usage
 from ..sampling_params import SamplingParams
 from ..utils import call_all, close_after
 from .core import EngineCore
 from .cross_model import LayerPattern, parse_layer_pattern
 from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
-from .message import Message, MessageSlice, RequestTag, request_tags, unwrap_slice
+from .message import Message, MessageSlice, unwrap_slice
 from .message_variants import MessageVariants
-from .request import DecodeState, Request
+from .placement import check_positions
+from .request import DecodeState, Request, current_tag
 from .text import ChatTemplate, ChatTurns, Detokenizer, Turn
 from .validation import (
     Offsets,
+    PromptInput,
     build_each,
     check_choreographed,
     check_offsets,
     check_parents,
     check_position,
+    check_rows,
     check_sampling,
-    check_tokens,
+    follows_system_turn,
     is_batch,
+    override_sampling,
+    require_chat_template,
+    tokenize_input,
 )
 
 if TYPE_CHECKING:
     from .engine import Engine
-
-PromptInput = str | Sequence[int] | Turn
 
 DEFAULT_SAMPLING = SamplingParams()
 
@@ -65,10 +71,13 @@ class Session(ChatTurns):
         self._core = core
         self._chat_template = chat_template
         self._tokenizer = core.hf_model.tokenizer
+        self._vocabulary = chat_template, core.hf_model.model_info.vocab_size
         self.mode = mode
         self.model = self._resolve_model(model)
         self.id = core.new_id()
         self._messages: dict[int, Message] = {}  # by id, not released yet, in order
+        self._released_usage = Usage()  # of released messages
+        self._released_running: list[Request] = []  # released, but not finished: others attend to them
         self.closed = False
         self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
@@ -85,6 +94,20 @@ class Session(ChatTurns):
     def messages(self) -> list[Message]:
         """Messages that are not released yet, in order of submission."""
         return list(self._messages.values())
+
+    @property
+    def usage(self) -> Usage:
+        """Total over all messages so far, also released and failed ones; completes them first.
+
+        Comparable between modes: outside of choreographed mode a prefill costs nothing, and its
+        tokens count in every decode that includes them.
+        """
+        for message in self.messages:
+            with suppress(ChoreographError):  # reading the message raises it
+                message.result()
+        with self._core.lock:
+            requests = [*self._released_running, *(message._request for message in self._messages.values())]
+            return sum((request.current_usage for request in requests), self._released_usage)
 
     def close(self) -> None:
         """Release every message, the youngest first. Final values stay readable.
@@ -148,6 +171,7 @@ class Session(ChatTurns):
         forced_tokens: Sequence[int] | None = None,
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
+        **sampling_options: Any,
     ) -> Message: ...
     def decode(
         self,
@@ -161,6 +185,7 @@ class Session(ChatTurns):
         forced_tokens=None,
         model=None,
         kv_reuse="recompute",
+        **sampling_options,
     ):
         """Generate a message that starts with `header` and ends with `footer`.
 
@@ -168,19 +193,19 @@ class Session(ChatTurns):
             header: never empty, else as `tokens` of `prefill`; a list of requests returns a list of
                 messages.
             sampling: sampling parameters.
+            sampling_options: fields of `SamplingParams` that replace those of `sampling`, as in
+                max_tokens=4.
             footer: tokens appended to the generated ones; None for the chat template's, if any.
             forced_tokens: taken one by one instead of sampling, at the full cost of decoding.
 
         The other arguments are those of `prefill`.
         """
+        args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
+        args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
+        args |= sampling_options
         if is_batch(header):
-            args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
-            args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
             return self._submit(build_each(header, self._build_decode, args))
-        message = self._build_decode(
-            header, parents, offsets, new_offset, sampling, footer, forced_tokens, model, kv_reuse
-        )
-        return self._submit([message])[0]
+        return self._submit([self._build_decode(header, **args)])[0]
 
     def import_message(self, message: Message) -> Message:
         """Import a complete message of another session of the same client.
@@ -268,7 +293,7 @@ class Session(ChatTurns):
     ) -> Message:
         self._check_open()
         parents = check_parents(parents, self._core, self.id)
-        ids = self._tokenize_input(tokens, opening=not parents, after_system=_follows_system_turn(parents))
+        ids = tokenize_input(tokens, *self._vocabulary, opening=not parents, after_system=follows_system_turn(parents))
         message = self._build_request(ids, parents, offsets, new_offset, model=model, kv_reuse=kv_reuse)
         message.role = tokens.role if isinstance(tokens, Turn) else None
         return message
@@ -284,24 +309,27 @@ class Session(ChatTurns):
         forced_tokens=None,
         model=None,
         kv_reuse="recompute",
+        **sampling_options,
     ) -> Message:
         self._check_open()
+        if sampling_options:
+            sampling = override_sampling(sampling, sampling_options, self._build_decode)
         parents, footer_ids = check_parents(parents, self._core, self.id), list[int]()
         if isinstance(header, Turn):
-            ids, footer_ids = self._require_chat_template().open_turn(
-                header, opening=not parents and header.opening, after_system=_follows_system_turn(parents)
+            ids, footer_ids = require_chat_template(self._chat_template).open_turn(
+                header, opening=not parents and header.opening, after_system=follows_system_turn(parents)
             )
             if not ids:
                 raise InvalidTokensError("header is empty: give at least one token")
-            self._check_rows(ids + footer_ids, "header")
+            check_rows(ids + footer_ids, "header", *self._vocabulary)
         else:
-            ids = self._tokenize_input(header, opening=not parents, name="header")
+            ids = tokenize_input(header, *self._vocabulary, opening=not parents, name="header")
         is_chat_turn = isinstance(header, Turn) and footer is None
         if footer is not None:
-            footer_ids = self._tokenize_input(footer, opening=False, name="footer", allow_empty=True)
+            footer_ids = tokenize_input(footer, *self._vocabulary, opening=False, name="footer", allow_empty=True)
         check_sampling(sampling, self._core.hf_model.model_info.vocab_size, has_tokenizer=self._tokenizer is not None)
         if forced_tokens is not None:
-            forced_tokens = self._tokenize_input(forced_tokens, opening=False, name="forced_tokens")
+            forced_tokens = tokenize_input(forced_tokens, *self._vocabulary, opening=False, name="forced_tokens")
         stop_tokens = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_tokens.update(self._core.hf_model.eos_token_ids)
@@ -342,16 +370,21 @@ class Session(ChatTurns):
             raise ConfigError(f"kv_reuse={kv_reuse!r}: use one of {KV_REUSE}")
         if model is not None and model != self.model and model not in core.model_set.remote:
             model = self._resolve_model(model)
-        model, tag = model or self.model, self._current_tag()
+        model, tag = model or self.model, current_tag(self)
         parent_requests: list[Request] = []
         parent_slices: list[tuple[int, int] | None] = []
+        lengths: list[int] = []  # tokens that are final
         for parent in parents:
             if isinstance(parent, MessageSlice):
                 parent_requests.append(parent.message._request)
                 parent_slices.append((parent.start, parent.stop))
+                lengths.append(parent.stop - parent.start)
             else:
-                parent_requests.append(parent._request)
+                parent_request = parent._request
+                parent_requests.append(parent_request)
                 parent_slices.append(None)
+                is_final_decode = parent_request.decode_state is not None and parent_request.tokens_final
+                lengths.append(len(parent_request.tokens if is_final_decode else parent_request.prompt))
         request = Request(
             id=core.new_id(),
             session_id=self.id,
@@ -360,7 +393,7 @@ class Session(ChatTurns):
             prompt=ids,
             parents=tuple(parent_requests),
             parent_slices=tuple(parent_slices),
-            offsets=check_offsets(offsets, len(parents), max_positions),
+            offsets=(None,) * len(parents) if offsets is None else check_offsets(offsets, len(parents), max_positions),
             new_offset=None if new_offset is None else check_position("new_offset", new_offset, max_positions),
             decode_state=decode_state,
             footer=footer or [],
@@ -368,6 +401,8 @@ class Session(ChatTurns):
             weights_group=core.model_set.weights_group(model),
             agent_key=None if tag is None else tag.agent_key,
         )
+        if ids:  # not a variant, whose tokens and offsets are its source's
+            check_positions(request, lengths, max_positions)
         message = Message(request, core, self._tokenizer)
         message.parents, message.kv_reuse = parents, kv_reuse
         return message
@@ -385,55 +420,9 @@ class Session(ChatTurns):
             )
         return name
 
-    def _tokenize_input(
-        self,
-        prompt: PromptInput,
-        *,
-        opening: bool,
-        after_system: bool = False,
-        name: str = "tokens",
-        allow_empty: bool = False,
-    ) -> list[int]:
-        if isinstance(prompt, Turn):
-            chat_template = self._require_chat_template()
-            ids = chat_template.encode(prompt, opening=opening and prompt.opening, after_system=after_system)
-        elif isinstance(prompt, str):
-            ids = self._require_chat_template().encode_text(prompt, opening=opening and bool(prompt))
-        elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
-            raise InvalidTokensError(f"{name}={prompt!r}: give a string, token ids or a chat turn")
-        else:
-            ids = check_tokens(prompt, name, self._core.hf_model.model_info.vocab_size)
-        if not ids and not allow_empty:
-            raise InvalidTokensError(f"{name} is empty: give at least one token")
-        if isinstance(prompt, (Turn, str)):
-            self._check_rows(ids, name)
-        return ids
-
-    def _check_rows(self, ids: list[int], name: str) -> None:
-        """Check that the model has an embedding for every token of the tokenizer's."""
-        vocab_size = self._core.hf_model.model_info.vocab_size
-        if ids and max(ids) >= vocab_size:
-            token = self._tokenizer.convert_ids_to_tokens(max(ids))
-            raise InvalidTokensError(
-                f"{name}: token {token!r} (id {max(ids)}) has no row in the model's embedding of {vocab_size}: "
-                "resize the embedding, or remove the token from the text"
-            )
-
-    def _require_chat_template(self) -> ChatTemplate:
-        if self._chat_template is None:
-            raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained, or use token ids")
-        return self._chat_template
-
     def _check_open(self) -> None:
         if self.closed:
             raise SessionClosedError("the session is closed: open a new one")
-
-    def _current_tag(self) -> RequestTag | None:
-        """Return the innermost tag of this session; None if there is none."""
-        for tag in reversed(request_tags.get()):
-            if tag.session is self:
-                return tag
-        return None
 
     # -- submission -----------------------------------------------------------------------------------------
 
@@ -453,7 +442,7 @@ class Session(ChatTurns):
 
     def _register(self, messages: list[Message]) -> None:
         """Track messages until they are released, at the latest with the session; then dispatch the events."""
-        tag = self._current_tag()
+        tag = current_tag(self)
         for message in messages:
             message.on_release = self._unregister
             self._messages[message._request.id] = message
@@ -466,13 +455,13 @@ class Session(ChatTurns):
         self._core.events.dispatch()
 
     def _unregister(self, message: Message) -> None:
-        self._messages.pop(message.id, None)
-
-
-def _follows_system_turn(parents: tuple[Message | MessageSlice, ...]) -> bool:
-    """Return whether the last chat turn among the parents is a system turn."""
-    for parent in reversed(parents):
-        role = unwrap_slice(parent).role
-        if role is not None:
-            return role == "system"
-    return False
+        with self._core.lock:
+            if self._messages.pop(message.id, None) is None:
+                return
+            running = []
+            for request in (*self._released_running, message._request):
+                if request.is_finished:
+                    self._released_usage += request.current_usage
+                else:
+                    running.append(request)
+            self._released_running = running

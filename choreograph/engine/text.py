@@ -66,7 +66,7 @@ class ChatTemplate:
     """Renders turns to token ids, for one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._cache: dict[Any, Any] = {}
 
     def encode(self, turn: Turn, *, opening: bool, after_system: bool = False) -> list[int]:
@@ -113,13 +113,13 @@ class ChatTemplate:
         if not text:
             return []
         if not cached or len(text) > MAX_CACHED_CHARS:
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(self._memoize((text, self._tokenizer_state), lambda: self._tokenize(text)))
 
     @property
     def _tokenizer_state(self) -> tuple[object, ...]:
         """Mutable settings of the tokenizer, part of every cache key."""
-        t = self._tokenizer
+        t = self.tokenizer
         names = ("bos_token", "eos_token", "split_special_tokens")
         size = len(t) if hasattr(t, "__len__") else 0
         return (size, str(getattr(t, "chat_template", None)), *(str(getattr(t, name, None)) for name in names))
@@ -138,12 +138,12 @@ class ChatTemplate:
 
         Without one, turns are lines that no token ends.
         """
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(getattr(self.tokenizer, "chat_template", None))
 
     @cached_property
     def bos_ids(self) -> list[int]:
         """Token ids the tokenizer puts before any text."""
-        with_prefix, without = self._tokenizer("a")["input_ids"], self._tokenize("a")
+        with_prefix, without = self.tokenizer("a")["input_ids"], self._tokenize("a")
         starts = range(len(with_prefix) - len(without) + 1)
         return next(
             (with_prefix[:start] for start in starts if with_prefix[start : start + len(without)] == without), []
@@ -152,12 +152,12 @@ class ChatTemplate:
     @cached_property
     def byte_token_ids(self) -> frozenset[int]:
         """Token ids of single bytes (sentencepiece byte fallback)."""
-        return frozenset(i for token, i in self._tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
+        return frozenset(i for token, i in self.tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
 
     def special_token_id(self, text: str) -> int | None:
         """Return the id of the special token that `text` spells, which decoding skips; None if it is no such token."""
-        token: int | None = self._tokenizer.get_vocab().get(text)
-        return None if token is None or self._tokenizer.decode([token], skip_special_tokens=True) else token
+        token: int | None = self.tokenizer.get_vocab().get(text)
+        return None if token is None or self.tokenizer.decode([token], skip_special_tokens=True) else token
 
     def _checked_turn(self, turn: Turn, opening: bool, is_last: bool = False, after_system: bool = False) -> str:
         rendered = self._render_turn(turn, opening, is_last, after_system)
@@ -248,7 +248,7 @@ class ChatTemplate:
     @cached_property
     def _trailing_eos(self) -> str:
         """EOS added after conversations but not after turns (Phi-3)."""
-        end = str(getattr(self._tokenizer, "eos_token", None) or "")
+        end = str(getattr(self.tokenizer, "eos_token", None) or "")
         one, two = (
             self._render_with_eos([_SAMPLE_USER_TURN]),
             self._render_with_eos([_SAMPLE_USER_TURN, Turn("assistant", _SAMPLE_TEXT)]),
@@ -270,7 +270,7 @@ class ChatTemplate:
 
     def _render_with_eos(self, turns: list[Turn], add_generation_prompt: bool = False) -> str | None:
         has_user_text = any(turn.text not in (_SAMPLE_TEXT, _MARKER) for turn in turns)
-        if has_user_text or TIME_FUNCTION in str(self._tokenizer.chat_template):
+        if has_user_text or TIME_FUNCTION in str(self.tokenizer.chat_template):
             return self._apply_template(turns, add_generation_prompt)
         text: str | None = self._memoize(
             (*turns, add_generation_prompt, self._tokenizer_state),
@@ -279,7 +279,7 @@ class ChatTemplate:
         return text
 
     def _apply_template(self, turns: list[Turn], add_generation_prompt: bool) -> str | None:
-        tokenizer, messages = self._tokenizer, [{"role": t.role, "content": t.text} for t in turns]
+        tokenizer, messages = self.tokenizer, [{"role": t.role, "content": t.text} for t in turns]
         try:
             if not isinstance(tokenizer.chat_template, str):  # several templates: the tokenizer knows which
                 text: str = tokenizer.apply_chat_template(
@@ -300,7 +300,7 @@ class ChatTemplate:
             return None
 
     def _render_without_template(self, turn: Turn, opening: bool) -> str:
-        front = getattr(self._tokenizer, "bos_token", None) or "" if opening and self.bos_ids else ""
+        front = getattr(self.tokenizer, "bos_token", None) or "" if opening and self.bos_ids else ""
         return f"{front}{turn.role.capitalize()}: {turn.text}\n"
 
 

@@ -1,5 +1,6 @@
 """Validation of request arguments, before any state changes."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -8,6 +9,7 @@ from typing import Any
 
 from ..config import as_int
 from ..errors import (
+    ConfigError,
     DuplicateParentError,
     InvalidPositionError,
     InvalidRequestError,
@@ -18,10 +20,14 @@ from ..errors import (
     WrongSessionError,
 )
 from ..sampling_params import SamplingParams
-from .message import Message, MessageSlice
+from .message import Message, MessageSlice, unwrap_slice
 from .request import RequestState
+from .text import ChatTemplate, Turn
 
 Offsets = Sequence[int | None] | None
+PromptInput = str | Sequence[int] | Turn
+
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
 def is_batch(value: object) -> bool:
@@ -42,28 +48,42 @@ def build_each(
     """
     parameters = _parameters(getattr(build, "__func__", build))
     first = next(iter(parameters))
+    _check_names(shared_args, parameters)
     for name, value in shared_args.items():
         default = parameters[name].default
         if value is not default and not (type(value) is type(default) and value == default):
             raise InvalidRequestError(f"{name}={value!r} with a list of requests: put it into each request")
     for request in calls:
-        for name in request:
-            if name not in parameters:
-                hint = (
-                    "for a chat turn use session.user(text)"
-                    if name in ("role", "content")
-                    else f"known: {list(parameters)}"
-                )
-                raise InvalidRequestError(f"{name}={request[name]!r}: no such argument; {hint}")
+        _check_names(request, parameters)
         if first not in request:
             raise InvalidRequestError(f"{dict(request)!r}: a request needs {first!r}")
     return [build(**request) for request in calls]
 
 
+def override_sampling(sampling: object, options: dict[str, Any], build: Callable[..., Message]) -> SamplingParams:
+    """Replace single sampling parameters; refuse a name that `build` does not take."""
+    _check_names(options, _parameters(getattr(build, "__func__", build)))
+    if not isinstance(sampling, SamplingParams):
+        raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")
+    return dataclasses.replace(sampling, **options)
+
+
+def _check_names(args: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    for name in args:
+        if name not in parameters:
+            is_turn = name in ("role", "content")
+            hint = "for a chat turn use session.user(text)" if is_turn else f"known: {list(parameters)}"
+            raise InvalidRequestError(f"{name}={args[name]!r:.60}: no such argument; {hint}")
+
+
 @lru_cache(16)
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameters of a function by name, without `self`."""
-    return {name: parameter for name, parameter in inspect.signature(function).parameters.items() if name != "self"}
+    """Parameters of a function by name, without `self`; keywords of any name are those of `SamplingParams`."""
+    parameters = inspect.signature(function).parameters
+    named = {name: p for name, p in parameters.items() if name != "self" and p.kind is not p.VAR_KEYWORD}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        named |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in SAMPLING_FIELDS}
+    return named
 
 
 def check_parents(
@@ -146,6 +166,66 @@ def check_token(token: object, name: str, vocab_size: int) -> int:
     if not 0 <= value < vocab_size:
         raise InvalidTokensError(f"{name}: token id {value} is outside the vocabulary of {vocab_size}")
     return value
+
+
+def check_rows(ids: list[int], name: str, chat_template: ChatTemplate | None, vocab_size: int) -> None:
+    """Check that the model has an embedding for every token of the tokenizer's."""
+    if ids and max(ids) >= vocab_size:
+        token = require_chat_template(chat_template).tokenizer.convert_ids_to_tokens(max(ids))
+        raise InvalidTokensError(
+            f"{name}: token {token!r} (id {max(ids)}) has no row in the model's embedding of {vocab_size}: "
+            "resize the embedding, or remove the token from the text"
+        )
+
+
+def tokenize_input(
+    prompt: PromptInput,
+    chat_template: ChatTemplate | None,
+    vocab_size: int,
+    *,
+    opening: bool,
+    after_system: bool = False,
+    name: str = "tokens",
+    allow_empty: bool = False,
+) -> list[int]:
+    """Return the token ids of text, a chat turn or token ids; each has a row in the model's embedding.
+
+    Args:
+        opening: it opens a conversation; a turn then includes the template's prefix, text the BOS token.
+        after_system: it follows a system turn.
+        name: argument that the errors name.
+        allow_empty: no tokens are no error.
+    """
+    if isinstance(prompt, (Turn, str)):
+        chat_template = require_chat_template(chat_template)
+        if isinstance(prompt, Turn):
+            ids = chat_template.encode(prompt, opening=opening and prompt.opening, after_system=after_system)
+        else:
+            ids = chat_template.encode_text(prompt, opening=opening and bool(prompt))
+        check_rows(ids, name, chat_template, vocab_size)
+    elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
+        raise InvalidTokensError(f"{name}={prompt!r}: give a string, token ids or a chat turn")
+    else:
+        ids = check_tokens(prompt, name, vocab_size)
+    if not ids and not allow_empty:
+        raise InvalidTokensError(f"{name} is empty: give at least one token")
+    return ids
+
+
+def require_chat_template(chat_template: ChatTemplate | None) -> ChatTemplate:
+    """Return the chat template; raise ConfigError if the engine has no tokenizer."""
+    if chat_template is None:
+        raise ConfigError("text needs a tokenizer: give one to Engine.from_pretrained, or use token ids")
+    return chat_template
+
+
+def follows_system_turn(parents: tuple[Message | MessageSlice, ...]) -> bool:
+    """Return whether the last chat turn among the parents is a system turn."""
+    for parent in reversed(parents):
+        role = unwrap_slice(parent).role
+        if role is not None:
+            return role == "system"
+    return False
 
 
 def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) -> None:

@@ -2,11 +2,14 @@
 
 import inspect
 import json
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
+from types import FrameType
 from typing import Any, NamedTuple, overload
 
 from ..engine.engine import Engine
@@ -14,7 +17,7 @@ from ..engine.message import Message
 from ..engine.session import PromptInput, Session
 from ..engine.text import ChatTurns
 from ..engine.validation import is_batch
-from ..errors import ConfigError, DataError, InvalidRequestError
+from ..errors import ConfigError, DataError, InvalidRequestError, SamplingError
 from ..outputs import BASE_MODEL, MODES, Mode
 from ..sampling_params import SamplingParams
 
@@ -114,7 +117,8 @@ class WorkflowRun(ChatTurns):
                 isinstance(visible, list) and any(getattr(p, "id", None) in self._adapter_message_ids for p in visible)
             )
             requests.append({**(self._adapter_options if uses_adapter[-1] else {}), **call, "parents": visible})
-        messages = self.session.prefill(requests)
+        with _located(sys._getframe(1)):
+            messages = self.session.prefill(requests)
         for message, is_adapter in zip(messages, uses_adapter, strict=True):
             self._record_call(stage, message, is_adapter)
         return messages if is_batch(tokens) else messages[0]
@@ -128,16 +132,17 @@ class WorkflowRun(ChatTurns):
 
         Args:
             header: as in `Session.decode`, or a list of calls, which returns a list of messages.
-            options: those of `Session.decode`; `max_tokens`, a limit below that of the run; `stop`,
-                additional stop strings.
+            options: those of `Session.decode`. Sampling parameters replace the run's, except for
+                `max_tokens`, a limit below that of the run, and `stop`, additional stop strings.
         """
         uses_adapter = stage in self._adapter_stages
         calls = _as_batch("header", header, {"parents": parents, **options})
-        requests = [
-            {**(self._adapter_options if uses_adapter else {}), **self._decode_args(stage, number, **call)}
-            for number, call in enumerate(calls, self._num_decodes[stage])
-        ]
-        messages = self.session.decode(requests)
+        with _located(sys._getframe(1)):
+            requests = [
+                {**(self._adapter_options if uses_adapter else {}), **self._decode_args(stage, number, **call)}
+                for number, call in enumerate(calls, self._num_decodes[stage])
+            ]
+            messages = self.session.decode(requests)
         self._num_decodes[stage] += len(messages)
         for message in messages:
             self._record_call(stage, message, uses_adapter)
@@ -157,12 +162,14 @@ class WorkflowRun(ChatTurns):
         """Return the session's arguments for the stage's decode of this number."""
         if sampling is None:
             sampling = self.sampling
+        elif not isinstance(sampling, SamplingParams):
+            raise SamplingError(f"sampling={sampling!r:.60}: use SamplingParams(...)")
         elif sampling.logprobs is None:  # the run decides what is kept of every decode
             sampling = replace(sampling, logprobs=self.sampling.logprobs)
         if max_tokens is not None:
-            sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
-        if stop:
-            sampling = replace(sampling, stop=(*sampling.stop, *((stop,) if isinstance(stop, str) else stop)))
+            limit = replace(sampling, max_tokens=max_tokens, min_tokens=0).max_tokens  # validated
+            sampling = replace(sampling, max_tokens=min(limit, sampling.max_tokens))
+        sampling = replace(sampling, stop=(*sampling.stop, *replace(sampling, stop=stop).stop)) if stop else sampling
         options["sampling"] = sampling
         if stage in self._replay:
             replayed = self._replay[stage]
@@ -204,6 +211,16 @@ class WorkflowRun(ChatTurns):
             if message.kind == "decode":
                 content[stage].append(message.output_token_ids)
         return dict(content)
+
+
+@contextmanager
+def _located(caller: FrameType) -> Iterator[None]:
+    """Prefix an error of a call with the workflow's file and line."""
+    try:
+        yield
+    except (InvalidRequestError, ConfigError) as exc:
+        exc.args = (f"{caller.f_code.co_filename}, line {caller.f_lineno}: {exc}", *exc.args[1:])
+        raise
 
 
 def _as_batch(first_arg: str, calls: Any, shared_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -268,6 +285,7 @@ def run_workflow(
     sampling: SamplingParams | None = None,
     replay: Transcript | None = None,
     options: Mapping[str, Any] | None = None,
+    on_answer: Callable[[Message, list[StageCall]], None] | None = None,
     on_text: Callable[[str], None] | None = None,
     on_finish: Callable[[list[StageCall]], Any] | None = None,
 ) -> WorkflowResult:
@@ -277,6 +295,7 @@ def run_workflow(
         model: as in `Condition`, like `mode` and `adapter_stages`.
         sampling: as in `WorkflowRun`, like `replay`.
         options: of the workflow.
+        on_answer: called with the answer, which is not read yet, and all calls.
         on_text: called with each piece of the answer as it is generated.
         on_finish: called with all calls before their messages are released.
     """
@@ -287,6 +306,8 @@ def run_workflow(
         wf = WorkflowRun(session, sampling=sampling, replay=replay, **condition.adapter_kwargs())
         start = time.perf_counter()
         answer = call_workflow(workflow, wf, task, options or {})
+        if on_answer is not None:
+            on_answer(answer, wf.calls)
         for piece in answer.stream():
             if on_text is not None:
                 on_text(piece)

@@ -22,6 +22,10 @@ ZERO_SHOT_PROMPT = (
     "Solve the problem step by step. Explain your reasoning and put the final answer in \\boxed{{}}.\n\nProblem: {task}"
 )
 
+TEXT_PROMPT = "Read the text and answer the question that ends it, in one sentence.\n\n{task}"
+
+TEXT_HEADER = "According to the text,"  # small models then quote the text instead of inventing
+
 STOP_STRINGS = ("\nProblem", "\nSolution")  # small models continue with another problem after the example's
 
 
@@ -29,15 +33,21 @@ def run(wf: WorkflowRun, task: str, *, prompt: str = "worked") -> Message:
     """Solve a problem in one call.
 
     Args:
-        prompt: "worked" shows an example of short steps, "plain" does not.
+        prompt: "worked" shows an example of short steps, "plain" does not; "text" is for a question
+            about a text.
     """
     problem = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
-    return wf.decode("answer", wf.assistant("Solution:\n"), [problem], stop=STOP_STRINGS)
+    return wf.decode("answer", wf.assistant("Solution:\n" + solve_header(prompt)), [problem], stop=STOP_STRINGS)
 
 
 def solve_prompt(task: str, prompt: str) -> str:
-    """Return the request for a solution in one of two styles."""
-    styles = {"worked": FEW_SHOT_PROMPT, "plain": ZERO_SHOT_PROMPT}
+    """Return the request for a solution in one of three styles."""
+    styles = {"worked": FEW_SHOT_PROMPT, "plain": ZERO_SHOT_PROMPT, "text": TEXT_PROMPT}
     if prompt not in styles:
         raise ConfigError(f"prompt={prompt!r}: use one of {list(styles)}")
     return styles[prompt].format(task=task)
+
+
+def solve_header(prompt: str) -> str:
+    """Return how a solution in this style begins."""
+    return TEXT_HEADER if prompt == "text" else ""

@@ -10,7 +10,7 @@ from ..engine.message import Message
 from ..errors import ConfigError
 from .parsing import first_choice
 from .run import WorkflowRun
-from .single_call import STOP_STRINGS, solve_prompt
+from .single_call import STOP_STRINGS, TEXT_PROMPT, solve_header, solve_prompt
 
 VOTE = (
     "Several solutions of one problem follow. Judge which one is the most correct. "
@@ -28,14 +28,16 @@ def run(wf: WorkflowRun, task: str, *, branches: int = 8, voters: int = 4, promp
     if branches < 1 or voters < 1:
         raise ConfigError(f"branches={branches}, voters={voters}: use 1 or more of each")
     problem = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
-    headers = [wf.assistant(f"Solution {i + 1}:\n") for i in range(branches)]
+    headers = [wf.assistant(f"Solution {i + 1}:\n{solve_header(prompt)}") for i in range(branches)]
     solutions = [wf.decode("solve", header, [problem], stop=STOP_STRINGS) for header in headers]
     instructions = wf.prefill("vote prompt", wf.user(VOTE.format(task=task)))
-    question = wf.prefill("answer prompt", wf.user(ANSWER.format(task=task)))  # computed while branches decode
+    question = wf.prefill(
+        "answer prompt", wf.user((TEXT_PROMPT if prompt == "text" else ANSWER).format(task=task))
+    )  # computed while branches decode
     header, context = wf.assistant("The best solution is number"), [instructions, *solutions]
     votes = [wf.decode("vote", header, context, max_tokens=16) for _ in range(voters)]
     best = solutions[count_votes(wf, [vote.text for vote in votes], branches)]
-    return wf.decode("answer", wf.assistant("Final answer:"), [question, best])
+    return wf.decode("answer", wf.assistant(f"Final answer: {solve_header(prompt)}".rstrip()), [question, best])
 
 
 def count_votes(wf: WorkflowRun, votes: list[str], branches: int) -> int:

@@ -181,7 +181,7 @@ def test_a_version_of_what_fails_fails_too(engine):
 
     with engine.session() as session:
         draft = session.decode([1], sampling=SamplingParams(max_tokens=200))
-        late = session.decode([2], [draft], new_offset=255, sampling=GREEDY)  # past the model's last position
+        late = session.decode([2] * 200, [draft], sampling=GREEDY)  # past the model's last position
         note = session.decode([3], [late], sampling=GREEDY, model="a")
         engine.run_until_idle()
         with pytest.raises((RequestFailedError, ChoreographError)):

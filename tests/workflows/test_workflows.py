@@ -3,7 +3,7 @@
 import pytest
 
 from choreograph import SamplingParams
-from choreograph.errors import ConfigError, DataError, InvalidRequestError
+from choreograph.errors import ChoreographError, ConfigError, DataError, InvalidRequestError
 from choreograph.evaluation.runner import source_hash
 from choreograph.workflows import Condition, WorkflowRun, conditions_of, find, names, takes_pairs
 
@@ -281,6 +281,48 @@ def test_one_stop_string_is_not_its_letters(talker):
         p = WorkflowRun(session, sampling=SamplingParams(stop="a", max_tokens=2))
         for stop in ("END", ["END"], ("END",)):
             assert p.decode("say", "x", stop=stop)._request.decode_state.sampling.stop == ("a", "END")
+
+
+def test_calls_take_every_sampling_parameter(talker):
+    with talker.session() as session:
+        p = WorkflowRun(session, sampling=SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        said = p.decode("say", "x", max_tokens=4, temperature=1.5, seed=3, top_k=5)
+        again = p.decode("say", [{"header": "x", "max_tokens": 4, "temperature": 1.5, "seed": 3, "top_k": 5}])[0]
+        assert said.output_token_ids == again.output_token_ids
+        assert len(said.output_token_ids) == 4
+        assert len(p.decode("say", "x", max_tokens=99).output_token_ids) == 6, "the run's limit holds"
+        assert p.decode("say", "x", logprobs=2).logprobs
+
+
+WRONG = """
+def ask(p):
+    return p.decode("say", "x", {0})
+
+def run(p, task):
+    return ask(p)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("most=4", r"most=4: no such argument; known: .*'stop'.*'max_tokens'"),
+        ("max_tokens=0", "max_tokens=0"),
+        ("temperature='hot'", "temperature='hot'"),
+        ("stop=5", "stop=5"),
+        ("sampling=7", "sampling=7"),
+        ("offsets=[1]", "1 offsets for 0 parents"),
+    ],
+)
+def test_a_wrong_argument_of_a_call_names_the_line_of_the_workflow(argument, said, talker, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(WRONG.format(argument))
+    with talker.session() as session, pytest.raises(ChoreographError, match=f"own.py, line 3: {said}") as caught:
+        find(str(file))(WorkflowRun(session), "")
+    assert "\n" not in str(caught.value)
+    file.write_text(WRONG.format(argument).replace("decode", "prefill"))
+    with talker.session() as session, pytest.raises(ChoreographError, match=r"own\.py, line 3: "):
+        find(str(file))(WorkflowRun(session), "")
 
 
 def test_a_note_is_json(talker):
