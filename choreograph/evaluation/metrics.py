@@ -1,7 +1,6 @@
 """Scores of run records, by kind; an unparsed output is wrong."""
 
 import re
-import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,31 +8,16 @@ from typing import Any
 
 from ..errors import DataError
 from ..utils import require
-from ..workflows.parsing import all_yes_no, final_answer, first_decision, first_yes_no, without_thousands, without_unit
+from ..workflows.answers import math_equal, without_thousands
+from ..workflows.parsing import all_yes_no, final_answer, first_decision, first_yes_no
 from .datasets import Example
 
 RunRecordView = Mapping[str, Any]
 Scores = dict[str, float]
 
-PARSE_TIMEOUT = 5  # seconds for one expression
-
 _ARTICLES = re.compile(r"\b(?:a|an|the)\s+(?=\S)")
 _INNER_MARKS = re.compile(r"(?<=\w)['’](?=\w)|(?<=[^\W\d])\.(?=\w)|(?<=\w)\.(?=[^\W\d])")
 _FULL_STOP = re.compile(r"(?<!\d)\.|\.(?!\d)")  # not a decimal point
-
-
-def math_equal(reference: str, answer: str) -> bool:
-    """Return whether two expressions are equal; a slow comparison is not.
-
-    The time limit is an alarm, which only the main thread can set.
-    """
-    reference, answer = (without_unit(side.strip().rstrip(".,; ")) for side in (reference, answer))
-    if reference == answer:
-        return True
-    math_verify = require("math_verify", "eval")
-    limit = PARSE_TIMEOUT if threading.current_thread() is threading.main_thread() else None
-    sides = [math_verify.parse(f"${side.strip('$')}$", parsing_timeout=limit) for side in (reference, answer)]
-    return all(sides) and bool(math_verify.verify(*sides, timeout_seconds=limit))
 
 
 def normalize_text(text: str) -> str:
