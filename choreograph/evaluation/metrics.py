@@ -59,16 +59,26 @@ def f1(text: str, answers: Iterable[str]) -> float:
 
 
 def concept_coverage(text: str, concepts: Sequence[str]) -> float:
-    """Return the share of concepts used, in any inflection (Snowball stems)."""
-    if not concepts:
-        return 0.0
-    stem = require("snowballstemmer", "eval").stemmer("english").stemWord
+    """Return the share of concepts used, in any inflection: words that share a lemma."""
+    used, searched = _lemmas(text), [_lemmas(concept) for concept in concepts]
+    hits = [any(_are_at(used, start, words) for start in range(len(used))) for words in searched]
+    return sum(hits) / len(concepts) if concepts else 0.0
 
-    def stems(words: str) -> str:
-        return f" {' '.join(map(stem, normalize_text(words).split()))} "
 
-    used = stems(text)
-    return sum(stems(concept) in used for concept in concepts) / len(concepts)
+def _lemmas(text: str) -> list[set[str]]:
+    """Return each word with its lemmas as any part of speech: left is also leave."""
+    library = require("lemminflect", "eval")
+    result = []
+    for word in normalize_text(text).split():
+        known = library.getAllLemmas(word)
+        guessed = () if known else (library.getAllLemmasOOV(word, part) for part in ("NOUN", "VERB"))
+        result.append({word}.union(*known.values(), *(lemma for lemmas in guessed for lemma in lemmas.values())))
+    return result
+
+
+def _are_at(used: Sequence[set[str]], start: int, words: Sequence[set[str]]) -> bool:
+    window = used[start : start + len(words)]
+    return 0 < len(words) == len(window) and all(a & b for a, b in zip(window, words, strict=True))
 
 
 def score_math(e: Example, r: RunRecordView) -> Scores:

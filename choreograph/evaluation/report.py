@@ -208,7 +208,7 @@ def evaluate(
 
 def _require_libraries() -> None:
     """Raise MissingDependencyError before anything runs."""
-    for module in ("filelock", "math_verify", "scipy", "snowballstemmer", "statsmodels"):
+    for module in ("filelock", "lemminflect", "math_verify", "rouge", "scipy", "statsmodels"):
         require(module, "eval")
 
 
