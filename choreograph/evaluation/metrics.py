@@ -10,6 +10,7 @@ from ..errors import DataError
 from ..utils import require
 from ..workflows.answers import math_equal, without_thousands
 from ..workflows.parsing import all_yes_no, final_answer, first_decision, first_yes_no
+from . import longbench
 from .datasets import Example
 
 RunRecordView = Mapping[str, Any]
@@ -119,6 +120,13 @@ def score_concepts(e: Example, r: RunRecordView) -> Scores:
     return scores
 
 
+def score_longbench(e: Example, r: RunRecordView) -> Scores:
+    """Score with the published metric of a task of LongBench."""
+    task = e.kind.removeprefix("longbench/")
+    classes = e.reference.get("classes", ())
+    return {longbench.METRICS[task][0]: longbench.best_score(task, r["answer"], e.reference["answers"], classes)}
+
+
 def score_game(e: Example, r: RunRecordView) -> Scores:
     """Score cooperation and what Bob predicts; an unparsed decision is no cooperation."""
     stages = ("Alice decides", "Bob decides", "Bob predicts")
@@ -142,6 +150,7 @@ SCORERS: Mapping[str, tuple[str, Callable[[Example, RunRecordView], Scores]]] = 
     "pair": ("both", score_pair),
     "concepts": ("coverage", score_concepts),
     "game": ("Bob cooperates", score_game),
+    **{f"longbench/{task}": (name, score_longbench) for task, (name, _) in longbench.METRICS.items()},
     "text": ("words", lambda e, r: {"words": float(len(r["answer"].split()))}),
 }
 
