@@ -16,6 +16,8 @@ from .datasets import Example
 RunRecordView = Mapping[str, Any]
 Scores = dict[str, float]
 
+SCORING_VERSION = 2  # of the rules that read and compare answers: raise it with every change of a score
+
 _ARTICLES = re.compile(r"\b(?:a|an|the)\s+(?=\S)")
 _INNER_MARKS = re.compile(r"(?<=\w)['’](?=\w)|(?<=[^\W\d])\.(?=\w)|(?<=\w)\.(?=[^\W\d])")
 _FULL_STOP = re.compile(r"(?<!\d)\.|\.(?!\d)")  # not a decimal point
