@@ -25,20 +25,21 @@ _REMARKS = [  # after an answer
     for pattern, replacement in (
         (r"(?<![ap]\.m)[.!?]\s+(?=[A-Z*(\\$]).*$", ""),  # another sentence
         (r"(?<=[\w}%$])\s+\([A-Za-z≈=][^()]+\)", ""),  # 4 (four)
-        (r"(?<=\S),?\s+(?:because|since|which|whereas|given that|due to)\b.*$", ""),
+        (r"(?<=\S)(?:,|;|\s+[-–—]+)?\s+(?:because|since|which|whereas|given that|due to)\b.*$", ""),
         (
-            r"^([^(\[{]*?[\d}$][^(\[{]*?),?\s+(?:as|so|if|when|where|while|but|not|after|for|in total|altogether|overall|rounded"
-            r"|to the nearest|therefore|thus|hence|once)\b.*$",
+            r"^([^(\[{]*?[\d}$][^(\[{]*?),?(?:\s+and)?\s+(?:as|so|if|when|where|while|but|not|after|for|in all|in (?=\d)|in total"
+            r"|altogether|overall|rounded|to the nearest|therefore|thus|hence|once)\b.*$",
             r"\1",
         ),
         (r"(?<=[\d}$%])\s+[-–—]+\s+(?=[A-Za-z]{2}).*$", ""),
         (r"^([^(\[{]*?\d[^(\[{]*?)[,;]\s+(?!(?:or|and)\b)[A-Za-z]{2,}.*$", r"\1"),  # 18 dollars, it is
-        (r"^[-+*/×÷().$\d\s]*\d\s*=\s*(?=\$?-?\d)", ""),  # 3 + 4 = 7
+        (r"^(?:[-+*/×÷().$\d\s^{}]|\\times|\\cdot|\\frac)*[\d})]\s*=\s*(?=\$?-?[\d\\])", ""),  # 3 + 4 = 7
     )
 ]
 
 _OPTION = re.compile(
-    r"\(([A-Ja-j])\)|(?:(?i:option|choice)\s+\(?)?([A-J])(?=[).:,;*]|$|\s+(?:[-–—(]|because\b|since\b|as\b))|(?i:option|choice)\s+([A-J])\b"
+    r"(?:\\(?:text|math)[a-z]*\{\s*)?\(([A-Ja-j])\)|(?:(?i:option|choice)\s+\(?)?([A-J])"
+    r"(?=[).:,;*]|$|\s+(?:[-–—(]|because\b|since\b|as\b))|(?i:option|choice)\s+([A-J])\b"
 )
 
 _LAST_OPTION = re.compile(r"(?:^|\s)\(([A-J])\)\W*$")
@@ -111,8 +112,8 @@ def final_answer(text: str, *, is_complete: bool = True) -> str | None:
 
 
 def _stated_answer(text: str) -> str | None:
-    values = [_without_remarks(match["value"]) for match in _STATED_ANSWER.finditer(text)]
-    return next((value for value in reversed(values) if value and not _COMMENT.match(value)), None)
+    values = map(_without_remarks, reversed([match["value"] for match in _STATED_ANSWER.finditer(text)]))
+    return next((value for value in values if value and not _COMMENT.match(value)), None)
 
 
 def _without_remarks(value: str) -> str:
@@ -121,11 +122,12 @@ def _without_remarks(value: str) -> str:
     if formula := _FORMULA.match(value):
         value = next(filter(None, formula.groups())).strip() + value[formula.end() :]
     value = value.split(r"\boxed{")[-1].removeprefix(r"\(").removeprefix(r"\[").strip()
+    value = without_hedge(value)
     if option := _OPTION.match(value):
         return next(filter(None, option.groups()))
     for pattern, replacement in _REMARKS:
         value = pattern.sub(replacement, value)
-    return expand_magnitudes(without_hedge(value).strip("$ ")).strip(_PUNCTUATION).rstrip(".").strip(_PUNCTUATION)
+    return expand_magnitudes(value.strip("$? ")).strip(_PUNCTUATION).rstrip(".").strip(_PUNCTUATION)
 
 
 def _last_expression(text: str) -> str | None:

@@ -7,6 +7,12 @@ import pytest
 from choreograph.workflows.answers import math_equal, normalize_answer, plain
 
 EQUAL = [
+    ("7 (seven)", "7"),
+    ("half an hour", "30 minutes"),
+    (r"x \neq 0", r"(-\infty, 0) \cup (0, \infty)"),
+    ("red and blue", "blue and red"),
+    (r"5~\text{million}", "5,000,000"),
+    (r"\boxed{\text{6 hours}}", "6 h"),
     ("10\\,000", "10000"),
     ("\\frac{\\pi}{2}", "pi/2"),
     ("0.\\overline{3}", "\\frac{1}{3}"),
@@ -154,6 +160,7 @@ EQUAL = [
 ]
 
 DIFFERENT = [
+    ("5 (seven)", "7"),
     ("1/3", "0.33333333"),
     ("1:2", "2:4"),
     ("5 pm", "5"),
