@@ -50,20 +50,20 @@ _UNDECIDED = re.compile(
 )
 
 _CONDITION = re.compile(  # up to the clause that follows, or the end of the sentence
-    r"\b(?:if|when(?:ever)?|unless|because|since|as long as|although|even though|though|while|given that|assuming)\s+\w+.*?"
+    r"\b(?:if|when(?:ever)?|unless|because|since|whether|as long as|although|even though|though|while|given that|assuming)\s+\w+.*?"
     r"(?=[,;:]|\bthen\b|\bso\b|\bI\b|$)",
     re.IGNORECASE | re.DOTALL,
 )
 
 _DECISION = re.compile(
-    r"(?P<no>(?:\b(?:not|never|cannot|refuse|avoid|instead\s+of)|n['’]t)\s+(?:\w+\s+){0,2})?\b(?P<verb>co-?operat|defect)",
+    r"(?P<no>(?:\b(?:not|never|cannot|refuse|avoid|against|instead\s+of|no\s+longer)|n['’]t)\s+(?:\w+\s+){0,2})?\b(?P<verb>co-?operat|defect)",
     re.IGNORECASE,
 )
 
 _OWN_DECISION = re.compile(  # I will not defect; therefore defect
     r"(?:\bI(?:['’](?:ll|m|d))?|\b(?:so|therefore|thus|hence)\b,?(?:\s+\w+)?)\s+(?:(?:I(?:['’](?:ll|m|d))?|will|would|shall|must|should|have|am|going|"
     r"choose|chose|decide|decided|prefer|want|plan|intend|to|always|still|therefore|also|just|do|can|could|better|simply)\s+)*"
-    r"(?:(?:not|never|cannot|won['’]t|don['’]t|can['’]t|refuse|to|wouldn['’]t)\s+)*(?:co-?operat|defect)(?:e|ing)?\b",
+    r"(?:(?:not|never|cannot|against|no longer|won['’]t|don['’]t|can['’]t|refuse|to|wouldn['’]t)\s+)*(?:co-?operat|defect)(?:e|ing)?\b",
     re.IGNORECASE,
 )
 
@@ -159,14 +159,21 @@ def first_decision(text: str) -> str | None:
     A negated one is the other; "to cooperate or to defect" is None. What holds under a condition or is a reason is no
     decision, and what "I" do or what follows from "so" precedes other mentions.
     """
-    for sentence in re.split(r"(?<=[.!?])\s+|\n", text):
-        clauses = _CONDITION.sub(" ", sentence)
-        if _UNDECIDED.search(clauses):
-            continue
-        own = [match[0] for match in _OWN_DECISION.finditer(clauses)]
-        if result := _DECISION.search(own[-1] if own else clauses):
-            return "cooperate" if (result["verb"].lower() != "defect") != bool(result["no"]) else "defect"
-    return None
+    sentences = [(sentence, _CONDITION.sub(" ", sentence)) for sentence in re.split(r"(?<=[.!?])\s+|\n", text)]
+    decided = [(sentence, clauses) for sentence, clauses in sentences if not _UNDECIDED.search(clauses)]
+    unconditional = [
+        match for sentence, clauses in decided if sentence == clauses and (match := _own_decision(clauses))
+    ]
+    others = (_own_decision(clauses) or _DECISION.search(clauses) for _, clauses in decided)
+    result = next(filter(None, [*unconditional, *others]), None)
+    if result is None:
+        return None
+    return "cooperate" if (result["verb"].lower() != "defect") != bool(result["no"]) else "defect"
+
+
+def _own_decision(clauses: str) -> re.Match[str] | None:
+    own = [match[0] for match in _OWN_DECISION.finditer(clauses)]
+    return _DECISION.search(own[-1]) if own else None
 
 
 def first_yes_no(text: str) -> bool | None:

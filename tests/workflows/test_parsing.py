@@ -231,6 +231,12 @@ def test_votes(text, number):
         ("It would be foolish to cooperate, so I defect", "defect"),
         ("I won't defect because Bob cooperates", "cooperate"),
         ("I hope Bob cooperates; I defect", "defect"),
+        ("Defecting is wrong. I cooperate.", "cooperate"),
+        ("I decide against defecting", "cooperate"),
+        ("I no longer cooperate", "defect"),
+        ("Whether Bob defects or not, I cooperate", "cooperate"),
+        ("rather than cooperate, I defect", "defect"),
+        ("I want to cooperate, but defecting is safer, so I defect", "defect"),
     ],
 )
 def test_decisions(text, read):
