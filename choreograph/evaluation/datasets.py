@@ -96,7 +96,7 @@ REFERENCE_FIELDS: Mapping[str, Mapping[str, Callable[[str, Any], Any]]] = {  # w
 
 
 def documents_of(record: DatasetRecord) -> list[str]:
-    """Return the documents of a record and its context, LongBench's passages one by one."""
+    """Return documents and context of a record, LongBench's passages one by one."""
     context = _context(record)
     return _documents(record) + (split_passages(context) if context else [])
 

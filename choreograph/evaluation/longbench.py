@@ -1,4 +1,7 @@
-"""English tasks of LongBench (Bai et al. 2024): prompts in our words, passages, and the metrics of its script."""
+"""English tasks of LongBench (Bai et al. 2024), with the metrics of its script.
+
+The prompts are not those of the paper, so scores compare conditions here, not with published tables.
+"""
 
 import difflib
 import re
@@ -33,7 +36,7 @@ _FIRST_LINE_TASKS = ("trec", "triviaqa", "samsum")
 
 
 def split_passages(context: str) -> list[str]:
-    """Return the numbered passages of a context, which together are the context; all of it if there are none."""
+    """Return the numbered passages of a context, or all of it; joined, they are the context."""
     starts: list[int] = []
     for match in re.finditer(r"^(?:Passage|Paragraph) (\d+):", context, re.MULTILINE):
         if int(match[1]) == len(starts) + 1:  # a number out of order is part of a passage
@@ -44,7 +47,7 @@ def split_passages(context: str) -> list[str]:
 
 
 def f1(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Return the token F1, after lower case and without ASCII punctuation and articles."""
+    """Return the token F1, without case, ASCII punctuation and articles."""
     predicted, expected = (
         re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(str.maketrans("", "", string.punctuation))).split()
         for text in (prediction, answer)
@@ -63,19 +66,19 @@ def rouge_l(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
 
 
 def count(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Return the share of the numbers in the prediction that equal the answer."""
+    """Return the share of predicted numbers that equal the answer."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Return the share of the numbers in the prediction that are the paragraph's."""
+    """Return the share of predicted numbers that are the paragraph's."""
     paragraph = re.search(r"Paragraph (\d+)", answer)
     return count(prediction, paragraph[1]) if paragraph else 0.0
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Return 1 over the number of classes named, if the answer is one of them."""
+    """Return 1 over the number of named classes, if one is right."""
     named = [name for name in classes if name in prediction]
     for name in named:  # the script skips the class behind each that it removes, so this does
         if name in answer and name != answer:

@@ -62,7 +62,7 @@ def f1(text: str, answers: Iterable[str]) -> float:
 
 
 def concept_coverage(text: str, concepts: Sequence[str]) -> float:
-    """Return the share of concepts used, in any inflection: words that share a lemma."""
+    """Return the share of concepts used, in any inflection."""
     used, searched = _lemmas(text), [_lemmas(concept) for concept in concepts]
     hits = [any(_are_at(used, start, words) for start in range(len(used))) for words in searched]
     return sum(hits) / len(concepts) if concepts else 0.0

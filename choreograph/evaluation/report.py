@@ -33,7 +33,7 @@ DEFERRED_SECTIONS = ("fidelity", "judge", "win rates")  # sections of a report t
 
 
 def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRecord]], *, max_tokens: int) -> Summary:
-    """Return scores by the rules of today, differences from the first condition, and counts, as JSON."""
+    """Return scores, differences from the first condition, and counts, as JSON."""
     scored = {name: [score(e, r) for e, r in zip(examples, rows, strict=True)] for name, rows in records.items()}
     metrics = list(dict.fromkeys(metric for scores in scored.values() for row in scores for metric in row))
     columns = {name: {m: [row.get(m, 0.0) for row in scores] for m in metrics} for name, scores in scored.items()}

@@ -1,4 +1,4 @@
-"""Answers to problems in one plain notation, and their equality as people judge it."""
+"""Plain notation of answers, and their equality as people judge it."""
 
 import re
 import threading
@@ -151,7 +151,7 @@ _QUANTITY = re.compile(
 _NO_UNIT = re.compile(
     r"\s*(?:[a-zA-Z]|[x-z]{2,3}|or|and|mod|choose|plus|minus|times|to|base|squared|cubed)(?![A-Za-z])|[A-Za-z]{1,3}[\d^(]"
 )
-_COMPOUND = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*([A-Za-z]+)[.,]?\s*(?:and\s+)?")
+_COMPOUND = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{0*[1-9]\d*\})\s*([A-Za-z]+)[.,]?\s*(?:and\s+)?")
 
 
 class Quantity(NamedTuple):
@@ -163,8 +163,10 @@ class Quantity(NamedTuple):
 
 
 def plain(answer: str) -> str:
-    """Return an answer without markup, with numbers in digits and fractions as `\\frac`."""
+    """Return an answer without markup, with numbers in digits or `\\frac`."""
     text = unicodedata.normalize("NFKC", answer.translate(_CHARACTERS)).strip(" \t\n`\"'")
+    if re.search(r"\d{1000}", text):  # no number that can be converted
+        return text
     while (match := _DELIMITED.fullmatch(text)) and _is_balanced(inner := next(filter(None, match.groups()))):
         text = inner.strip()
     while (spread := _TEXT_MACRO.sub(r" \1 ", text)) != text:
@@ -198,16 +200,16 @@ def without_thousands(text: str) -> str:
 
 
 def normalize_answer(answer: str) -> str:
-    """Remove units, spaces and markup that do not matter when answers of one problem are compared."""
+    """Return an answer in lower case, without unit, spaces and markup."""
     bare = re.sub(r"^[a-zA-Z]\s*=(?!=)", "", plain(answer))
     return re.sub(r"\s", "", _quantity(bare).number).lower()
 
 
 def math_equal(reference: str, answer: str) -> bool:
-    """Return whether people would take two answers for equal; a slow comparison is not.
+    """Return whether people would take two answers for equal.
 
     A unit that only one side names does not matter, a decimal approximation of a fraction is another number.
-    The time limits are alarms, which only the main thread can set.
+    What cannot be compared in time is not equal; the time limits are alarms, which only the main thread can set.
     """
     a, b = plain(reference), plain(answer)
     if a.casefold() == b.casefold():
@@ -289,7 +291,7 @@ def _repeating_fraction(match: re.Match[str]) -> str:
 
 
 def _same_option(options: list[re.Match[str] | None], a: str, b: str) -> bool:
-    """Compare the letters of two options; one option equals its letter or its text."""
+    """Compare two options by letter, or one with its letter or text."""
     letters = [(option["a"] or option["b"] or option["c"]).casefold() for option in options if option]
     if len(letters) == 2:
         return letters[0] == letters[1]
@@ -299,7 +301,7 @@ def _same_option(options: list[re.Match[str] | None], a: str, b: str) -> bool:
 
 
 def _minutes(text: str) -> int | None:
-    """Return the minutes from midnight of a time of day; None for 5:30, which may be two times."""
+    """Return a time of day in minutes; None for an ambiguous one (5:30)."""
     if bare := re.fullmatch(r"(\d{2}):(\d{2})", text):
         return int(bare[1]) * 60 + int(bare[2]) if bare[1] == "00" or 13 <= int(bare[1]) < 24 else None
     match = _TIME.fullmatch(text)
@@ -323,7 +325,7 @@ def _same_ratio(a: str, b: str) -> bool:
 
 
 def _quantity(text: str, other: str = "=") -> Quantity:
-    """Return the expression and unit of an answer; `x =` is dropped unless the other side has one."""
+    """Return expression and unit of an answer, without `x =` unless `other` has it."""
     if "=" not in other:
         text = re.sub(r"^[a-zA-Z]\w?\s*=\s*(?=[^=]+$)", "", text)
     if based := re.fullmatch(r"([\dA-Fa-f]+)(?:_\{?(\d+)\}?|\s+base\s+(\d+))", text):
@@ -357,7 +359,7 @@ def _known_unit(name: str) -> tuple[str, Fraction] | None:
 
 
 def _unit(words: str) -> tuple[dict[str, int], Fraction] | None:
-    """Return the dimensions and size of a unit; words that follow it do not matter."""
+    """Return dimensions and size of a unit, without words that follow it."""
     if "pounds sterling" in words:
         return {"sterling": 1}, Fraction(1)
     for name, text in _SPEEDS.items():

