@@ -149,7 +149,7 @@ _QUANTITY = re.compile(
     r"(?P<number>(?:[^A-Za-z\\%]|\\[A-Za-z]+)*(?:[\d)}\]]|\\pi))(?P<unit>\s*[A-Za-z%][-A-Za-z .,%/^{}\d']*)"
 )
 _NO_UNIT = re.compile(
-    r"\s*(?:[a-zA-Z]|[x-z]{2,3}|or|and|mod|choose|plus|minus|times|to|base|squared|cubed)(?![A-Za-z])|[A-Za-z]{1,3}[\d^(]"
+    r"\s*(?:(?![NJWVKAF]\b)[a-zA-Z]|[x-z]{2,3}|or|and|mod|choose|plus|minus|times|to|base|squared|cubed)(?![A-Za-z])|[A-Za-z]{1,3}[\d^(]"
 )
 _COMPOUND = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{0*[1-9]\d*\})\s*([A-Za-z]+)[.,]?\s*(?:and\s+)?")
 

@@ -8,6 +8,8 @@ from choreograph.workflows.answers import math_equal, normalize_answer, plain
 
 EQUAL = [
     ("7 (seven)", "7"),
+    (r"10\text{ N}", "10"),
+    ("5 feet 6 inches", "5 ft 6 in"),
     ("half an hour", "30 minutes"),
     (r"x \neq 0", r"(-\infty, 0) \cup (0, \infty)"),
     ("red and blue", "blue and red"),
