@@ -1,7 +1,8 @@
 """Answers from documents that are modules of their own, against the same prompts read whole (Prompt Cache, Table 1).
 
 `make bench NAME=prompt_cache_quality ARGS="--model model.gguf --data folder"`. Every document of a record is a module;
-the question is new text behind them. Greedy. F1 for questions, Rouge-L for summaries, paired; many records at once.
+the question is new text behind them. Greedy. LongBench's metrics: F1 for questions, Rouge-L for summaries and so on, paired;
+many records at once. Files are records with documents or context, or LongBench's own.
 Records of more than `--longest` words are left out and counted. Answers lie in `--out`, so a run that was stopped
 goes on.
 """
@@ -14,11 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rouge_score.rouge_scorer import RougeScorer
-
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.engine.concurrency import run_concurrently
-from choreograph.evaluation.metrics import f1, normalize_text
+from choreograph.evaluation.datasets import documents_of, records
+from choreograph.evaluation.longbench import METRICS, PROMPTS, best_score
+from choreograph.evaluation.metrics import normalize_text
 from choreograph.evaluation.statistics import difference, mean
 from choreograph.prompt_cache import Import, Prompt, PromptCache, Role, Schema, module, schema, system, user
 
@@ -27,14 +28,17 @@ from .common import commit, merge_results, save
 DATA = {"hotpotqa": 95, "2wikimqa": 80, "musique": 95, "longbench_qa": 43, "longbench_summ": 80}
 MODES = {"whole": "prefix", "modules": "choreographed"}
 SUMMARY = "Write a one-page summary of all the documents."
-_rouge = RougeScorer(["rougeL"], use_stemmer=True)
 
 
-def texts_of(record: Mapping[str, Any]) -> list[str]:
-    """The documents of a record; a single long context is one."""
-    if "documents" in record:
-        return [f"{d.get('title', '')}\n{d['text']}".strip() for d in record["documents"]]
-    return [record["context"]]
+def task_of(record: Mapping[str, Any]) -> str:
+    """The task of LongBench whose metric counts; questions of other sets are scored as HotpotQA's."""
+    return record["task"] if record.get("task") in METRICS else "hotpotqa"
+
+
+def read_records(file: Path) -> list[Mapping[str, Any]]:
+    """The records of a file; LongBench's own names are replaced by ours."""
+    names = {"_id": "id", "dataset": "task"}
+    return [{names.get(key, key): value for key, value in record.items()} for record in records(file)]
 
 
 def answers_of(record: Mapping[str, Any]) -> list[str]:
@@ -42,15 +46,17 @@ def answers_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def is_summary(record: Mapping[str, Any]) -> bool:
-    return record.get("task") in ("gov_report", "qmsum", "multi_news")
+    return METRICS[task_of(record)][0] == "Rouge-L"
 
 
 def make_schema_and_prompt(record: Mapping[str, Any]) -> tuple[Schema, Prompt]:
     """The schema of a record, and the prompt that imports all of it."""
-    parts = [module(f"document-{i + 1}", f"Document {i + 1}: {t}\n\n") for i, t in enumerate(texts_of(record))]
+    parts = [module(f"document-{i + 1}", f"Document {i + 1}: {t}\n\n") for i, t in enumerate(documents_of(record))]
     how = "Read the documents and do what is asked." if is_summary(record) else "Answer from the documents."
-    question = record.get("question") or record.get("input") or SUMMARY
-    if not is_summary(record):
+    question = record.get("question") or record.get("input")
+    if not question:
+        question = SUMMARY if is_summary(record) else PROMPTS[task_of(record)].format(context="", input="").strip()
+    elif not is_summary(record):
         question = f"{question}\nGive only the answer, in a few words."
     prompt = Prompt("documents", (*(Import(part.name) for part in parts), Role("user", (question,))))
     return schema("documents", system(how), user("Here are the documents.\n\n", *parts)), prompt
@@ -96,10 +102,7 @@ def _read(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def score(record: Mapping[str, Any], text: str) -> float:
-    answers = answers_of(record)
-    if is_summary(record):
-        return max(_rouge.score(a, text)["rougeL"].fmeasure for a in answers)
-    return f1(text, answers)
+    return best_score(task_of(record), text, answers_of(record), record.get("all_classes") or ())
 
 
 def compare_answers(
@@ -109,7 +112,7 @@ def compare_answers(
     same = fmean(normalize_text(whole[r["id"]]) == normalize_text(modules[r["id"]]) for r in records)
     return {
         "n": len(records),
-        "documents": fmean(len(texts_of(r)) for r in records),
+        "documents": fmean(len(documents_of(r)) for r in records),
         "whole": asdict(mean(before)),
         "modules": asdict(mean(after)),
         "difference": asdict(difference(after, before)),
@@ -132,16 +135,15 @@ def main() -> None:
     engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
     result: dict[str, Any] = {}
     for name in given.only:
-        lines = (given.data / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
-        every = [json.loads(line) for line in lines if line]
-        short = [r for r in every if sum(len(t.split()) for t in texts_of(r)) <= given.longest]
-        records = short[: given.limit]
-        texts = {how: generate_answers(engine, records, name, how, given.out) for how in MODES}
-        for task in sorted({r.get("task", name) for r in records}):
-            chosen = [r for r in records if r.get("task", name) == task]
+        every = read_records(given.data / f"{name}.jsonl")
+        short = [r for r in every if sum(len(t.split()) for t in documents_of(r)) <= given.longest]
+        chosen_records = short[: given.limit]
+        texts = {how: generate_answers(engine, chosen_records, name, how, given.out) for how in MODES}
+        for task in sorted({r.get("task", name) for r in chosen_records}):
+            chosen = [r for r in chosen_records if r.get("task", name) == task]
             label = task if task == name else f"LongBench {task}"
             left_out = sum(r.get("task", name) == task for r in every) - sum(r.get("task", name) == task for r in short)
-            measure = "Rouge-L" if is_summary(chosen[0]) else "F1"
+            measure = METRICS[task_of(chosen[0])][0]
             facts = {"measure": measure, "longest": given.longest, "too_long": left_out, "commit": commit()}
             result[label] = {**facts, **compare_answers(chosen, texts["whole"], texts["modules"])}
             one = result[label]

@@ -62,7 +62,7 @@ from choreograph.errors import MissingDependencyError
 from choreograph.evaluation import metrics, statistics
 for module, call in (
     ("math_verify", lambda: metrics.math_equal("1", "x")),
-    ("snowballstemmer", lambda: metrics.concept_coverage("a dog", ["dog"])),
+    ("lemminflect", lambda: metrics.concept_coverage("a dog", ["dog"])),
     ("scipy", lambda: statistics.mean([0.1, 0.2])),
     ("statsmodels", lambda: statistics.mean([0, 1])),
 ):
@@ -73,7 +73,7 @@ for module, call in (
     else:
         raise SystemExit(f"{module} was not needed")
 """
-    result = run_without(["math_verify", "snowballstemmer", "scipy", "statsmodels"], code)
+    result = run_without(["lemminflect", "math_verify", "scipy", "statsmodels"], code)
     assert result.returncode == 0, result.stderr
 
 

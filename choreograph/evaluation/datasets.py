@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..workflows.parsing import boxed
+from .longbench import PROMPTS, split_passages
 
 DatasetRecord = Mapping[str, Any]
 
@@ -89,16 +90,21 @@ REFERENCE_FIELDS: Mapping[str, Mapping[str, Callable[[str, Any], Any]]] = {  # w
     "concepts": {"concepts": _concepts},
     "game": {},
     "text": {},
+    **{f"longbench/{task}": {"answers": _answers} for task in PROMPTS},
+    "longbench/trec": {"answers": _answers, "classes": _answers},
 }
 
 
-def prepend_context(question: str, record: DatasetRecord) -> str:
-    """Return the question after the documents and the context of its record."""
-    documents, context = record.get("documents") or [], record.get("context") or ""
+def documents_of(record: DatasetRecord) -> list[str]:
+    """Return documents and context of a record, LongBench's passages one by one."""
+    context = _context(record)
+    return _documents(record) + (split_passages(context) if context else [])
+
+
+def _documents(record: DatasetRecord) -> list[str]:
+    documents = record.get("documents") or []
     if not isinstance(documents, (str, list, tuple)):
         raise _invalid("documents", documents, "use a list of texts")
-    if not isinstance(context, str):
-        raise _invalid("context", context, "use a string, or `documents` for a list of texts")
     texts = []
     for document in [documents] if isinstance(documents, str) else documents:
         if isinstance(document, Mapping) and isinstance(document.get("text"), str):
@@ -107,7 +113,19 @@ def prepend_context(question: str, record: DatasetRecord) -> str:
             texts.append(document.strip())
         else:
             raise _invalid("documents", document, "use strings, or objects with `text` (and `title`)")
-    texts += [context] if context else []
+    return texts
+
+
+def _context(record: DatasetRecord) -> str:
+    context = record.get("context") or ""
+    if not isinstance(context, str):
+        raise _invalid("context", context, "use a string, or `documents` for a list of texts")
+    return context
+
+
+def prepend_context(question: str, record: DatasetRecord) -> str:
+    """Return the question after the documents and the context of its record."""
+    texts = [*_documents(record), *filter(None, [_context(record)])]
     if not texts:
         return question
     if question:
@@ -126,7 +144,7 @@ def _parse_task(r: DatasetRecord) -> tuple[str, Any, Mapping[str, Any]]:
 
 
 def _parse_qa(r: DatasetRecord) -> tuple[str, Any, Mapping[str, Any]]:
-    """Parse a record of SQuAD, TriviaQA, HotpotQA or LongBench."""
+    """Parse a record of SQuAD, TriviaQA or HotpotQA."""
     name = "answer" if r.get("answers") in (None, "", [], {}) else "answers"
     value = r.get(name)
     if isinstance(value, Mapping):
@@ -139,10 +157,22 @@ def _parse_qa(r: DatasetRecord) -> tuple[str, Any, Mapping[str, Any]]:
     return "qa", _question("question", text, {}), {"answers": answers}
 
 
+def _parse_longbench(r: DatasetRecord) -> tuple[str, Any, Mapping[str, Any]]:
+    """Parse a record in LongBench's own format, also of LongBench-E."""
+    task = _text("dataset", r["dataset"]).removesuffix("_e")
+    if task not in PROMPTS:
+        raise _invalid("dataset", task, f"the English tasks have metrics: {sorted(PROMPTS)}")
+    texts = {name: _text(name, r.get(name, "")) for name in ("context", "input")}
+    reference = {"answers": r.get("answers")} | ({"classes": r["all_classes"]} if task == "trec" else {})
+    return f"longbench/{task}", PROMPTS[task].format(**texts), reference
+
+
 def _parse_fields(r: DatasetRecord) -> tuple[str, Any, Mapping[str, Any]]:
     """Return kind, task and reference, which the field names decide."""
     if "task" in r and ("kind" in r or "gold" in r):
         return _parse_task(r)
+    if "dataset" in r and "all_classes" in r:
+        return _parse_longbench(r)
     if "problem" in r:
         answer = r["answer"] if "answer" in r else boxed(_text("solution", r.get("solution", "")))
         return "math", _question("problem", r["problem"], r), {"answer": answer}

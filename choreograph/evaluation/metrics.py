@@ -1,7 +1,6 @@
 """Scores of run records, by kind; an unparsed output is wrong."""
 
 import re
-import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,31 +8,19 @@ from typing import Any
 
 from ..errors import DataError
 from ..utils import require
-from ..workflows.parsing import all_yes_no, final_answer, first_decision, first_yes_no, without_thousands, without_unit
+from ..workflows.answers import math_equal, without_thousands
+from ..workflows.parsing import all_yes_no, final_answer, first_decision, first_yes_no
+from . import longbench
 from .datasets import Example
 
 RunRecordView = Mapping[str, Any]
 Scores = dict[str, float]
 
-PARSE_TIMEOUT = 5  # seconds for one expression
+SCORING_VERSION = 2  # of the rules that read and compare answers: raise it with every change of a score
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\s+(?=\S)")
 _INNER_MARKS = re.compile(r"(?<=\w)['’](?=\w)|(?<=[^\W\d])\.(?=\w)|(?<=\w)\.(?=[^\W\d])")
 _FULL_STOP = re.compile(r"(?<!\d)\.|\.(?!\d)")  # not a decimal point
-
-
-def math_equal(reference: str, answer: str) -> bool:
-    """Return whether two expressions are equal; a slow comparison is not.
-
-    The time limit is an alarm, which only the main thread can set.
-    """
-    reference, answer = (without_unit(side.strip().rstrip(".,; ")) for side in (reference, answer))
-    if reference == answer:
-        return True
-    math_verify = require("math_verify", "eval")
-    limit = PARSE_TIMEOUT if threading.current_thread() is threading.main_thread() else None
-    sides = [math_verify.parse(f"${side.strip('$')}$", parsing_timeout=limit) for side in (reference, answer)]
-    return all(sides) and bool(math_verify.verify(*sides, timeout_seconds=limit))
 
 
 def normalize_text(text: str) -> str:
@@ -75,16 +62,26 @@ def f1(text: str, answers: Iterable[str]) -> float:
 
 
 def concept_coverage(text: str, concepts: Sequence[str]) -> float:
-    """Return the share of concepts used, in any inflection (Snowball stems)."""
-    if not concepts:
-        return 0.0
-    stem = require("snowballstemmer", "eval").stemmer("english").stemWord
+    """Return the share of concepts used, in any inflection."""
+    used, searched = _lemmas(text), [_lemmas(concept) for concept in concepts]
+    hits = [any(_are_at(used, start, words) for start in range(len(used))) for words in searched]
+    return sum(hits) / len(concepts) if concepts else 0.0
 
-    def stems(words: str) -> str:
-        return f" {' '.join(map(stem, normalize_text(words).split()))} "
 
-    used = stems(text)
-    return sum(stems(concept) in used for concept in concepts) / len(concepts)
+def _lemmas(text: str) -> list[set[str]]:
+    """Return each word with its lemmas as any part of speech: left is also leave."""
+    library = require("lemminflect", "eval")
+    result = []
+    for word in normalize_text(text).split():
+        known = library.getAllLemmas(word)
+        guessed = () if known else (library.getAllLemmasOOV(word, part) for part in ("NOUN", "VERB"))
+        result.append({word}.union(*known.values(), *(lemma for lemmas in guessed for lemma in lemmas.values())))
+    return result
+
+
+def _are_at(used: Sequence[set[str]], start: int, words: Sequence[set[str]]) -> bool:
+    window = used[start : start + len(words)]
+    return 0 < len(words) == len(window) and all(a & b for a, b in zip(window, words, strict=True))
 
 
 def score_math(e: Example, r: RunRecordView) -> Scores:
@@ -125,6 +122,13 @@ def score_concepts(e: Example, r: RunRecordView) -> Scores:
     return scores
 
 
+def score_longbench(e: Example, r: RunRecordView) -> Scores:
+    """Score with the published metric of a task of LongBench."""
+    task = e.kind.removeprefix("longbench/")
+    classes = e.reference.get("classes", ())
+    return {longbench.METRICS[task][0]: longbench.best_score(task, r["answer"], e.reference["answers"], classes)}
+
+
 def score_game(e: Example, r: RunRecordView) -> Scores:
     """Score cooperation and what Bob predicts; an unparsed decision is no cooperation."""
     stages = ("Alice decides", "Bob decides", "Bob predicts")
@@ -148,6 +152,7 @@ SCORERS: Mapping[str, tuple[str, Callable[[Example, RunRecordView], Scores]]] = 
     "pair": ("both", score_pair),
     "concepts": ("coverage", score_concepts),
     "game": ("Bob cooperates", score_game),
+    **{f"longbench/{task}": (name, score_longbench) for task, (name, _) in longbench.METRICS.items()},
     "text": ("words", lambda e, r: {"words": float(len(r["answer"].split()))}),
 }
 

@@ -18,7 +18,7 @@ from ..workflows.run import Condition
 from .datasets import Example, load, make_pairs
 from .fidelity import TokenDivergence, measure_divergence, summarize_divergence, transcripts
 from .judge import judge_pairs
-from .metrics import SCORERS, score
+from .metrics import SCORERS, SCORING_VERSION, score
 from .run_dir import RunDirectory, RunRecord, exclusive_dir, read_json_object, write_json
 from .runner import evaluate_conditions, make_run_config
 from .speed import speed_rows, time_conditions
@@ -65,7 +65,26 @@ def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRec
             "first error": next(iter(errors), None),
         }
     primary_metric, _ = SCORERS[examples[0].kind]
-    return {"n": len(examples), "main": primary_metric, "baseline": baseline, "conditions": conditions}
+    versions = Counter(str(r.get("scoring", 1)) for rows in records.values() for r in rows if not r.get("error"))
+    return {
+        "scoring": {"version": SCORING_VERSION, "records": dict(versions)},  # records by the version that read outputs
+        "n": len(examples),
+        "main": primary_metric,
+        "baseline": baseline,
+        "conditions": conditions,
+    }
+
+
+def describe_scoring(report: Summary, earlier: Summary | None) -> list[str]:
+    """Return a line for each part of a report that older rules made."""
+    version, records = report["scoring"]["version"], report["scoring"]["records"]
+    earlier_version = (earlier or report).get("scoring", {"version": 1})["version"]
+    lines = [f"scored again by version {version} of the rules, before by {earlier_version}"]
+    older = {v: n for v, n in records.items() if v != str(version)}
+    notes = [
+        f"outputs that workflows read by version {v} of the rules are kept in {n} records" for v, n in older.items()
+    ]
+    return (lines if earlier_version != version else []) + notes
 
 
 def score_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
@@ -175,10 +194,13 @@ def evaluate(
         sampling=sampling, seed=seed, options=options, concurrency=concurrency,
     )  # fmt: skip
     report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens)}
-    if not num_new and (out / "report.json").exists():  # keep what was measured of the same records
-        earlier = read_json_object(out / "report.json")
-        if earlier.get("settings") == json.loads(json.dumps(settings)):
-            report |= {section: earlier[section] for section in DEFERRED_SECTIONS if section in earlier}
+    earlier = read_json_object(out / "report.json") if (out / "report.json").exists() else None
+    if earlier and not num_new and earlier.get("settings") == json.loads(json.dumps(settings)):
+        report |= {
+            section: earlier[section] for section in DEFERRED_SECTIONS if section in earlier
+        }  # of the same records
+    for line in describe_scoring(report, earlier):
+        print_text(console, line)
     print_table(console, f"{name}, {len(examples)} examples, 95% intervals", *score_table(report))
     for label, condition in report["conditions"].items():
         for key, what in (("unparseable", "could not be parsed"), ("cut", "cut at the limit of tokens")):
@@ -208,7 +230,7 @@ def evaluate(
 
 def _require_libraries() -> None:
     """Raise MissingDependencyError before anything runs."""
-    for module in ("filelock", "math_verify", "scipy", "snowballstemmer", "statsmodels"):
+    for module in ("filelock", "lemminflect", "math_verify", "rouge", "scipy", "statsmodels"):
         require(module, "eval")
 
 

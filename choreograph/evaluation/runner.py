@@ -17,6 +17,7 @@ from ..sampling_params import SamplingParams
 from ..workflows import WorkflowFunction, check_options, conditions_of, source_modules
 from ..workflows.run import Condition, WorkflowRun, call_workflow
 from .datasets import Example
+from .metrics import SCORING_VERSION
 from .run_dir import RunDirectory, RunRecord, exclusive_dir
 
 
@@ -164,6 +165,7 @@ def make_record(example: Example, run: WorkflowRun, answer: Message) -> RunRecor
     usage = [message.result().usage for _, message in run.calls]
     return {
         "id": example.id,
+        "scoring": SCORING_VERSION,  # rules by which the workflow read its outputs
         "answer": answer.text,
         "finish": answer.finish_reason,
         "texts": texts,

@@ -4,7 +4,6 @@ The branch step divides the concepts, two stories are written that do not attend
 merge step makes one story of both. `topology` places the two stories for the merge as in `multi_qa`.
 """
 
-import re
 from collections.abc import Sequence
 
 from ..engine.message import Message
@@ -48,7 +47,7 @@ def split_concepts(wf: WorkflowRun, concepts: list[str]) -> tuple[list[str], lis
     """Let the model divide the concepts; fall back to the first half and the second."""
     prompt = wf.prefill("branch prompt", wf.user(BRANCH.format(concepts=", ".join(concepts))))
     text = wf.decode("branch", wf.assistant("Group 1:"), [prompt]).text
-    divided = parse_groups(re.sub(r"\bgroup 2\b", "Group 2", text, flags=re.IGNORECASE), concepts)
+    divided = parse_groups(text, concepts)
     if divided is None:
         wf.record_parse_failure("branch")
         middle = (len(concepts) + 1) // 2

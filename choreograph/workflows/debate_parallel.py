@@ -6,7 +6,8 @@ instructions for them follow the answers; in Figure 6 they precede them.
 
 from ..engine.message import Message
 from ..errors import ConfigError
-from .parsing import final_answer, majority, normalize_answer
+from .answers import normalize_answer
+from .parsing import final_answer, majority
 from .run import WorkflowRun
 from .single_call import STOP_STRINGS, solve_prompt
 

@@ -2,42 +2,89 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from .answers import expand_magnitudes, normalize_answer, without_hedge
 
 _BOX = re.compile(r"\\boxed\s*\{")
 
 _STATED_ANSWER = re.compile(
-    r"(?:final answer|answer|result)\b[^\n]{0,40}?(?:\bis\b|:|=)\s*\**\s*(?P<value>[^\n]*)", re.IGNORECASE
+    r"(?:answer|result|(?:correct|right|best) (?:option|choice))\b[^\n]{0,40}?"
+    r"(?:\b(?:is|equals)\b|\b(?:would|should|must|will) be\b|\bcomes (?:out )?to\b|:|=)\s*:?\s*\**\s*(?=(?P<value>[^\n]*))",
+    re.IGNORECASE,
 )
+
+_COMMENT = re.compile(r"(?:correct|right|wrong|clear|reasonable|obvious|plausible)\b", re.IGNORECASE)  # on an answer
 
 _FORMULA = re.compile(  # dollar signs by pandoc's rules: amounts of money in "$2 = $18"
     r"\$(?=[^\s$])([^$\n]*?(?<=\S))\$(?!\d)|\$\s([^$\n]+)\s\$(?!\s*\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
 )
 
-_REMARK = re.compile(r"^([^(\[{]*?\d[^(\[{]*?)[,;]\s+(?!(?:or|and)\b)[A-Za-z]{2,}.*$")  # 18 dollars, since 9 * 2 = 18
+_REMARKS = [  # after an answer
+    (re.compile(pattern, re.DOTALL), replacement)
+    for pattern, replacement in (
+        (r"(?<![ap]\.m)[.!?]\s+(?=[A-Z*(\\$]).*$", ""),  # another sentence
+        (r"(?<=[\w}%$])\s+\([A-Za-z≈=][^()]+\)", ""),  # 4 (four)
+        (r"(?<=\S)(?:,|;|\s+[-–—]+)?\s+(?:because|since|which|whereas|given that|due to)\b.*$", ""),
+        (
+            r"^([^(\[{]*?[\d}$][^(\[{]*?),?(?:\s+and)?\s+(?:as|so|if|when|where|while|but|not|after|for|in all|in (?=\d)|in total"
+            r"|altogether|overall|rounded|to the nearest|therefore|thus|hence|once)\b.*$",
+            r"\1",
+        ),
+        (r"(?<=[\d}$%])\s+[-–—]+\s+(?=[A-Za-z]{2}).*$", ""),
+        (r"^([^(\[{]*?\d[^(\[{]*?)[,;]\s+(?!(?:or|and)\b)[A-Za-z]{2,}.*$", r"\1"),  # 18 dollars, it is
+        (r"^(?:[-+*/×÷().$\d\s^{}]|\\times|\\cdot|\\frac)*[\d})]\s*=\s*(?=\$?-?[\d\\])", ""),  # 3 + 4 = 7
+    )
+]
+
+_OPTION = re.compile(
+    r"(?:\\(?:text|math)[a-z]*\{\s*)?\(([A-Ja-j])\)|(?:(?i:option|choice)\s+\(?)?([A-J])"
+    r"(?=[).:,;*]|$|\s+(?:[-–—(]|because\b|since\b|as\b))|(?i:option|choice)\s+([A-J])\b"
+)
+
+_LAST_OPTION = re.compile(r"(?:^|\s)\(([A-J])\)\W*$")
 
 _UNDECIDED = re.compile(
     r"(?:cooperat|defect)\w*(?:\s+or\s+(?:to\s+)?(?:cooperat|defect|not\b)|(?:\s+and\s+|\s*/\s*)(?:cooperat|defect))",
     re.IGNORECASE,
 )
 
+_CONDITION = re.compile(  # up to the clause that follows, or the end of the sentence
+    r"\b(?:if|when(?:ever)?|unless|because|since|whether|as long as|although|even though|though|while|given that|assuming)\s+\w+.*?"
+    r"(?=[,;:]|\bthen\b|\bso\b|\bI\b|$)",
+    re.IGNORECASE | re.DOTALL,
+)
+
 _DECISION = re.compile(
-    r"(?P<no>(?:\b(?:not|never|cannot|refuse|avoid|instead\s+of)|n['’]t)\s+(?:\w+\s+){0,2})?\b(?P<verb>co-?operat|defect)",
+    r"(?P<no>(?:\b(?:not|never|cannot|refuse|avoid|against|instead\s+of|no\s+longer)|n['’]t)\s+(?:\w+\s+){0,2})?\b(?P<verb>co-?operat|defect)",
     re.IGNORECASE,
 )
 
-_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-
-_PUNCTUATION = " \t\n.,;:!*`\"'"
-
-_UNIT = re.compile(  # 12 dollars; not 12 million, 3 and a half, 2 pi, 5 x
-    r"^\$?(?P<number>-?[\d,]*\.?\d+(?:/\d+)?)\s+(?!(?:[a-ceiknpqrtx-z]|[x-z]{2,3}|[ap]m|and|or|pi|theta|alpha|half|"
-    r"halves|(?:third|fourth|fifth|sixth|eighth|tenth|dozen|hundred|thousand|[mbtr]+illion)s?|squared|cubed|base)\b)"
-    r"[A-Za-z ]+$",
+_OWN_DECISION = re.compile(  # I will not defect; therefore defect
+    r"(?:\bI(?:['’](?:ll|m|d))?|\b(?:so|therefore|thus|hence)\b,?(?:\s+\w+)?)\s+(?:(?:I(?:['’](?:ll|m|d))?|will|would|shall|must|should|have|am|going|"
+    r"choose|chose|decide|decided|prefer|want|plan|intend|to|always|still|therefore|also|just|do|can|could|better|simply)\s+)*"
+    r"(?:(?:not|never|cannot|against|no longer|won['’]t|don['’]t|can['’]t|refuse|to|wouldn['’]t)\s+)*(?:co-?operat|defect)(?:e|ing)?\b",
     re.IGNORECASE,
 )
 
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_NUMBER = re.compile(
+    r"\d{1,2}(?::\d{2})?\s*[ap]\.?m\b\.?|\d+(?::\d+)+|-?\$?\d+ \d+/\d+|-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?"
+    r"(?:\s*(?:hundred|thousand|million|billion|trillion)\b)?"
+)
+
+_PUNCTUATION = " \t\n,;:!*`\"'"
+
+_SECOND_GROUP = re.compile(
+    r"\b(?:group|set|list|team|part|category|story)\s*(?:number\s*|no\.?\s*|#\s*)?(?:2|two|b|ii)\b"
+    r"|\b(?:the\s+)?(?:second|2nd|other)(?:\s+(?:group|set|list|team|part|category|story|one)\b|[*_]*\s*:)",
+    re.IGNORECASE,
+)
+
+_SECOND_ITEM = re.compile(  # 2. or B: in a list of two
+    r"^\W*(?:2|B|II)\s*[*_]*\s*[.):\-](?!\d)(?![\s\S]*^\W*(?:3|C|III)\s*[*_]*\s*[.):\-])"
+    r"|(?<=[,;.|\s])\(?(?:2|B)[):](?!\d)(?![\s\S]*\b(?:3|C)[):])",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 def boxed(text: str) -> str | None:
@@ -59,28 +106,40 @@ def final_answer(text: str, *, is_complete: bool = True) -> str | None:
     Args:
         is_complete: False for a truncated text, whose last expression is an intermediate step.
     """
+    text = re.sub(r"(\\\[|\$\$)\s*([^$]*?)\s*(\\\]|\$\$)", r"\1\2\3", text)  # one line for formulas of several lines
     result = boxed(text) or _stated_answer(text) or (_last_expression(text) if is_complete else None)
     return result if result and re.search(r"\w", result) else None
 
 
 def _stated_answer(text: str) -> str | None:
-    values = [match["value"].strip(_PUNCTUATION) for match in _STATED_ANSWER.finditer(text)]
-    if values and values[-1]:
-        bare = _REMARK.sub(r"\1", values[-1]).split(r"\boxed{")[-1].strip("$ ")
-        for begin, end in ((r"\(", r"\)"), (r"\[", r"\]")):
-            bare = bare.removeprefix(begin).removesuffix(end)
-        return bare.strip(_PUNCTUATION) or None
-    return None
+    values = map(_without_remarks, reversed([match["value"] for match in _STATED_ANSWER.finditer(text)]))
+    return next((value for value in values if value and not _COMMENT.match(value)), None)
+
+
+def _without_remarks(value: str) -> str:
+    """Return what a line says the answer is, without hedges, reasons and other remarks."""
+    value = value.strip(_PUNCTUATION)
+    if formula := _FORMULA.match(value):
+        value = next(filter(None, formula.groups())).strip() + value[formula.end() :]
+    value = value.split(r"\boxed{")[-1].removeprefix(r"\(").removeprefix(r"\[").strip()
+    value = without_hedge(value)
+    if option := _OPTION.match(value):
+        return next(filter(None, option.groups()))
+    for pattern, replacement in _REMARKS:
+        value = pattern.sub(replacement, value)
+    return expand_magnitudes(value.strip("$? ")).strip(_PUNCTUATION).rstrip(".").strip(_PUNCTUATION)
 
 
 def _last_expression(text: str) -> str | None:
-    """Return the last formula of the last line, or the last number of the text."""
+    """Return the last formula or final option of the last line, or the last number of the text."""
     last = (text.strip().splitlines() or [""])[-1]
     formulas = [next(filter(None, groups)).strip().rstrip(".,;") for groups in _FORMULA.findall(last)]
     if formulas:
         return formulas[-1]
+    if option := _LAST_OPTION.search(last):
+        return option[1]
     numbers = _NUMBER.findall(text)
-    return numbers[-1].replace("$", "").replace(",", "") if numbers else None
+    return expand_magnitudes(re.sub(r"[$,]|\.$", "", numbers[-1])) if numbers else None
 
 
 def majority(answers: Iterable[str | None]) -> str | None:
@@ -89,42 +148,32 @@ def majority(answers: Iterable[str | None]) -> str | None:
     return max(counted, key=lambda a: counted[a], default=None)
 
 
-def normalize_answer(answer: str) -> str:
-    """Remove units, spaces and markup that do not matter when answers of one problem are compared."""
-    bare = re.sub(r"\\(?:left|right|,|!|;)|\$", "", answer).replace("{,}", ",")
-    bare = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", bare).strip(_PUNCTUATION)
-    bare = re.sub(r"\s", "", without_unit(without_thousands(bare))).strip(_PUNCTUATION)
-    bare = re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"^[a-zA-Z]=", "", bare))
-    return re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", bare).lower()
-
-
-def without_unit(answer: str) -> str:
-    """Return 12 for "12 dollars"; words that change the number (12 million) stay."""
-    return _UNIT.sub(r"\g<number>", answer)
-
-
-def without_thousands(text: str) -> str:
-    """Return 5000 for 5,000."""
-    return _THOUSANDS.sub("", text)
-
-
 def first_choice(text: str, max_number: int) -> int | None:
     """Return the first number from 1 to `max_number`."""
     return next((n for n in map(int, re.findall(r"\d{1,9}", text)) if 1 <= n <= max_number), None)
 
 
 def first_decision(text: str) -> str | None:
-    """Return "cooperate" or "defect", the first in any inflection.
+    """Return "cooperate" or "defect", as the text decides.
 
-    A negated one is the other; "to cooperate or to defect" is None.
+    A negated one is the other; "to cooperate or to defect" is None. What holds under a condition or is a reason is no
+    decision, and what "I" do or what follows from "so" precedes other mentions.
     """
-    if _UNDECIDED.search(text):
-        return None
-    result = _DECISION.search(text)
+    sentences = [(sentence, _CONDITION.sub(" ", sentence)) for sentence in re.split(r"(?<=[.!?])\s+|\n", text)]
+    decided = [(sentence, clauses) for sentence, clauses in sentences if not _UNDECIDED.search(clauses)]
+    unconditional = [
+        match for sentence, clauses in decided if sentence == clauses and (match := _own_decision(clauses))
+    ]
+    others = (_own_decision(clauses) or _DECISION.search(clauses) for _, clauses in decided)
+    result = next(filter(None, [*unconditional, *others]), None)
     if result is None:
         return None
-    cooperates = (result["verb"].lower() != "defect") != bool(result["no"])
-    return "cooperate" if cooperates else "defect"
+    return "cooperate" if (result["verb"].lower() != "defect") != bool(result["no"]) else "defect"
+
+
+def _own_decision(clauses: str) -> re.Match[str] | None:
+    own = [match[0] for match in _OWN_DECISION.finditer(clauses)]
+    return _DECISION.search(own[-1]) if own else None
 
 
 def first_yes_no(text: str) -> bool | None:
@@ -138,18 +187,38 @@ def all_yes_no(text: str) -> list[bool]:
 
 
 def parse_groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Divide the items by "Group 1: ... Group 2: ...", each into the first group that names it.
+    """Divide the items, each into the first of two groups that names it.
+
+    The text continues "Group 1:". The second group begins at a heading (Group 2, B:, 2.), or the groups are two
+    paragraphs, lines or parts of a line.
 
     Returns None unless every item is named and no group is empty.
     """
-    first, mark, second = text.partition("Group 2")
-    if not mark:
-        return None
-    divided: tuple[list[str], list[str]] = ([], [])
-    for item in items:
-        name = re.compile(rf"\b{re.escape(item)}\b", re.IGNORECASE)
-        if name.search(first):
-            divided[0].append(item)
-        elif name.search(second):
-            divided[1].append(item)
-    return divided if all(divided) and sum(map(len, divided)) == len(items) else None
+    divisions = (_divide(parts, items) for parts in _possible_groups(text))
+    return next(filter(None, divisions), None)
+
+
+def _possible_groups(text: str) -> Iterator[Sequence[str]]:
+    for mark in _SECOND_GROUP.finditer(text):
+        yield text[: mark.start()], text[mark.end() :]
+    yield re.split(r"\n\s*\n", text)
+    for mark in _SECOND_ITEM.finditer(text):
+        yield text[: mark.start()], text[mark.end() :]
+    yield text.splitlines()
+    yield re.split(r"[;|]", text)
+
+
+def _divide(parts: Sequence[str], items: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Return the items of the two parts that name any."""
+    named: list[list[str]] = []
+    missing = set(items)
+    for part in parts:
+        names = []
+        for item in sorted(missing, key=len, reverse=True):  # "ice cream" before "ice"
+            part, count = re.subn(rf"\b{re.escape(item)}(?:e?s|\w?(?:ing|ed))?\b", "\0", part, flags=re.IGNORECASE)
+            if count:
+                names.append(item)
+        missing.difference_update(names)
+        if names:
+            named.append([item for item in items if item in names])
+    return (named[0], named[1]) if len(named) == 2 and not missing else None

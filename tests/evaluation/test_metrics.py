@@ -79,6 +79,12 @@ def test_concepts_count_in_any_inflection():
     assert concept_coverage("Ice creams fell on my T-shirt.", ["ice cream", "t-shirt", "cream ice"]) == pytest.approx(
         2 / 3
     )
+    irregular = (
+        "The children ate, ran and swam; two mice, cutting leaves, had gone. She left and felt frisbees on shelves."
+    )
+    concepts = ["child", "eat", "run", "swim", "mouse", "cut", "leaf", "go", "leave", "feel", "frisbee", "shelf"]
+    assert concept_coverage(irregular, concepts) == 1
+    assert concept_coverage("The child eats.", ["children", "ate"]) == 1
     assert concept_coverage("", ["cat"]) == concept_coverage("cat", []) == 0
 
 

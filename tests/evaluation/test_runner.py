@@ -13,6 +13,7 @@ from choreograph.errors import ChoreographError, ConfigError, DataError, Request
 from choreograph.evaluation.datasets import Example, make_games
 from choreograph.evaluation.fidelity import measure_divergence, summarize_divergence, transcripts
 from choreograph.evaluation.judge import judge_pairs
+from choreograph.evaluation.metrics import SCORING_VERSION
 from choreograph.evaluation.report import ensure_some_succeeded, judge_prompt, score_table, summarize
 from choreograph.evaluation.run_dir import RunDirectory, exclusive_dir
 from choreograph.evaluation.runner import evaluate_conditions, example_seed, make_run_config
@@ -356,6 +357,26 @@ def test_eval_on_the_command_line(data, tmp_path):
     again = CliRunner().invoke(app, [*arguments, "--json"])
     assert json.loads(again.output)["conditions"] == report["conditions"]
     assert json.loads(again.output)["fidelity"] == report["fidelity"], "what was measured of these runs before"
+
+
+def test_results_of_older_rules_are_scored_again(data, tmp_path, talker_folder):
+    out = tmp_path / "out"
+    arguments = ["eval", "single_call", "--data", str(data), "--out", str(out), "--max-tokens", "4"]
+    arguments += ["--model", talker_folder, "--condition", "choreographed"]
+    assert "version" not in CliRunner().invoke(app, arguments).output
+    report = json.loads((out / "report.json").read_text())
+    assert report["scoring"] == {"version": SCORING_VERSION, "records": {str(SCORING_VERSION): 4}}
+    scores = report["conditions"]["baseline"]["scores"]
+    del report["scoring"]
+    report["conditions"]["baseline"]["scores"] = {"right": {"value": 0.99}}
+    (out / "report.json").write_text(json.dumps(report))
+    file = out / "baseline.jsonl"
+    file.write_text(file.read_text().replace(f'"scoring": {SCORING_VERSION}, ', "", 1))
+    output = " ".join(CliRunner().invoke(app, arguments).output.split())
+    assert f"scored again by version {SCORING_VERSION} of the rules, before by 1" in output
+    assert "read by version 1 of the rules are kept in 1 records" in output
+    report = json.loads((out / "report.json").read_text())
+    assert report["conditions"]["baseline"]["scores"] == scores and report["scoring"]["records"]["1"] == 1
 
 
 def test_an_evaluation_in_which_every_run_failed_says_so(tmp_path, talker_folder):
