@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import gguf
 import pytest
 import torch
-from helpers import tiny_models
+from helpers import gguf_files, tiny_models
 from safetensors.torch import load_file
 
 from choreograph import Engine
@@ -52,15 +51,15 @@ def test_the_embedded_model_is_converted_once_and_exactly():
     assert not kept
 
 
-def test_a_file_is_converted_without_what_lies_beside_it(tmp_path):
-    file = tmp_path / "some.gguf"
-    file.write_bytes(b"GGUF")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    with load._isolated(file) as place:
-        folder = Path(place["pretrained_model_name_or_path"])
-        assert [one.name for one in folder.iterdir()] == [place["gguf_file"]]
-        assert (folder / place["gguf_file"]).read_bytes() == b"GGUF"
-    assert not folder.exists() and file.exists()
+def test_a_file_is_converted_without_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("choreograph.models.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
+    model = tiny_models.build()
+    file = gguf_files.write(model, tmp_path / "some.gguf")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    loaded = load.load(file)
+    assert loaded.tokenizer is None
+    assert loaded.model.config.model_type == "llama"
 
 
 def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path):

@@ -1,0 +1,259 @@
+"""GGUF files: what is loaded computes the logits of the model that was written, or the file is refused."""
+
+import copy
+import logging
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from helpers import gguf_files
+from helpers.model_configs import CONFIGS, LLAMA3, LONG, SHAPE, WIDE, rope
+from transformers import AutoModelForCausalLM, LlamaConfig, Starcoder2Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from choreograph.errors import ModelError
+from choreograph.models.gguf_file import convert_gguf
+from choreograph.models.loader import load
+
+PROMPT = torch.randint(0, 61, (1, 120), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("choreograph.models.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
+
+
+def build(config, **options):
+    config = copy.deepcopy(config)
+    for name, value in options.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # norms and biases that are not one and zero
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+@torch.inference_mode()
+def assert_equal_logits(path, model):
+    folder = convert_gguf(path)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.testing.assert_close(loaded(PROMPT).logits, model(PROMPT).logits, atol=1e-4, rtol=1e-4)
+    return loaded
+
+
+def llama(**parameters):
+    return build(LlamaConfig(**SHAPE, rope_parameters=parameters or None))
+
+
+SCALED = {
+    "linear": (rope("linear", factor=4.0), {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "linear, no type": (rope("linear", factor=4.0), {"rope.scaling.factor": 4.0}),
+    "linear, old key": (rope("linear", factor=4.0), {"rope.scale_linear": 4.0}),
+    "none": (rope("default"), {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
+    "yarn": (
+        rope("yarn", factor=4.0, original_max_position_embeddings=64),
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.finetuned": True,
+        },
+    ),
+    "yarn, betas": (
+        rope("yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=16.0, beta_slow=2.0),
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+            "rope.scaling.attn_factor": 1.0,
+        },
+    ),
+    "yarn, the context is the original": (
+        rope("yarn", factor=2.0, original_max_position_embeddings=256),
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0},
+    ),
+    "base": ({"rope_type": "default", "rope_theta": 777.0}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_rotary_embeddings_are_those_of_the_model(tmp_path, name):
+    parameters, metadata = SCALED[name]
+    model = llama(**parameters)
+    assert_equal_logits(gguf_files.write(model, tmp_path / "m.gguf", metadata=metadata), model)
+
+
+def llama3_factors() -> np.ndarray:
+    config = LlamaConfig(**SHAPE, rope_parameters=LLAMA3)
+    plain = 1e4 ** (-torch.arange(0, 16, 2) / 16)
+    return (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]).numpy()
+
+
+def test_frequency_factors_of_llama_3_are_applied(tmp_path):
+    model = llama(**LLAMA3)
+    path = gguf_files.write(model, tmp_path / "m.gguf", tensors={"rope_freqs.weight": llama3_factors()})
+    assert_equal_logits(path, model)
+    assert load(path, dtype=torch.float32).model_info.max_positions == 256
+
+
+@pytest.mark.parametrize("positions", [64, 256])
+def test_long_and_short_factors_of_phi_3_are_applied(tmp_path, positions):
+    model = build(CONFIGS["phi3, longrope"], max_position_embeddings=256)
+    factors = {f"rope_factors_{length}.weight": np.array(LONG[f"{length}_factor"]) for length in ("long", "short")}
+    metadata = {
+        "rope.scaling.attn_factor": float(model.model.rotary_emb.attention_scaling),
+        "rope.scaling.original_context_length": 64,
+    }
+    loaded = assert_equal_logits(
+        gguf_files.write(model, tmp_path / "m.gguf", metadata=metadata, tensors=factors), model
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(PROMPT[:, :40]).logits, model(PROMPT[:, :40]).logits, atol=1e-4, rtol=1e-4)
+
+
+REFUSED = {
+    "rope.scaling.type": "superlong",
+    "rope.scaling.alpha": 100.0,
+    "rope.scaling.attn_factor": 1.2,
+    "rope.scaling.yarn_ext_factor": 0.5,
+    "rope.scaling.yarn_log_multiplier": 0.1,
+    "rope.dimension_count": 8,
+    "rope.dimension_sections": [4, 2, 2, 0],
+    "rope.freq_base_swa": 99.0,
+    "attention.value_length": 8,
+    "attention.scale": 0.1,
+    "attention.causal": False,
+    "attention.clamp_kqv": 6.0,
+    "attention.max_alibi_bias": 8.0,
+    "attn_logit_softcapping": 30.0,
+    "final_logit_softcapping": 30.0,
+    "logit_scale": 0.5,
+    "residual_scale": 0.5,
+    "embedding_scale": 12.0,
+    "expert_count": 8,
+    "tensor_data_layout": "another",
+    "attention.sliding_window_pattern": 2,
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_keys_that_cannot_be_applied_are_refused_by_name(tmp_path, key):
+    path = gguf_files.write(llama(), tmp_path / "m.gguf", metadata={key: REFUSED[key]})
+    with pytest.raises(ModelError, match=rf"llama\.{key}=") as info:
+        load(path)
+    assert "\n" not in str(info.value)
+
+
+def test_values_that_change_nothing_are_accepted(tmp_path):
+    neutral = {"logit_scale": 1.0, "attention.causal": True, "expert_count": 0, "attention.scale": 0.25}
+    model = llama()
+    assert_equal_logits(gguf_files.write(model, tmp_path / "m.gguf", metadata=neutral), model)
+
+
+def test_unknown_keys_of_the_architecture_are_warned_of(tmp_path, caplog):
+    path = gguf_files.write(llama(), tmp_path / "m.gguf", metadata={"attention.future_gate": 3})
+    with caplog.at_level(logging.WARNING, "choreograph"):
+        load(path)
+    assert "llama.attention.future_gate=3" in caplog.text
+
+
+def test_an_unknown_tensor_is_refused_by_name(tmp_path):
+    extra = {"blk.0.attn_future.weight": np.ones((4, 4))}
+    path = gguf_files.write(llama(), tmp_path / "m.gguf", tensors=extra)
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_future\.weight"):
+        load(path)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "mpt"])
+def test_other_architectures_and_kinds_are_refused(tmp_path, architecture):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=rf"architecture '{architecture}' is not served"):
+        load(path)
+
+
+FAMILIES = {
+    **{name: CONFIGS[name] for name in ("llama", "mistral, window", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2")},
+    **{name: CONFIGS[name] for name in ("gemma3_text", "gpt2", "bloom", "falcon")},
+    "llama, biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "starcoder2": Starcoder2Config(**WIDE, sliding_window=None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_architecture_computes_the_logits_of_the_model(tmp_path, name, tied):
+    config = copy.deepcopy(FAMILIES[name])
+    if config.model_type == "qwen3_moe":
+        config.norm_topk_prob = True
+    if "query_pre_attn_scalar" in config.to_dict():
+        config.query_pre_attn_scalar = config.head_dim
+    if name.startswith("gemma") and not tied:
+        pytest.skip("its files have no output layer")
+    model = build(config, tie_word_embeddings=tied)
+    metadata = {}
+    if name == "gemma3_text":
+        metadata = {"attention.sliding_window_pattern": [True, True, False]}
+    assert_equal_logits(gguf_files.write(model, tmp_path / "m.gguf", metadata=metadata), model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_every_quantization_is_dequantized(tmp_path, kind):
+    model = build(LlamaConfig(**SHAPE | {"intermediate_size": 64}))
+    assert_equal_logits(gguf_files.write(model, tmp_path / "m.gguf", quantization=kind), model)
+
+
+SCALES = {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210), "IQ4_NL": (0, 2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SCALES)
+def test_blocks_that_only_llama_cpp_writes_are_dequantized(tmp_path, kind):
+    """Random blocks, with scales that are numbers, in place of the embeddings."""
+    number = gguf.GGMLQuantizationType[kind]
+    size, width = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(0).integers(0, 256, (61, width * 256 // size), dtype=np.uint8)
+    start, end = SCALES[kind]
+    for block in np.split(blocks, 256 // size, axis=1):
+        block[:, start:end] = np.full((61, (end - start) // 2), 0.01, np.float16).view(np.uint8)
+    model = build(LlamaConfig(**SHAPE | {"hidden_size": 256, "tie_word_embeddings": False}))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.from_numpy(gguf.dequantize(blocks, number)))
+    path = gguf_files.write(model, tmp_path / "m.gguf", blocks={"token_embd.weight": (blocks, number)})
+    assert_equal_logits(path, model)
+
+
+def test_heads_without_a_key_are_all_key_value_heads(tmp_path):
+    model = build(LlamaConfig(**SHAPE | {"num_key_value_heads": 4}))
+    path = gguf_files.write(model, tmp_path / "m.gguf", without=("attention.head_count_kv", "rope.freq_base"))
+    assert_equal_logits(path, model)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_parts_beside_a_file_are_loaded_whichever_is_named(tmp_path):
+    model = llama()
+    gguf_files.write(model, tmp_path / "m.gguf", tensors_per_part=8)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for part in parts:
+        assert_equal_logits(part, model)
+    parts[1].rename(tmp_path / "other.gguf")
+    with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf is missing"):
+        load(parts[0])
+    parts[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ModelError, match="one of 3 parts"):
+        load(tmp_path / "renamed.gguf")
