@@ -6,9 +6,11 @@ in the user's cache directory under the hash of the file (`gguf_file.py`).
 
 import contextlib
 import importlib.util
+import logging
 import os
 import platform
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
 from ..errors import ChoreographError, ConfigError, ModelError
+from ..utils import check_on_hub, hub_or_cache
 from .gguf_file import convert_gguf
 from .hf_model import HFModel
-from .info import resolve_max_positions
+from .info import check_rope, ignored_fields, resolve_max_positions
 from .tensor_parallel import tp_kwargs
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -32,6 +35,8 @@ DEFAULT_MODEL_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model w
 LAYER_WEIGHT = re.compile(r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$")
 
 NO_REMOTE_CODE: dict[str, Any] = {"trust_remote_code": False}  # without it, transformers asks on the terminal
+
+_log = logging.getLogger("choreograph")
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -87,6 +92,9 @@ def load(
         has_no_tokenizer = Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZER_FILES)
         if tokenizer is None and not has_no_tokenizer:  # without one, the model is used with token ids
             tokenizer = AutoTokenizer.from_pretrained(source, **NO_REMOTE_CODE)
+        ignored = ignored_fields(loaded)
+    if ignored:
+        _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
     placed = loaded if device_map or sharding else _move(loaded, None, device)
     return HFModel(placed, tokenizer, name=name, max_positions=max_positions)
 
@@ -101,11 +109,14 @@ def load_tokenizer(model: str | os.PathLike[str]) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def _loading(name: str, source: str) -> Iterator[None]:
-    """Hide progress bars, and raise every error as a ModelError of one line."""
-    had_progress_bars = hf_logging.is_progress_bar_enabled()
+    """Hide what transformers prints, and raise every error as a ModelError of one line."""
+    had_progress_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity(logging.CRITICAL)
+    is_local = Path(source).exists()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"), contextlib.nullcontext() if is_local else hub_or_cache():
+            yield
     except ChoreographError:
         raise
     except Exception as exc:
@@ -119,16 +130,19 @@ def _loading(name: str, source: str) -> Iterator[None]:
         problem = "is not a readable GGUF file" if source.endswith(".gguf") else "cannot be loaded"
         raise ModelError(f"model {name!r} {problem}: {reason}") from exc
     finally:
+        hf_logging.set_verbosity(verbosity)
         if had_progress_bars:
             hf_logging.enable_progress_bar()
 
 
-def _from_pretrained_strict(name: str, *args: Any, **kwargs: Any) -> PreTrainedModel:
+def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrainedModel:
     """Call `from_pretrained`; refuse weights that do not match the configuration.
 
     transformers would serve such a model with random or missing layers.
     """
-    result: Any = AutoModelForCausalLM.from_pretrained(*args, **kwargs | NO_REMOTE_CODE, output_loading_info=True)
+    check_rope(AutoConfig.from_pretrained(source, **NO_REMOTE_CODE), name)
+    options = kwargs | NO_REMOTE_CODE | {"ignore_mismatched_sizes": True}  # to name the weights
+    result: Any = AutoModelForCausalLM.from_pretrained(source, **options, output_loading_info=True)
     model, info = result
     matches = {key: match[1] for key in info["unexpected_keys"] if (match := LAYER_WEIGHT.match(key))}
     own = {
@@ -174,6 +188,7 @@ def _resolve_source(model: str) -> tuple[str, str]:
         return str(path), path.name
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"model {model!r}: no such folder; use {DEFAULT_MODEL!r}, a Hub id, a folder or a .gguf file")
+    check_on_hub(model)
     return model, model
 
 

@@ -1,7 +1,9 @@
 """GGUF files: what is loaded computes the logits of the model that was written, or the file is refused."""
 
 import copy
+import json
 import logging
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -9,12 +11,13 @@ import pytest
 import torch
 from helpers import gguf_files
 from helpers.model_configs import CONFIGS, LLAMA3, LONG, SHAPE, WIDE, rope
-from transformers import AutoModelForCausalLM, LlamaConfig, Starcoder2Config
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Starcoder2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from choreograph.errors import ModelError
 from choreograph.models.gguf_file import convert_gguf
-from choreograph.models.loader import load
+from choreograph.models.loader import bundled_gguf, load
 
 PROMPT = torch.randint(0, 61, (1, 120), generator=torch.Generator().manual_seed(3))
 
@@ -257,3 +260,150 @@ def test_parts_beside_a_file_are_loaded_whichever_is_named(tmp_path):
     parts[0].rename(tmp_path / "renamed.gguf")
     with pytest.raises(ModelError, match="one of 3 parts"):
         load(tmp_path / "renamed.gguf")
+
+
+# -- tokenizers -------------------------------------------------------------------------------------------------------
+
+TEXT = (
+    "The cat's 12 dogs didn't see 10 20  30   40 hats!\n\n123 (and 4567) über 你好, WE'LL see x=1;\n\tTwo words  here"
+)
+SAMPLES = ("   12", "\n\n123", "\n 12", "10 20  30   40", TEXT, "WE'LL don't", " ", "a!!\n\nb", "12345678", "e\u0301 é")
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+
+
+def split(pattern: str):
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+ORIGINALS = {  # the published tokenizers
+    "gpt-2": [GPT2],
+    "smollm": [DIGITS, GPT2],
+    "starcoder": [DIGITS, GPT2],
+    "llama-bpe": [split(CL100K % "{1,3}"), BYTES],
+    "qwen2": [split(CL100K % ""), BYTES],
+    "deepseek-coder": [split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥]+"), DIGITS, BYTES],
+    "deepseek-llm": [
+        *map(split, (r"[\r\n]", r"\s?[A-Za-zÀ-ÖØ-öø-ÿ]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥]+")),
+        *(DIGITS, BYTES),
+    ],
+    "falcon": [split(r"[\p{P}$+<=>^~|`]+"), GPT2, split("[0-9][0-9][0-9]")],
+}
+
+
+def original(name: str) -> Tokenizer:
+    """Return a byte-level tokenizer that is trained with the splits of a published one."""
+    result = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
+    result.normalizer = normalizers.NFC() if name == "qwen2" else None
+    result.pre_tokenizer, result.decoder = pre_tokenizers.Sequence(ORIGINALS[name]), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|end|>", "<｜end▁of▁turn｜>"]  # the second is not of the alphabet
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=special)
+    result.train_from_iterator([*SAMPLES, TEXT] * 5, trainer)
+    return result
+
+
+def vocabulary(tokenizer: Tokenizer, pre: str | None, **further) -> dict:
+    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return {
+        "ggml.model": "gpt2",
+        "ggml.tokens": tokens,
+        "ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
+        "ggml.merges": [" ".join(merge) for merge in merges],
+        "ggml.eos_token_id": 0,
+        **({"ggml.pre": pre} if pre else {}),
+        **further,
+    }
+
+
+def with_vocabulary(path, keys) -> Path:
+    model = build(LlamaConfig(**SHAPE | {"vocab_size": len(keys["ggml.tokens"])}))
+    return gguf_files.write(model, path / "m.gguf", vocabulary=keys)
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_text_is_split_as_by_the_original_tokenizer(tmp_path, name):
+    expected = original(name)
+    folder = convert_gguf(with_vocabulary(tmp_path, vocabulary(expected, name)))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text in (*SAMPLES, "a<|end|> b<｜end▁of▁turn｜>12"):
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected.encode(text).ids, text
+        assert tokenizer.decode(expected.encode(text).ids) == expected.decode(expected.encode(text).ids, False)
+    assert len(tokenizer) == expected.get_vocab_size()
+
+
+@pytest.mark.parametrize(("pre", "words"), [("future-bpe", "'future-bpe' is not known"), (None, "None is not known")])
+def test_an_unknown_pre_tokenizer_is_warned_of(tmp_path, caplog, pre, words):
+    convert_gguf(with_vocabulary(tmp_path, vocabulary(original("gpt-2"), pre)))
+    assert words in caplog.text
+
+
+def test_the_bundled_model_splits_every_digit():
+    tokenizer = AutoTokenizer.from_pretrained(convert_gguf(bundled_gguf()))
+    pieces = [tokenizer.decode([token]) for token in tokenizer("\n\n123 10  20")["input_ids"]]
+    assert pieces == ["\n\n", "1", "2", "3", " ", "1", "0", "  ", "2", "0"]
+
+
+def test_another_kind_of_tokenizer_is_refused(tmp_path):
+    keys = vocabulary(original("gpt-2"), "gpt-2") | {"ggml.model": "rwkv"}
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.model='rwkv'"):
+        load(with_vocabulary(tmp_path, keys))
+
+
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sentencepiece_files_give_the_pieces_of_sentencepiece(tmp_path, has_prefix, adds_bos):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text.txt").write_text("\n".join([TEXT.replace("\n", " "), *(f"word{i} is {i}" for i in range(80))]))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"),
+        model_prefix=str(tmp_path / "spm"),
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        add_dummy_prefix=has_prefix,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    expected = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
+    size = expected.get_piece_size()
+    kinds = [
+        2 if expected.is_unknown(i) else 3 if expected.is_control(i) else 6 if expected.is_byte(i) else 1
+        for i in range(size)
+    ]
+    keys = {
+        "ggml.model": "llama",
+        "ggml.pre": "default",
+        "ggml.tokens": [expected.id_to_piece(i) for i in range(size)],
+        "ggml.scores": [expected.get_score(i) for i in range(size)],
+        "ggml.token_type": kinds,
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.add_space_prefix": has_prefix,
+        **({} if adds_bos is None else {"ggml.add_bos_token": adds_bos}),
+    }
+    tokenizer = load(with_vocabulary(tmp_path, keys)).tokenizer
+    for text in ("The cat", " The  cat", "word7 is 77", "日本 é", "a  b", TEXT):
+        ids = expected.encode(text)
+        assert tokenizer(text)["input_ids"] == ([1] if adds_bos is not False else []) + ids, text
+        assert tokenizer.decode(ids) == expected.decode(ids)
+
+
+# -- ends of a message ------------------------------------------------------------------------------------------------
+
+
+def test_ends_of_turn_and_message_end_an_answer(tmp_path):
+    keys = vocabulary(original("gpt-2"), "gpt-2", **{"ggml.eot_token_id": 1, "ggml.eom_token_id": 7})
+    assert load(with_vocabulary(tmp_path, keys)).eos_token_ids == (0, 1, 7)
+
+
+def test_a_file_without_a_tokenizer_is_served_with_token_ids(tmp_path):
+    loaded = load(gguf_files.write(llama(), tmp_path / "m.gguf"))
+    assert loaded.tokenizer is None and loaded.eos_token_ids == ()
+    assert loaded.model_info.vocab_size == 61
