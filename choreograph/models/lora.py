@@ -159,7 +159,8 @@ def _read_files(name: str, source: str | os.PathLike[str]) -> tuple[Any, dict[st
             config = PeftConfig.from_pretrained(str(folder))
         tensors = load_peft_weights(str(folder), device="cpu")
     except Exception as exc:  # peft raises many types for missing and unreadable files
-        raise ModelError(f"adapter {name!r} cannot be loaded: {type(exc).__name__}: {exc}") from exc
+        reason = (str(exc).strip().splitlines() or ["no message"])[0][:300]
+        raise ModelError(f"adapter {name!r} cannot be loaded: {type(exc).__name__}: {reason}") from exc
     if not isinstance(config, LoraConfig):
         raise ModelError(f"adapter {name!r} is of type {config.peft_type}: only LoRA is served")
     defaults = LoraConfig()
