@@ -154,7 +154,7 @@ def convert_gguf(gguf: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         draft = Path(temporary) / "model"
-        _write_converted(gguf.stem, parts, draft)
+        _write_converted(gguf.name, parts, draft)
         (draft / "complete.json").write_text(json.dumps({"source": gguf.name, "sha256": digest}))
         try:
             os.replace(draft, folder)
@@ -175,7 +175,9 @@ def _find_parts(gguf: Path) -> list[Path]:
     parts = [gguf.with_name(name) for name in names]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise ModelError(f"model {gguf.name!r}: {', '.join(missing)} is missing beside it; get all parts of the model")
+        raise ModelError(
+            f"model {gguf.name!r}: {', '.join(missing[:3])} is missing beside it; get all parts of the model"
+        )
     return parts
 
 

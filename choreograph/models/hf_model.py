@@ -80,8 +80,8 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     """Return the special token that the chat template puts behind an answer; None if there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    marker, turns = "ANSWER", [{"role": "user", "content": "QUESTION"}]
-    turns += [{"role": "assistant", "content": marker}, {"role": "user", "content": "QUESTION"}]
+    marker, question = "choreograph-answer", {"role": "user", "content": "choreograph-question"}
+    turns = [question, {"role": "assistant", "content": marker}, question]
     for count in (3, 2):  # some templates end a turn by the next one, or only accept complete conversations
         try:
             text = tokenizer.apply_chat_template(turns[:count], tokenize=False)

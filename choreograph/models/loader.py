@@ -176,12 +176,12 @@ def _resolve_source(model: str) -> tuple[str, str]:
     """Return what transformers loads (a folder or Hub id) and the name of the model."""
     if model.lower() == DEFAULT_MODEL:
         file = _find_bundled_gguf()
-        return (DEFAULT_MODEL_HUB_ID if file is None else _convert(file, DEFAULT_MODEL)), DEFAULT_MODEL
+        return (DEFAULT_MODEL_HUB_ID if file is None else _convert(file)), DEFAULT_MODEL
     path = Path(model).expanduser()
     if model.lower().endswith(".gguf"):
         if not path.is_file():
             raise ModelError(f"model {model!r}: no such file")
-        return _convert(path, path.stem), path.stem
+        return _convert(path), path.stem
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model {model!r}: the folder holds no config.json; name a model folder or a .gguf file")
@@ -192,8 +192,8 @@ def _resolve_source(model: str) -> tuple[str, str]:
     return model, model
 
 
-def _convert(gguf: Path, name: str) -> str:
-    with _loading(name, str(gguf)):
+def _convert(gguf: Path) -> str:
+    with _loading(gguf.name, str(gguf)):
         return str(convert_gguf(gguf))
 
 
