@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,7 +150,6 @@ def convert_gguf(gguf: Path) -> Path:
     if (folder / "complete.json").is_file():
         return folder
     require("gguf", "gguf")
-    _log.warning("converting %s, once; later starts are fast", gguf.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         draft = Path(temporary) / "model"
@@ -362,8 +361,21 @@ def _read_weights(model: Any, architecture: str, tensors: Mapping[str, Any], nam
     config["num_key_value_heads"] = getattr(model.config, "num_key_value_heads", heads)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
     names = get_gguf_hf_weights_map(model, processor, architecture, model.config.num_hidden_layers)
+    shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}  # tied ones once
+    targets = {
+        key: names.get(key) or names.get(key.removesuffix(".weight")) for key in tensors
+    }  # joined ones have none
+
+    def refuse(problem: str, odd: Collection[str]) -> None:
+        if odd:
+            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+            raise ModelError(f"model {name!r}: {problem} {', '.join(sorted(odd)[:3])}{more}")
+
+    refuse("its weights lack", shapes.keys() - set(targets.values()))
+    unused = [key for key, target in targets.items() if target not in shapes and key not in _ROPE_TENSORS]
+    refuse("its configuration knows nothing of the weights", unused)
+    _log.warning("converting %s, once; later starts are fast", name)
     weights: dict[str, torch.Tensor] = {}
-    unused = []
     for tensor in tensors.values():
         values = dequantize(tensor.data, tensor.tensor_type)
         result = processor.process(
@@ -371,15 +383,7 @@ def _read_weights(model: Any, architecture: str, tensors: Mapping[str, Any], nam
         )
         if result.name in names:
             weights[names[result.name]] = torch.from_numpy(np.array(result.weights, np.float32, order="C"))
-        elif result.name is not None and tensor.name not in _ROPE_TENSORS:
-            unused.append(tensor.name)
-    shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}  # tied ones once
-    for problem, odd in (
-        ("its weights lack", shapes.keys() - weights.keys()),
-        ("its configuration knows nothing of the weights", unused or weights.keys() - shapes.keys()),
-        ("other shapes than its metadata say:", [key for key in shapes if shapes[key] != tuple(weights[key].shape)]),
-    ):
-        if odd:
-            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-            raise ModelError(f"model {name!r}: {problem} {', '.join(sorted(odd)[:3])}{more}")
+    refuse("its weights lack", shapes.keys() - weights.keys())
+    odd = [key for key in shapes if shapes[key] != tuple(weights[key].shape)]
+    refuse("its weights have other shapes than its metadata say:", odd)
     return weights

@@ -55,7 +55,8 @@ class ModelInfo:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-_OFF, _ONE = (None, False, 0, []), (None, 1)
+_OFF: tuple[Any, ...] = (None, False, 0, [])
+_ONE = (None, 1)
 _CONFIG_FIELDS: dict[str, tuple[Any, ...]] = {  # fields of some families that change the values, and neutral values
     **dict.fromkeys(
         ("sliding_window", "attention_chunk_size", "clip_qkv", "alibi", "parallel_attn", "use_qk_norm"), _OFF

@@ -173,6 +173,19 @@ def test_an_unknown_tensor_is_refused_by_name(tmp_path):
         load(path)
 
 
+def test_a_missing_tensor_is_named(tmp_path):
+    model = llama()
+    longer = gguf_files.write(model, tmp_path / "m.gguf", metadata={"block_count": 3})
+    with pytest.raises(ModelError, match=r"lack model\.layers\.2\.input_layernorm\.weight, .* and 6 more"):
+        load(longer)
+    shorter = gguf_files.write(model, tmp_path / "n.gguf", metadata={"block_count": 1})
+    with pytest.raises(ModelError, match=r"knows nothing of the weights blk\.1\.attn_k\.weight, .* and 6 more"):
+        load(shorter)
+    wider = gguf_files.write(model, tmp_path / "o.gguf", metadata={"feed_forward_length": 64})
+    with pytest.raises(ModelError, match=r"other shapes than its metadata say: model\.layers\.0\.mlp"):
+        load(wider)
+
+
 @pytest.mark.parametrize("architecture", ["mamba", "mpt"])
 def test_other_architectures_and_kinds_are_refused(tmp_path, architecture):
     path = tmp_path / "m.gguf"
