@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Starcoder2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from choreograph import Engine, SamplingParams
 from choreograph.errors import ModelError
 from choreograph.models.gguf_file import convert_gguf
 from choreograph.models.loader import bundled_gguf, load
@@ -103,6 +104,23 @@ def test_frequency_factors_of_llama_3_are_applied(tmp_path):
     path = gguf_files.write(model, tmp_path / "m.gguf", tensors={"rope_freqs.weight": llama3_factors()})
     assert_equal_logits(path, model)
     assert load(path, dtype=torch.float32).model_info.max_positions == 256
+
+
+@pytest.mark.parametrize("scaled", [LLAMA3, *(SCALED[name][0] for name in ("linear", "yarn"))])
+def test_the_engine_computes_what_the_written_model_does(tmp_path, scaled):
+    """Over messages of their own, at the last positions of the context."""
+    model = llama(**scaled)
+    metadata = next((keys for parameters, keys in SCALED.values() if parameters == scaled), {})
+    tensors = {"rope_freqs.weight": llama3_factors()} if scaled is LLAMA3 else {}
+    path = gguf_files.write(model, tmp_path / "m.gguf", metadata=metadata, tensors=tensors)
+    tokens = PROMPT[0].tolist()
+    with torch.inference_mode():
+        expected = model(PROMPT).logits[0, -1].log_softmax(-1)
+    with Engine.from_pretrained(path, dtype="float32").session() as session:
+        first = session.prefill(tokens[:50])
+        sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=61)
+        top = session.decode(tokens[50:], [first], sampling=sampling).logprobs[0].top
+    torch.testing.assert_close(torch.tensor([top[token] for token in range(61)]), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("positions", [64, 256])
@@ -348,6 +366,17 @@ def test_text_is_split_as_by_the_original_tokenizer(tmp_path, name):
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected.encode(text).ids, text
         assert tokenizer.decode(expected.encode(text).ids) == expected.decode(expected.encode(text).ids, False)
     assert len(tokenizer) == expected.get_vocab_size()
+
+
+@pytest.mark.parametrize(
+    ("pre", "flag", "expected"),
+    [("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", None, False), ("gpt-2", True, True)],
+)
+def test_text_starts_with_bos_where_the_file_or_its_family_says_so(tmp_path, pre, flag, expected):
+    further = {"ggml.bos_token_id": 1} | ({} if flag is None else {"ggml.add_bos_token": flag})
+    tokenizer = load(with_vocabulary(tmp_path, vocabulary(original(pre), pre, **further))).tokenizer
+    assert (tokenizer("The cat")["input_ids"][0] == 1) == expected
+    assert tokenizer.bos_token_id == 1
 
 
 @pytest.mark.parametrize(("pre", "words"), [("future-bpe", "'future-bpe' is not known"), (None, "None is not known")])
