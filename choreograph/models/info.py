@@ -88,7 +88,8 @@ def check_rope(config: Any, name: str) -> None:
     parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
         rope_type = rope.get("rope_type", "default")
-        odd = sorted(rope.keys() - _ROPE_OPTIONS)
+        own = {"alpha"} if text_config.model_type.startswith("hunyuan") else set()
+        odd = sorted(key for key in rope.keys() - _ROPE_OPTIONS - own if rope[key] is not None)
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise ModelError(f"model {name!r}: rope_type={rope_type!r} is not known: {sorted(ROPE_INIT_FUNCTIONS)} are")
         if odd:

@@ -14,6 +14,8 @@ import torch
 from helpers import char_tokenizer, gguf_files, tiny_models
 from helpers.model_configs import LLAMA3
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
@@ -177,6 +179,16 @@ def test_every_position_of_a_scaled_context_is_computed():
         heard = session.decode(ids[0].tolist(), sampling=SamplingParams(temperature=0, max_tokens=1, logprobs=61))
         top = heard.logprobs[0].top
     torch.testing.assert_close(torch.tensor([top[token] for token in range(61)]), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("requested", "length"), [(None, 512), (128, 128)])
+def test_a_dynamic_table_is_that_of_the_longest_context(requested, length):
+    config = tiny_models.build(positions=128).config
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    hf_model = HFModel(LlamaForCausalLM(config).eval(), max_positions=requested)
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=length)
+    assert hf_model.model_info.max_positions == length
+    torch.testing.assert_close(torch.tensor(hf_model.model_info.attention_specs[0].rope.inv_freq), expected)
 
 
 # -- ends of a message ------------------------------------------------------------------------------------------------
