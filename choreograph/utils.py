@@ -1,17 +1,18 @@
 """File helpers, cleanup of several resources, and a lock that defers SIGINT."""
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from .errors import ConfigError, MissingDependencyError
+from .errors import ConfigError, MissingDependencyError, ModelError
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -24,6 +25,54 @@ def require(module: str, extra: str) -> ModuleType:
         raise MissingDependencyError(
             f"{exc.name or module} is not installed: run pip install 'choreograph[{extra}]'"
         ) from None
+
+
+HUB_TIMEOUT = 3.0  # seconds to wait for the Hub before only its cache is used
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[bool]:
+    """Use only the cache of the Hub inside the block if it does not answer; yield whether it does.
+
+    Its client would try every file five times, with pauses.
+    """
+    from huggingface_hub import constants, get_session
+
+    answers: list[object] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # no network
+            answers.append(get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT))
+
+    was_offline = constants.HF_HUB_OFFLINE
+    if not was_offline:
+        thread = threading.Thread(target=ask, daemon=True)  # looking up the name has no timeout of its own
+        thread.start()
+        thread.join(HUB_TIMEOUT)
+    constants.HF_HUB_OFFLINE = not answers
+    try:
+        yield bool(answers)
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
+def check_on_hub(model: str) -> None:
+    """Raise ModelError for a Hub id that is neither in the cache of the Hub nor can be asked for.
+
+    It takes seconds and imports little, so that a program can call it before it imports the engine.
+    """
+    if Path(model).exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) or model.lower().endswith(".gguf"):
+        return
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    with hub_or_cache() as answers:
+        if not answers:
+            raise ModelError(
+                f"model {model!r} is not in the cache of the Hub, which does not answer: check the name and the network, "
+                "or name a folder"
+            )
 
 
 def ensure_dir(path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..outputs import BASE_MODEL, Mode
+from ..utils import check_on_hub
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ADAPTER_NAME = "FT"  # name under which a command serves its --adapter
@@ -74,6 +75,8 @@ def open_engine(
 
     Raises ConfigError if the adapter was trained for other stages or on other weights.
     """
+    if model.lower() != DEFAULT_MODEL:
+        check_on_hub(model)
     from ..config import EngineConfig
     from ..engine.engine import Engine
 

@@ -5,6 +5,7 @@ function registered with transformers (`AttentionInterface`). The model's own at
 restored after every forward pass, so the caller can keep using a model passed in memory.
 """
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +31,8 @@ from .layers import DecoderLayers
 from .lora import LoraManager, LoraWeights
 from .static_rope import StaticRope
 from .tensor_parallel import TP_LABEL, TPGroup, check_heads, tp_group
+
+_log = logging.getLogger("choreograph")
 
 ATTENTION = "choreograph"  # name of the attention function in transformers' registry
 
@@ -71,6 +74,25 @@ def _attention(
 
 # No mask function is registered: transformers would look for packed sequences, which synchronizes with the GPU.
 AttentionInterface.register(ATTENTION, _attention)
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """Return the special token that the chat template puts behind an answer; None if there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    marker, question = "choreograph-answer", {"role": "user", "content": "choreograph-question"}
+    turns = [question, {"role": "assistant", "content": marker}, question]
+    for count in (3, 2):  # some templates end a turn by the next one, or only accept complete conversations
+        try:
+            text = tokenizer.apply_chat_template(turns[:count], tokenize=False)
+        except Exception:  # a template raises what it likes
+            continue
+        rest = text.partition(marker)[2].lstrip()
+        ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
+        added = getattr(tokenizer, "added_tokens_decoder", {}).get(ids[0]) if ids else None
+        if added is not None and added.special:
+            return int(ids[0])
+    return None
 
 
 class HFModel:
@@ -347,15 +369,29 @@ class HFModel:
         self.ensure_not_training()
         return weights_hash(self.model)
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a message: the generation configuration's, else the tokenizer's."""
-        ids = getattr(self.model.generation_config, "eos_token_id", None)
-        if ids is None:
-            ids = getattr(self.tokenizer, "eos_token_id", None)
-        if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+        """Tokens that end a message, of all places that name one, each once.
+
+        These are the generation configuration, the model's configuration, the tokenizer, and what the chat
+        template puts behind an answer.
+        """
+        places = (self.model.generation_config, self.model.config, self.model.config.get_text_config(), self.tokenizer)
+        named: list[int] = []
+        for place in places:
+            ids = getattr(place, "eos_token_id", None)
+            named += ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else []
+        named += [token for token in [_end_of_turn(self.tokenizer)] if token is not None]
+        vocab_size = self.model_info.vocab_size
+        invalid = sorted({token for token in named if not 0 <= token < vocab_size})
+        if invalid:
+            _log.warning(
+                "%s: eos_token_id %s is not in the vocabulary of %s, and ignored",
+                self.model_info.name,
+                invalid,
+                vocab_size,
+            )
+        return tuple(dict.fromkeys(token for token in named if token not in invalid))
 
     def default_cache_tokens(self, requested: int | str | None) -> int:
         """Return the size of the cache in tokens.

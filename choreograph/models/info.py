@@ -8,12 +8,15 @@ from typing import Any
 import psutil
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..attention.metadata import AttentionSpec, HeadShape
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelError
 from .tensor_parallel import local_shard
 
 DEFAULT_MAX_POSITIONS = 2048  # of a model whose configuration names no limit
+
+SCALED_CONTEXTS = ("linear", "dynamic", "yarn")  # types of rotary embedding that extend the context by a factor
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class ModelInfo:
     kv_heads: int
     head_dim: int
     max_positions: int  # positions are 0 <= p < max_positions
-    vocab_size: int
+    vocab_size: int  # rows of the embedding; a tokenizer can have more tokens
     attention_specs: tuple[AttentionSpec, ...]  # per layer; layers with equal attention share the object
     supports_shift: bool  # True if keys can be rotated to another position
     dtype: torch.dtype
@@ -52,8 +55,65 @@ class ModelInfo:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
+_OFF: tuple[Any, ...] = (None, False, 0, [])
+_ONE = (None, 1)
+_CONFIG_FIELDS: dict[str, tuple[Any, ...]] = {  # fields of some families that change the values, and neutral values
+    **dict.fromkeys(
+        ("sliding_window", "attention_chunk_size", "clip_qkv", "alibi", "parallel_attn", "use_qk_norm"), _OFF
+    ),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attn_temperature_tuning"), _OFF),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qk_layernorm", "no_rope_layers", "num_experts"), _OFF),
+    **dict.fromkeys(
+        ("num_local_experts", "attention_multiplier", "query_pre_attn_scalar", "quantization_config"), _OFF
+    ),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier"), _ONE),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "mscale", "embedding_scale"), _ONE),
+}
+_GENERATION_FIELDS: dict[str, tuple[Any, ...]] = {  # options of `generate` that no request takes over
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), _OFF),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size"), _OFF),
+    **dict.fromkeys(("repetition_penalty", "guidance_scale", "encoder_repetition_penalty"), _ONE),
+}
+_ROPE_OPTIONS = {  # that transformers reads, and those that change nothing
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor"),
+    *("long_factor", "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "mrope_section"),
+    *("mrope_interleaved", "finetuned", "llama_4_scaling_beta"),
+}
+
+
+def check_rope(config: Any, name: str) -> None:
+    """Raise ModelError for a rotary embedding with a type or an option that transformers does not read."""
+    text_config = config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
+        rope_type = rope.get("rope_type", "default")
+        own = {"alpha"} if text_config.model_type.startswith("hunyuan") else set()
+        odd = sorted(key for key in rope.keys() - _ROPE_OPTIONS - own if rope[key] is not None)
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ModelError(f"model {name!r}: rope_type={rope_type!r} is not known: {sorted(ROPE_INIT_FUNCTIONS)} are")
+        if odd:
+            raise ModelError(f"model {name!r}: options of its rotary embedding are not known: {', '.join(odd)}")
+
+
+def ignored_fields(model: PreTrainedModel) -> list[str]:
+    """Return fields of the configurations that change what other families compute, and that are ignored here."""
+    config = model.config.get_text_config()
+    known = type(config)().to_dict()
+    fields = {name: value for name, value in config.to_dict().items() if name not in known}
+    pairs = [(fields, _CONFIG_FIELDS), (vars(model.generation_config or object), _GENERATION_FIELDS)]
+    return [
+        f"{name}={values[name]!r}"
+        for values, table in pairs
+        for name, neutral in table.items()
+        if name in values and values[name] not in neutral
+    ]
+
+
 def resolve_max_positions(config: Any, requested: int | None, name: str) -> int:
     """Return the number of positions: `requested`, or the configuration's limit.
+
+    Scaled rotary embeddings extend the limit as in vLLM: by their factor, from the length that they scale.
 
     Raises:
         ConfigError: if more positions are requested than the model has.
@@ -62,6 +122,10 @@ def resolve_max_positions(config: Any, requested: int | None, name: str) -> int:
     names = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
     limits = (getattr(config, option, None) for option in names)
     limit = next((value for value in limits if isinstance(value, int)), DEFAULT_MAX_POSITIONS)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in SCALED_CONTEXTS:  # others name the scaled length, those of single layers too
+        own = rope.get("original_max_position_embeddings") or limit
+        limit = max(limit, int(own * (rope.get("factor") or 1)))
     if requested is not None and requested > limit:
         raise ConfigError(f"max_model_len={requested}: {name} has {limit}; use None, or at most as many")
     return requested or limit

@@ -98,7 +98,8 @@ def analyze(model: PreTrainedModel, probe: AttentionProbe, name: str, max_positi
             window = None
         spec = AttentionSpec(rope, window, layer.logit_softcap, slopes)
         specs.append(unique_specs.setdefault(spec, spec))
-    weight = next(model.get_input_embeddings().parameters())
+    embedding: Any = model.get_input_embeddings()
+    weight = next(embedding.parameters())
     return ModelInfo(
         name=name,
         layers=len(layers),
@@ -106,7 +107,7 @@ def analyze(model: PreTrainedModel, probe: AttentionProbe, name: str, max_positi
         kv_heads=layers[0].key.shape[0],
         head_dim=layers[0].key.shape[2],
         max_positions=max_positions,
-        vocab_size=config.vocab_size,
+        vocab_size=getattr(embedding, "num_embeddings", config.vocab_size),
         attention_specs=tuple(specs),
         supports_shift=supports_shift,
         dtype=weight.dtype,

@@ -1,35 +1,30 @@
 """Load models: the default model, a Hub id, a folder, or a GGUF file.
 
 Reading a GGUF file dequantizes every tensor, which takes seconds. The result is cached as safetensors
-in the user's cache directory under the hash of the file.
+in the user's cache directory under the hash of the file (`gguf_file.py`).
 """
 
 import contextlib
-import hashlib
 import importlib.util
-import io
-import json
 import logging
 import os
 import platform
 import re
-import shutil
-import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from platformdirs import user_cache_path
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
-from ..errors import ConfigError, ModelError
-from ..utils import require
+from ..errors import ChoreographError, ConfigError, ModelError
+from ..utils import check_on_hub, hub_or_cache
+from .gguf_file import convert_gguf
 from .hf_model import HFModel
-from .info import resolve_max_positions
+from .info import check_rope, ignored_fields, resolve_max_positions
 from .tensor_parallel import tp_kwargs
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -41,6 +36,8 @@ LAYER_WEIGHT = re.compile(r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!
 
 NO_REMOTE_CODE: dict[str, Any] = {"trust_remote_code": False}  # without it, transformers asks on the terminal
 
+_log = logging.getLogger("choreograph")
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -49,8 +46,6 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-
-_log = logging.getLogger("choreograph")
 
 
 def load(
@@ -97,6 +92,9 @@ def load(
         has_no_tokenizer = Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZER_FILES)
         if tokenizer is None and not has_no_tokenizer:  # without one, the model is used with token ids
             tokenizer = AutoTokenizer.from_pretrained(source, **NO_REMOTE_CODE)
+        ignored = ignored_fields(loaded)
+    if ignored:
+        _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
     placed = loaded if device_map or sharding else _move(loaded, None, device)
     return HFModel(placed, tokenizer, name=name, max_positions=max_positions)
 
@@ -111,12 +109,15 @@ def load_tokenizer(model: str | os.PathLike[str]) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def _loading(name: str, source: str) -> Iterator[None]:
-    """Hide progress bars, and raise every error as a ModelError of one line."""
-    had_progress_bars = hf_logging.is_progress_bar_enabled()
+    """Hide what transformers prints, and raise every error as a ModelError of one line."""
+    had_progress_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity(logging.CRITICAL)
+    is_local = Path(source).exists()
     try:
-        yield
-    except ModelError:
+        with warnings.catch_warnings(action="ignore"), contextlib.nullcontext() if is_local else hub_or_cache():
+            yield
+    except ChoreographError:
         raise
     except Exception as exc:
         lines = str(exc).strip().splitlines() or ["no message"]
@@ -129,16 +130,19 @@ def _loading(name: str, source: str) -> Iterator[None]:
         problem = "is not a readable GGUF file" if source.endswith(".gguf") else "cannot be loaded"
         raise ModelError(f"model {name!r} {problem}: {reason}") from exc
     finally:
+        hf_logging.set_verbosity(verbosity)
         if had_progress_bars:
             hf_logging.enable_progress_bar()
 
 
-def _from_pretrained_strict(name: str, *args: Any, **kwargs: Any) -> PreTrainedModel:
+def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrainedModel:
     """Call `from_pretrained`; refuse weights that do not match the configuration.
 
     transformers would serve such a model with random or missing layers.
     """
-    result: Any = AutoModelForCausalLM.from_pretrained(*args, **kwargs | NO_REMOTE_CODE, output_loading_info=True)
+    check_rope(AutoConfig.from_pretrained(source, **NO_REMOTE_CODE), name)
+    options = kwargs | NO_REMOTE_CODE | {"ignore_mismatched_sizes": True}  # to name the weights
+    result: Any = AutoModelForCausalLM.from_pretrained(source, **options, output_loading_info=True)
     model, info = result
     matches = {key: match[1] for key in info["unexpected_keys"] if (match := LAYER_WEIGHT.match(key))}
     own = {
@@ -172,19 +176,25 @@ def _resolve_source(model: str) -> tuple[str, str]:
     """Return what transformers loads (a folder or Hub id) and the name of the model."""
     if model.lower() == DEFAULT_MODEL:
         file = _find_bundled_gguf()
-        return (DEFAULT_MODEL_HUB_ID if file is None else str(convert_gguf(file))), DEFAULT_MODEL
+        return (DEFAULT_MODEL_HUB_ID if file is None else _convert(file)), DEFAULT_MODEL
     path = Path(model).expanduser()
     if model.lower().endswith(".gguf"):
         if not path.is_file():
             raise ModelError(f"model {model!r}: no such file")
-        return str(convert_gguf(path)), path.stem
+        return _convert(path), path.stem
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model {model!r}: the folder holds no config.json; name a model folder or a .gguf file")
         return str(path), path.name
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"model {model!r}: no such folder; use {DEFAULT_MODEL!r}, a Hub id, a folder or a .gguf file")
+    check_on_hub(model)
     return model, model
+
+
+def _convert(gguf: Path) -> str:
+    with _loading(gguf.name, str(gguf)):
+        return str(convert_gguf(gguf))
 
 
 def bundled_gguf() -> Path:
@@ -199,61 +209,6 @@ def _find_bundled_gguf() -> Path | None:
     spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
     files = [Path(folder) / DEFAULT_MODEL_FILE for folder in (spec and spec.submodule_search_locations) or ()]
     return next((file for file in files if file.is_file()), None)
-
-
-def convert_gguf(gguf: Path) -> Path:
-    """Return the cached folder with a GGUF file's weights, tokenizer and configuration."""
-    with gguf.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    folder = user_cache_path("choreograph") / "models" / f"{gguf.stem}-{digest[:16]}"
-    if (folder / "complete.json").is_file():
-        return folder
-    require("gguf", "gguf")
-    _log.warning("converting %s, once; later starts are fast", gguf.name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        draft = Path(temporary) / "model"
-        _write_converted(gguf, draft)
-        (draft / "complete.json").write_text(json.dumps({"source": gguf.name, "sha256": digest}))
-        try:
-            os.replace(draft, folder)
-        except OSError:  # another process was first, or left an incomplete folder
-            if not (folder / "complete.json").is_file():
-                shutil.rmtree(folder, ignore_errors=True)
-                os.replace(draft, folder)
-    return folder
-
-
-def _write_converted(gguf: Path, folder: Path) -> None:
-    """Write config.json, model.safetensors (float32, exact) and the tokenizer."""
-    with (
-        _loading(gguf.name, str(gguf)),
-        contextlib.redirect_stderr(io.StringIO()),  # the GGUF reader has its own progress bars
-        _isolated(gguf) as location,
-    ):
-        config = AutoConfig.from_pretrained(**location, **NO_REMOTE_CODE)
-        model = _from_pretrained_strict(gguf.name, **location, config=config, dtype=torch.float32)
-        AutoTokenizer.from_pretrained(**location, **NO_REMOTE_CODE).save_pretrained(folder)
-    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}  # tied ones once
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config.dtype = torch.float32
-    config.architectures = [type(model).__name__]
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def _isolated(gguf: Path) -> Iterator[dict[str, str]]:
-    """Link a GGUF file into an empty directory: files next to it can belong to another model."""
-    with tempfile.TemporaryDirectory() as folder:
-        link = Path(folder) / "model.gguf"
-        try:
-            link.symlink_to(gguf.resolve())
-        except OSError:  # links may need a privilege
-            shutil.copyfile(gguf, link)
-        yield {"pretrained_model_name_or_path": folder, "gguf_file": link.name}
 
 
 def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -5,7 +5,9 @@ to the tokens that use it. The model itself is unchanged and computes as before 
 """
 
 import hashlib
+import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -18,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError, ModelError
 from ..outputs import BASE_MODEL
-from ..utils import require
+from ..utils import hub_or_cache, require
 
 _SUPPORTED_OPTIONS = {  # of peft: those that do not change the values, and those that this module reads
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -149,17 +151,21 @@ def _read_files(name: str, source: str | os.PathLike[str]) -> tuple[Any, dict[st
             raise ModelError(f"adapter {name!r}: {source} holds no {file}: name a folder that peft saved")
     try:
         if not folder.exists():
-            paths = [hf_hub_download(str(source), file) for file in _FILES]  # safetensors only
+            with hub_or_cache():
+                paths = [hf_hub_download(str(source), file) for file in _FILES]  # safetensors only
             folder = Path(paths[0]).parent
-        config = PeftConfig.from_pretrained(str(folder))
+        saved = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
+        with warnings.catch_warnings(action="ignore"):  # peft warns of options that it does not know, refused below
+            config = PeftConfig.from_pretrained(str(folder))
         tensors = load_peft_weights(str(folder), device="cpu")
     except Exception as exc:  # peft raises many types for missing and unreadable files
-        raise ModelError(f"adapter {name!r} cannot be loaded: {type(exc).__name__}: {exc}") from exc
+        reason = (str(exc).strip().splitlines() or ["no message"])[0][:300]
+        raise ModelError(f"adapter {name!r} cannot be loaded: {type(exc).__name__}: {reason}") from exc
     if not isinstance(config, LoraConfig):
         raise ModelError(f"adapter {name!r} is of type {config.peft_type}: only LoRA is served")
     defaults = LoraConfig()
-    for option in (field.name for field in fields(config)):
-        value, default = getattr(config, option), getattr(defaults, option, None)
+    for option in dict.fromkeys([*(field.name for field in fields(config)), *saved]):  # saved by a newer peft
+        value, default = getattr(config, option, saved.get(option)), getattr(defaults, option, None)
         is_default = value == default or not (value or default)  # [] is as good as None
         is_supported = option in _SUPPORTED_OPTIONS or (option == "init_lora_weights" and value in _SUPPORTED_INITS)
         if not is_default and not is_supported:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.hypothesis_profile import many
 from helpers.message_graphs import Node, default_placements, graphs
-from helpers.model_configs import BARE, CONFIGS, LONG, SHAPE, VOCABULARY, WIDE
+from helpers.model_configs import BARE, CONFIGS, LONG, POSITIONS, SHAPE, VOCABULARY, WIDE
 from helpers.oracle_families import brute_force
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +56,7 @@ def make_engine(name: str, backend: str = "auto", step: int = 1024) -> Engine:
         backend=backend,
         cache=CacheConfig(capacity=2048, page_size=4, poison_freed_pages=True),
         scheduler=SchedulerConfig(max_num_batched_tokens=step),
+        max_model_len=POSITIONS if name == "llama, dynamic" else None,  # a longer one has another table
     )
     return Engine.from_pretrained(MODELS[name], config=config)
 

@@ -1,22 +1,29 @@
 """Loading: the embedded model from its GGUF file, the converted copy, folders, and what the facts say."""
 
+import copy
 import importlib.util
 import inspect
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import gguf
 import pytest
 import torch
-from helpers import tiny_models
+from helpers import char_tokenizer, gguf_files, tiny_models
+from helpers.model_configs import LLAMA3
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typer.testing import CliRunner
 
-from choreograph import Engine
+from choreograph import Engine, SamplingParams
+from choreograph.cli.main import app
 from choreograph.errors import MissingDependencyError, ModelError
 from choreograph.models import loader as load
+from choreograph.models.hf_model import HFModel
+from choreograph.models.info import resolve_max_positions
 
 # of a tensor of a GGUF file what transformers calls it
 NAMES = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"} | {
@@ -52,15 +59,15 @@ def test_the_embedded_model_is_converted_once_and_exactly():
     assert not kept
 
 
-def test_a_file_is_converted_without_what_lies_beside_it(tmp_path):
-    file = tmp_path / "some.gguf"
-    file.write_bytes(b"GGUF")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    with load._isolated(file) as place:
-        folder = Path(place["pretrained_model_name_or_path"])
-        assert [one.name for one in folder.iterdir()] == [place["gguf_file"]]
-        assert (folder / place["gguf_file"]).read_bytes() == b"GGUF"
-    assert not folder.exists() and file.exists()
+def test_a_file_is_converted_without_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("choreograph.models.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
+    model = tiny_models.build()
+    file = gguf_files.write(model, tmp_path / "some.gguf")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    loaded = load.load(file)
+    assert loaded.tokenizer is None
+    assert loaded.model.config.model_type == "llama"
 
 
 def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path):
@@ -133,6 +140,162 @@ def test_a_folder_and_a_gguf_path_load(tmp_path):
     from_file = Engine.from_pretrained(str(load.bundled_gguf()), dtype="float32")
     from_folder = Engine.from_pretrained(load.convert_gguf(load.bundled_gguf()), dtype="float32")
     assert from_file.model_info.fingerprint == from_folder.model_info.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions", "expected"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 128, 512),
+        ({"rope_type": "dynamic", "factor": 4.0}, 128, 512),
+        ({"rope_type": "yarn", "factor": 4.0}, 128, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 128, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512, 512),
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 128}, 512, 512),
+        (LLAMA3 | {"original_max_position_embeddings": 32}, 128, 128),
+        ({"rope_type": "default"}, 128, 128),
+    ],
+)
+def test_scaled_rotary_embeddings_extend_the_context_once(rope, positions, expected):
+    config = tiny_models.build(positions=positions).config
+    config.rope_parameters = {"rope_theta": 1e4, **rope}
+    config.standardize_rope_params()
+    assert resolve_max_positions(config, None, "model") == expected
+
+
+def test_every_position_of_a_scaled_context_is_computed():
+    model = tiny_models.build(positions=64)
+    config = model.config
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+    }
+    model = type(model)(config).eval()
+    ids = torch.randint(0, 61, (1, 250), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model(ids).logits[0, -1].log_softmax(-1)
+    with Engine.from_pretrained(model).session() as session:
+        heard = session.decode(ids[0].tolist(), sampling=SamplingParams(temperature=0, max_tokens=1, logprobs=61))
+        top = heard.logprobs[0].top
+    torch.testing.assert_close(torch.tensor([top[token] for token in range(61)]), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("requested", "length"), [(None, 512), (128, 128)])
+def test_a_dynamic_table_is_that_of_the_longest_context(requested, length):
+    config = tiny_models.build(positions=128).config
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    hf_model = HFModel(LlamaForCausalLM(config).eval(), max_positions=requested)
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=length)
+    assert hf_model.model_info.max_positions == length
+    torch.testing.assert_close(torch.tensor(hf_model.model_info.attention_specs[0].rope.inv_freq), expected)
+
+
+# -- ends of a message ------------------------------------------------------------------------------------------------
+
+
+def with_ends(*, config=None, generation=None, tokenizer="<end>", template=char_tokenizer.TEMPLATE) -> HFModel:
+    model = tiny_models.build(vocabulary=110, stop=config)
+    model.generation_config.eos_token_id = generation
+    own = copy.deepcopy(char_tokenizer.tokenizer())
+    own.eos_token, own.chat_template = tokenizer, template
+    return HFModel(model, own)
+
+
+NEXT_TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+RAISING = "{{ raise_exception('no') }}"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"generation": 7, "config": 8}, {7, 8, 1}),
+        ({"generation": [7, 9], "config": [8], "tokenizer": None}, {7, 9, 8, 1}),
+        ({"template": None, "tokenizer": None}, set()),
+        ({"template": NEXT_TURN, "tokenizer": "<bos>"}, {2, 4}),
+        ({"template": "{{ messages[-1].content }}", "tokenizer": None}, set()),
+        ({"template": RAISING}, {1}),
+    ],
+)
+def test_all_places_that_name_an_end_count(options, expected):
+    hf_model = with_ends(**options)
+    assert set(hf_model.eos_token_ids) == expected
+    assert hf_model.eos_token_ids is hf_model.eos_token_ids  # computed once
+
+
+def test_ends_outside_the_vocabulary_are_ignored_with_a_warning(caplog):
+    hf_model = with_ends(generation=[-1, 5, 500])
+    assert hf_model.eos_token_ids == (5, 1)
+    assert "[-1, 500]" in caplog.text
+
+
+def test_the_vocabulary_is_the_rows_of_the_embedding():
+    model = tiny_models.build(vocabulary=80)
+    model.config.vocab_size = 60  # as some checkpoints say
+    assert HFModel(model).model_info.vocab_size == 80
+
+
+# -- what is not known ------------------------------------------------------------------------------------------------
+
+
+def save_with(folder, *, generation=None, **config):
+    tiny_models.build().save_pretrained(folder)
+    for name, options in (("config.json", config), ("generation_config.json", generation or {})):
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | options))
+
+
+@pytest.mark.parametrize(
+    ("rope", "says"),
+    [
+        ({"rope_type": "superlong", "rope_theta": 1e4}, "rope_type='superlong'"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "zoom": 3}, "zoom"),
+    ],
+)
+def test_unknown_options_of_the_rotary_embedding_are_refused(tmp_path, rope, says):
+    save_with(tmp_path, rope_parameters=rope)
+    with pytest.raises(ModelError, match=says):
+        load.load(tmp_path)
+
+
+def test_options_that_are_not_applied_are_warned_of_in_one_line(tmp_path, caplog):
+    save_with(tmp_path, sliding_window=16, logit_scale=1, generation={"suppress_tokens": [3], "temperature": 0.3})
+    load.load(tmp_path)
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        f"{tmp_path.name}: not applied: sliding_window=16, suppress_tokens=[3]"
+    ]
+
+
+@pytest.mark.parametrize("fault", ["shapes", "layers", "bytes", "config", "gguf", "truncated gguf"])
+def test_a_broken_file_gives_one_line_and_nothing_else(tmp_path, capfd, fault):
+    target = tmp_path
+    if fault.endswith("gguf"):
+        target = gguf_files.write(tiny_models.build(), tmp_path / "m.gguf")
+        target.write_bytes(target.read_bytes()[: 3000 if fault == "truncated gguf" else 9])
+    else:
+        save_with(tmp_path, **{"shapes": {"hidden_size": 64}, "layers": {"num_hidden_layers": 3}}.get(fault, {}))
+    if fault == "bytes":
+        (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    if fault == "config":
+        (tmp_path / "config.json").write_text("{")
+    capfd.readouterr()
+    with pytest.raises(ModelError) as error:
+        load.load(target)
+    assert len(str(error.value).splitlines()) == 1
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+@pytest.mark.parametrize("command", [["info", "--model", "nosuch/model"], ["info", "--model", "nosuch"]])
+def test_a_model_that_is_nowhere_is_refused_at_once_in_one_line(command, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.get_session", no_network)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code
+    assert "does not answer" in str(result.exception or result.output)
 
 
 # -- the default model without its package ----------------------------------------------------------------------------

@@ -311,6 +311,32 @@ def test_what_is_more_than_lora_of_linear_layers_is_refused(tmp_path, options, w
         serve({"x": folder})
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "is_served"),
+    [
+        ("use_future_scaling", True, False),
+        ("future_scaling", 0.5, False),
+        ("future_config", {"kind": "x"}, False),
+        ("use_future_scaling", False, True),
+        ("future_config", None, True),
+        ("future_modules", [], True),
+        ("use_qalora", True, False),
+        ("alora_invocation_tokens", [3, 4], False),
+        ("fan_in_fan_out", True, False),
+    ],
+)
+def test_options_of_another_peft_are_refused_by_name(tmp_path, recwarn, option, value, is_served):
+    folder = save_adapter(tmp_path / "x", 3)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {option: value}))
+    if is_served:
+        assert "x" in serve({"x": folder}).core.hf_model.adapters
+    else:
+        with pytest.raises(ModelError, match=rf"{option}=.* is not served"):
+            serve({"x": folder})
+    assert not [warning for warning in recwarn if option in str(warning.message)]
+
+
 def test_adapters_that_do_not_fit_are_refused(tmp_path, engine, folders):
     with pytest.raises(ModelError, match="no adapter_config"):
         engine.add_adapter("x", tmp_path)
