@@ -55,8 +55,10 @@ NonNegativeInt = Annotated[Int, Field(ge=0)]
 def _check_size(value: object) -> int | str:
     if isinstance(value, str):
         try:
+            if not value[-1:].isalpha():
+                raise ValueError("no unit")
             TypeAdapter(ByteSize).validate_python(value)
-        except ValidationError:
+        except ValueError:
             raise ValueError('use a size like "512MiB" or "4GiB", or a number of tokens') from None
         return value
     if (number := as_int(value)) is None or number < 1:

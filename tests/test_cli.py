@@ -198,10 +198,10 @@ def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("step-graph show g.yaml --svg folder", "folder: this is a folder"),
-        ("step-graph show g.yaml --svg file/x.svg", "file: no folder can be made there"),
-        ("prompt-cache show s.pml --svg folder", "folder: this is a folder"),
-        ("prompt-cache warm s.pml --save folder", "folder: this is a folder"),
+        ("step-graph show g.yaml --svg folder", "folder: is a directory"),
+        ("step-graph show g.yaml --svg file/x.svg", "file: directory cannot be created"),
+        ("prompt-cache show s.pml --svg folder", "folder: is a directory"),
+        ("prompt-cache warm s.pml --save folder", "folder: is a directory"),
         ("prompt-cache warm s.pml --save x.json", "x.json: this name is the manifest's"),
         ("step-graph show tree_of_thoughts", "tree_of_thoughts: no such step-graph file; write one in YAML"),
         ("graph show folder", "folder: not a step-graph file; write one in YAML"),
@@ -284,7 +284,7 @@ def test_wide_characters_are_aligned_in_a_pipe():
 
 
 def test_the_demo_refuses_a_picture_before_it_measures(tmp_path):
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="is a directory"):
         run_demo(None, make_console(quiet=True), svg_path=tmp_path)
 
 

@@ -334,7 +334,7 @@ def test_a_chat_turn_that_is_rendered_as_nothing(embedded):
 class _Silent:
     """A tokenizer whose template writes the text and nothing around it."""
 
-    chat_template = "text"
+    chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
     def apply_chat_template(self, messages, tokenize):
         return "".join(m["content"] for m in messages)
@@ -610,7 +610,7 @@ def test_a_closed_engine(engine):
 # -- a model that fails in the middle ------------------------------------------------------------------------
 
 
-def test_a_step_that_fails_can_be_run_again(engine, session, monkeypatch):
+def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(engine, session, monkeypatch):
     want = session.decode([1, 2], sampling=GREEDY).tokens
     forward = engine.core.hf_model.forward
 
@@ -620,11 +620,12 @@ def test_a_step_that_fails_can_be_run_again(engine, session, monkeypatch):
     answer = session.decode([1, 2], sampling=GREEDY)
     engine.step()
     monkeypatch.setattr(engine.core.hf_model, "forward", broken)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(e.RequestFailedError, match="out of memory") as failed:
         answer.result()
+    assert isinstance(failed.value.__cause__, RuntimeError)
     engine.check()
     monkeypatch.setattr(engine.core.hf_model, "forward", forward)
-    assert answer.tokens == want
+    assert session.decode([1, 2], sampling=GREEDY).tokens == want
 
 
 # -- the tree ------------------------------------------------------------------------------------------------

@@ -28,6 +28,6 @@ def test_every_figure_is_drawn_and_stays_the_same(tmp_path):
 
 def test_a_figure_is_no_folder_and_below_no_file(tmp_path):
     (tmp_path / "file").touch()
-    for path, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "a.svg", "no folder can be made")):
+    for path, said in ((tmp_path, "is a directory"), (tmp_path / "file" / "a.svg", "directory cannot be created")):
         with pytest.raises(ConfigError, match=said):
             ttft_plot({"whole": [(512, 90.0)]}, path, num_new_tokens=32)

@@ -14,6 +14,7 @@ from ..errors import (
     CacheFullError,
     ChoreographError,
     MessageReleasedError,
+    ModelError,
     RequestFailedError,
     SessionClosedError,
 )
@@ -146,7 +147,7 @@ class EngineCore:
         """Compute a batch and process its outputs; if it raises, compute its requests separately."""
         try:
             tokens = self._compute(batch)
-        except TransferError:
+        except (TransferError, ModelError):  # not caused by a request: a failed load, a model in training
             raise
         except Exception as exc:
             if self.hf_model.tp_group is not None:

@@ -88,9 +88,9 @@ def test_a_file_is_no_folder_of_a_run(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for path in (file, file / "below"):
-        with pytest.raises(ConfigError, match=f"{path}: no folder can be made there"):
+        with pytest.raises(ConfigError, match=f"{path}: directory cannot be created"):
             RunDirectory(path, {})
-        with pytest.raises(ConfigError, match="no folder"), exclusive_dir(path):
+        with pytest.raises(ConfigError, match="directory cannot be created"), exclusive_dir(path):
             pass
 
 

@@ -141,7 +141,7 @@ WHY = {
     "uneven plan": ("ModelError", "2 of 4 query heads and 2 of 2 key-value heads"),
     "no plan": ("ModelError", "no `tp_plan`"),
     "unknown plan": ("ConfigError", "use 'auto'"),
-    "one pass": ("ConfigError", "one pass"),
+    "one pass": ("ConfigError", "packed forward pass"),
     "sender": ("ConfigError", "sending"),
     "receiver": ("ConfigError", "sender"),
     "options": ("ConfigError", "options differ between processes"),

@@ -142,7 +142,7 @@ def test_a_forged_manifest_leaves_nothing_behind(engine, saved):
     manifest["sha256"] = storage.compute_digest(manifest, file.read_bytes())
     file.with_suffix(".json").write_text(json.dumps(manifest))
     with PromptCache(engine, STORY) as cache:
-        with pytest.raises(InvalidRequestError, match="the copy is of work"):
+        with pytest.raises(InvalidRequestError, match="the copy has content hash"):
             cache.load(file)
         assert answer(cache) == expected
 
