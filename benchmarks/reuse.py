@@ -25,7 +25,7 @@ from choreograph.evaluation.report import format_estimate
 from choreograph.evaluation.run_dir import RunDirectory
 from choreograph.evaluation.statistics import difference, mean
 from choreograph.layer_reuse import ContextStore, LatencyAwareSelector, Profile
-from choreograph.layer_reuse.profile_report import SCORE_LABELS
+from choreograph.layer_reuse.profile import SCORE_LABELS
 from choreograph.layer_reuse.profiler import (
     METRICS,
     PairContext,

@@ -8,7 +8,7 @@ import numpy as np
 from choreograph import Engine, LayerPattern, viz
 from choreograph.errors import ConfigError
 from choreograph.layer_reuse import ParetoPoint, PatternScores, Profile
-from choreograph.layer_reuse.profile_report import SCORE_LABELS
+from choreograph.layer_reuse.profile import SCORE_LABELS
 from choreograph.layer_reuse.profiler import (
     PairContext,
     ProfileConfig,

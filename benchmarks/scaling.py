@@ -8,7 +8,7 @@ import argparse
 from dataclasses import replace
 
 from choreograph.evaluation.datasets import load
-from choreograph.evaluation.speed import speed_rows, time_conditions
+from choreograph.evaluation.fidelity import speed_rows, time_conditions
 from choreograph.sampling_params import SamplingParams
 from choreograph.workflows import conditions_of, find
 from choreograph.workflows.run import WorkflowRun

@@ -216,7 +216,7 @@ def attention(
 def flow(
     device: Device, model: Model, title: str, counted: Mapping[str, CountedRun], efficiency: Efficiency = EFFICIENCY
 ) -> dict[str, float]:
-    """Baseline over choreographed, as `evaluation.speed` pools them."""
+    """Baseline over choreographed, as `evaluation.fidelity` pools them."""
     before, after = (run_times(device, model, counted[name], efficiency) for name in ("baseline", "choreographed"))
     return {f"{title}: TTFT": before[0] / after[0], f"{title}: end to end": before[1] / after[1]}
 

@@ -1,7 +1,7 @@
 """The papers' workflows, prefix mode against choreographed on the same tokens, in turns, one task after the other."""
 
 from choreograph.evaluation.datasets import Example
-from choreograph.evaluation.speed import speed_rows, time_conditions
+from choreograph.evaluation.fidelity import speed_rows, time_conditions
 from choreograph.workflows import conditions_of, find
 
 from .bench import Bench, Measure, PartResult

@@ -78,7 +78,7 @@ def show(
 
 
 def _print_profile(profile: Any, title: str, figures: Path | None) -> None:
-    from ..layer_reuse.profile_report import draw_profile, frontier_rows, summary_rows
+    from ..layer_reuse.profile import draw_profile, frontier_rows, summary_rows
 
     if figures is not None:
         draw_profile(profile, figures / "profile.svg")

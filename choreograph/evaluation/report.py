@@ -1,27 +1,34 @@
 """Evaluate and benchmark a workflow: tables for the console, reports as JSON."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..console import print_table, print_text, progress
+from ..engine.concurrency import run_concurrently
 from ..engine.engine import Engine
-from ..errors import ConfigError, DataError, RequestFailedError
+from ..errors import ChoreographError, ConfigError, DataError, RequestFailedError
 from ..sampling_params import SamplingParams
 from ..utils import require
 from ..viz import speedup_over_tokens
 from ..workflows import WorkflowFunction, conditions_of, takes_pairs
 from ..workflows.run import Condition
 from .datasets import Example, load, make_pairs
-from .fidelity import TokenDivergence, measure_divergence, summarize_divergence, transcripts
-from .judge import judge_pairs
+from .fidelity import (
+    TokenDivergence,
+    measure_divergence,
+    speed_rows,
+    summarize_divergence,
+    time_conditions,
+    transcripts,
+)
 from .metrics import SCORERS, SCORING_VERSION, score
 from .run_dir import RunDirectory, RunRecord, exclusive_dir, read_json_object, write_json
 from .runner import evaluate_conditions, make_run_config
-from .speed import speed_rows, time_conditions
 from .statistics import Estimate, difference, mean
 
 if TYPE_CHECKING:
@@ -368,3 +375,62 @@ def bench(
     speedup_over_tokens({name: report["points"]}, out / "speed.svg")
     write_json(out / "speed.json", report)
     return report
+
+
+JUDGE_PROMPT = (
+    "Two answers to one request follow. Which one is better: more complete, more coherent, better written?\n\n"
+    "Request: {request}\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\nReply with A or B."
+)
+ANSWER_HEADER = "The better answer is"
+
+
+class Verdict(NamedTuple):
+    """The verdict on one pair."""
+
+    score: int  # 1 if the second answer wins in both orders, -1 if the first does, 0 for a tie
+    unparsed: int  # orders whose reply names no letter, 0 to 2
+    error: str = ""  # why the judge could not be asked
+
+
+def judge_pairs(
+    engine: Engine,
+    requests: Sequence[str],
+    first: Sequence[Mapping[str, Any]],
+    second: Sequence[Mapping[str, Any]],
+    *,
+    concurrency: int = 32,
+) -> Iterator[tuple[int, Verdict]]:
+    """Yield (pair number, verdict) as the pairs of records are judged.
+
+    Raises the first error if no pair could be judged, for example because the answers are too long together.
+    """
+
+    def ask(request: str, a: str, b: str) -> str | None:
+        """Return the first letter that the judge names, greedily."""
+        with engine.session(mode="prefix") as session:
+            question = session.prefill(session.user(JUDGE_PROMPT.format(request=request, a=a, b=b)))
+            sampling = SamplingParams(temperature=0, max_tokens=8)
+            text = session.decode(session.assistant(ANSWER_HEADER), [question], sampling=sampling).text
+        letter = re.search(r"\b([AB])\b", text)
+        return letter and letter[1]
+
+    def program(request: str, a: str, b: str):
+        def run() -> Verdict:
+            votes = [ask(request, a, b), ask(request, b, a)]
+            return Verdict(1 if votes == ["B", "A"] else -1 if votes == ["A", "B"] else 0, votes.count(None))
+
+        return run
+
+    programs = (program(q, a["answer"], b["answer"]) for q, a, b in zip(requests, first, second, strict=True))
+    first_error, num_judged = None, 0
+    for outcome in run_concurrently(engine, programs, max_programs=concurrency):
+        if outcome.error is None:
+            num_judged += 1
+            yield outcome.index, outcome.value
+        elif isinstance(outcome.error, ChoreographError):
+            first_error = first_error or outcome.error
+            yield outcome.index, Verdict(0, 2, f"{type(outcome.error).__name__}: {outcome.error}")
+        else:
+            raise outcome.error
+    if first_error is not None and not num_judged:
+        raise first_error

@@ -24,12 +24,11 @@ from ..config import parse_capacity
 from ..errors import ConfigError, ModelError
 from ..outputs import BASE_MODEL
 from ..utils import allow_sigint
-from .architectures import SUPPORTED_ARCHITECTURES, LegacyAttentionPatch
+from .architectures import SUPPORTED_ARCHITECTURES, LegacyAttentionPatch, StaticRope
 from .info import ModelInfo, free_memory, resolve_max_positions, sampled_weights_hash, weights_hash
 from .introspect import PROBE_POSITIONS, AttentionProbe, analyze, check_no_token_mixing, verify_cache_reuse
 from .layers import DecoderLayers
 from .lora import LoraManager, LoraWeights
-from .static_rope import StaticRope
 from .tensor_parallel import TP_LABEL, TPGroup, check_heads, tp_group
 
 _log = logging.getLogger("choreograph")

@@ -11,13 +11,17 @@ from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli.main import app
 from choreograph.errors import ChoreographError, ConfigError, DataError, RequestFailedError
 from choreograph.evaluation.datasets import Example, make_games
-from choreograph.evaluation.fidelity import measure_divergence, summarize_divergence, transcripts
-from choreograph.evaluation.judge import judge_pairs
+from choreograph.evaluation.fidelity import (
+    measure_divergence,
+    speed_rows,
+    summarize_divergence,
+    time_conditions,
+    transcripts,
+)
 from choreograph.evaluation.metrics import SCORING_VERSION
-from choreograph.evaluation.report import ensure_some_succeeded, judge_prompt, score_table, summarize
+from choreograph.evaluation.report import ensure_some_succeeded, judge_pairs, judge_prompt, score_table, summarize
 from choreograph.evaluation.run_dir import RunDirectory, exclusive_dir
 from choreograph.evaluation.runner import evaluate_conditions, example_seed, make_run_config
-from choreograph.evaluation.speed import speed_rows, time_conditions
 from choreograph.training.dry_run import TaskTranscript, dry_run
 from choreograph.workflows import Condition, WorkflowRun, conditions_of, find
 

@@ -19,7 +19,7 @@ from choreograph.cli.main import app
 from choreograph.engine.cross_model import EngineLoad, LayerPattern
 from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.layer_reuse import LatencyAwareSelector, ParetoPoint, PatternScores, Profile, enable_profiled_reuse
-from choreograph.layer_reuse.profile_report import draw_profile, frontier_rows, summary_rows
+from choreograph.layer_reuse.profile import draw_profile, frontier_rows, summary_rows
 from choreograph.layer_reuse.profiler import (
     PairContext,
     ProfileConfig,
