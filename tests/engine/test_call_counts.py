@@ -13,7 +13,7 @@ def test_calls_to_submit_a_decode_and_to_compute_a_step():
     with engine.session(seed=1) as session:
         question = session.prefill([1, 2, 3])
         context = session.prefill([4, 5, 6, 7], [question])
-        session.decode([9], sampling=SAMPLING)  # computes what is kept: the end tokens of the model
+        session.decode([9], sampling=SAMPLING).result()  # computes what is kept: the end tokens of the model
         submitted = count_calls(lambda: session.decode([8, 9], [question, context], sampling=SAMPLING))
         print(describe("submit a decode", submitted))
         for _ in range(5):  # admission, the header, and steps that build the plan of the next one
