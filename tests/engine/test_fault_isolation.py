@@ -146,3 +146,48 @@ def test_a_sampler_that_raises_for_one_request_fails_that_one(target, monkeypatc
         with pytest.raises(RequestFailedError, match="no sample"):
             bad.result()
     engine.check()
+
+
+@pytest.mark.parametrize("site", ["metadata", "attention", "plan of the next step", "sampler"])
+def test_an_exception_anywhere_in_a_step_fails_only_its_cause(site, monkeypatch):
+    for seed in range(8):
+        program = random_program(seed)
+        engine = tiny_models.engine()
+        runner, computed = engine.core.model_runner, []
+
+        def guarded(function, tokens_of, *, computed=computed):
+            def call(*arguments, **options):
+                computed[:] = tokens_of(*arguments) or computed
+                if POISON in computed:
+                    raise ValueError("poison")
+                return function(*arguments, **options)
+
+            return call
+
+        forward, overlap = engine.core.hf_model.forward, runner._overlap_scheduler
+        if site == "metadata":
+            make = guarded(runner._make_forward_context, lambda batch: batch.tokens)
+            monkeypatch.setattr(runner, "_make_forward_context", make)
+            monkeypatch.setattr(overlap, "plan_next", lambda batch: None)  # every batch builds its own
+        elif site == "plan of the next step":
+            monkeypatch.setattr(overlap, "plan_next", guarded(overlap.plan_next, lambda batch: batch.tokens))
+        else:
+
+            def record(tokens, *arguments, computed=computed, forward=forward):
+                computed[:] = tokens
+                return forward(tokens, *arguments)
+
+            monkeypatch.setattr(engine.core.hf_model, "forward", record)
+            if site == "attention":
+                monkeypatch.setattr(runner, "backend", guarded(runner.backend, lambda call: None))
+            else:
+                monkeypatch.setattr(runner, "sample", guarded(runner.sample, lambda logits, requests: None))
+        results = run(engine, program, "choreographed")
+        failed = {index for index, result in enumerate(results) if isinstance(result, Exception)}
+        assert failed <= guilty(program, "choreographed")
+        if site != "sampler":  # a prefill samples nothing
+            assert failed == guilty(program, "choreographed")
+        expected = run(tiny_models.engine(), program, "choreographed", failed)
+        assert [r for i, r in enumerate(results) if i not in failed] == [
+            r for i, r in enumerate(expected) if i not in failed
+        ]
