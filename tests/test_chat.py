@@ -385,6 +385,16 @@ def test_a_template_that_would_run_for_hours_is_refused(tokenizer, template):
         chat.encode(Turn("user", "Hello there"), opening=True)
 
 
+def test_an_engine_with_a_template_that_loops_refuses_its_turns_and_serves_tokens(tokenizer):
+    looping = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"
+    model = tiny_models.build(vocabulary=len(tokenizer) + 64)
+    with Engine.from_pretrained(model, tokenizer=with_template(tokenizer, looping)).session(seed=1) as session:
+        with pytest.raises(ConfigError, match="iterations"):
+            session.prefill(session.user("Hello"))
+        assert len(session.decode([5], sampling=SamplingParams(max_tokens=3, ignore_eos=True)).output_token_ids) == 3
+        assert session.decode([5], sampling=SamplingParams(max_tokens=3)).result().done
+
+
 def test_unknown_roles_and_texts(formats):
     for _, chat in formats.values():
         with pytest.raises(ConfigError, match="role='narrator'"):

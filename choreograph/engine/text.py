@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from ..errors import ConfigError, InvalidTokensError
-from .template_sandbox import TemplateLimitError, render_template
+from ..models.template_sandbox import TemplateLimitError, render_chat
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -279,21 +279,9 @@ class ChatTemplate:
         return text
 
     def _apply_template(self, turns: list[Turn], add_generation_prompt: bool) -> str | None:
-        tokenizer, messages = self.tokenizer, [{"role": t.role, "content": t.text} for t in turns]
+        messages = [{"role": t.role, "content": t.text} for t in turns]
         try:
-            if not isinstance(tokenizer.chat_template, str):  # several templates: the tokenizer knows which
-                text: str = tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
-                return text
-            return render_template(
-                tokenizer.chat_template,
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **getattr(tokenizer, "special_tokens_map", {}),
-            )
+            return render_chat(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
         except TemplateLimitError as exc:
             raise ConfigError(f"{exc}: use another template") from None
         except (jinja2.TemplateError, TypeError, ValueError):  # the template rejects the turns

@@ -6,6 +6,7 @@ from the interpreter; it does not keep them from looping for hours or from filli
 
 import datetime
 import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, wraps
 from itertools import islice
 from typing import Any
@@ -170,3 +171,22 @@ def render_template(source: str, **variables: Any) -> str:
     except (RecursionError, MemoryError) as exc:
         raise TemplateLimitError(f"the chat template raises {type(exc).__name__}") from None
     return "".join(parts)
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
+    """Render a conversation as `tokenizer.apply_chat_template` does, within the bounds.
+
+    Args:
+        messages: turns with `role` and `content`.
+    """
+    if not isinstance(tokenizer.chat_template, str):  # several templates: the tokenizer chooses
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return text
+    return render_template(
+        tokenizer.chat_template,
+        messages=messages,
+        tools=None,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **getattr(tokenizer, "special_tokens_map", {}),
+    )
