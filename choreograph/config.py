@@ -33,7 +33,10 @@ BACKENDS: tuple[str, ...] = get_args(BackendName)
 
 
 def as_int(value: object) -> int | None:
-    """Return an integer of any library (NumPy, a tensor of one element) as int; None for other values and booleans."""
+    """Return an integer of any library as int, else None.
+
+    Accepts NumPy integers and tensors of one element; rejects booleans.
+    """
     try:
         return operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
     except TypeError:
@@ -70,13 +73,16 @@ CacheSize = Annotated[int | str, BeforeValidator(_check_size)]
 
 
 def parse_capacity(size: int | str, bytes_per_token: int) -> int:
-    """Return a capacity in tokens; `size` is a number of tokens or a size in bytes ("4GiB")."""
+    """Convert a capacity in tokens, or bytes ("4GiB"), to tokens."""
     return size if isinstance(size, int) else TypeAdapter(ByteSize).validate_python(size) // bytes_per_token
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def validated(error: type[Exception] = ConfigError) -> Callable[[type], Any]:
-    """Make a class a frozen pydantic dataclass; invalid or unknown options raise `error` with name and value."""
+    """Make a class a frozen pydantic dataclass.
+
+    Invalid or unknown options raise `error` with name and value.
+    """
 
     def decorate(cls: type) -> Any:
         config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -123,7 +129,7 @@ def _check_disk_dir(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _instance_of(kind: type) -> BeforeValidator:
-    """Refuse other values, also dicts of options."""
+    """Return a validator that accepts only instances of `kind`, not dicts."""
 
     def check(value: object) -> object:
         if not isinstance(value, kind):
@@ -158,7 +164,7 @@ class CacheConfig:
 
 
 def check_capacity(cache: CacheConfig, bytes_per_token: int, device_memory: int, host_memory: int) -> None:
-    """Check that each tier holds at least one page and fits into memory.
+    """Check that each tier holds a page and fits into memory.
 
     Args:
         bytes_per_token: KV bytes of one token.
@@ -199,8 +205,9 @@ class SchedulerConfig:
 class EngineConfig:
     """All options of an engine.
 
-    With ``compile=True`` on a CPU, each compiled size keeps packed weights of its own: as much memory again as the
-    model. Rotary tables that depend on the sequence length (longrope, dynamic) are computed for ``max_model_len``.
+    With ``compile=True`` on a CPU, each compiled size has its own packed weights, as large as the
+    model. Rotary tables that depend on the sequence length (longrope, dynamic) are computed for
+    ``max_model_len``.
     """
 
     cache: Annotated[CacheConfig, _instance_of(CacheConfig)] = dataclasses.field(default_factory=CacheConfig)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def make_console(*, quiet: bool = False, stderr: bool = False) -> "Console":
-    """Return a console that prints `:key:` as it is."""
+    """Return a console that does not replace `:name:` by emoji."""
     require("rich", "cli")
     from rich.console import Console
 

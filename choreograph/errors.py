@@ -1,4 +1,6 @@
-"""Exceptions of the package. Every message names the invalid value and the fix.
+"""Exception hierarchy of the package.
+
+Every message names the invalid value and the fix.
 
 ChoreographError
 ├── ConfigError (ValueError)               unknown or out-of-range option
@@ -44,7 +46,7 @@ class DataError(ChoreographError, ValueError):
 
 
 class CacheFileError(DataError):
-    """Saved KV cache that is incomplete or belongs to another model, tokenizer or schema."""
+    """Incomplete saved KV cache, or one of another model, tokenizer or schema."""
 
 
 class PMLError(ChoreographError, ValueError):
@@ -76,7 +78,7 @@ class ModelError(ChoreographError, OSError):
 
 
 class MissingDependencyError(ChoreographError, ImportError):
-    """Optional dependency that is not installed; the message names the extra that provides it."""
+    """Missing optional dependency; the message names the extra to install."""
 
 
 class InvalidRequestError(ChoreographError, ValueError):
@@ -92,7 +94,7 @@ class WrongSessionError(InvalidRequestError):
 
 
 class MessageReleasedError(InvalidRequestError):
-    """Released message that is used as a parent or read before its tokens are final."""
+    """Released message used as a parent, or read before completion."""
 
 
 class DuplicateParentError(InvalidRequestError):
@@ -120,7 +122,7 @@ class CacheBusyError(CacheFullError):
 
 
 class RequestFailedError(ChoreographError, RuntimeError):
-    """Request that failed: it or one of its parents raised, or another process of the engine did."""
+    """Failed request, failed parent, or failed process of the engine."""
 
 
 class SessionClosedError(ChoreographError, RuntimeError):

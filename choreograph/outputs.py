@@ -1,4 +1,4 @@
-"""Result values of a message, and the literal types of modes and finish reasons."""
+"""Result values of messages; types of modes and finish reasons."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """State of an engine at one moment, and its counters since it was created."""
+    """Current state of an engine, and its counters since creation."""
 
     num_waiting: int  # requests that wait for parents or capacity
     num_running: int  # admitted requests

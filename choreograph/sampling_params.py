@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, checked when they are made."""
+"""Sampling parameters of a request, validated when created."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,10 @@ NonEmptyString = Annotated[str, Field(min_length=1, strict=True)]
 
 @validated(SamplingError)
 class SamplingParams:
-    """How to choose tokens; names, ranges and defaults are vLLM's, except for `max_tokens` (256)."""
+    """Sampling parameters of one decode.
+
+    Names, ranges and defaults are vLLM's, except for `max_tokens` (256).
+    """
 
     temperature: Annotated[Number, Field(ge=0)] = 1.0  # 0 (and below 1e-5) is greedy
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0  # probability mass of the tokens kept; 1 keeps all
@@ -75,7 +78,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, object]) -> "SamplingParams":
-        """Create from options by name, as a file or a request holds them.
+        """Create parameters from a mapping of option names to values.
 
         Raises:
             SamplingError: if an option is unknown or out of range.

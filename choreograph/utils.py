@@ -16,7 +16,7 @@ from .errors import ConfigError, MissingDependencyError, ModelError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency; raise MissingDependencyError naming the extra that provides it."""
+    """Import an optional dependency, or raise MissingDependencyError with its extra."""
     try:
         return import_module(module)
     except ImportError as exc:
@@ -32,9 +32,9 @@ HUB_TIMEOUT = 3.0  # seconds to wait for the Hub before only its cache is used
 
 @contextmanager
 def hub_or_cache() -> Iterator[bool]:
-    """Use only the cache of the Hub inside the block if it does not answer; yield whether it does.
+    """Go offline inside the block if the Hub does not answer.
 
-    Its client would try every file five times, with pauses.
+    Yields whether it answers. The Hub's client would try every file five times, with pauses.
     """
     from huggingface_hub import constants, get_session
 
@@ -57,9 +57,12 @@ def hub_or_cache() -> Iterator[bool]:
 
 
 def check_on_hub(model: str) -> None:
-    """Raise ModelError for a Hub id that is neither in the cache of the Hub nor can be asked for.
+    """Check that a Hub model is cached or the Hub answers.
 
-    It takes seconds and imports little, so that a program can call it before it imports the engine.
+    Takes seconds and imports little, so it can run before the engine is imported.
+
+    Raises:
+        ModelError: if the model is not cached and the Hub does not answer.
     """
     if Path(model).exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) or model.lower().endswith(".gguf"):
         return
@@ -104,7 +107,7 @@ def atomic_write_text(file: Path, text: str) -> None:
 
 
 def ensure_writable(file: Path | None) -> None:
-    """Create the directory of `file`; raise ConfigError if the file could not be written."""
+    """Create a file's directory; raise ConfigError if the file is not writable."""
     if file is None:
         return
     if file.is_dir():
@@ -126,7 +129,10 @@ def call_all(calls: Iterable[Callable[[], object]]) -> list[Exception]:
 
 
 def close_after(close: Callable[[], object], error: BaseException | None) -> None:
-    """Call `close` in an `__exit__`: an exception of the block stays, one of `close` becomes a note on it."""
+    """Call `close` in an `__exit__`, without hiding the block's exception.
+
+    An exception of `close` becomes a note on the block's exception, if there is one.
+    """
     try:
         close()
     except Exception as exc:
@@ -139,7 +145,10 @@ SIGINT_POLL_SECONDS = 0.1  # seconds between two checks for SIGINT while another
 
 
 class _SigintState:
-    """Deferral of SIGINT in the main thread, shared by all locks since a process has one handler."""
+    """State of the deferral of SIGINT in the main thread.
+
+    All locks share it, since a process has one handler.
+    """
 
     num_holds = 0  # of all locks, by the main thread
     is_pending = False  # SIGINT arrived while deferred
@@ -188,7 +197,10 @@ class DeferSigintLock:
         return acquired
 
     def _wait(self, timeout: float) -> bool:
-        """Wait for another thread to release the lock; interruptible if no other lock is held."""
+        """Wait for another thread to release the lock.
+
+        SIGINT interrupts the wait if the main thread holds no other lock.
+        """
         if timeout >= 0:
             return self._lock.acquire(timeout=timeout)
         while not self._lock.acquire(timeout=SIGINT_POLL_SECONDS):
@@ -214,7 +226,7 @@ class DeferSigintLock:
         return self._depth > 0
 
     def sleep(self, seconds: float) -> None:
-        """Release the lock for some seconds, so that other threads and SIGINT get through."""
+        """Release the lock for some seconds, for other threads and SIGINT."""
         depth = self._depth
         try:
             for _ in range(depth):

@@ -114,7 +114,7 @@ class MessageBar(NamedTuple):
 
 
 def message_bars(steps: Sequence[tuple[str, "Message"]]) -> list[list[MessageBar]]:
-    """Return per message the bars of its context, then its own."""
+    """Return, per message, the bars of its context and its own."""
     numbers = {message.id: number for number, (_, message) in enumerate(steps, 1)}
     rows = []
     for number, (_, message) in enumerate(steps, 1):
@@ -231,7 +231,7 @@ def _position_axes(path: Path, labels: Sequence[str], end: int, title: str) -> I
 
 
 def _text_width(texts: Iterable[str]) -> float:
-    """Return the inches that the longest text may take."""
+    """Return an upper bound in inches of the longest text's width."""
     # An East Asian wide letter takes two cells.
     cells = (sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text) for text in texts)
     return CHAR * max(cells, default=0)

@@ -1,4 +1,4 @@
-"""Agent workflows for the KV cache: which agent can run next, and what it will need (KVFlow)."""
+"""Agent workflows: eviction and prefetch by predicted agent execution (KVFlow)."""
 
 from .step_graph import Progress, StepGraph, TransitionStats
 from .tracker import Agent, Workflow

@@ -1,8 +1,9 @@
-"""Agent Step Graph: how many steps away the next execution of each agent is (KVFlow §3.1).
+"""Agent Step Graph: steps to the next execution of agents (KVFlow §3.1).
 
-An agent runs one step after its dependencies: after the last of `all_of`, or the first of `any_of`. A dependency is
-satisfied while the agent it names runs, or if that agent ended after the waiting one last started. Steps are the
-smallest numbers with this property, loops included; an agent that cannot run again has infinitely many.
+An agent runs one step after its dependencies: after the last of `all_of`, or the first of `any_of`.
+A dependency on an agent is satisfied while that agent runs, or if it ended after the dependent
+agent last started. Steps are the least solution of these rules, also in cyclic graphs; an agent
+that cannot run again has infinitely many.
 """
 
 import json
@@ -23,7 +24,7 @@ UNREACHABLE = math.inf  # steps of an agent that cannot run again
 
 
 class Dependency(NamedTuple):
-    """Agents, or nested dependencies, that an agent waits for."""
+    """Agents, or nested dependencies, that must run before an agent."""
 
     kind: str  # "all_of" or "any_of"
     operands: "tuple[str | Dependency, ...]"  # any_of nothing is never satisfied
@@ -47,7 +48,10 @@ class Dependency(NamedTuple):
 
 @dataclass
 class Progress:
-    """Agents that run and have ended in one run of a workflow; times are event counts."""
+    """Agents that are running or have ended in a workflow run.
+
+    Times are numbers of start and end events.
+    """
 
     running: Counter[str] = field(default_factory=Counter)  # turns in progress, by agent
     started: dict[str, int] = field(default_factory=dict)  # time of the last start
@@ -81,7 +85,10 @@ class Progress:
         self.ended[agent] = self.now
 
     def is_satisfied(self, agent: str, predecessor: str) -> bool:
-        """Return whether the next start of `agent` no longer waits for `predecessor`."""
+        """Return whether the dependency of `agent` on `predecessor` is satisfied.
+
+        True if `predecessor` runs, or ended after `agent` last started.
+        """
         return predecessor in self.running or self.ended.get(predecessor, 0) > self.started.get(agent, 0)
 
 
@@ -89,9 +96,9 @@ class StepGraph:
     """Declared dependencies between agents.
 
     Args:
-        dependencies: what each agent waits for; None: nothing, it may start first.
-        exclusive_branches: agents after which exactly one of the agents that wait for them runs.
-        cyclic: agents that start first may start again after any last one.
+        dependencies: dependency of each agent; None for an agent that may start first.
+        exclusive_branches: agents after which exactly one of their dependents runs.
+        cyclic: agents that start first may start again after any agent without dependents.
     """
 
     def __init__(
@@ -123,7 +130,7 @@ class StepGraph:
 
     @classmethod
     def read(cls, source: Mapping[str, Any] | str | PathLike[str]) -> "StepGraph":
-        """Build a graph from a dict, or from a YAML or JSON file that holds one.
+        """Build a graph from a dict or a YAML or JSON file.
 
             agents:
               planner:
@@ -178,7 +185,10 @@ class StepGraph:
         return list(dict.fromkeys(pairs))
 
     def steps(self, progress: Progress) -> dict[str, float]:
-        """Return the steps to the next execution of every agent; 0 for running ones."""
+        """Return the steps to the next execution of every agent.
+
+        0 for running agents, infinite for agents that cannot run again.
+        """
         steps = {agent: 0.0 if agent in progress.running else UNREACHABLE for agent in self.agents}
         for agent in self.entry_agents:
             if agent not in progress.started:
@@ -193,7 +203,12 @@ class StepGraph:
         return steps
 
     def _steps_until(self, agent: str, predecessor: str, steps: Mapping[str, float], progress: Progress) -> float:
-        """Return the steps until `agent` no longer waits for `predecessor`."""
+        """Return the steps until `predecessor` satisfies the dependency of `agent`.
+
+        0 if `predecessor` runs, or ended after `agent` last started. If only one dependent of
+        `predecessor` may run and another one has started, `agent` waits for the next execution of
+        `predecessor`.
+        """
         is_running = predecessor in progress.running
         is_taken = False  # True: another branch has started since the predecessor ended
         if predecessor in self.exclusive_branches and not is_running:
@@ -222,7 +237,7 @@ def _load_file(path: Path) -> Mapping[str, Any]:
 
 
 def _load_yaml(text: str) -> object:
-    """Parse YAML like `yaml.safe_load`, which keeps the last of duplicate keys, but refuse them."""
+    """Parse YAML as `yaml.safe_load`, but raise GraphError for duplicate keys."""
     require("yaml", "agents")
     import yaml
 
@@ -248,7 +263,10 @@ def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_operand(spec: object, where: str) -> str | Dependency:
-    """Parse a name, a list of one name, or {all_of | any_of: [...]}, nested to any depth."""
+    """Parse one operand of a dependency.
+
+    That is a name, a list of one name, or {all_of | any_of: [...]}, nested to any depth.
+    """
     if isinstance(spec, str) and spec:
         return spec
     if isinstance(spec, (list, tuple)):
@@ -263,7 +281,10 @@ def _parse_operand(spec: object, where: str) -> str | Dependency:
 
 
 class TransitionStats:
-    """Steps to execution learned from the transitions of one client's workflow."""
+    """Steps to execution, estimated from the observed order of agents.
+
+    Counts the transitions between agents of one client's workflow.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {}  # starts that followed directly, by agent
@@ -281,7 +302,11 @@ class TransitionStats:
             self.counts.setdefault(previous, Counter())[agent] += 1
 
     def steps(self, progress: Progress) -> dict[str, float]:
-        """Return the expected steps to the next execution: 0 for running agents, infinite if it never followed."""
+        """Return the expected steps to the next execution of every agent.
+
+        0 for running agents, infinite for agents that cannot be reached from those that run or ran
+        last.
+        """
         sources = set(progress.running) or ({progress.last_started} if progress.last_started else set())
         times = [self.hitting_times()[source] for source in sources if source in self.counts]
         return {
@@ -290,7 +315,7 @@ class TransitionStats:
         }
 
     def hitting_times(self) -> dict[str, dict[str, float]]:
-        """Return the expected steps from each agent to the next start of each other, or of itself."""
+        """Return the expected steps (from, to) to the agents' next starts."""
         if self._hitting_times is None:
             names = list(self.counts)
             counts = np.array([[self.counts[name][after] for after in names] for name in names], dtype=float)
@@ -303,10 +328,13 @@ class TransitionStats:
 
 
 def _compute_hitting_times(probabilities: np.ndarray) -> np.ndarray:
-    """Return the expected steps (from, to) of a Markov chain, given that the target is reached; inf if it cannot be.
+    """Return the expected steps between states of a Markov chain.
 
     Args:
         probabilities: (A, A) float64, transitions (from, to).
+
+    Returns:
+        (A, A) float64, (from, to): steps given that the target is reached; inf if unreachable.
     """
     num_states = len(probabilities)
     reachable = probabilities > 0

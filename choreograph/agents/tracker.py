@@ -1,7 +1,7 @@
-"""Agents of a running workflow, and the eviction hints and prefetches that follow from them (KVFlow §3.1 to §3.3).
+"""Agent tracking for eviction hints and prefetch (KVFlow §3.1 to §3.3).
 
-The KV cache gets numbers only: how many steps away the use of each fixed entry is, and which agents have entries that
-vary. Hints never change a result, only which entries are in memory.
+The KV cache gets only numbers: the steps to the next use of each fixed entry, and the agents whose
+other entries vary. Hints change which entries are in memory, never a result.
 """
 
 from collections import defaultdict
@@ -25,10 +25,10 @@ FINISH_EVENTS = {"generated", "finished", "failed", "cancelled"}  # a decode end
 
 @dataclass(eq=False)
 class AgentTurn:
-    """One turn of an agent: the messages that its block makes.
+    """One turn of an agent: the messages submitted in its block.
 
-    It runs from the admission of its first decode, since prefills of fixed messages wait for no agent, to the end of
-    its last request.
+    A turn starts when its first decode is admitted, since prefills of fixed messages do not depend
+    on other agents. It ends with its last request.
     """
 
     agent: str
@@ -42,7 +42,7 @@ class AgentTurn:
         return [message._request for message in self.messages.values() if message.kind == "decode"]
 
     def context_hashes(self) -> dict[bytes, None]:
-        """Return the content hashes of everything that the decodes attend to."""
+        """Return the content hashes of all parents of the decodes."""
         return _content_hashes(parent for request in self.decodes for parent in request.parents)
 
 
@@ -59,7 +59,12 @@ class FixedPrefix:
         return self.hashes | _content_hashes(message._request for message in self.marked.values())
 
     def update(self, turn: AgentTurn, infer: bool) -> None:
-        """Take over marked content, or infer what two turns in a row attended to; drop what this one did not."""
+        """Update the fixed content after a turn.
+
+        Adds marked content. If nothing was ever marked and `infer` is set, adds content that this
+        turn and the previous one attended to. A turn with decodes removes older content that it did
+        not attend to.
+        """
         context = turn.context_hashes()
         marked = _content_hashes(message._request for message in self.marked.values())
         self.marked, self.is_explicit = {}, self.is_explicit or bool(marked)
@@ -72,20 +77,20 @@ class FixedPrefix:
 
 
 class Agent:
-    """One agent's turn: `with workflow.agent("planner") as planner`."""
+    """Handle of one agent's turn: `with workflow.agent("planner") as planner`."""
 
     def __init__(self, workflow: "Workflow", name: str) -> None:
         self._workflow = workflow
         self.name = name
 
     def prefill_fixed(self, tokens: PromptInput, parents: Iterable[Message | MessageSlice] = ()) -> Message:
-        """Prefill a part of the agent's prompt that is the same in every turn, like `Session.prefill`."""
+        """Prefill a fixed part of the agent's prompt, as `Session.prefill`."""
         message = self._workflow.session.prefill(tokens, parents)
         self.mark_fixed(message)
         return message
 
     def mark_fixed(self, *messages: Message | MessageSlice) -> None:
-        """Declare messages to be the fixed part of the agent's prompt."""
+        """Mark messages as the fixed part of the agent's prompt."""
         self._workflow.mark_fixed(self.name, messages)
 
 
@@ -96,7 +101,8 @@ class Workflow:
         graph: declared dependencies of the agents; None: steps are learned from the turns.
         learned: statistics to continue, which several workflows may share; None: new ones.
         prefetch: maximum concurrent loads for agents that may run next; 0: none.
-        infer_fixed_prefix: treat what an agent attended to in two turns in a row as fixed if nothing is marked.
+        infer_fixed_prefix: if nothing is marked, treat content that an agent attended to in two
+            consecutive turns as fixed.
     """
 
     def __init__(
@@ -139,7 +145,7 @@ class Workflow:
         self.close()
 
     def close(self) -> None:
-        """Withdraw all hints."""
+        """Remove the workflow's eviction hints and stop tracking its requests."""
         with self._core.lock:
             self._closed = True
             self._core.cache_manager.hints.update(self, None)
@@ -152,7 +158,7 @@ class Workflow:
     def agent(self, name: str) -> Iterator[Agent]:
         """Attribute the session's requests inside the block to an agent.
 
-        This covers the block's own task or thread, and tasks that it starts.
+        Covers the block's own task or thread, and the tasks that it starts.
         """
         self._check_declared(name)
         turn = AgentTurn(name)
@@ -175,7 +181,10 @@ class Workflow:
             self._update_hints()
 
     def mark_fixed(self, agent: str, messages: Iterable[Message | MessageSlice]) -> None:
-        """Declare messages to be the fixed part of an agent's prompt; a slice marks its whole message."""
+        """Mark messages as the fixed part of an agent's prompt.
+
+        A slice marks its whole message.
+        """
         self._check_declared(agent)
         if isinstance(messages, (Message, MessageSlice)):
             raise InvalidRequestError("messages is one message: put it into a list")
@@ -214,7 +223,7 @@ class Workflow:
             self.progress.start(turn.agent)
 
     def _finish_turn(self, turn: AgentTurn) -> None:
-        """Record the end of a turn, unless its block or a request is still running."""
+        """Record the end of a turn once block and requests have ended."""
         if turn.is_open or turn.unfinished or turn not in self._turns:
             return
         self._turns.remove(turn)
@@ -261,10 +270,11 @@ class Workflow:
         self._prefetch()
 
     def _ephemeral_hints(self) -> dict[bytes, float]:
-        """Return the expected steps to the use of content that varies between turns.
+        """Return the expected steps to the use of varying content.
 
-        Content of open turns and of the last context is expected next. Content that no turn has attended to yet is
-        expected the later the longer it waits, and no longer once every agent could have had a turn.
+        1 for content of open turns and of the last context. Content that no turn has attended to
+        yet gets the number of turns it has waited, plus 1; it is removed when every agent could
+        have had a turn.
         """
         ages = {key: self._num_finished_turns - number + 1.0 for key, number in self._unread.items()}
         self._unread = {key: n for key, n in self._unread.items() if ages[key] <= len(self.progress.started)}
@@ -273,7 +283,10 @@ class Workflow:
         return {key: ages[key] for key in self._unread} | dict.fromkeys(next_used, 1.0)
 
     def _prefetch(self) -> None:
-        """Load fixed content of agents that may run next, unless a request waits for capacity."""
+        """Load fixed content of agents that may run next.
+
+        Does nothing while a request waits for capacity.
+        """
         with self._core.lock:
             if self._closed or not self._max_prefetch or self._core.scheduler.blocked_on_memory:
                 return
@@ -282,6 +295,6 @@ class Workflow:
 
 
 def _content_hashes(requests: Iterable[Request]) -> dict[bytes, None]:
-    """Return the unique content hashes of requests in order; a request that was not admitted has none."""
+    """Return the unique content hashes of admitted requests, in order."""
     entries = (request.entry for request in requests)
     return {e.content_hash: None for e in entries if e is not None and e.content_hash is not None}

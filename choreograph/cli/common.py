@@ -91,14 +91,14 @@ def open_engine(
 
 
 def adapter_name(adapter: str | None, adapter_stages: list[str] | None) -> str:
-    """Return the model that computes; adapter stages need an adapter."""
+    """Return the model to run; adapter stages require an adapter."""
     if adapter is None and adapter_stages:
         raise typer.BadParameter("--adapter-stage: give the --adapter that computes it")
     return BASE_MODEL if adapter is None else ADAPTER_NAME
 
 
 def parse_options(pairs: list[str] | None) -> dict[str, Any]:
-    """Parse name=value pairs; a value that is JSON is decoded."""
+    """Parse name=value pairs; JSON values are decoded."""
     options = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")

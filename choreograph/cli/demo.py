@@ -41,7 +41,8 @@ def run_demo(
 ) -> dict[str, Any]:
     """Generate in prefix mode, then time both modes on these tokens.
 
-    Returns the numbers of the pair with the median speedup, so that one disturbed run does not matter.
+    Returns the numbers of the pair with the median speedup, so a single disturbed run has no
+    effect.
     """
     ensure_writable(svg_path)
     if svg_path is not None:

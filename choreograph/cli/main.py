@@ -155,7 +155,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the answer and nothing else.")] = False,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Run one workflow; print what each call generated, the answer, and each stage's cost."""
+    """Run one workflow; print its calls, the answer and stage costs."""
     from ..sampling_params import SamplingParams
     from ..workflows import find
     from ..workflows.run import run_workflow

@@ -138,7 +138,7 @@ def run(
 
 
 def _answer(cache: Any, mode: "Mode", prompt: Path, sampling: Any, seed: int, console: Any) -> dict[str, object]:
-    """Print and return one answer, with the seconds from submitting the prompt to the first token."""
+    """Print and return one answer, with its TTFT in seconds."""
     first_token_times: list[float] = []
     with cache.engine.session(mode=mode, seed=seed, client_id=cache.client_id) as session:
         num_cached = cache.count_cached_tokens(prompt)
@@ -181,7 +181,10 @@ def layout_table_rows(layout: "Layout", bar_chars: int = BAR_CHARS) -> list[tupl
 
 
 def _layout_bar(module: "ModuleLayout", length: int, width: int) -> str:
-    """Draw text as #, arguments as ?, other positions of the module as -."""
+    """Return a bar of a module's positions, `width` characters long.
+
+    `#` is text, `?` an argument, `-` another position of the module, `.` outside of it.
+    """
     marks = ["."] * width
     ranges = [("-", module.start, module.end), *(("#", run.start, run.end) for run in module.runs)]
     ranges += [("?", slot.start, slot.start + slot.length) for slot in module.parameter_slots.values()]

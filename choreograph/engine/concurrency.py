@@ -1,8 +1,8 @@
-"""Run many programs on one engine, each written as if alone.
+"""Run many programs on one engine in one thread.
 
-A program that reads a value that is not final yields instead of driving the engine. When all have
-yielded, one step computes what they wait for, packed together, and the programs resume in order:
-which requests share a step never depends on threads or clocks.
+Each program is written as if it ran alone. It yields when it reads a value that is not final. When
+all programs have yielded, one step computes the requests they wait for, and the programs resume in
+order: which requests share a step never depends on threads or clocks.
 """
 
 from asyncio import AbstractEventLoop, _get_running_loop
@@ -31,7 +31,7 @@ class ProgramResult:
 class _SingleThreadGenerator(Generator[ProgramResult, None, None]):
     """Generator bound to the thread that takes its first result.
 
-    Its programs are greenlets, which can neither continue nor end in another thread.
+    Its programs are greenlets, which cannot be resumed or closed in another thread.
     """
 
     def __init__(self, results: Generator[ProgramResult, None, None]) -> None:
@@ -88,7 +88,7 @@ def _run_programs(
     def give_turn() -> bool:
         """Yield until the other programs have run.
 
-        Callers that are no program (a callback, another thread) step the engine themselves, and so
+        Callers outside of a program (a callback, another thread) step the engine themselves, as
         does a program inside an event loop of its own: a thread runs one loop at a time.
         """
         if getcurrent() is not program or _get_running_loop() is not loop:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """Runs requests from submission to completion.
+    """Scheduler, KV cache and models that run requests to completion.
 
     `choreograph.Engine` adds sessions and chat templates.
     """
@@ -79,10 +79,10 @@ class EngineCore:
     def add_requests(self, requests: Sequence[Request], seeds: random.Random) -> None:
         """Queue validated requests, all or none, without computing anything.
 
-        The caller dispatches the events once it has registered the requests; so with `release`.
+        The caller dispatches the events after it has registered the requests, as after `release`.
 
         Args:
-            seeds: source of the seeds of decodes without their own; a refused request takes none.
+            seeds: source of the seeds of decodes that set none; a refused request consumes no seed.
 
         Raises:
             SessionClosedError: if the engine is closed.
@@ -144,7 +144,10 @@ class EngineCore:
         return batch is not None
 
     def _run_batch(self, batch: Batch) -> None:
-        """Compute a batch and process its outputs; if it raises, compute its requests separately."""
+        """Compute a batch and process its outputs.
+
+        If computing it raises, its requests are computed separately.
+        """
         try:
             tokens = self._compute(batch)
         except (TransferError, ModelError):  # not caused by a request: a failed load, a model in training
@@ -160,7 +163,10 @@ class EngineCore:
         self._process_outputs(batch, tokens)
 
     def _isolate_failure(self, requests: list[Request], exc: Exception) -> None:
-        """Compute a batch that raised `exc` in halves; fail the requests that raise alone."""
+        """Find and fail the requests of a batch that raised `exc`.
+
+        Computes the batch in halves, recursively; fails the requests that raise alone.
+        """
         requests = [request for request in requests if request in self.scheduler.running]
         if len(requests) == 1:
             request, entry = requests[0], requests[0].entry
@@ -178,7 +184,7 @@ class EngineCore:
     def _next_batch(self, wait: bool) -> Batch | None:
         """Schedule the next batch.
 
-        With `wait`, block on transfers and pins while only they can free capacity.
+        With `wait`, block while only a transfer or an expiring pin can free capacity.
         """
         while True:
             if self.cache_manager.offload_manager.jobs or self.cache_manager.pins.expiry:
@@ -195,7 +201,10 @@ class EngineCore:
             self.scheduler.preempt_readers(lost_entry)
 
     def _compute(self, batch: Batch) -> list[int | None]:
-        """Run the model on a batch; return the sampled token of each request in `batch.sampled`, None for NaN."""
+        """Run the model on a batch and sample its next tokens.
+
+        Returns one token per request of `batch.sampled`; None where the logits are NaN.
+        """
         for chunk in batch.chunks:
             if chunk.request.start_time is None:
                 chunk.request.start_time = time.perf_counter()
@@ -290,9 +299,10 @@ class EngineCore:
         self.finish(request, RequestState.DONE, reason)
 
     def finish(self, request: Request, state: RequestState, reason: FinishReason | None) -> None:
-        """Move a request to a final state: the only way out of the queues.
+        """Move a request to a final state and out of its queue.
 
-        Frees the unused pages of its KV entry and releases every reference except the message's own.
+        No other method removes a finished request. Frees the unused pages of the KV entry and
+        releases every reference except the message's own.
         """
         cache, entry, previous_state = self.cache_manager, request.entry, request.state
         request.state, request.finish_reason = state, reason
@@ -326,14 +336,22 @@ class EngineCore:
         self.finish(request, RequestState.FAILED, None)
 
     def release_dependencies(self, request: Request) -> None:
-        """Drop an admitted request's claim on its dependencies; release those whose release was deferred for it."""
+        """Decrement `num_waiting_dependents` of a request's dependencies.
+
+        Called when the request is admitted or ends. A dependency whose release was deferred is
+        released when its count reaches zero.
+        """
         for parent in request.dependencies:
             parent.num_waiting_dependents -= 1
             if parent.released and not parent.num_waiting_dependents:
                 self._release_message(parent)
 
     def release(self, request: Request) -> None:
-        """Release a message: cancel it, or drop its KV entry once no request in flight attends to it."""
+        """Release a message.
+
+        An unfinished one is cancelled. A KV entry is dropped once no request in flight attends to
+        it.
+        """
         with self.lock:
             if request.released:
                 return
@@ -364,8 +382,8 @@ class EngineCore:
         """Step, or yield to other programs, until `condition()` is true.
 
         Raises:
-            RequestFailedError: if the request failed, or nothing that can run would fulfill the
-                condition.
+            RequestFailedError: if the request failed, or no request that can run would make the
+                condition true.
             MessageReleasedError: if the message was released first.
         """
         while not condition():

@@ -15,11 +15,11 @@ from .scheduler import Scheduler
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """Ranges of layers that the receiver recomputes; all others are the sender's.
+    """Ranges of layers that the receiver recomputes.
 
-    A range from layer 0 starts from the tokens, every other one from the hidden states that entered
-    its first layer at the sender: the E cache at a *transition*. `LayerPattern.from_triplet` takes
-    the paper's three integers.
+    All other layers are reused from the sender. A range that starts at layer 0 is computed from the
+    tokens, any other from the sender's hidden states at its first layer (the E cache at a
+    *transition*). `LayerPattern.from_triplet` takes the paper's three integers.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()  # [first, end), ascending
@@ -72,7 +72,7 @@ class LayerPattern:
         """Return the pattern if the model has all its layers.
 
         Raises:
-            ConfigError: if it has not.
+            ConfigError: if the model has fewer layers.
         """
         if self.ranges and self.ranges[-1][1] > num_layers:
             raise ConfigError(f"pattern {self}: the model has layers 0 to {num_layers - 1}")
@@ -95,7 +95,7 @@ def parse_layer_pattern(pattern: "LayerPattern | Sequence[int]") -> LayerPattern
 class EngineLoad(NamedTuple):
     """Work queued in the engine.
 
-    Requests that compute some layers only count by their share of the layers.
+    A request that computes only some layers counts by their share of all layers.
     """
 
     waiting: int  # requests
@@ -108,7 +108,7 @@ PatternSelector = Callable[[EngineLoad], LayerPattern]
 
 
 class CrossModelReuse:
-    """The pairs of one engine."""
+    """Model pairs with layer reuse enabled in one engine."""
 
     def __init__(
         self, cache_manager: KVCacheManager, model_set: ModelSet, scheduler: Scheduler, events: EventBus

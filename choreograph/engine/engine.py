@@ -123,7 +123,7 @@ class Engine:
     def add_adapter(self, name: str, source: Source) -> LoraWeights:
         """Serve a LoRA adapter.
 
-        Its KV entries are never found by requests of other models.
+        Requests of other models never match its KV entries.
         """
         self.core.hf_model.ensure_single_process("a LoRA adapter")
         loras = self.core.hf_model.lora_manager
@@ -135,7 +135,7 @@ class Engine:
     def add_model(self, name: str, source: Source | PreTrainedModel) -> ModelInfo:
         """Serve another model with its own weights in the same cache.
 
-        It is loaded in the base model's dtype and on its device.
+        It is loaded on the base model's device in the base model's dtype.
 
         Raises:
             ModelError: if its KV is not interchangeable with the base's: other layers, heads or
@@ -183,7 +183,10 @@ class Engine:
             self.clear_cache()  # its entries could be found under a reused name
 
     def _is_cached_by(self, name: str) -> bool:
-        """Return whether a referenced KV entry depends on a model, also through contexts."""
+        """Return whether `name` computed a referenced KV entry or its context.
+
+        Contexts are searched transitively.
+        """
         entries = [entry for entry in self.core.cache_manager.entries.values() if entry.owners]
         seen = set(entries)
         for entry in entries:  # grows during iteration
@@ -283,7 +286,7 @@ class Engine:
             self.core.cache_manager.evict_unreferenced()
 
     def stats(self) -> EngineStats:
-        """Return the load of queues, KV cache and tiers, and the counters of the engine."""
+        """Return the engine's load (queues, KV cache, tiers) and its counters."""
         core = self.core
         with core.lock:
             entries = core.cache_manager.entries.values()
@@ -309,9 +312,8 @@ class Engine:
     def warm_up(self) -> None:
         """Compile every batch size that fits the cache.
 
-        No later step has to compile one of these.
-
-        Does nothing without `compile`. CUDA graphs of larger batches are captured on first use.
+        Later steps then compile no batch of these sizes. Does nothing without `compile`. CUDA
+        graphs of larger batches are captured on first use.
         """
         compiled, pool = self.core.hf_model.compiled, self.core.cache_manager.pool
         if compiled is None:

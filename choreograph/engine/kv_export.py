@@ -1,4 +1,4 @@
-"""Use KV entries without computing them: share, pin, export and import."""
+"""KV entries from outside a request: share, pin, export and import."""
 
 import itertools
 import json
@@ -37,8 +37,8 @@ from .request import Request, RequestState
 class KVSnapshot(NamedTuple):
     """Keys and values of a message in host memory.
 
-    `base_position` may differ from the message's position: equal work shares one KV entry wherever
-    it is placed.
+    `base_position` may differ from the message's position: messages with equal inputs share one KV
+    entry at any position.
     """
 
     base_position: int  # of token 0; keys are rotated to it
@@ -48,7 +48,9 @@ class KVSnapshot(NamedTuple):
     checksum: int | None = None  # of base_position and layers; None: cannot be verified
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file with the hashes and the checksum in its header.
+        """Write the snapshot to a safetensors file.
+
+        The header holds the hashes and the checksum.
 
         Raises:
             ConfigError: if the file cannot be written.
@@ -132,8 +134,8 @@ def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
 def resident(core: EngineCore, request: Request) -> Iterator[KVEntry]:
     """Keep a message's KV entry on the device inside the block.
 
-    Steps until it is there. Its context is only referenced as by a message: a waiting request may
-    evict it.
+    Runs steps until the entry is on the device. Its context is referenced only as by a message: a
+    waiting request may evict it.
     """
     owner_id = -request.id
     with core.lock, ExitStack() as owned:
@@ -160,7 +162,7 @@ def resident(core: EngineCore, request: Request) -> Iterator[KVEntry]:
 
 
 def _require_entry(request: Request) -> KVEntry:
-    """Return the message's entry, which another thread may have released meanwhile."""
+    """Return the message's KV entry; raise MessageReleasedError if it is released."""
     if request.entry is None or request.released:
         raise MessageReleasedError(f"message {request.id} has no KV entry: keep it until then")
     return request.entry
@@ -191,7 +193,7 @@ def unpin_session(core: EngineCore, session_id: int) -> None:
 
 
 def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check: bool) -> bool:
-    """Complete a prefill that was never queued with a snapshot's KV.
+    """Complete a prefill from a snapshot, without queueing it.
 
     Returns False if there is no capacity for it at the moment.
 
@@ -199,7 +201,7 @@ def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check
         check: verify the checksum, which reads the complete snapshot.
 
     Raises:
-        InvalidRequestError: if the snapshot is of other work, or damaged.
+        InvalidRequestError: if the snapshot has other tokens or another context, or is damaged.
         InvalidPositionError: if keys would have to be rotated and the model has learned positions.
     """
     core.model_set.weights_hash(request.model)
@@ -232,7 +234,10 @@ def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check
 
 
 def _check_snapshot(core: EngineCore, request: Request, snapshot: object) -> None:
-    """Check that the snapshot, which may be hand-edited, has the request's model, tokens and context."""
+    """Check that a snapshot matches the request's model, tokens and context.
+
+    Every field is validated first, since the snapshot may be edited by hand.
+    """
     if not isinstance(snapshot, KVSnapshot):
         raise InvalidRequestError(f"snapshot is of type {type(snapshot).__name__}: use what Message.export_kv gave")
     base_position, layers = snapshot.base_position, snapshot.layers
@@ -284,7 +289,7 @@ def _checksum(base_position: int, layers: list[LayerKeyValues]) -> int:
 
 
 def _compute_placement(core: EngineCore, request: Request) -> Placement:
-    """Place a prefill that was never queued."""
+    """Return the placement of a prefill that was never queued."""
     if any(parent.entry is None for parent in request.parents):
         raise InvalidRequestError("a copy is imported only after its parents are complete: read them first")
     request.resolve_dependencies()
@@ -321,11 +326,15 @@ def start_remote_load(
 def reserve(
     core: EngineCore, request: Request, is_sufficient: Callable[[KVEntry], bool] = lambda entry: True
 ) -> KVEntry | None:
-    """Allocate a KV entry for a prefill whose KV was computed elsewhere.
+    """Allocate a KV entry for a prefill computed in another process.
 
-    The entry is owned by the message and not found by lookups yet. Returns None if there is no
-    capacity at the moment, or if an equal entry exists and `is_sufficient`, which completes the
-    request.
+    The message owns the entry; lookups do not return it yet.
+
+    Args:
+        is_sufficient: predicate on an equal cached entry; True completes the request with it.
+
+    Returns:
+        None if there is no capacity at the moment, or an equal entry completed the request.
     """
     with core.lock:
         placement = _compute_placement(core, request)

@@ -1,7 +1,7 @@
 """`Message`: the lazy handle of one `prefill` or `decode`.
 
-Submitting is free; reading a value that is not final yet runs the engine until it is. Everything
-submitted in the meantime runs in the same steps, so sequential code batches automatically.
+Submitting computes nothing. Reading a value that is not final runs the engine until it is. All
+requests submitted before that run in the same steps, so sequential code is batched automatically.
 """
 
 import asyncio
@@ -78,12 +78,15 @@ class Message:
 
     @property
     def model(self) -> str:
-        """Model that computes it: "base", an adapter or another model."""
+        """Model that computes the message: "base", an adapter or another model."""
         return self._request.model
 
     @property
     def computed_layers(self) -> tuple[int, ...] | None:
-        """Layers this model computed; the others are another model's. None: all."""
+        """Layers this model computed; None for all of them.
+
+        The other layers are reused from another model.
+        """
         return None if self._request.computed_layers is None else tuple(sorted(self._request.computed_layers))
 
     @property
@@ -121,7 +124,10 @@ class Message:
         return len(self.tokens)
 
     def __getitem__(self, tokens: slice) -> MessageSlice:
-        """Return tokens [start:stop] for use as a parent; an omitted stop is the length, which is waited for."""
+        """Return the slice [start:stop] of the message, as a parent.
+
+        `stop` defaults to the length; the engine runs until that is final.
+        """
         if not isinstance(tokens, slice) or tokens.step is not None:
             raise InvalidPositionError(f"message[{tokens!r}]: use message[start:stop]")
         start = 0 if tokens.start is None else as_int(tokens.start)
@@ -207,7 +213,7 @@ class Message:
     def stream(self) -> Iterator[str]:
         """Yield the generated text piecewise.
 
-        Text is emitted once no stop string can truncate it.
+        Text is yielded once no stop string can truncate it.
         """
         decode_state = self._request.decode_state
         if decode_state is None:
@@ -229,7 +235,7 @@ class Message:
     def wait_encoded(self) -> "Message":
         """Run the engine until the KV of every token is computed.
 
-        This includes the last tokens of a decode. A message that has no KV in its mode is only
+        This includes the last tokens of a decode. A message without KV in its mode is only
         completed. Returns the message.
         """
         request = self._request
@@ -252,7 +258,7 @@ class Message:
 
     @property
     def kv_location(self) -> str:
-        """Location of its KV entry.
+        """Location of the KV entry.
 
         One of device, host, disk, loading, offloading, dropped; "nowhere" without an entry.
         """
@@ -262,7 +268,7 @@ class Message:
     def pin(self, seconds: float | None = None, *, owner: str | None = None) -> "Message":
         """Load the KV entry onto the device and keep it there.
 
-        Pins of different owners are independent. A message that has no KV in its mode is only
+        Pins of different owners are independent. A message without KV in its mode is only
         completed.
 
         Args:
@@ -284,7 +290,7 @@ class Message:
     def release(self) -> None:
         """Release the message's KV entry. Final values stay readable.
 
-        Unfinished work is cancelled unless other requests depend on it.
+        An unfinished message is cancelled unless other requests depend on it.
         """
         self._release_quietly()
         self._core.events.dispatch()
@@ -302,7 +308,7 @@ class Message:
         return self._await_result().__await__()
 
     async def _await_result(self) -> "Message":
-        """Step, yielding to other tasks in between, so awaited messages share steps."""
+        """Run steps until complete; yield between them so awaited messages share steps."""
         core = self._core
         while not self._is_finished() and self._request.state not in (RequestState.FAILED, RequestState.CANCELLED):
             is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
@@ -319,7 +325,7 @@ class Message:
 
     @property
     def _has_no_kv(self) -> bool:
-        """True if its mode keeps no KV entry for it.
+        """True if the message has no KV entry in its mode.
 
         That is every message in naive mode, and prefills (text only) in prefix mode.
         """
@@ -330,7 +336,7 @@ class Message:
         return self._request.tokens_final
 
     def _is_finished(self) -> bool:
-        """True if nothing remains to wait for.
+        """True if the message is complete.
 
         A decode is finished with its last token, a prefill with its computed KV.
         """

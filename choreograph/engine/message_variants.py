@@ -18,7 +18,7 @@ ReencodeFn = Callable[[Message, tuple[Parent, ...]], Message]
 
 
 class MessageVariants:
-    """Creates and finds the variants of one session's messages."""
+    """Variants of one session's messages, by model and layers."""
 
     def __init__(self, session: "Session") -> None:
         self._session, self._core = session, session._core
@@ -26,8 +26,8 @@ class MessageVariants:
     def resolve_parents(self, message: Message) -> tuple[Parent, ...]:
         """Replace parents of other models by their variants for the message's model.
 
-        Returns the parents to attend to; `message.parents` is unchanged. Nothing is replaced with
-        kv_reuse="reuse".
+        Returns the parents to attend to; `message.parents` is unchanged. With kv_reuse="reuse" no
+        parent is replaced.
         """
         model, kv_reuse = message.model, message.kv_reuse
         if kv_reuse == "reuse" or message._request.mode != "choreographed":
@@ -66,10 +66,10 @@ class MessageVariants:
         return unwrap_slice(_variant_for(model, f"only {pattern}", message, reencode))
 
     def restrict_layers(self, message: Message, variant: Message, pattern: LayerPattern) -> Message:
-        """Return a variant whose readers use it in the pattern's layers only.
+        """Return a variant that requests use in the pattern's layers only.
 
-        In the other layers they use the message itself. Computes nothing but the variant; serves to
-        evaluate a pattern without computing it again.
+        In the other layers they attend to the message itself. Computes only the variant: it
+        evaluates a pattern without computing the message again.
         """
         computed_layers = variant.wait_encoded()._request.computed_layers
         if variant._request.source is not message._request or (
@@ -86,9 +86,9 @@ class MessageVariants:
         return restricted
 
     def remote_placeholder(self, message: Message, model: str) -> Message:
-        """Create a message for work computed by a model in another process.
+        """Create a message for KV computed by a model in another process.
 
-        It is not submitted; the caller registers it once the KV arrived.
+        It is not submitted; the caller registers it when the KV has arrived.
         """
         request = message._request
         return self._session._build_request(
@@ -127,8 +127,8 @@ class MessageVariants:
 def _variant_for(model: str, reuse_key: str, parent: Parent, reencode: ReencodeFn) -> Parent:
     """Return the parent, or its variant, for a model.
 
-    Creates missing variants of the message and its ancestors with `reencode`, the oldest first. The
-    model's own messages are returned unchanged.
+    Missing variants of the message and its ancestors are created with `reencode`, the oldest first.
+    The model's own messages are returned unchanged.
     """
     stack = [unwrap_slice(parent)]
     while stack:
@@ -148,7 +148,7 @@ def _variant_for(model: str, reuse_key: str, parent: Parent, reencode: ReencodeF
 def _find_variant(message: Message, model: str, reuse_key: str) -> Message | None:
     """Return an unreleased variant for the model, or None.
 
-    One with all layers recomputed is preferred to a partial one.
+    A variant with all layers recomputed is preferred to a partial one.
     """
     reuse_keys = ("recompute", reuse_key) if reuse_key == "partial" else (reuse_key,)
     candidates = [message] if message.model == model else []

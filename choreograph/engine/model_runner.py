@@ -1,11 +1,12 @@
 """Model execution with overlap scheduling.
 
-After each step the next one is planned, assuming that every decode continues: its metadata is the
-last one advanced by a token. A GPU computes meanwhile. Where small batches are CUDA graphs, the next
-step is also launched, on the sampled tokens still on the device, so the device does not wait for
-Python. The launched step is used for every request that continued. Rows of finished requests are
-discarded: they write to slots that were theirs at launch time, and any new owner's write is ordered
-after it on the same stream.
+After each step the next one is planned, assuming that every decode continues: its attention
+metadata is that of the last step, advanced by one token. A GPU computes meanwhile.
+
+If small batches are CUDA graphs, the next step is also launched, with the sampled tokens still on
+the device, so the device does not wait for Python. The launched step is used for every request that
+continued. Rows of finished requests are discarded: they write to slots that the request owned at
+launch, and a new owner writes to these slots later on the same stream.
 """
 
 import warnings
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
 
 
 class OverlapScheduler:
-    """Plans and, on a GPU, launches at most one step in advance."""
+    """Scheduler of the next decode step while the current one runs.
+
+    `plan_next` builds the next batch and its metadata, assuming that every decode continues. On a
+    GPU with CUDA graphs, `launch_next` also launches it. At most one step is prepared; it is
+    discarded if the scheduler's next batch differs.
+    """
 
     def __init__(
         self, model_set: ModelSet, make_forward_context: Callable[[Batch], ForwardContext], overlaps: bool
@@ -74,7 +80,7 @@ class OverlapScheduler:
         self._planned = PlannedStep(next_batch, contexts, step)
 
     def take_plan(self, batch: Batch) -> ForwardContext | None:
-        """Return the forward context planned for `batch`; None if the plan differs."""
+        """Return the forward context planned for `batch`; None if the batch differs."""
         planned, self._planned = self._planned, None
         if planned is None or not planned.matches(batch):
             return None
@@ -85,7 +91,8 @@ class OverlapScheduler:
     def launch_next(self, sample_output: SampleOutput) -> None:
         """Launch the planned step on the device's sampled tokens.
 
-        Skipped if a request is sure to end, or likely to get another token than the device sampled.
+        Skipped if a request reaches its token limit, or if its token may be sampled again on the
+        host.
         """
         if self._planned is None or self._out_of_memory:
             return
@@ -107,7 +114,10 @@ class OverlapScheduler:
             self._launched = LaunchedStep(self._planned, sample_output, logits, _record_event(logits.device))
 
     def launched(self) -> list[Request]:
-        """Requests whose row of the launched step is what they compute next."""
+        """Return the requests whose next token the launched step computes.
+
+        A request that ended or changed since the launch is not included.
+        """
         if self._launched is None:
             return []
         if self._launched.event is not None:  # the current stream may differ from the launch stream
@@ -156,7 +166,10 @@ class PlannedStep(NamedTuple):
         return is_same
 
     def is_continued_by(self, batch: Batch, contexts: list[tuple[KVSlice, ...]]) -> bool:
-        """True if `batch` is the same requests, one token and slot later."""
+        """True if `batch` has the same requests, one token later.
+
+        Each request's slot must follow its last one directly.
+        """
         if len(batch.chunks) != len(self.batch.chunks):
             return False
         for i, chunk in enumerate(batch.chunks):
@@ -205,7 +218,7 @@ def _record_event(device: torch.device) -> Any:
 
 
 class ModelRunner:
-    """Runs batches and samples tokens; on a GPU, overlaps with the device."""
+    """Model execution and sampling; on a GPU, overlapped with scheduling."""
 
     def __init__(self, model_set: ModelSet, pool: KVPool, backend: Backend) -> None:
         self.overlaps = pool.keys[0].device.type == "cuda"
@@ -214,20 +227,21 @@ class ModelRunner:
         self._overlap_scheduler = OverlapScheduler(model_set, self._make_forward_context, self.overlaps)
 
     def launched_requests(self) -> list[Request]:
-        """Requests whose next token is being computed already.
+        """Return the requests whose next token the device already computes.
 
-        A batch of only these costs nothing more.
+        A batch of only these requests needs no further computation.
         """
         return self._overlap_scheduler.launched()
 
     def reset(self) -> None:
-        """Discard what is kept from earlier steps when nothing runs."""
+        """Discard planned and launched steps; called when no request runs."""
         self._overlap_scheduler.reset()
 
     def forward(self, batch: Batch) -> "Tensor | None":
-        """Run the batch and return the logits of its sampled rows, (len(batch.sampled), V) float32.
+        """Run the model on a batch.
 
-        None for a batch that is computed in some layers only.
+        Returns the logits of the sampled rows, (len(batch.sampled), V) float32; None for a batch
+        that is computed in some layers only.
         """
         if self.overlaps:
             logits = self._overlap_scheduler.take_logits(batch)

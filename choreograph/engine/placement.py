@@ -30,8 +30,8 @@ def resolve_offsets(
 ) -> tuple[tuple[int, ...], int]:
     """Return the position of each parent and of the new message.
 
-    By default the first parent starts at 0, and each following one, and the message, right after
-    the one before.
+    By default the first parent starts at position 0; each later parent, and the message, starts
+    where the previous one ends.
     """
     positions, end = [], 0
     for length, offset in zip(lengths, offsets, strict=True):
@@ -45,8 +45,8 @@ def check_positions(request: Request, lengths: list[int], max_positions: int) ->
     """Check that parents and message stay below the model's maximum position.
 
     Counts the prompt, the minimum of generated tokens and the footer. Called at submission with the
-    parents' lengths so far, and at admission with the final ones. A decode outside of choreographed
-    mode concatenates its parents, whatever their offsets.
+    parents' lengths so far, and at admission with the final lengths. Outside of choreographed mode
+    a decode concatenates its parents and ignores their offsets.
     """
     decode_state, end = request.decode_state, 0
     is_concatenated = request.mode != "choreographed" and decode_state is not None
@@ -123,8 +123,7 @@ def _parent_slices(
 ) -> Iterator[KVSlice]:
     """Yield the KV slices of one parent.
 
-    The parts of a partial prefill: its own entry in the computed layers, the source's in the
-    others.
+    A partial prefill has two: its own entry in the computed layers, the source's in the others.
     """
     if parent.computed_layers is None or parent.source is None:
         assert parent.entry.computed_layers is None, "a partial KV entry is used in all layers"
@@ -141,7 +140,7 @@ def _parent_slices(
 
 
 def _parent_lengths(request: Request) -> list[int]:
-    """Return the number of visible tokens of each parent, checking slices."""
+    """Return the number of visible tokens of each parent, after checking slices."""
     for parent, token_range in zip(request.parents, request.parent_slices, strict=True):
         if token_range is not None and token_range[1] > len(parent.tokens):
             raise InvalidPositionError(

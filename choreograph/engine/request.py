@@ -50,13 +50,13 @@ class DecodeState:
 
     @property
     def stop_allowed(self) -> bool:
-        """True if the next token may end the message (`min_tokens`)."""
+        """True if the message may end with the next token (`min_tokens`)."""
         return len(self.tokens) >= self.sampling.min_tokens
 
     def next_uniform(self) -> float:
         """Return the uniform number in [0, 1) for the next token.
 
-        Idempotent: it is consumed only when the token is appended, so a step can be retried.
+        Idempotent: `append` consumes the number, so a step can be retried.
         """
         if not self._uniforms:  # drawn in a batch: the same sequence as one by one
             self._uniforms = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64).tolist()[::-1]
@@ -94,8 +94,9 @@ class DecodeState:
     def _find_stop_string(self, text: str) -> int | None:
         """Return the start of the first stop string in `text`, or None.
 
-        `text` is `self.text` and a new piece. Only a stop string that ends in the piece counts:
-        earlier ones fell under `min_tokens`.
+        Args:
+            text: `self.text` and a new piece. Only a stop string that ends in the piece counts;
+                `min_tokens` excluded earlier ones.
         """
         text_len = len(self.text)
         starts = (text.find(s, max(0, text_len - len(s) + 1)) for s in self.sampling.stop)
@@ -109,18 +110,14 @@ class DecodeState:
 
 
 class RequestState(Enum):
-    """Life cycle of a request.
+    """Life cycle of a request; the last three states are final."""
 
-    WAITING: for parents or capacity. RUNNING: admitted. TOKENS_FINAL: every token is chosen, the KV
-    of the last ones is not computed yet.
-    """
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    TOKENS_FINAL = "generated"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+    WAITING = "waiting"  # for parents or capacity
+    RUNNING = "running"  # admitted, with a KV entry
+    TOKENS_FINAL = "generated"  # all tokens sampled; KV of the last ones is computed by a later step
+    DONE = "done"  # all tokens sampled, no computation left
+    FAILED = "failed"  # `error` is set
+    CANCELLED = "cancelled"  # released before all tokens were final
 
 
 @dataclass(eq=False)
@@ -187,7 +184,10 @@ class Request:
 
     @property
     def is_text_only(self) -> bool:
-        """True if its mode computes nothing for it: a prefill outside of choreographed mode."""
+        """True if the request computes nothing.
+
+        That is a prefill outside of choreographed mode: decodes include its text.
+        """
         return self.mode != "choreographed" and self.decode_state is None
 
     def max_num_tokens(self, num_prompt_tokens: int, max_positions: int) -> int:
@@ -204,20 +204,20 @@ class Request:
 
     @property
     def finishes_next_step(self) -> bool:
-        """True if the next token is the last one, whatever it is."""
+        """True if the next token reaches the token limit."""
         return self.decode_state is not None and len(self.decode_state.tokens) + 1 >= self.decode_state.max_new_tokens
 
     @property
     def source_chain(self) -> "tuple[Request, ...]":
-        """Requests whose KV entries the readers of this one attend to.
+        """Requests that own the KV entries of this message.
 
-        For a partial prefill: itself in the computed layers and `source` in the others.
+        A partial prefill owns the computed layers, its `source` the others.
         """
         return (self,) if self.computed_layers is None or self.source is None else (self, self.source)
 
     @property
     def tokens_final(self) -> bool:
-        """True if every token is chosen, whether computed or not."""
+        """True if every token is known, even before its KV is computed."""
         if not self.is_decode:
             is_valid = self.state not in (RequestState.FAILED, RequestState.CANCELLED)
             return is_valid and (self.source is None or self.source.tokens_final)
@@ -225,7 +225,7 @@ class Request:
 
     @property
     def current_usage(self) -> Usage:
-        """Usage so far: that of a running or cancelled decode includes the tokens generated until now."""
+        """Usage so far, including tokens of an unfinished or cancelled decode."""
         if self.decode_state is None:
             return self.usage
         return replace(self.usage, completion_tokens=len(self.decode_state.tokens))
@@ -243,9 +243,9 @@ class Request:
         return self.prompt + generated + (self.footer if self.tokens_final else [])
 
     def join_footer(self) -> None:
-        """Remove a stop token that both ends the generated tokens and starts the footer.
+        """Remove a stop token that the footer starts with or replaces.
 
-        A chat turn ends as its template writes it, whichever stop token was generated.
+        The footer of a chat turn replaces any stop token: the turn ends as its template writes it.
         """
         assert self.decode_state is not None
         last = self.decode_state.tokens[-1] if self.decode_state.tokens else None
@@ -271,7 +271,7 @@ class Request:
 
     @property
     def dependencies(self) -> tuple["Request", ...]:
-        """Requests that must be final before this one is admitted."""
+        """Requests whose tokens must be final before this one is admitted."""
         result = self.parents
         for request in (*self.parents, self):
             if request.source is not None:
@@ -292,9 +292,9 @@ class Request:
     def resolve_dependencies(self) -> None:
         """Copy tokens and placement from `source` and set `ready_time`.
 
-        Called once all dependencies are final. `ready_time` is the start of TTFT: the maximum of
-        the submit time and the finish times of decoded ancestors; prefills in between count as work
-        of this request.
+        Called when all dependencies are final. `ready_time` is the start of TTFT: the maximum of
+        the submit time and the finish times of decoded ancestors. Prefills after those count as
+        work of this request.
         """
         if self.source is not None:
             self.prompt, self.offsets, self.new_offset = (
@@ -331,7 +331,10 @@ _TAGS: ContextVar[tuple[RequestTag, ...]] = ContextVar("choreograph_request_tags
 
 @contextmanager
 def tag_requests(tag: RequestTag) -> Iterator[None]:
-    """Tag all requests made inside the block; blocks nest, and those sharing a context may end in any order."""
+    """Tag all requests made inside the block.
+
+    Blocks nest; blocks in the same context (`contextvars`) may end in any order.
+    """
     _TAGS.set((*_TAGS.get(), tag))
     try:
         yield
@@ -348,7 +351,7 @@ def current_tag(session: object) -> RequestTag | None:
 
 
 def wrap_error(request: Request, description: str, exc: Exception) -> RequestFailedError:
-    """Return the error that readers of the message get, caused by `exc`."""
+    """Return the error of a failed request, with `exc` as its cause."""
     error = RequestFailedError(f"message {request.id}: {description} {type(exc).__name__}: {exc}")
     error.__cause__ = exc
     return error

@@ -1,11 +1,11 @@
 """Load or recompute the context of a request before it runs.
 
-Entries are collected depth first: before a discarded entry is recomputed, its own context is
-collected, recursively. Only one request at a time may own a part of what it needs, so no two can
-wait for each other's capacity. If capacity is short, the entries acquired so far are kept and the
-request continues when running requests have ended. If none is running, and entries acquired first
-take the capacity that a recomputation needs, they are evicted and loaded again afterwards, a
-bounded number of times.
+Entries are collected depth first: the context of a discarded entry is collected before the entry is
+recomputed, recursively. Only one request at a time owns part of its context, so two requests cannot
+deadlock on capacity. If capacity is short, the entries acquired so far are kept and the request
+continues when running requests have ended. If none is running and the acquired entries occupy the
+capacity that a recomputation needs, they are evicted and loaded again afterwards, a bounded number
+of times.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class _Frame:
 
 
 class ContextLoader:
-    """Makes the context of one request at a time resident."""
+    """Loader of the context of one request at a time."""
 
     def __init__(self, cache_manager: KVCacheManager, scheduler: Scheduler) -> None:
         self._cache_manager, self._scheduler = cache_manager, scheduler
@@ -88,7 +88,7 @@ class ContextLoader:
                 )
 
     def release(self, request_id: int | None) -> None:
-        """Release collected entries once the request owns them or has ended."""
+        """Release collected entries; called when the request owns them or has ended."""
         if request_id is None or request_id != self._request_id:
             return
         acquired, self._acquired, self._request_id = self._acquired, {}, None
@@ -128,7 +128,7 @@ class ContextLoader:
                 self._cache_manager.acquire(entry, ("plan", self._request_id))
 
     def _yield_pages(self, stack: Sequence[_Frame]) -> bool:
-        """Release entries needed later while a recomputation needs their pages."""
+        """Release acquired entries whose pages a recomputation needs first."""
         if not self._retries_left or self._scheduler.running:
             return False
         needed_ids = {e.id for e in stack[-1].needed} | {frame.target.id for frame in stack if frame.target is not None}
@@ -161,8 +161,8 @@ def _unique_entries(context: Sequence[KVSlice]) -> list[KVEntry]:
 def _next_to_load(needed: list[KVEntry]) -> KVEntry | None:
     """Return the missing entry to restore next; None if there is none.
 
-    Entries already restored reduce the capacity for the rest. So entries that are recomputed from a
-    context, which need the most capacity, come before those that are loaded or have no context.
+    Restored entries reduce the capacity for the rest. Entries recomputed from a context need the
+    most capacity, so they come before entries that are loaded or have no context.
     """
     missing = [entry for entry in needed if not entry.has_pages]
     return min(missing, key=lambda entry: bool(entry.tier_copies) or not entry.context, default=None)

@@ -1,12 +1,12 @@
 """Sampling: HF logits processors and one random generator per message.
 
-Rows are independent: the token depends only on the row's logits and its own generator, so a message
-samples the same tokens alone and in a batch. One uniform number is drawn per token and looked up in
-the cumulative distribution in order of token id, which rounding differences hardly ever cross.
+Rows are independent: a token depends only on its row's logits and generator, so a message samples
+the same tokens alone and in a batch. Each token takes one uniform number, which is looked up in the
+cumulative distribution in order of token id: rounding differences rarely change the result.
 
-Top-p over the whole vocabulary needs a sort. Here the CANDIDATES most likely tokens suffice
-whenever they contain the nucleus, which is checked with their exact probability mass; otherwise
-the HF processors decide. All rows of a step are sampled together, on the logits' device.
+Top-p over the whole vocabulary needs a sort. The CANDIDATES most likely tokens suffice if they
+contain the nucleus, which is checked with their exact probability mass; otherwise the HF processors
+sample the row. All rows of a step are sampled together, on the logits' device.
 """
 
 from collections import Counter
@@ -122,7 +122,7 @@ class SampleOutput:
 
 
 def _needs_no_processors(state: DecodeState) -> bool:
-    """True if sampling depends on neither earlier tokens nor single token ids."""
+    """True if sampling ignores earlier tokens and single token ids."""
     s = state.sampling
     penalties = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
     stop_allowed = not s.min_tokens or state.stop_allowed
@@ -167,7 +167,7 @@ def logits_warpers(params: SamplingParams) -> hf.LogitsProcessorList:
 def _sample_batch(
     logits: Float[Tensor, "B V"], decode_states: list[DecodeState], rows: Sequence[int]
 ) -> Int[Tensor, " B"]:
-    """Return a sampled token for `rows` that sample, else the argmax.
+    """Return a token per row: sampled for `rows`, else the argmax.
 
     Sampled tokens may be NEEDS_FULL_VOCAB; rows with NaN give NAN_LOGITS. Never synchronizes.
     """
@@ -189,7 +189,7 @@ def _sample_batch(
 
 
 def _sampling_tensor(decode_states: list[DecodeState], device: torch.device) -> Float[Tensor, "B 5"]:
-    """Per row: temperature, top-k, top-p, min-p and the uniform number, float64."""
+    """Return temperature, top-k, top-p, min-p and uniform number per row, float64."""
     rows = [(s.temperature, s.top_k, s.top_p, s.min_p, g.next_uniform()) for g in decode_states for s in (g.sampling,)]
     return to_device(rows, torch.float64, device).view(-1, 5)
 
@@ -199,7 +199,7 @@ def _sample_truncated(
 ) -> Tensor:
     """Sample one token per row on the logits' device.
 
-    NEEDS_FULL_VOCAB where the candidates may not contain the nucleus.
+    NEEDS_FULL_VOCAB for rows whose nucleus may exceed the candidates.
     """
     options = [g.sampling for g in decode_states]
     untruncated = [i for i, s in enumerate(options) if _is_untruncated(s)] if logits.shape[-1] > CANDIDATES else []
@@ -312,7 +312,10 @@ def _logprobs(row: Float[Tensor, " V"], token: Int[Tensor, " 1"], num_logprobs: 
 
 
 class AsyncHostCopy:
-    """Asynchronous host copy of a tensor, as of its creation in stream order."""
+    """Asynchronous copy of a tensor to host memory.
+
+    The copy has the tensor's content at creation, in stream order.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._copy_done = tensor, None

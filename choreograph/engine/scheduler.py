@@ -1,9 +1,9 @@
 """Continuous-batching scheduler: admission, packing of the next batch, preemption.
 
-Requests are admitted in order of submission, each with all the pages it can ever need, so a
-running request never waits for capacity and every step makes progress. A token may attend to
-tokens of the same step (each layer writes its KV before it reads), so a chain of prefills, or a
-finished message's last tokens and the header that follows, run in one batch.
+Requests are admitted in order of submission, each with all the pages it can ever need, so a running
+request never waits for capacity and every step makes progress. A token may attend to tokens of the
+same step, since each layer writes its KV before it reads. So one batch can run a chain of prefills,
+or the last tokens of a finished message and the header of the next one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +87,7 @@ class Batch:
 
 
 class Scheduler:
-    """Queues of waiting and running requests, and the choice of what computes next."""
+    """Queues of waiting and running requests, packed into batches."""
 
     def __init__(self, core: "EngineCore") -> None:
         self.waiting: list[Request] = []
@@ -243,12 +243,12 @@ class Scheduler:
     # -- packing ------------------------------------------------------------------------------------------
 
     def schedule(self, launched: Sequence[Request] = ()) -> Batch | None:
-        """Admit waiting requests, build the next batch and mark its tokens as scheduled.
+        """Admit waiting requests and build the next batch.
 
-        Returns None if nothing can run.
+        Marks the batch's tokens as scheduled. Returns None if no request can run.
 
         Status-aware (KVFlow §3.2): requests whose context is being loaded are skipped in favor of
-        ready ones. If none is ready, or without `skip_loading`, they run at once and each layer
+        ready requests. If none is ready, or without `skip_loading`, they run at once and each layer
         waits for its load.
 
         Args:
@@ -275,8 +275,8 @@ class Scheduler:
         """Order requests: single tokens by longest wait, then prompts by arrival.
 
         While a decode waits for its first token, a prompt that no running decode attends to is
-        deferred for at most MAX_SKIPPED_STEPS steps: it costs the same later and then delays no
-        request.
+        deferred, for at most MAX_SKIPPED_STEPS steps: its cost is the same later, and it delays no
+        other request then.
         """
         single: list[Request] = []
         prompts: list[Request] = []
@@ -317,7 +317,10 @@ class Scheduler:
         return [groups[key] for key in sorted(groups, key=lambda key: self._last_scheduled_step.get(key, 0))]
 
     def pack(self, requests: list[Request], allow_loading: bool = False) -> Batch | None:
-        """Fill a batch from requests in order, up to the token budget; None if none of them is ready."""
+        """Pack requests in order into a batch, up to the token budget.
+
+        Returns None if no request is ready.
+        """
         batch, token_budget, num_chunks = Batch(), self._config.max_num_batched_tokens, -1
         while num_chunks < len(batch.chunks) < len(requests):  # repeat while new chunks make others ready
             num_chunks = len(batch.chunks)
@@ -343,9 +346,10 @@ class Scheduler:
     # -- preemption ---------------------------------------------------------------------------------------
 
     def preempt_readers(self, lost_entry: KVEntry) -> None:
-        """Requeue all requests that need uncomputed tokens of a lost entry, transitively.
+        """Requeue all requests that need uncomputed tokens of a lost entry.
 
-        None of them has computed anything yet, since part of their context is missing.
+        Their readers are requeued too. None of them has computed anything, since part of its
+        context is missing.
         """
         lost_entries = [lost_entry]
         for entry in lost_entries:  # grows during iteration

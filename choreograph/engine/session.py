@@ -97,10 +97,10 @@ class Session(ChatTurns):
 
     @property
     def usage(self) -> Usage:
-        """Total over all messages so far, also released and failed ones; completes them first.
+        """Sum of the usage of all messages, including released and failed ones.
 
-        Comparable between modes: outside of choreographed mode a prefill costs nothing, and its
-        tokens count in every decode that includes them.
+        Completes the messages first. Comparable between modes: outside of choreographed mode a
+        prefill costs nothing, and its tokens count in every decode that includes them.
         """
         for message in self.messages:
             with suppress(ChoreographError):  # reading the message raises it
@@ -112,8 +112,7 @@ class Session(ChatTurns):
     def close(self) -> None:
         """Release every message, the youngest first. Final values stay readable.
 
-        An error does not keep other messages from being released; the first one is raised at the
-        end.
+        An error does not stop the release of other messages; the first error is raised afterwards.
         """
         self.closed = True
         errors = call_all(list(self.on_close))
@@ -246,8 +245,8 @@ class Session(ChatTurns):
     ) -> Message:
         """Run `prefill` with exported keys and values (`Message.export_kv`), computing nothing.
 
-        Completes the parents first. Computes the message if there is no capacity for it at the
-        moment.
+        Completes the parents first. Without capacity for the KV at the moment, the message is
+        computed.
 
         Args:
             snapshot: result of `Message.export_kv`.
@@ -441,7 +440,7 @@ class Session(ChatTurns):
         return messages
 
     def _register(self, messages: list[Message]) -> None:
-        """Track messages until they are released, at the latest with the session; then dispatch the events."""
+        """Track messages until released or the session closes; dispatch the events."""
         tag = current_tag(self)
         for message in messages:
             message.on_release = self._unregister

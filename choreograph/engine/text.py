@@ -1,9 +1,9 @@
 """Chat turns rendered with a model's own template, and incremental detokenization.
 
 Turns are cut so that joined turns equal what the template renders. A turn that opens a conversation
-includes the template's prefix (the beginning-of-sequence token, a default system prompt); later
-turns never do. If the template writes the last answer differently from earlier ones, a complete
-turn is rendered as an earlier one, and a turn to be generated as the last.
+includes the template's prefix (the BOS token, a default system prompt); later turns never do. If
+the template renders the last answer differently from earlier ones, a complete turn is rendered as
+an earlier one, and a turn to be generated as the last.
 """
 
 import os
@@ -63,7 +63,7 @@ class ChatTurns:
 
 
 class ChatTemplate:
-    """Renders turns to token ids, for one tokenizer."""
+    """Chat template of one tokenizer, applied turn by turn."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -136,7 +136,7 @@ class ChatTemplate:
     def has_template(self) -> bool:
         """True if the tokenizer has a chat template.
 
-        Without one, turns are lines that no token ends.
+        Without a template, a turn is a line that no stop token ends.
         """
         return bool(getattr(self.tokenizer, "chat_template", None))
 
@@ -155,7 +155,7 @@ class ChatTemplate:
         return frozenset(i for token, i in self.tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
 
     def special_token_id(self, text: str) -> int | None:
-        """Return the id of the special token that `text` spells, which decoding skips; None if it is no such token."""
+        """Return the id of a special token that decoding skips, or None."""
         token: int | None = self.tokenizer.get_vocab().get(text)
         return None if token is None or self.tokenizer.decode([token], skip_special_tokens=True) else token
 
@@ -217,7 +217,10 @@ class ChatTemplate:
 
     @cached_property
     def _folds_system_turn(self) -> bool:
-        """True if the template puts a system turn into the user turn after it, or refuses system turns."""
+        """True if the template has no separate system turn.
+
+        It renders a system turn inside the next user turn, or rejects it.
+        """
         system_turn = Turn("system", _MARKER)
         alone, both = self._render([system_turn]), self._render([system_turn, _SAMPLE_USER_TURN])
         if alone is not None and _MARKER in alone and (both is None or both.startswith(alone)):
@@ -298,11 +301,11 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a character without a 
 
 
 class Detokenizer:
-    """Incremental decoder of one message; the pieces join to the text that follows the header.
+    """Incremental decoder of one message.
 
-    That is `tokenizer.decode(header + tokens)` without the header's part. Text is held back while
-    later tokens may change it: incomplete characters, and runs of byte tokens, which are decoded as
-    a whole.
+    The pieces concatenate to `tokenizer.decode(header + tokens)` without the header's part. Text is
+    held back while later tokens may change it: incomplete characters, and runs of byte tokens,
+    which are decoded as a whole.
     """
 
     def __init__(self, tokenizer: Any, header: list[int], byte_token_ids: frozenset[int]) -> None:
@@ -315,12 +318,12 @@ class Detokenizer:
         self._emitted_text: str | None = None  # of the first tokens of `_ids`; None: not decoded yet
 
     def step(self, token: int) -> str:
-        """Append a token; return the text that is now certain."""
+        """Append a token; return the text that later tokens cannot change."""
         self._ids.append(token)
         return "" if token in self._byte_token_ids else self._emit(is_last=False)
 
     def flush(self) -> str:
-        """Return the text that was held back; incomplete characters become replacement characters."""
+        """Return the text held back; incomplete characters become replacement characters."""
         return self._emit(is_last=True)
 
     def _emit(self, *, is_last: bool) -> str:

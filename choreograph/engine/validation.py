@@ -43,8 +43,8 @@ def build_each(
     """Build every request of a list.
 
     Raises:
-        InvalidRequestError: if a request has an unknown or missing argument, or arguments are given
-            alongside the list, where they would be ignored.
+        InvalidRequestError: if a request has an unknown or missing argument, or if arguments are
+            passed next to the list, where they would be ignored.
     """
     parameters = _parameters(getattr(build, "__func__", build))
     first = next(iter(parameters))
@@ -61,7 +61,12 @@ def build_each(
 
 
 def override_sampling(sampling: object, options: dict[str, Any], build: Callable[..., Message]) -> SamplingParams:
-    """Replace single sampling parameters; refuse a name that `build` does not take."""
+    """Replace single sampling parameters.
+
+    Raises:
+        InvalidRequestError: if `build` does not accept an option.
+        SamplingError: if `sampling` or the value of an option is invalid.
+    """
     _check_names(options, _parameters(getattr(build, "__func__", build)))
     if not isinstance(sampling, SamplingParams):
         raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")
@@ -78,7 +83,10 @@ def _check_names(args: Mapping[str, Any], parameters: Mapping[str, Any]) -> None
 
 @lru_cache(16)
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameters of a function by name, without `self`; keywords of any name are those of `SamplingParams`."""
+    """Return a function's parameters by name, without `self`.
+
+    The names of **keywords are those of `SamplingParams`.
+    """
     parameters = inspect.signature(function).parameters
     named = {name: p for name, p in parameters.items() if name != "self" and p.kind is not p.VAR_KEYWORD}
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -118,7 +126,10 @@ def check_parents(
 
 
 def check_offsets(offsets: Offsets, count: int, max_positions: int) -> tuple[int | None, ...]:
-    """Return one offset or None per parent, each below `max_positions`."""
+    """Validate the offsets of parents; return one per parent.
+
+    None is the default offset. Others are in [0, max_positions).
+    """
     if offsets is None:
         return (None,) * count
     if not isinstance(offsets, Iterable) or getattr(offsets, "ndim", 1) == 0:
@@ -130,7 +141,14 @@ def check_offsets(offsets: Offsets, count: int, max_positions: int) -> tuple[int
 
 
 def check_position(name: str, position: object, max_positions: int) -> int | None:
-    """Return a position below `max_positions`, or None."""
+    """Validate a position; return it as an int, None unchanged.
+
+    Args:
+        name: name of the argument in error messages.
+
+    Raises:
+        InvalidPositionError: if it is not an integer in [0, max_positions).
+    """
     if position is None:
         return None
     value = as_int(position)
@@ -148,7 +166,7 @@ def check_choreographed(mode: str) -> None:
 
 
 def check_tokens(tokens: Iterable[object], name: str, vocab_size: int) -> list[int]:
-    """Return token ids below `vocab_size`."""
+    """Validate token ids; return them as ints below `vocab_size`."""
     ids: list[int] = []
     iterator = iter(tokens)
     while chunk := list(islice(iterator, 4096)):  # checked per chunk of ints: 10x faster than one by one
@@ -159,7 +177,7 @@ def check_tokens(tokens: Iterable[object], name: str, vocab_size: int) -> list[i
 
 
 def check_token(token: object, name: str, vocab_size: int) -> int:
-    """Return a token id below `vocab_size`."""
+    """Validate a token id; return it as an int below `vocab_size`."""
     value = as_int(token)
     if value is None:
         raise InvalidTokensError(f"{name}: {token!r} is not a token id; give a string, token ids or a chat turn")
@@ -169,7 +187,7 @@ def check_token(token: object, name: str, vocab_size: int) -> int:
 
 
 def check_rows(ids: list[int], name: str, chat_template: ChatTemplate | None, vocab_size: int) -> None:
-    """Check that the model has an embedding for every token of the tokenizer's."""
+    """Check that the model's embedding covers the token ids of the tokenizer."""
     if ids and max(ids) >= vocab_size:
         token = require_chat_template(chat_template).tokenizer.convert_ids_to_tokens(max(ids))
         raise InvalidTokensError(
@@ -188,13 +206,16 @@ def tokenize_input(
     name: str = "tokens",
     allow_empty: bool = False,
 ) -> list[int]:
-    """Return the token ids of text, a chat turn or token ids; each has a row in the model's embedding.
+    """Return the token ids of text, a chat turn or token ids.
+
+    Every id has a row in the model's embedding.
 
     Args:
-        opening: it opens a conversation; a turn then includes the template's prefix, text the BOS token.
-        after_system: it follows a system turn.
-        name: argument that the errors name.
-        allow_empty: no tokens are no error.
+        opening: the input opens a conversation: a turn includes the template's prefix, text the BOS
+            token.
+        after_system: the input follows a system turn.
+        name: name of the argument in error messages.
+        allow_empty: accept an input without tokens.
     """
     if isinstance(prompt, (Turn, str)):
         chat_template = require_chat_template(chat_template)
@@ -220,7 +241,7 @@ def require_chat_template(chat_template: ChatTemplate | None) -> ChatTemplate:
 
 
 def follows_system_turn(parents: tuple[Message | MessageSlice, ...]) -> bool:
-    """Return whether the last chat turn among the parents is a system turn."""
+    """Return whether the parents' last chat turn is a system turn."""
     for parent in reversed(parents):
         role = unwrap_slice(parent).role
         if role is not None:
@@ -229,9 +250,9 @@ def follows_system_turn(parents: tuple[Message | MessageSlice, ...]) -> bool:
 
 
 def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) -> None:
-    """Check that token ids are in the vocabulary.
+    """Check sampling parameters against tokenizer and vocabulary.
 
-    Stop strings need a tokenizer.
+    Token ids must be in the vocabulary; stop strings need a tokenizer.
     """
     if not isinstance(sampling, SamplingParams):
         raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")

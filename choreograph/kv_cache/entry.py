@@ -19,8 +19,8 @@ KVLocation = Literal["device", "host", "disk", "loading", "offloading", "dropped
 class KVSlice(NamedTuple):
     """Slice of an entry's tokens, placed at a position in a context.
 
-    A slice of zero tokens is attended to by nothing; it references the source entry of a partial
-    prefill, whose cached layer inputs are read.
+    No token attends to a slice of zero tokens: it references the source entry of a partial prefill,
+    of which the cached layer inputs are read.
     """
 
     entry: "KVEntry"
@@ -31,7 +31,7 @@ class KVSlice(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """Position minus base position, in tokens, of every token."""
+        """Position of every token relative to its base position, in tokens."""
         return self.position - self.token_start - self.entry.base_position
 
     def visible_in(self, layer: int) -> bool:

@@ -1,16 +1,18 @@
 """Eviction policies, eviction hints and pins.
 
-Where: `KVCacheManager._allocate` calls `_reclaim` when the device has too few free pages. `_reclaim` calls
-`_evict`, as does `prefetch` for the entry that it loads. `_evict_one` offloads an entry or frees its pages.
-`_reclaim_tier` evicts copies from the host and disk tiers in the same way.
+Call path: `KVCacheManager._allocate` calls `_reclaim` when the device has too few free pages.
+`_reclaim` calls `_evict`, as does `prefetch` for the entry that it loads. `_evict_one` offloads an
+entry or frees its pages. `_reclaim_tier` evicts copies from the host and disk tiers in the same
+way.
 
-Which: the policy that `CacheConfig(eviction=...)` names orders the candidates. On the device these are
-complete entries without a running transfer that are not in use: running requests and pins exclude an entry
-before the policy is called.
+Candidates: on the device, complete entries that are not in use and have no running transfer.
+Running requests and pins exclude an entry before the policy is called. The policy that
+`CacheConfig(eviction=...)` names orders the candidates.
 
-A policy is a pure function that returns the IDs of all its candidates, first to evict first. To add one, write
-the function here, add it to `EVICTION_POLICIES` below and its name to `EvictionPolicyName` in `config.py`.
-CONTRIBUTING.md lists the tests and the documentation to extend.
+A policy is a pure function that returns the IDs of all its candidates, first to evict first. To add
+one, write the function here, add it to `EVICTION_POLICIES` below and its name to
+`EvictionPolicyName` in `config.py`. CONTRIBUTING.md lists the tests and the documentation to
+extend.
 """
 
 import math

@@ -106,7 +106,7 @@ class KVCacheManager:
         entry.last_access = next(self._clock)
 
     def release(self, entry: KVEntry, owner: tuple[str, object]) -> None:
-        """Remove an owner, and an entry without owners that cannot be looked up.
+        """Remove an owner; delete an unowned entry that lookups cannot return.
 
         Idempotent.
         """
@@ -129,9 +129,9 @@ class KVCacheManager:
             self._delete(entry)
 
     def fail(self, entry: KVEntry, error: Exception | None) -> None:
-        """Keep only the computed tokens of an entry whose computation raised `error`.
+        """Truncate or discard an entry whose computation raised `error`.
 
-        In choreographed mode the entry is useless without the others: requests that need it get the error.
+        A prefix-mode entry keeps computed tokens; requests that need any other entry get the error.
         """
         if entry.id not in self.entries:  # deleted with its last owner
             return
@@ -166,7 +166,7 @@ class KVCacheManager:
     def _delete(self, entry: KVEntry) -> None:
         """Delete an unreferenced entry and detach its prefix subtree.
 
-        If a transfer is running, cancel that and delete later.
+        A running transfer is cancelled first; the entry is deleted when it ends.
         """
         if entry.transfer is not None:
             entry.transfer.cancel()
@@ -202,7 +202,7 @@ class KVCacheManager:
             entry.is_indexed = True
 
     def prefix_tree(self, cache_salt: str, *, create: bool = False) -> PrefixTree:
-        """Return the prefix tree of a salt, stored if `create`."""
+        """Return the prefix tree of a salt; `create` registers a new one."""
         tree = self._prefix_trees.get(cache_salt) or PrefixTree(cache_salt)
         if create:
             self._prefix_trees[cache_salt] = tree
@@ -404,7 +404,7 @@ class KVCacheManager:
     def poll_transfers(self) -> list[KVEntry]:
         """Process completed transfers and expired pins; return entries whose load failed.
 
-        Those have no pages now; the caller fails or recomputes the requests that need them.
+        Failed entries have no pages; the caller fails or recomputes the requests that need them.
         """
         failed = []
         for job in list(self.offload_manager.jobs):

@@ -10,7 +10,7 @@ from ..errors import CacheFullError
 
 
 class PageAllocator:
-    """Allocator of the pages first <= page < end."""
+    """Allocator of the pages in [first, end)."""
 
     def __init__(self, first: int, count: int) -> None:
         self.first = first
@@ -173,9 +173,9 @@ class KVPool:
                 self.hidden[layer].fill_(float("nan"))
 
     def grow_partial_pool(self, layers: Iterable[int], pages: int) -> None:
-        """Grow the partial-layer pool to at least `pages` pages, keeping its content.
+        """Grow the partial-layer pool to at least `pages` pages.
 
-        `layers` are added to its layers.
+        Keeps its content, and adds `layers` to its layers.
         """
         partial_layers, num_new = self.partial_layers | set(layers), max(0, pages - self._partial.count)
         slots = (self._partial.end + num_new) * self.page_size

@@ -1,4 +1,4 @@
-"""Prefix tree, and sharing of equal headers over the same context."""
+"""Prefix tree, and reuse of equal headers over the same context."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,9 +16,9 @@ MIN_SHARED_TOKENS = 4  # shorter headers are cheaper to compute than to copy
 
 
 class PrefixTree:
-    """Prefix tree of one cache salt: finds a prompt's longest cached prefix.
+    """Prefix tree of one cache salt; matches a prompt's longest cached prefix.
 
-    The baseline of Prompt Choreography (§3.1): text is concatenated and the longest cached prefix is
+    Baseline of Prompt Choreography (§3.1): text is concatenated and the longest cached prefix is
     reused. An entry is attached to another at the token where they diverge, so entries are never
     split. Entries may still be growing: only final or computed tokens are matched.
     """
@@ -59,7 +59,7 @@ class PrefixTree:
         return best
 
     def insert(self, entry: KVEntry, prefix: list[int]) -> bool:
-        """Attach an entry after `prefix`; return False if it is covered already."""
+        """Attach an entry after `prefix`; return False if already covered."""
         tokens = prefix + entry.tokens
         parent, index, num_matched = _end_of(self.match(tokens))
         if not len(prefix) <= num_matched < len(tokens) or entry in self._attached_at:
@@ -131,8 +131,8 @@ def _common_prefix_len(
 class SharedHeaderIndex:
     """Index of decodes by context and base position.
 
-    Branches, voters and agents often start with equal headers over equal parents. The header is
-    computed for the first of them; the others read its tokens and copy them.
+    Decodes with equal parents often start with equal headers (branches, voters, agents). The first
+    decode computes the header; the others read its tokens and copy them.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,10 @@ class SharedHeaderIndex:
         self._keys: dict[KVEntry, tuple[bytes, int]] = {}
 
     def add(self, cache_salt: str, entry: KVEntry) -> KVSlice | None:
-        """Add an entry; return its longest proper prefix ready by the next step."""
+        """Index an entry; return the longest proper prefix in another entry.
+
+        None if no prefix is long enough. Its tokens are computed by the next step at the latest.
+        """
         position = entry.base_position  # keys are stored rotated to it
         key = self._keys[entry] = (content_hash(cache_salt, (), position, entry.context), position)
         best, max_length = None, len(entry.tokens) - 1

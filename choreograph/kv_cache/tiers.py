@@ -1,8 +1,8 @@
 """Host and disk tiers for KV entries, and their transfers (KVFlow §3.2).
 
-A tier reserves space for a copy, returns the operations that fill it from a pool and read it back
-(layer by layer, for a `Transfer`), and frees it. The host tier is a `KVPool` of its own; the disk tier
-writes one checksummed file per entry.
+A tier reserves space for a copy and frees it. It returns the operations that copy an entry layer by
+layer (`Transfer`), from a pool into the copy and back. The host tier is a `KVPool` of its own; the
+disk tier writes one checksummed file per entry.
 """
 
 import itertools
@@ -274,9 +274,9 @@ class TransferJob:
 
 
 class OffloadManager:
-    """Offload tiers, highest first, and the transfers between them and the device.
+    """Offload tiers, highest first, and the transfers between tiers and device.
 
-    A transfer only copies. Its effect on the cache is applied by `complete`, in the engine thread.
+    A transfer only copies. `complete` applies its effect on the cache, in the engine thread.
     """
 
     def __init__(self, pool: KVPool, tiers: Sequence[Tier], executor: ThreadExecutor, events: EventBus) -> None:
@@ -344,7 +344,7 @@ class OffloadManager:
         self.executor.start(entry.transfer)
 
     def complete(self, job: TransferJob) -> None:
-        """Give a finished transfer's copy to the entry, or roll it back.
+        """Add a finished transfer's copy to the entry, or roll back.
 
         The caller frees the device pages of a failed load.
         """

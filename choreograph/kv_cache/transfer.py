@@ -1,7 +1,7 @@
 """Background copies of KV cache layers, by thread or CUDA stream.
 
-A transfer copies layer by layer, so that a step can compute a layer as soon as that layer has been
-copied. Cache state does not change here: the thread that started a transfer polls for completed ones.
+A transfer copies layer by layer, so that a step can compute a layer as soon as it is copied. A
+transfer does not change cache state: the thread that started it polls for completed ones.
 """
 
 import atexit
@@ -23,7 +23,7 @@ TransferDirection = Literal["loading", "offloading"]
 class Transfer:
     """One copy in flight, layer by layer.
 
-    An error ends it, as does `cancel` between two layers.
+    It ends early on an error, or on `cancel` between two layers.
     """
 
     direction: TransferDirection  # shown as the location of the entry
@@ -98,7 +98,7 @@ class TransferError(Exception):
 
 
 class ThreadExecutor:
-    """Runs transfers in order on one thread, stopped when idle."""
+    """Executor that runs transfers in order on one thread, stopped when idle."""
 
     def __init__(self, idle_seconds: float = 5.0) -> None:
         self._queue: deque[Transfer] = deque()  # the first one is running
@@ -176,10 +176,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class CudaStreamExecutor(ThreadExecutor):
-    """Runs transfers on a separate CUDA stream. Host memory should be pinned.
+    """Executor that runs transfers on a separate CUDA stream.
 
-    A step that needs a layer makes the device wait for it, not the host. The thread launches copies,
-    reads and writes files, and waits for the stream, so that pages are freed only after the copy.
+    A step that needs a layer makes the device wait for it, not the host. The thread launches
+    copies, reads and writes files, and waits for the stream, so that pages are freed only after the
+    copy. Host memory should be pinned.
 
     Args:
         cuda: Module that creates streams and events: `torch.cuda` or a fake.
@@ -210,7 +211,7 @@ class CudaStreamExecutor(ThreadExecutor):
 
 
 class SyncExecutor(ThreadExecutor):
-    """Runs a transfer in `start`: all ranks complete it alike."""
+    """Executor that completes a transfer in `start`, alike on all ranks."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

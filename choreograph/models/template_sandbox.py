@@ -1,7 +1,7 @@
 """Chat templates rendered with bounds on time and output.
 
-Templates come with models from the Hub and are untrusted code. The sandbox of transformers keeps them
-from the interpreter; it does not keep them from looping for hours or from filling the memory.
+Templates come with models from the Hub and are untrusted code. The sandbox of transformers denies
+them access to the interpreter, but does not bound loops or memory.
 """
 
 import datetime
@@ -21,11 +21,14 @@ MAX_OUTPUT = 1 << 24  # characters of one rendering, and of one repeated or padd
 
 
 class TemplateLimitError(jinja2.TemplateError):
-    """A template exceeds the bounds on time or output."""
+    """Chat template that exceeds the bounds on time or output."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model writes; it changes nothing in the text."""
+    """Jinja extension that ignores the tag `{% generation %}`.
+
+    The tag marks the text that the model writes; the rendered text does not change.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as declared by jinja2
 
@@ -117,7 +120,7 @@ def _check_arguments(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _check_size(value: Any) -> Any:
-    """Return a value, if it is not too long."""
+    """Return a value, or raise if it is too long."""
     if isinstance(value, (str, list, tuple, dict)):
         _check_length(len(value))
     return value
