@@ -63,7 +63,7 @@ _LEGACY_ATTENTION: dict[str, tuple[str, Callable[..., Any]]] = {  # module name 
 
 
 class LegacyAttentionPatch:
-    """Replaces the attention modules' forward methods of one model."""
+    """Patch of the forward methods of one model's attention modules."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         name, self._attention = _LEGACY_ATTENTION[model.config.model_type]
@@ -82,7 +82,7 @@ class LegacyAttentionPatch:
 
 
 def alibi_slopes(model: PreTrainedModel) -> tuple[float, ...] | None:
-    """Return each head's decrease of the score per position of distance; None without ALiBi."""
+    """Return each head's ALiBi score decrease per position; None without ALiBi."""
     config = model.config
     heads = getattr(config, "num_attention_heads", 0)
     if config.model_type == "bloom":
@@ -102,7 +102,7 @@ DEFAULT_TEST = "tests/models/test_architectures.py"
 class Architecture(NamedTuple):
     """Supported architecture, by transformers' `model_type`."""
 
-    notes: str = ""  # shown by `choreograph models`
+    notes: str = ""  # printed by `choreograph models`
     position_encodings: tuple[Literal["rotary", "alibi", "learned"], ...] = ("rotary",)
     needs_patch: bool = False  # True if its attention needs a `LegacyAttentionPatch`
     test: str = DEFAULT_TEST  # file of the test that runs it
@@ -174,7 +174,7 @@ class StaticRope:
 
 
 def _compute_inv_freq(module: Any, rope_type: str, layer_type: str | None, max_positions: int) -> Tensor:
-    """Return the frequency table of a length; refuse one whose score scale depends on the length."""
+    """Compute RoPE frequencies for a length; refuse length-dependent score scales."""
     if rope_type not in ROPE_INIT_FUNCTIONS:
         raise ModelError(
             f"rope type {rope_type!r} changes with the length in a way that is not known; it is not served"

@@ -43,7 +43,7 @@ _COMPILED_MODELS: WeakKeyDictionary[Any, ReferenceType[Callable[..., Tensor]]] =
 
 
 class PinnedBuffer:
-    """Pinned host array that is repeatedly copied into one device tensor.
+    """Pinned host array and the device tensor that it is copied to.
 
     `host` is (count,) numpy, `device` a (count,) tensor of the same dtype.
     """
@@ -56,19 +56,19 @@ class PinnedBuffer:
         self._copy_done: Any = torch.cuda.Event() if on_gpu else None
 
     def wait(self) -> None:
-        """Wait until the last copy has read the host array, so that it can be modified."""
+        """Block until the last copy is done, so `host` can be modified."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
 
     def flush(self) -> None:
-        """Launch the copy from `host` to `device`."""
+        """Launch the asynchronous copy from `host` to `device`."""
         self.device.copy_(self._source, non_blocking=True)
         if self._copy_done is not None:
             self._copy_done.record()
 
 
 class StaticMetadata:
-    """Buffers for the attention work of all layers with the same spec and context."""
+    """Static buffers for attention metadata of layers with equal spec and context."""
 
     def __init__(
         self, spec: AttentionSpec, num_tokens: int, max_tile_rows: int, bucket: int, device: torch.device
@@ -105,7 +105,7 @@ class StaticMetadata:
         )
 
     def fill(self, tiles: TileMetadata, metadata: AttentionMetadata) -> None:
-        """Copy the work of a step to the device."""
+        """Copy a step's work items and RoPE tables to the device."""
         self._indices.wait()
         self._host_arrays["work_items"][:] = 0  # an item without rows does nothing
         for name, buffer in self._host_arrays.items():
@@ -121,7 +121,7 @@ class StaticMetadata:
 class StaticForwardContext:
     """Forward context whose inputs are buffers with fixed addresses.
 
-    It references the pool's tensors weakly: a pool that is replaced by a larger one is freed at once.
+    References to the KV pool's tensors are weak, so a pool replaced by a larger one is freed at once.
     """
 
     def __init__(self, prepared: "_PreparedStep", static_metadata: list[StaticMetadata], device: torch.device) -> None:
@@ -138,7 +138,7 @@ class StaticForwardContext:
         return all(keys() is new for (keys, _), new in zip(self._pool_refs, forward_context.keys, strict=True))
 
     def fill(self, prepared: "_PreparedStep", tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Copy the inputs of a step to the device."""
+        """Copy a step's tokens, positions, slots and attention work to the device."""
         self._inputs.wait()
         inputs: tuple[Any, ...] = (tokens, positions, prepared.forward_context.metadata.slots)
         for buffer, numbers in zip(self._inputs.host.reshape(3, -1), inputs, strict=True):
@@ -158,7 +158,7 @@ class StaticForwardContext:
         scale: float,
         sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
-        """Write and attend as `ForwardContext.attend`."""
+        """Write KV to the pool and attend, as `ForwardContext.attend` does."""
         keys, values = (reference() for reference in self._pool_refs[layer])
         assert keys is not None and values is not None
         tiles = self._static_metadata[self._metadata_index[layer]].device_tiles
@@ -167,7 +167,7 @@ class StaticForwardContext:
 
 
 class GraphCapturer:
-    """Captures work as CUDA graphs that share one memory pool: only one may run at a time."""
+    """CUDA graph capture into a shared memory pool; replays must not overlap."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -196,7 +196,7 @@ class GraphCapturer:
 
 
 class _PreparedStep(NamedTuple):
-    """A padded step with its attention work."""
+    """Step padded to a graph size, with its partitioned attention work."""
 
     forward_context: ForwardContext
     metadata_and_specs: list[tuple[AttentionMetadata, AttentionSpec]]  # distinct pairs of the layers
@@ -210,9 +210,10 @@ class _PreparedStep(NamedTuple):
 
 
 class CudaGraphForward:
-    """`HFModel.forward` for steps that a CUDA graph can compute; None for others, which run eagerly.
+    """`HFModel.forward` through CUDA graphs, for small steps.
 
-    Others are larger than the largest size or bucket, or wait for loads layer by layer.
+    Returns None for a step that must run eagerly: it exceeds the largest size or bucket, waits for KV
+    loads layer by layer, has injected hidden states, or could not be captured.
     """
 
     def __init__(
@@ -252,7 +253,10 @@ class CudaGraphForward:
         return logits[to_device(logits_indices, torch.long, logits.device)].float()
 
     def launch(self, tokens: Tensor, positions: list[int], forward_context: ForwardContext) -> Tensor | None:
-        """Replay an existing graph with tokens on the device; return all logits, (N, V)."""
+        """Replay a captured graph with tokens that are on the device.
+
+        Return the float32 logits (N, V) of all tokens, or None if no graph fits.
+        """
         prepared = self.prepare(forward_context)
         if prepared is None or forward_context.layer_waiters:
             return None
@@ -260,7 +264,10 @@ class CudaGraphForward:
         return None if logits is None else logits[: len(positions)].to(torch.float32, copy=True)
 
     def prepare(self, forward_context: ForwardContext) -> _PreparedStep | None:
-        """Compute the attention work of a step, cached in its metadata; None if it has too many tokens."""
+        """Pad a step and partition its attention work, cached in its metadata.
+
+        Return None for a step with too many tokens or with injected hidden states.
+        """
         size = next((size for size in self.sizes if size >= forward_context.metadata.num_tokens), None)
         if size is None or forward_context.injected_hidden:
             return None
@@ -291,7 +298,15 @@ class CudaGraphForward:
     def _replay(
         self, prepared: _PreparedStep, tokens: list[int], positions: list[int], device_tokens: Tensor | None = None
     ) -> Tensor | None:
-        """Run a step's graph and return its logits, (N, V); None without a graph over the current pool."""
+        """Replay the CUDA graph that was captured for steps of this shape.
+
+        Args:
+            device_tokens: (n,) token ids on the device, used in place of `tokens`.
+
+        Returns:
+            Logits (N, V) of the N padded tokens, overwritten by the next replay. None if no graph was
+            captured for `prepared.graph_key`, or if the KV pool was replaced after the capture.
+        """
         static_context, replay = self._graphs.get(prepared.graph_key, (None, None))
         if static_context is None or replay is None or not static_context.uses_same_pool(prepared.forward_context):
             return None
@@ -301,7 +316,7 @@ class CudaGraphForward:
         return replay()[0]
 
     def _try_capture(self, prepared: _PreparedStep, tokens: list[int], positions: list[int]) -> bool:
-        """Capture the graph of a step; return False if that is not possible."""
+        """Capture the graph of a step; return True on success."""
         key = prepared.graph_key
         old = self._graphs.get(key)  # keeps the memory pool in use until another graph does
         if old is not None:
@@ -351,7 +366,7 @@ class CudaGraphForward:
 
 
 def _shared_compiled_model(hf_model: HFModel) -> Callable[..., Tensor]:
-    """Return the compiled model that all engines over one model share while any of them lives."""
+    """Return the compiled model, shared and cached while any engine uses it."""
     reference = _COMPILED_MODELS.get(hf_model.model)
     compiled = reference() if reference is not None else None
     if compiled is None:

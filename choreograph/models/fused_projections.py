@@ -25,7 +25,7 @@ FusionGroup = tuple[nn.Linear, ...]
 
 
 class FusedWeight(NamedTuple):
-    """Weight of a fused projection, and the slice of one of its parts."""
+    """Fused projection weight, and the output slice of one part."""
 
     weight: Tensor  # (F, E)
     bias: Tensor | None  # (F,)
@@ -59,10 +59,10 @@ def fuse(model: nn.Module) -> list[FusionGroup]:
 
 @contextmanager
 def fused_for_tracing(groups: Iterable[FusionGroup]) -> Iterator[None]:
-    """Compute projections as slices of fused ones while a graph is traced or captured.
+    """Compute each projection as a slice of its fused matmul while tracing.
 
-    Weights that were replaced since `fuse` are fused again. A group that cannot be fused any more is
-    left alone, and graphs compiled from it fail.
+    Applies inside the block, where a graph is traced or captured. Weights replaced since `fuse` are fused
+    again. A group that cannot be fused any more stays unfused, and graphs compiled from it fail.
     """
     fused: list[nn.Linear] = []
     try:
@@ -86,14 +86,14 @@ def _fused_forward(part: Any, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n
 
 
 def unfuse(groups: Iterable[FusionGroup]) -> None:
-    """Forget the fused weights. The parameters stay where they are."""
+    """Drop the fused weights without moving the parameters."""
     for group in groups:
         for part in group:
             vars(part).pop("fused_weight", None)
 
 
 def deduplication_pass() -> Callable[[torch.fx.Graph], None]:
-    """Return a graph pass that computes equal matmuls, and views of their inputs, once."""
+    """Return a graph pass that merges equal matmuls and input views."""
     try:
         from torch._inductor.custom_graph_pass import CustomGraphPass
     except ImportError:  # a private module: inductor takes plain functions too, but does not cache their graphs
@@ -122,7 +122,7 @@ def _deduplicate(graph: torch.fx.Graph) -> None:
 
 
 def _fusable(group: Sequence[Any]) -> bool:
-    """Return whether these are plain linear layers with the same input size, dtype and device."""
+    """Check for plain linear layers of equal input size, dtype and device."""
     if not all(type(part) is nn.Linear for part in group):
         return False
     weights = [part.weight for part in group]
@@ -151,9 +151,10 @@ def _fuse_group(group: FusionGroup) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _concat_in_place(tensors: Sequence[Float[Tensor, "f *E"]]) -> nn.Parameter:
-    """Return one tensor of which all `tensors` are views, in order; move their data if necessary.
+    """Concatenate tensors into one parameter and make them views of it.
 
-    It is a parameter because the compiler takes only the shapes of parameters as static.
+    Tensors that are already adjacent in memory are not moved. The result is a parameter because the
+    compiler takes only the shapes of parameters as static.
     """
     first, end = tensors[0], tensors[0].data_ptr()
     for part in tensors:

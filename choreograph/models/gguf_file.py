@@ -1,6 +1,7 @@
-"""Conversion of a GGUF file to a folder that transformers loads: weights, configuration and tokenizer.
+"""Convert a GGUF file to a folder that transformers can load.
 
-Every metadata key that changes what is computed is in the tables below: it is applied, or the file is refused.
+The folder holds weights, configuration and tokenizer. Every metadata key that changes the model's output
+is in the tables below: it is applied, or the file is refused.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ FORMAT = 2  # of the converted folder; another one is converted again
 
 
 class _Family(NamedTuple):
-    """How a GGUF architecture is read."""
+    """Rules for reading files of one GGUF architecture."""
 
     model_type: str  # of transformers
     fields: Mapping[str, str] = {}  # configuration field by metadata key, beside `_FIELDS`
@@ -127,7 +128,7 @@ _ROPE_KEYS = {  # read by `_rope_parameters`
 }
 _CHECKED_KEYS = {"attention.value_length", "attention.scale", "attention.sliding_window_pattern"}  # by `_read_config`
 _INERT_KEYS = {"vocab_size", "pooling_type", "decoder_start_token_id", "features_length"}
-_TOKENIZER_NEUTRAL: dict[str, tuple[Any, ...]] = {  # options of tokenizers that are not applied; others are warned of
+_TOKENIZER_NEUTRAL: dict[str, tuple[Any, ...]] = {  # neutral values of unapplied options; others cause a warning
     **dict.fromkeys(("remove_extra_whitespaces", "treat_whitespace_as_suffix", "add_sep_token"), (False,)),
     "escape_whitespaces": (True,),
 }
@@ -135,7 +136,7 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 
 def convert_gguf(gguf: Path) -> Path:
-    """Return the cached folder with a GGUF file's weights, tokenizer and configuration.
+    """Convert a GGUF file, or return the folder of an earlier conversion.
 
     Args:
         gguf: the file, or one of its parts `name-00001-of-00002.gguf`.
@@ -165,7 +166,7 @@ def convert_gguf(gguf: Path) -> Path:
 
 
 def _find_parts(gguf: Path) -> list[Path]:
-    """Return all files of a model in order; raise ModelError that names a missing one."""
+    """Return a model's files in order; raise ModelError naming missing ones."""
     match = re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.gguf)", gguf.name, re.IGNORECASE)
     if match is None:
         return [gguf]
@@ -297,7 +298,7 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any], name: 
 
 
 def _rope_parameters(keys: Mapping[str, Any], family: _Family, head_dim: int, tensors: Any, refuse: Any) -> Any:
-    """Return transformers' `rope_parameters`."""
+    """Translate RoPE metadata to transformers' `rope_parameters`."""
     kind, factor = keys.get("rope.scaling.type"), keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1
     if kind is None and factor != 1:
         kind = "linear"
@@ -353,7 +354,7 @@ def _rope_parameters(keys: Mapping[str, Any], family: _Family, head_dim: int, te
 
 
 def _read_weights(model: Any, architecture: str, tensors: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
-    """Return the dequantized parameters; raise ModelError unless file and model hold the same ones."""
+    """Return dequantized parameters by name; raise ModelError unless all match the model."""
     from gguf import dequantize
 
     heads = model.config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Tokenizer of a GGUF file, which stores tokens, merges and the name of a pre-tokenizer."""
+"""Tokenizer of a GGUF file, from its tokens, merges and pre-tokenizer name."""
 
 import logging
 from collections.abc import Mapping
@@ -68,10 +68,10 @@ _ADDS_BOS = {*_LLAMA3, "tekken"}  # unless the file says otherwise
 
 
 def build_tokenizer(metadata: Mapping[str, Any], name: str) -> PreTrainedTokenizerFast | None:
-    """Return the tokenizer that the metadata describe; None if they hold none.
+    """Build the tokenizer from GGUF metadata; None if they describe none.
 
     Raises:
-        ModelError: if its kind is not known.
+        ModelError: if the kind of tokenizer is not supported.
     """
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     kind, tokens = ggml.get("model"), ggml.get("tokens")
@@ -108,7 +108,7 @@ _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown
 
 
 def _token(ggml: Mapping[str, Any], key: str) -> str | None:
-    """Return a special token by its metadata key; those of sentencepiece have defaults."""
+    """Return a special token by metadata key, with defaults for sentencepiece."""
     defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} if ggml["model"] == "llama" else {}
     number = ggml.get(key, defaults.get(key))
     return ggml["tokens"][number] if number is not None and 0 <= number < len(ggml["tokens"]) else None
@@ -135,7 +135,7 @@ def _build_byte_level(ggml: Mapping[str, Any], _: str, name: str) -> Tokenizer:
 
 
 def _build_sentencepiece(ggml: Mapping[str, Any], architecture: str, _: str) -> Tokenizer:
-    """Return transformers' tokenizer with the text preparation of sentencepiece."""
+    """Return transformers' tokenizer with sentencepiece's normalization and decoding."""
     described = {"tokenizer_type": "llama", **{key: ggml[key] for key in ("tokens", "scores", "merges") if key in ggml}}
     backend, _unused = convert_gguf_tokenizer(architecture, described)
     if architecture.startswith("gemma"):

@@ -1,6 +1,6 @@
-"""Hugging Face causal language model with a forward pass over the tokens of a batch.
+"""Hugging Face causal language model with a batched forward pass.
 
-The forward context travels through the unmodified model as the keyword argument `step` to an attention
+The forward context is passed through the unmodified model as the keyword argument `step` to an attention
 function registered with transformers (`AttentionInterface`). The model's own attention setting is
 restored after every forward pass, so the caller can keep using a model passed in memory.
 """
@@ -55,7 +55,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Pass one layer's attention on to the forward context.
+    """Compute one layer's attention through the forward context.
 
     Args:
         step: the forward context; None while a graph is traced.
@@ -77,7 +77,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """Return the special token that the chat template puts behind an answer; None if there is none."""
+    """Return the chat template's special end-of-turn token, or None."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     marker, question = "choreograph-answer", {"role": "user", "content": "choreograph-question"}
@@ -96,7 +96,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 class HFModel:
-    """Model and tokenizer; `forward` computes a batch.
+    """Hugging Face model and its tokenizer, with a batched `forward`.
 
     `tokenizer` is None for a model that is used with token ids only.
     """
@@ -118,7 +118,7 @@ class HFModel:
         """Probe the model and check that it can be served.
 
         Args:
-            max_positions: limit below the model's own; length-dependent RoPE tables are those of this length.
+            max_positions: limit below the model's own; length-dependent RoPE tables are computed for this length.
 
         Raises:
             ModelError: if the engine does not support the model.
@@ -215,7 +215,7 @@ class HFModel:
         logits_indices: list[int],
         models: Sequence[str] = (),
     ) -> Float[Tensor, "R V"]:
-        """Compute all tokens of a batch and return the float32 logits of `logits_indices`.
+        """Run the model over a batch; return float32 logits of `logits_indices`.
 
         Args:
             models: adapter of each token, or "base"; empty if all are "base".
@@ -232,7 +232,7 @@ class HFModel:
             return self.logits(tokens, positions, forward_context, logits_indices).float()
 
     def prepare_graph(self, forward_context: ForwardContext) -> None:
-        """Prepare the inputs of a CUDA graph for a step of the base model."""
+        """Prepare CUDA graph inputs for a step of the base model."""
         if hasattr(self.compiled, "launch") and not forward_context.saved_hidden:
             self.compiled.prepare(forward_context)
 
@@ -240,7 +240,7 @@ class HFModel:
     def launch_graph(
         self, tokens: Int[Tensor, " N"], positions: list[int], forward_context: ForwardContext, models: Sequence[str]
     ) -> Float[Tensor, "N V"] | None:
-        """Compute `forward` for tokens on the device; None if no CUDA graph fits the step."""
+        """Replay a CUDA graph over device tokens; None if no graph fits."""
         self.ensure_not_training()
         autocast = torch.autocast(self.model_info.device.type, enabled=False)
         with self.attention_hook(), autocast, self.lora_rows(models) as has_adapters:
@@ -259,7 +259,7 @@ class HFModel:
         forward_context: ForwardContext,
         models: Sequence[str] = (),
     ) -> None:
-        """Compute layers start_layer <= i < end_layer, from the tokens or from injected hidden states."""
+        """Run layers [start_layer, end_layer) on tokens or injected hidden states."""
         self.ensure_not_training()
         layers, device = self.decoder_layers, self.model_info.device
         with (
@@ -301,7 +301,7 @@ class HFModel:
 
     @cached_property
     def decoder_layers(self) -> DecoderLayers:
-        """Access to single layers."""
+        """Access to single decoder layers."""
         if self.attention_patch is not None:
             raise ModelError(
                 f"{self.model_info.name}: layers of this family do not run one by one; it cannot take part in layer reuse"
@@ -317,7 +317,7 @@ class HFModel:
         *,
         model: Any = None,
     ) -> Float[Tensor, "R V"]:
-        """Run the hooked model; every layer's attention is `forward_context.attend`.
+        """Run the hooked model; `forward_context.attend` computes each layer's attention.
 
         Args:
             model: wrapper to call in place of the model.
@@ -336,9 +336,9 @@ class HFModel:
 
     @contextmanager
     def attention_hook(self) -> Iterator[None]:
-        """Set the model's attention to `ATTENTION` inside the block, one thread at a time.
+        """Set the model's attention to `ATTENTION` inside the block.
 
-        A model with a `LegacyAttentionPatch` keeps its setting, which is unused.
+        One thread at a time runs such a block. A model with a `LegacyAttentionPatch` keeps its unused setting.
         """
         configs = [] if self.attention_patch is not None else [self.model.config, self.model.config.get_text_config()]
         rope = self.static_rope.applied() if self.static_rope.is_dynamic else nullcontext()
@@ -353,15 +353,15 @@ class HFModel:
                     config._attn_implementation = implementation
 
     def lora_rows(self, models: Sequence[str]) -> AbstractContextManager[bool]:
-        """Activate the adapter of each token for one forward pass; yields True if there is any."""
+        """Activate each token's adapter inside the block; yield True if any."""
         return self.lora_manager.activate(models) if self.lora_manager and self.adapters else nullcontext(False)
 
     def fingerprint(self, model: str) -> str:
-        """Return what KV entries of the base model or an adapter are indexed by."""
+        """Return the KV cache key of the base model or an adapter."""
         return self.model_info.fingerprint + (self.adapters[model].fingerprint if model != BASE_MODEL else "")
 
     def weights_hash(self, model: str) -> str:
-        """Return `fingerprint` with a hash of all weights, for KV that leaves the engine."""
+        """Return `fingerprint` plus a hash of all weights, for exported KV."""
         return f"{self.fingerprint(model)}-{self._full_weights_hash}"
 
     @cached_property
@@ -371,10 +371,10 @@ class HFModel:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a message, of all places that name one, each once.
+        """Ids of all tokens that end a message, without duplicates.
 
-        These are the generation configuration, the model's configuration, the tokenizer, and what the chat
-        template puts behind an answer.
+        Sources: the generation configuration, the model's configuration, the tokenizer, and the end-of-turn
+        token of the chat template.
         """
         places = (self.model.generation_config, self.model.config, self.model.config.get_text_config(), self.tokenizer)
         named: list[int] = []
@@ -394,10 +394,10 @@ class HFModel:
         return tuple(dict.fromkeys(token for token in named if token not in invalid))
 
     def default_cache_tokens(self, requested: int | str | None) -> int:
-        """Return the size of the cache in tokens.
+        """Return the KV cache capacity in tokens.
 
-        Without a request: eight full contexts, but at most a quarter of the free host memory or half of
-        the free GPU memory, which further models and activations need too.
+        If `requested` is None: eight full contexts, but at most a quarter of the free host memory or half
+        of the free GPU memory. The rest is for further models and activations.
         """
         if requested is not None:
             return parse_capacity(requested, self.model_info.kv_bytes_per_token)
@@ -406,5 +406,5 @@ class HFModel:
         return size if self.tp_group is None else min(self.tp_group.all_gather("cache size", size))
 
     def max_cache_tokens(self) -> int:
-        """Return how many tokens fit in free memory."""
+        """Return the number of tokens whose KV fits in free memory."""
         return free_memory(self.model_info.device) // self.model_info.kv_bytes_per_token

@@ -1,4 +1,4 @@
-"""Properties of a model that the engine needs, hashes of its weights, and memory of its device."""
+"""Model properties, hashes of weights, and device memory."""
 
 import hashlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SCALED_CONTEXTS = ("linear", "dynamic", "yarn")  # types of rotary embedding tha
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Shapes and attention of a model; with tensor parallelism, of this rank's part."""
+    """Shapes and attention of a model, or of this rank's shard."""
 
     name: str
     layers: int
@@ -34,7 +34,7 @@ class ModelInfo:
     supports_shift: bool  # True if keys can be rotated to another position
     dtype: torch.dtype
     device: torch.device
-    fingerprint: str  # samples the weights, and names everything else that changes the KV
+    fingerprint: str  # KV cache key: sampled weights, and all else that changes the KV
     parameters: int  # number of weights
 
     @property
@@ -43,7 +43,7 @@ class ModelInfo:
 
     @property
     def position_encoding(self) -> str:
-        """How positions enter the model: "rotary", "alibi", "learned" or "none"."""
+        """Position encoding: "rotary", "alibi", "learned" or "none"."""
         if not self.supports_shift:
             return "learned"
         if any(spec.rope is not None for spec in self.attention_specs):
@@ -83,7 +83,7 @@ _ROPE_OPTIONS = {  # that transformers reads, and those that change nothing
 
 
 def check_rope(config: Any, name: str) -> None:
-    """Raise ModelError for a rotary embedding with a type or an option that transformers does not read."""
+    """Raise ModelError for a RoPE type or option unknown to transformers."""
     text_config = config.get_text_config()
     parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
@@ -97,7 +97,7 @@ def check_rope(config: Any, name: str) -> None:
 
 
 def ignored_fields(model: PreTrainedModel) -> list[str]:
-    """Return fields of the configurations that change what other families compute, and that are ignored here."""
+    """Return non-neutral configuration fields that this model's family ignores, as "name=value"."""
     config = model.config.get_text_config()
     known = type(config)().to_dict()
     fields = {name: value for name, value in config.to_dict().items() if name not in known}
@@ -113,7 +113,7 @@ def ignored_fields(model: PreTrainedModel) -> list[str]:
 def resolve_max_positions(config: Any, requested: int | None, name: str) -> int:
     """Return the number of positions: `requested`, or the configuration's limit.
 
-    Scaled rotary embeddings extend the limit as in vLLM: by their factor, from the length that they scale.
+    Scaled RoPE extends the limit as in vLLM: to its factor times the original length.
 
     Raises:
         ConfigError: if more positions are requested than the model has.
@@ -132,7 +132,7 @@ def resolve_max_positions(config: Any, requested: int | None, name: str) -> int:
 
 
 def fingerprint(model: PreTrainedModel, attention_specs: tuple[AttentionSpec, ...]) -> str:
-    """Hash a sample of every tensor, the RoPE options and the attention specs."""
+    """Hash sampled elements of all tensors, RoPE options and attention specs."""
     digest = hashlib.sha256(str(getattr(model.config.get_text_config(), "rope_parameters", None)).encode())
     if not all(spec.is_plain for spec in attention_specs):
         options = [(spec.sliding_window, spec.logit_softcap, spec.alibi_slopes) for spec in attention_specs]
@@ -162,7 +162,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Hash names, shapes, dtypes and bytes of all weights; tied weights count once."""
+    """Hash every weight's name, shape, dtype and bytes; tied weights once."""
     digest, hashed = hashlib.sha256(), set[tuple[int, torch.Size]]()
     for name, weight in model.state_dict().items():
         for tensor in _inner_tensors(local_shard(weight).detach()) if isinstance(weight, torch.Tensor) else ():
@@ -183,7 +183,7 @@ def _inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the available memory in bytes."""
+    """Return the available memory of a device in bytes."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 

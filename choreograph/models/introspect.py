@@ -1,9 +1,9 @@
-"""Probe the attention of a model's layers, and verify that cached KV gives the model's own logits.
+"""Probe a model's attention, and verify logits computed from cached KV.
 
 The probe is a forward pass of a few equal tokens at different positions in which attention returns
 zeros. Equal tokens then stay equal through all layers unless positions enter outside of attention, so
-the keys of a layer differ only by how positions rotate them. The result holds for the model at hand,
-whatever its configuration says.
+the keys of a layer differ only by how positions rotate them. The result is measured, so it does not depend
+on what the configuration says.
 """
 
 from dataclasses import dataclass, field
@@ -118,7 +118,7 @@ def analyze(model: PreTrainedModel, probe: AttentionProbe, name: str, max_positi
 
 
 def check_no_token_mixing(forward_probe: AttentionProbe, reversed_probe: AttentionProbe) -> None:
-    """Compare probes of the same positions in opposite order.
+    """Compare two probes of the same positions in opposite order.
 
     Raises:
         ModelError: if a token's query, key or value depends on its neighbors.
@@ -134,7 +134,10 @@ def check_no_token_mixing(forward_probe: AttentionProbe, reversed_probe: Attenti
 
 
 def _find_rope(keys: Tensor, candidates: list[Rope], positions: list[int], label: str) -> Rope | None:
-    """Return the RoPE that explains the keys (G, N, D) of equal tokens best; None without rotation."""
+    """Return the RoPE that best explains the keys of equal tokens.
+
+    `keys` are (G, N, D), of tokens at `positions`. Return None if they are not rotated.
+    """
     if len(positions) == 1:
         return None
     first, best = keys[:, :1].float().expand(keys.shape), None
@@ -150,7 +153,7 @@ def _find_rope(keys: Tensor, candidates: list[Rope], positions: list[int], label
 
 
 def _rope_candidates(model: PreTrainedModel) -> list[Rope]:
-    """Return every frequency table of the model in both layouts."""
+    """Return all RoPE tables of the model, each in both rotation layouts."""
     tables = {
         tuple(buffer.double().tolist()): None
         for path, buffer in model.named_buffers()
@@ -160,7 +163,7 @@ def _rope_candidates(model: PreTrainedModel) -> list[Rope]:
 
 
 def _max_rel_error(actual: Tensor, expected: Tensor, rope: Rope | None) -> float:
-    """Return the largest error, each dimension relative to its own magnitude.
+    """Return the largest error, relative to the magnitude of each dimension.
 
     Biases can make some dimensions a thousand times larger than others. With `rope`, the two
     dimensions of a rotated pair share the larger magnitude.
@@ -183,7 +186,9 @@ MESSAGE_LEN, NUM_MESSAGES, SHIFT = 12, 3, 17  # tokens, messages, positions
 
 
 def verify_cache_reuse(hf_model: "HFModel") -> None:
-    """Compare logits of chained and shifted messages with the model's own forward pass.
+    """Compare logits from cached KV with the model's own forward pass.
+
+    Messages attend to KV of earlier ones, first as it was computed, then with keys moved to other positions.
 
     Raises:
         ModelError: if they differ, or the model limits attention in a way that layers do not pass on.
@@ -229,7 +234,7 @@ def verify_cache_reuse(hf_model: "HFModel") -> None:
 
 
 def _active_limit(config: Any, option: str, max_positions: int) -> int | None:
-    """Return a configured attention limit in tokens; None if no layer uses it."""
+    """Return an attention limit in tokens; None if no layer uses it."""
     limit, layer_types = getattr(config, option, None), getattr(config, "layer_types", None)
     if not isinstance(limit, int) or limit >= max_positions or getattr(config, "use_sliding_window", True) is False:
         return None
@@ -238,9 +243,9 @@ def _active_limit(config: Any, option: str, max_positions: int) -> int | None:
 
 
 def _message_logits(hf_model: "HFModel", tokens: list[int], shift: int) -> Tensor:
-    """Return the logits (N, V) of chained messages, each of which attends to all before it.
+    """Return logits (N, V) of messages, each attending to all earlier ones.
 
-    Keys of every second message are stored `shift` positions after where they are attended to.
+    Every second message is computed `shift` positions later than its place in `tokens`.
     """
     model_info, count = hf_model.model_info, len(tokens)
     size = -(-count // NUM_MESSAGES)

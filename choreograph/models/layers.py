@@ -1,4 +1,4 @@
-"""Access to single decoder layers: capture their inputs, or run a range of them.
+"""Capture inputs of decoder layers, or run a range of layers.
 
 The model is unchanged: a pre-forward hook passes a layer's input to the forward context, and a range
 of layers is the model's own forward pass over a list that holds only those.
@@ -44,7 +44,7 @@ class DecoderLayers:
 
     @contextmanager
     def restricted_to(self, start_layer: int, end_layer: int) -> Iterator[None]:
-        """Reduce the model to layers start_layer <= i < end_layer inside the block."""
+        """Reduce the model to layers [start_layer, end_layer) inside the block."""
         config = self.backbone.config.get_text_config()
         layer_types = getattr(config, "layer_types", None)  # looked up by layer index in the reduced list
         try:
@@ -61,7 +61,7 @@ class DecoderLayers:
 def _on_layer_input(
     layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass the input of a layer through the forward context, except in graphs, which save nothing."""
+    """Pass a layer's input through the forward context, except in compiled graphs."""
     on_layer_input = getattr(kwargs.get("step"), "on_layer_input", None)  # training's context has none
     if on_layer_input is None or torch.compiler.is_compiling():
         return args, kwargs

