@@ -1,1 +1,1 @@
-"""Attention over slot ranges at shifted positions: plans and backends."""
+"""Attention over cached slot ranges at shifted positions: metadata and backends."""

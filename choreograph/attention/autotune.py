@@ -1,7 +1,7 @@
 """Autotuning of the attention backend, once per machine and model shape.
 
-`auto` uses the measured backends, or without a measurement the default of the device. Measurements are
-stored in the user's cache folder.
+`auto` selects the fastest measured backends. Without a measurement, it selects the default of the
+device. Measurements are stored in the user's cache folder.
 """
 
 import platform
@@ -33,7 +33,7 @@ _TABLES = TypeAdapter(dict[str, Table])  # by machine, versions and model shape
 
 
 class SizeDispatchBackend:
-    """Pair of backends: one for up to `SMALL_BATCH` tokens, one for more."""
+    """Pair of backends: one for up to `SMALL_BATCH` query tokens, one beyond."""
 
     def __init__(self, small: Backend, large: Backend) -> None:
         self.name = f"{small.name}, {large.name} from {SMALL_BATCH + 1} rows on"
@@ -46,9 +46,10 @@ class SizeDispatchBackend:
 def create_tuned_backend(
     name: str, head_shape: HeadShape, dtype: torch.dtype, device: torch.device
 ) -> tuple[Backend, str | None]:
-    """Create a backend as `create_backend` does; `auto` uses the fastest measured ones.
+    """Create a backend by name; `auto` selects the fastest measured ones.
 
-    Small and large batches may use different backends.
+    Small and large batches may use different backends. Without a measurement, the result is that of
+    `create_backend`.
     """
     table = _load_tables().get(_key(head_shape, dtype, device), {}) if name == "auto" else {}
     backends = _create_available(list(table), head_shape, dtype, device)
@@ -72,7 +73,7 @@ def _create_available(
 
 
 def fastest(table: Table) -> tuple[str, str]:
-    """Return the names of the fastest backends for small and for large batches."""
+    """Return the fastest backends' names for small and for large batches."""
 
     def seconds(name: str, is_small: bool) -> float:
         return sum(timing for case, timing in table[name].items() if case.startswith("few") == is_small)
@@ -116,7 +117,7 @@ def run(
 
 
 def _workloads(context: int) -> dict[str, AttentionMetadata]:
-    """Return typical batches: decodes over a shifted and a shared context, and a prefill."""
+    """Return the attention metadata of typical decodes and prefills, by case."""
     half = context // 2
     shifted = [
         KVRead(0, 0, 1, 3, half, 0, 3),
@@ -134,7 +135,7 @@ def _workloads(context: int) -> dict[str, AttentionMetadata]:
 
 
 def _time_layer(backend: Backend, call: AttentionCall) -> float:
-    """Return the seconds of the second layer; the first also computes the cached plan data."""
+    """Return the seconds of a second run, with cached metadata."""
     device = call.keys.device
     for _ in range(2):
         if device.type == "cuda":
@@ -147,7 +148,7 @@ def _time_layer(backend: Backend, call: AttentionCall) -> float:
 
 
 def save(table: Table, head_shape: HeadShape, dtype: torch.dtype, device: torch.device) -> Path:
-    """Store a measurement in the user's cache folder; return the file."""
+    """Store a measurement in the user's cache folder; return the file's path."""
     path = _path()
     ensure_dir(path.parent)
     tables = _load_tables() | {_key(head_shape, dtype, device): table}

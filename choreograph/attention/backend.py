@@ -1,4 +1,4 @@
-"""Attention backends, and the forward context that connects a model's layers to them.
+"""Attention backends and the forward context that model layers call.
 
 A `ForwardContext` is passed through an unmodified transformers model as a keyword argument. Each layer
 calls `attend`, which writes the keys and values of the batch into their slots before reading: tokens
@@ -22,7 +22,7 @@ from .metadata import AttentionCall, AttentionMetadata, AttentionSpec
 class Backend(Protocol):
     """Attention backend: writes a batch's keys and values, then attends.
 
-    Returns (N, H, D).
+    Returns the attention output, (N, H, D).
     """
 
     name: str
@@ -49,7 +49,7 @@ def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 
 
 class FunctionBackend:
-    """Backend composed of a function that reads the cache and one that writes it."""
+    """Backend built from a cache read function and a cache write function."""
 
     def __init__(self, name: str, read: Callable[[AttentionCall], Tensor], write: Callable[..., None] = write) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class FunctionBackend:
 
 
 def _device_slots(metadata: AttentionMetadata, device: torch.device) -> Tensor:
-    """Return the target slots on a device, (N,) int64; copied once per step."""
+    """Return target slots on a device, (N,) int64, copied once per step."""
     key = f"slots {device}"
     if key not in metadata.cache:
         metadata.cache[key] = torch.from_numpy(metadata.slots).to(device, non_blocking=True)
@@ -112,7 +112,7 @@ def _create_triton_backend(device: torch.device) -> Backend:
 class ForwardContext:
     """Inputs of the attention layers for one forward pass."""
 
-    metadata: AttentionMetadata  # plan of all layers not in `layer_metadata`
+    metadata: AttentionMetadata  # of all layers not in `layer_metadata`
     keys: list[Tensor]  # per layer (S, G, D), the pool's tensors
     values: list[Tensor]  # per layer (S, G, D), the pool's tensors
     specs: Sequence[AttentionSpec]  # per layer
@@ -140,7 +140,7 @@ class ForwardContext:
         return self.backend(call)[None]
 
     def on_layer_input(self, layer: int, hidden: Float[Tensor, "1 N E"]) -> Float[Tensor, "1 N E"]:
-        """Return the layer input to use: the injected one, or `hidden`, saved where required."""
+        """Return the injected layer input, or `hidden`, saved where required."""
         if layer in self.injected_hidden:
             return self.injected_hidden[layer]
         if layer in self.saved_hidden:
@@ -152,13 +152,13 @@ class ForwardContext:
         return self._with_metadata(AttentionMetadata.next_step)
 
     def pad_to(self, num_tokens: int) -> "ForwardContext":
-        """Pad with tokens that write to slot 0 (the null page) and read nothing."""
+        """Pad the batch to `num_tokens` tokens; see `AttentionMetadata.pad_to`."""
         if num_tokens == self.metadata.num_tokens:
             return self
         return self._with_metadata(lambda metadata: metadata.pad_to(num_tokens))
 
     def _with_metadata(self, change: Callable[[AttentionMetadata], AttentionMetadata]) -> "ForwardContext":
-        """Return a copy with changed plans; layers that share a plan share the changed one."""
+        """Return a copy with changed metadata, shared by the same layers."""
         plans = {id(metadata): metadata for metadata in self.layer_metadata.values()}
         changed = {key: change(metadata) for key, metadata in plans.items()}
         layer_metadata = {layer: changed[id(metadata)] for layer, metadata in self.layer_metadata.items()}

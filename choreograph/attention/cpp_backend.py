@@ -1,7 +1,8 @@
-"""C++ attention kernel for the CPU, compiled on demand for one head dimension and dtype.
+"""C++ attention kernel for the CPU, compiled on demand.
 
-The library is stored in the user's cache folder under the hash of source, flags and processor; it is
-built once, in a few seconds. Without a compiler, `load_kernel` raises and the engine uses the SDPA backend.
+A library for one head dimension and dtype is built once, in a few seconds. It is stored in the user's
+cache folder under the hash of source, flags and processor. Without a compiler, `load_kernel` raises and
+the engine uses the SDPA backend.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
 
 class _CMetadata(ctypes.Structure):
-    """Kernel arguments shared by all layers with one spec. Mirrors `PlanView` in cpp_kernel.cpp."""
+    """Kernel arguments shared by all layers with one spec (C++ `PlanView`)."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("slots", "positions", "segments", "readers", "cos", "sin", "slopes")),
@@ -42,11 +43,14 @@ class _CMetadata(ctypes.Structure):
 
 
 class BackendUnavailableError(Exception):
-    """The backend is unavailable: no compiler, or unsupported device, head dimension or dtype."""
+    """Error for an attention backend that cannot run here.
+
+    For example, there is no compiler, or the device, head dimension or dtype is not supported.
+    """
 
 
 def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the kernel does not support these arguments; None if it does."""
+    """Return why the kernel cannot run, or None if it can."""
     if device.type != "cpu":
         return f"device {device} is not the CPU"
     if dtype not in C_TYPES:
@@ -58,7 +62,7 @@ def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) 
 
 @cache
 def load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> "CppBackend":
-    """Load the kernel for a head dimension and dtype; build it if it is not cached.
+    """Load the kernel for a head dimension and dtype; build if missing.
 
     Raises:
         BackendUnavailableError: if the arguments are not supported, or it cannot be built or loaded.
@@ -73,7 +77,7 @@ def load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> "Cpp
 
 
 class CppBackend:
-    """Backend with the compiled C++ kernel, which writes and reads in one call."""
+    """Backend that writes and attends in one call of the C++ kernel."""
 
     name = "native"
 
@@ -84,7 +88,7 @@ class CppBackend:
         self._kernel.restype = None
 
     def __call__(self, call: AttentionCall) -> Float[Tensor, "N H D"]:
-        """Write the keys and values of the batch into their slots, then compute attention."""
+        """Write the batch's keys and values into their slots, then compute attention."""
         query, key, value, keys, values = call.query, call.key, call.value, call.keys, call.values
         for tensor in (query, key, value, keys, values):
             if tensor.dtype != self._dtype or tensor.shape[-1] != self._head_dim:
@@ -109,7 +113,10 @@ class CppBackend:
 
 
 def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
-    """Cache the plan's C struct; return its address and what the struct refers to."""
+    """Build the kernel's C struct and cache it in the metadata.
+
+    Returns the address of the struct and the objects that must live as long as the struct.
+    """
     metadata, spec, rope = call.metadata, call.spec, call.spec.rope
     cos, sin = metadata.rope_tables(rope)
     slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, dtype=np.float32)
@@ -138,7 +145,7 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
 
 
 def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) -> Path:
-    """Return the path of the compiled library; build it if it is not in `folder`."""
+    """Compile the kernel library into `folder`, if missing; return its path."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise BackendUnavailableError("no C++ compiler: install g++ or name one in CXX")

@@ -1,4 +1,4 @@
-"""Attention specs of layers, attention metadata of a batch, and the inputs of a backend."""
+"""Attention specs, attention metadata of a batch, and inputs of a backend."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -44,9 +44,10 @@ class AttentionSpec:
 
 
 class KVRead(NamedTuple):
-    """Query tokens q_start <= r < q_end read a contiguous slot range.
+    """Read of a contiguous slot range by consecutive query tokens.
 
-    Token r attends to the first ``kv_len + causal * (r - q_start)`` slots from `slot_start` on.
+    The query tokens are q_start <= r < q_end. Token r attends to the first
+    ``kv_len + causal * (r - q_start)`` slots from `slot_start` on.
     """
 
     slot_start: int
@@ -60,9 +61,10 @@ class KVRead(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Attention plan of a batch: target slots, positions and the slot ranges that are read.
+    """Attention metadata of a batch: slots, positions and slot ranges read.
 
-    Backends keep derived data in `cache`; values with a `next_step` method carry over to the next step.
+    Backends store derived data in `cache`. Cached values with a `next_step` method are carried over to the
+    next step.
     """
 
     slots: np.ndarray  # (N,) int64: slot that each token's key and value are written to
@@ -70,7 +72,7 @@ class AttentionMetadata:
     kv_runs: np.ndarray  # (S, 3) int32: first slot, end slot (exclusive), first row in `reads`
     reads: np.ndarray  # (E, 6) int32: q_start, q_end, index into `shifts`, kv_len, causal, position
     shifts: list[int]  # distinct shifts in tokens; shifts[0] is 0
-    cache: dict[str, object] = field(default_factory=dict)  # data derived from the plan, by key
+    cache: dict[str, object] = field(default_factory=dict)  # derived data, by key
     num_padding: int = 0  # padding tokens at the end, which read nothing
 
     @property
@@ -78,10 +80,10 @@ class AttentionMetadata:
         return len(self.slots)
 
     def next_step(self) -> "AttentionMetadata":
-        """Return the plan of the following decode step.
+        """Return the metadata of the following decode step.
 
-        Requires one token per request and a free next slot: the reads stay the same, with one more
-        slot of each token's own range.
+        Requires one token per request and a free next slot. The reads stay the same, except that each token's
+        own range grows by one slot.
         """
         reads, kv_runs, step = self.reads.copy(), self.kv_runs.copy(), np.ones(self.num_tokens, dtype=np.int64)
         step[self.num_tokens - self.num_padding :] = 0
@@ -95,9 +97,9 @@ class AttentionMetadata:
         )
 
     def pad_to(self, num_tokens: int) -> "AttentionMetadata":
-        """Pad with tokens that write to slot 0 (the null page) and read nothing.
+        """Pad with tokens that write to the null page and read nothing.
 
-        Cached, so data derived from the padded plan is shared.
+        The null page is slot 0. The result is cached, so data derived from it is shared.
         """
         key = f"padded {num_tokens}"
         if key not in self.cache:
@@ -115,7 +117,7 @@ class AttentionMetadata:
     def rope_tables(self, rope: Rope | None) -> tuple[np.ndarray, np.ndarray]:
         """Return cos and sin of every shift, (len(shifts), half_dim) float32 each.
 
-        Empty (0 columns) without rope. Cached for all layers with the same spec.
+        The tables have 0 columns without rope. They are cached for all layers with the same `rope`.
         """
         key = f"rope {id(rope)}"
         if key not in self.cache:
@@ -125,7 +127,7 @@ class AttentionMetadata:
         return cast(_RopeTables, self.cache[key])[:2]
 
     def check(self) -> None:
-        """Check the invariants that every backend relies on."""
+        """Assert the invariants that every backend relies on."""
         assert self.shifts[0] == 0 and len(self.positions) == self.num_tokens
         for index, (start, end, _) in enumerate(self.kv_runs):
             readers: set[int] = set()
@@ -138,7 +140,7 @@ class AttentionMetadata:
 
 
 class _RopeTables(NamedTuple):
-    """Cached rotation tables of a plan."""
+    """Rotation tables of all shifts, cached in the metadata."""
 
     cos: np.ndarray  # (len(shifts), half_dim) float32
     sin: np.ndarray  # (len(shifts), half_dim) float32
@@ -150,7 +152,7 @@ class _RopeTables(NamedTuple):
 
 @dataclass(eq=False)
 class AttentionCall:
-    """Inputs of one layer's attention over the KV cache, as every backend takes them."""
+    """Inputs of a backend for one layer's attention over the KV cache."""
 
     metadata: AttentionMetadata
     query: Float[Tensor, "H N D"]  # rotated to the tokens' positions
@@ -164,11 +166,11 @@ class AttentionCall:
 
 
 def build_metadata(slots: list[int], reads: Iterable[KVRead], positions: list[int]) -> AttentionMetadata:
-    """Group reads by slot range; query tokens must be in increasing order. Pure.
+    """Build the attention metadata of a batch; a pure function.
 
-    Reads of adjacent query tokens of the same non-causal range are merged. A range that one token reads
-    at two positions (messages of equal content share an entry) is listed twice, since each token reads a
-    listed range at one position.
+    Reads are grouped by slot range and must be in increasing order of query tokens. Reads of adjacent query
+    tokens of the same non-causal range are merged. A range that one token reads at two positions (messages
+    of equal content share a KV entry) is listed twice, since each token reads a listed range at one position.
     """
     runs: dict[tuple[int, int], list[KVRead]] = {}  # by first slot and number of the copy
     ends: dict[tuple[int, int], int] = {}  # end slot, exclusive

@@ -1,4 +1,4 @@
-"""Reference backend: one dense masked softmax over all slots of the plan, in float32."""
+"""Reference attention backend: one dense masked softmax over all slots, in float32."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,7 +9,7 @@ from .rope import rotate
 
 
 def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
-    """Compute the attention of every query token; tokens without visible keys give zeros."""
+    """Compute attention of every query token; zero without visible keys."""
     metadata, spec, query, device = call.metadata, call.spec, call.query, call.query.device
     num_heads, num_tokens, head_dim = query.shape
     group_size = num_heads // call.keys.shape[1]
@@ -41,7 +41,10 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
 
 
 def apply_softcap_alibi(score: Float[Tensor, "H N T"], distance: Tensor, spec: AttentionSpec) -> Float[Tensor, "H N T"]:
-    """Apply soft cap and ALiBi to scores. distance: (N, T), query minus key position."""
+    """Apply soft cap and ALiBi to scores.
+
+    `distance` is (N, T), query position minus key position.
+    """
     if spec.logit_softcap is not None:
         score = spec.logit_softcap * torch.tanh(score / spec.logit_softcap)
     if spec.alibi_slopes is not None:
@@ -50,7 +53,7 @@ def apply_softcap_alibi(score: Float[Tensor, "H N T"], distance: Tensor, spec: A
 
 
 def outside_window(distance: Tensor, spec: AttentionSpec) -> Bool[Tensor, "N T"]:
-    """Return the mask of keys outside the sliding window, before or after the query token."""
+    """Return the mask of keys outside the two-sided sliding window."""
     if spec.sliding_window is None:
         return torch.zeros_like(distance, dtype=torch.bool)
     return distance.abs() >= spec.sliding_window

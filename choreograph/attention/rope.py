@@ -1,8 +1,8 @@
-"""Rotary embeddings: rotation by a *difference* of positions.
+"""Rotary embeddings: rotation by a difference of positions.
 
-A key that was rotated to base position b is read at position b + shift by rotating the query by -shift
-(Prompt Choreography §2.4, without modifying the stored key). Angles are computed in float64, so a
-shift of thousands of positions costs no accuracy; a shift of zero multiplies by exactly one.
+A key that was rotated to base position b is read at position b + shift by rotating the query by -shift;
+the stored key is not modified (Prompt Choreography §2.4). Angles are computed in float64, so a shift of
+thousands of positions costs no accuracy. A shift of zero multiplies by exactly one.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Rope:
 def rotate(
     x: Float[Tensor, "*B D"], cos: Float[Tensor, "*#B half"], sin: Float[Tensor, "*#B half"], interleaved: bool
 ) -> Float[Tensor, "*B D"]:
-    """Rotate the first 2 * half dimensions of `x`, in the dtype of cos and sin."""
+    """Rotate the first 2 * half dimensions, in the dtype of `cos`."""
     half = cos.shape[-1]
     rotated, rest = x[..., : 2 * half].to(cos.dtype), x[..., 2 * half :].to(cos.dtype)
     if interleaved:

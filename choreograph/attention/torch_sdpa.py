@@ -3,7 +3,7 @@
 Works on every device and for every head dimension, and needs neither a compiler nor Triton. Query tokens
 that read the same slot ranges, usually those of one request, form a group. Their keys and values are
 gathered, with the keys rotated by the shift of their range. A group that reads one range at its base
-position (every ordinary prompt) is a call without copies, and bit-identical to the unmodified model.
+position (every ordinary prompt) needs no copy, and its result is bit-identical to the unmodified model's.
 """
 
 from typing import NamedTuple, cast
@@ -21,19 +21,19 @@ MAX_FOLDED_TOKENS = 8  # query tokens up to which the heads of a group are cheap
 
 
 class _RowGroup(NamedTuple):
-    """The n query tokens that read the same C slots."""
+    """Group of n query tokens that read the same C slots."""
 
     rows: slice | Tensor  # (n,) query tokens
     slots: slice | Tensor  # (C,)
     cos: Tensor | None  # (C, half_dim) float32; None if no key is rotated
     sin: Tensor | None  # (C, half_dim) float32; None if no key is rotated
     mask: Tensor | None  # (1, 1, n, C), or (G, H / G, n, C) with ALiBi; added to the scores
-    causal: bool  # the mask is the causal one of n = C tokens, and left to the kernel
+    causal: bool  # True: the mask is causal over n = C tokens, and the kernel applies it
     fully_masked: Tensor | None  # (n,) bool, tokens without visible keys; None if there are none
 
 
 def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
-    """Compute `reference.attend` in the dtype of the query with float32 accumulation."""
+    """Compute attention like `reference.attend`, in query dtype with float32 accumulation."""
     query, spec, sinks = call.query, call.spec, call.sinks
     num_kv_heads, group_size = call.keys.shape[1], len(query) // call.keys.shape[1]
     needs_mask = sinks is not None or spec.logit_softcap is not None
@@ -67,7 +67,7 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
 def _row_groups(
     metadata: AttentionMetadata, spec: AttentionSpec, query: Tensor, num_kv_heads: int, needs_mask: bool
 ) -> list[_RowGroup]:
-    """Return the groups of a plan, cached for all layers with the same spec."""
+    """Return the groups of query tokens, cached per attention spec."""
     key = f"sdpa {id(spec)} {query.device} {query.dtype} {needs_mask}"
     if key not in metadata.cache:
         tokens = np.arange(metadata.num_tokens)[:, None]
@@ -91,7 +91,7 @@ def _build_row_group(
     rows: np.ndarray,
     read_indices: np.ndarray,
 ) -> _RowGroup | None:
-    """Gather the slots of some reads for their query tokens; None if no slot is visible."""
+    """Build the group of tokens `rows`; None if no slot is visible."""
     device = query.device
     q_start, _, shift, kv_len, causal, position = metadata.reads[read_indices].T
     run = np.searchsorted(metadata.kv_runs[:, 2], read_indices, side="right") - 1
@@ -139,7 +139,7 @@ def _take(x: Tensor, index: slice | Tensor) -> Tensor:
 
 
 def _as_index(indices: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Return a slice for consecutive indices, which reads without a copy."""
+    """Return a slice if indices are consecutive, since it needs no copy."""
     if (np.diff(indices) == 1).all():
         return slice(int(indices[0]), int(indices[-1]) + 1)
     return torch.from_numpy(indices).to(device)

@@ -1,4 +1,4 @@
-"""GPU attention backend: Triton kernels over the tiles of a plan.
+"""GPU attention backend: Triton kernels over query tiles and KV splits.
 
 A slot range shared by many requests (branches of a tree, voters, agents) is loaded once for all of them.
 Queries are rotated per slot range in the kernel, so a shifted message costs no more than one at its base
@@ -38,7 +38,7 @@ class DeviceTiles(NamedTuple):
 
 
 def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
-    """Compute `reference.attend` in the dtype of the keys with float32 accumulation."""
+    """Compute attention like `reference.attend`, in key dtype with float32 accumulation."""
     metadata, spec, device = call.metadata, call.spec, call.keys.device
     heads = HeadShape(call.query.shape[0], *call.keys.shape[1:])
     max_tile_rows = tile_rows(heads, metadata.num_tokens, call.keys.element_size())
@@ -77,7 +77,7 @@ def write(
 def tile_rows(head_shape: HeadShape, num_tokens: int, element_size: int) -> int:
     """Return the maximum query tokens of a work item.
 
-    Times the heads per KV head, they fill one matrix product. `element_size` is in bytes.
+    This number times the query heads per KV head fills one matrix product. `element_size` is in bytes.
     """
     max_rows = 32768 // _row_bytes(head_shape.head_dim, element_size)  # a power of two
     expected = 128 if num_tokens >= 128 else 64 if num_tokens > 16 else 16
@@ -86,9 +86,9 @@ def tile_rows(head_shape: HeadShape, num_tokens: int, element_size: int) -> int:
 
 
 def _row_bytes(head_dim: int, element_size: int) -> int:
-    """Return the register and shared memory bytes of a tile row (float32 counts twice).
+    """Return the register and shared memory bytes of a tile row.
 
-    The limits used with it are those at which kernels for sm_80 and sm_90 do not spill
+    float32 counts twice. Callers use limits at which kernels for sm_80 and sm_90 do not spill
     (`benchmarks/gpu/binaries`).
     """
     return _pad_size(head_dim) * element_size * (2 if element_size == 4 else 1)
@@ -177,7 +177,7 @@ def run(
 
 
 def _pad_size(size: int) -> int:
-    """Return the next power of two, at least 16, the minimum of `tl.dot`."""
+    """Return the next power of two, at least 16 for `tl.dot`."""
     return max(16, triton.next_power_of_2(size))
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels: cache write, attention over work items, and merge of partial softmaxes.
+"""Triton kernels: cache write, attention and merge of partial softmaxes.
 
 Work items, KV chunks and row parameters are described in `TileMetadata` (`triton_partition.py`).
 """
@@ -39,7 +39,7 @@ def attend(
     SOFTCAP: tl.constexpr, SLIDING_WINDOW: tl.constexpr, ALIBI: tl.constexpr, SINGLE_SPLIT: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr, Q_VIA_GMEM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend one work item, for one KV head, over its KV chunks.
+    """Compute attention over one work item's KV chunks for one KV head.
 
     *_PAD sizes are powers of two. PAIR_STRIDE and PAIR_OFFSET locate the two elements of a rotated pair.
     SINGLE_SPLIT: the output is final, not a partial result. Q_VIA_GMEM: rotated queries are written to
@@ -163,7 +163,7 @@ def merge(
     partial_out, lse, merge_order, merge_indptr, sinks, out,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of one token and head by their base-2 log-sum-exp."""
+    """Merge partial results of one token and head by base-2 log-sum-exp."""
     token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     m_i, l_i = float("-inf"), 0.0

@@ -1,8 +1,8 @@
-"""Partition of an attention plan into query tiles and KV splits. Pure.
+"""Partition attention metadata into query tiles and KV splits.
 
 Query tokens that read the same slot ranges share a tile, so that a range is loaded once for all of them.
-A tile that reads more than an even share of the slots is split into equal KV splits. Everything is
-vectorized over all tokens: Python loops are too slow for a batch of 256 requests.
+A tile that reads more than an even share of the slots is split into equal KV splits. The computation is
+pure and vectorized over all tokens: Python loops are too slow for a batch of 256 requests.
 """
 
 from typing import NamedTuple, cast
@@ -21,10 +21,11 @@ MAX_AGE = 64  # decode steps for which a partition is reused while the own range
 
 
 class TileMetadata(NamedTuple):
-    """Work items of the kernels. KV chunks are in the order of their row parameters.
+    """Work items of the attention kernel, and the arrays that they index.
 
-    Row i of a work item writes partial result `first partial row + i`. Offsets within a slot range are
-    relative to its first slot, and half-open.
+    A work item is one KV split of a query tile. Its KV chunks are the parts of slot ranges that it reads.
+    KV chunks are in the order of their row parameters. Row i of a work item writes partial result
+    `first partial row + i`. Offsets within a slot range are relative to its first slot, and half-open.
     """
 
     work_items: np.ndarray  # (W, 4) int32: first partial row, number of rows, first and end KV chunk
@@ -44,14 +45,14 @@ class TileMetadata(NamedTuple):
 
     @property
     def single_split(self) -> bool:
-        """True if every query token has exactly one partial result, which needs no merge."""
+        """True if every query token has one partial result, without a merge."""
         return len(self.merge_order) == len(self.merge_indptr) - 1 and bool((np.diff(self.merge_indptr) == 1).all())
 
     def next_step(self) -> "TileMetadata | None":
-        """Return the partition of the next step's plan, with one more slot per own range.
+        """Return the partition of the next decode step, or None.
 
-        None if it must be recomputed: with a sliding window, or after `MAX_AGE` steps, since the splits
-        become uneven.
+        Each token's own range grows by one slot. None means that the partition must be recomputed: with a
+        sliding window, or after `MAX_AGE` steps, since the KV splits become uneven.
         """
         if self.has_window or self.age >= MAX_AGE:
             return None
@@ -65,7 +66,14 @@ class TileMetadata(NamedTuple):
 
 
 def partition(metadata: AttentionMetadata, spec: AttentionSpec, max_tile_rows: int, num_kv_heads: int) -> TileMetadata:
-    """Return the partition of a plan, cached for all layers with the same spec."""
+    """Partition attention metadata into query tiles and KV splits.
+
+    The result is cached in the metadata for all layers with the same spec.
+
+    Args:
+        max_tile_rows: Maximum query tokens of a tile.
+        num_kv_heads: Every KV head runs all work items: more heads need fewer KV splits.
+    """
     key = f"tiles {id(spec)} {max_tile_rows} {num_kv_heads}"
     if key not in metadata.cache:
         metadata.cache[key] = _compute_partition(metadata, spec.sliding_window, max_tile_rows, num_kv_heads)
@@ -75,7 +83,7 @@ def partition(metadata: AttentionMetadata, spec: AttentionSpec, max_tile_rows: i
 def _compute_partition(
     metadata: AttentionMetadata, window: int | None, max_tile_rows: int, num_kv_heads: int
 ) -> TileMetadata:
-    """Compute `partition` for layers with a sliding window, or without."""
+    """Compute the result of `partition`; `window` is the sliding window, if any."""
     reads = _expand_reads(metadata)
     first = np.flatnonzero(reads.row_in_run % max_tile_rows == 0)  # of every chunk: rows of a tile in a range
     begin, end = _visible_range(reads, first, metadata.positions, window)
@@ -147,10 +155,13 @@ def _split_kv(sizes: np.ndarray, tile_starts: np.ndarray, max_split_len: int) ->
 
 
 class _ExpandedReads(NamedTuple):
-    """Reads expanded to one element per query token and slot range. All (X,)."""
+    """Reads expanded to one element per query token and slot range.
+
+    All arrays are (X,) int64, except `causal`.
+    """
 
     row: np.ndarray  # query token
-    shift: np.ndarray  # index into the plan's shifts
+    shift: np.ndarray  # index into the metadata's shifts
     kv_len: np.ndarray  # slots the token attends to
     position: np.ndarray  # position of the range's first slot
     causal: np.ndarray  # bool: the token's own range
@@ -188,7 +199,10 @@ def _expand_reads(metadata: AttentionMetadata) -> _ExpandedReads:
 def _visible_range(
     reads: _ExpandedReads, first: np.ndarray, positions: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the half-open slots of a range that tokens of a chunk attend to."""
+    """Return the slots that the tokens of each chunk attend to.
+
+    Returns the first slot and the end slot (exclusive), relative to the first slot of the range.
+    """
     begin, end = np.zeros(len(reads.row), dtype=np.int64), reads.kv_len
     if window is not None:
         q_offset = positions[reads.row] - reads.position
@@ -210,7 +224,7 @@ def _segment_sums(numbers: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _concat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return first[0], first[0] + 1, ... (counts[0] numbers), first[1], ..."""
+    """Concatenate the ranges first[i], ..., first[i] + counts[i] - 1."""
     return np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 

@@ -1,4 +1,4 @@
-"""Prompt Cache: declare text once in a schema, import it in any prompt."""
+"""Prompt Cache: declare text once in a schema, import it in prompts."""
 
 from .cache import PromptCache
 from .parser import dumps, load_prompt, load_schema

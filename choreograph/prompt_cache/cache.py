@@ -1,8 +1,9 @@
-"""Schemas on an engine: cached modules, and prompts that import them (Prompt Cache §3.3 and §3.4).
+"""Prompt Cache on an engine: cached modules and prompts that import them.
 
-Every token run of a module is one message. It is computed on first use and found again by its content, so all prompts
-and sessions of a client share it. A prompt imports the runs it uses, prefills its new text and decodes: all new tokens
-are computed in one batch, and cached ones are not copied.
+Implements Prompt Cache §3.3 and §3.4. Every token run of a module is one message. It is computed on first
+use and reused by content, so all prompts and sessions of a client share it. A prompt imports the runs it
+uses, prefills its new text and decodes: all new tokens are computed in one batch, and cached ones are not
+copied.
 """
 
 import threading
@@ -31,7 +32,7 @@ DEFAULT_SAMPLING = SamplingParams()
 
 
 class RunKey(NamedTuple):
-    """A token run of a module, and what it attends to."""
+    """Key of a module's token run and the context it attends to."""
 
     path: ModulePath
     run_index: int  # in ModuleLayout.runs
@@ -42,8 +43,8 @@ class PromptCache:
     """Cached modules of one schema on one engine, for one client.
 
     Args:
-        location: where modules are kept between prompts. "host" leaves the device memory to other requests; a module
-            is copied in when a prompt imports it.
+        location: where modules are stored between prompts. "host" frees device memory for other requests; a
+            module is loaded when a prompt imports it.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class PromptCache:
         close_after(self.close, exc)
 
     def close(self) -> None:
-        """Release all modules; other caches and sessions keep what they reference."""
+        """Release all modules; entries that other sessions reference stay cached."""
         with self._lock:
             self._session.close()
             self._messages.clear()
@@ -113,7 +114,7 @@ class PromptCache:
         return self.layout.modules[key.path].runs[key.run_index]
 
     def _message(self, key: RunKey) -> Message:
-        """Return the message of a run: referenced, copied in from host memory, or prefilled now."""
+        """Return the message of a run, imported or prefilled if needed."""
         message = self._messages.get(key)
         if message is not None:
             if message.error is None:
@@ -132,7 +133,7 @@ class PromptCache:
         return message
 
     def _preceding_runs(self, key: RunKey) -> list[RunKey]:
-        """Return the runs that a run attends to: earlier ones of its module, or of its scaffold."""
+        """Return the earlier runs of the run's scaffold or module."""
         keys = [
             RunKey(path, index, key.scaffold)
             for path in key.scaffold or (key.path,)
@@ -143,7 +144,10 @@ class PromptCache:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the lock; with location "host", export what was computed at the end and release the messages."""
+        """Hold the lock; with location "host", offload all messages at exit.
+
+        New messages are exported to host memory, unless an exception is raised. All messages are released.
+        """
         with self._lock:
             try:
                 yield
@@ -159,14 +163,14 @@ class PromptCache:
     # -- prompts ------------------------------------------------------------------------------------------
 
     def resolve(self, prompt: Prompt | str | File) -> ResolvedPrompt:
-        """Return the content of a prompt with its positions; raise PMLError if it is invalid."""
+        """Return a prompt's content with positions; raise PMLError if invalid."""
         prompt = prompt if isinstance(prompt, Prompt) else load_prompt(prompt)
         return resolve_prompt(prompt, self.layout, self._tokenizer)
 
     def count_cached_tokens(self, prompt: Prompt | str | File) -> int:
-        """Return the number of a prompt's tokens that would not be computed if it were generated now.
+        """Count the tokens of a prompt that `generate` would not compute.
 
-        The last token of a prompt is not counted if the answer repeats it.
+        The last token of a prompt is not counted if it would be recomputed as the header of the answer.
         """
         resolved = self.resolve(prompt)
         cached, *_ = self._answer_context(resolved)
@@ -182,9 +186,10 @@ class PromptCache:
         sampling: SamplingParams = DEFAULT_SAMPLING,
         forced_tokens: Sequence[int] | None = None,
     ) -> Message:
-        """Return the answer to a prompt as a message of `session`; reading it runs the engine.
+        """Return the answer to a prompt as a message of `session`.
 
-        In a session of mode "prefix" or "naive" the prompt is the same text without modules, for comparison.
+        Reading the message runs the engine. In a session of mode "prefix" or "naive", the prompt is the same text
+        without modules, for comparison.
         """
         resolved = self.resolve(prompt)
         if session.engine is not self.engine or session.client_id != self.client_id:
@@ -209,16 +214,17 @@ class PromptCache:
             )
 
     def _answer_template(self, resolved: ResolvedPrompt) -> tuple[list[int], list[int]]:
-        """Return header and footer of the answer: an assistant turn if the prompt is a chat."""
+        """Return the answer's header and footer tokens; empty unless a chat."""
         if not resolved.is_chat:
             return [], []
         return self._tokenizer.encode_turn("assistant", "", opening=False, is_complete=False)
 
     def _answer_context(self, resolved: ResolvedPrompt) -> tuple[list[CachedRange], list[NewText], list[int], int]:
-        """Return the content that the answer attends to, and the answer's header and start.
+        """Return the context, header and start position of the answer.
 
-        If the template has no header, the last text of the prompt becomes the header: the whole of it if it is new, its
-        last token if it is cached, computed again with the complete prompt as context.
+        If the template has no header, the last text of the prompt becomes the header. A new text becomes the
+        header as a whole. Of a cached text, only the last token does; it is recomputed with the complete prompt
+        as context.
         """
         cached, new, end = list(resolved.cached), list(resolved.new_texts), resolved.end
         header, _ = self._answer_template(resolved)
@@ -237,7 +243,10 @@ class PromptCache:
     def _place_context(
         self, session: Session, resolved: ResolvedPrompt, stack: ExitStack
     ) -> tuple[list[Message | MessageSlice], list[int], list[int], int]:
-        """Return the answer's parents, their offsets, its header and its start; the stack releases the parents."""
+        """Return the answer's parents, their offsets, its header and its start.
+
+        `stack` releases the parents at exit.
+        """
         cached, new, header, start = self._answer_context(resolved)
         keys = [_run_key(item, resolved) for item in cached]
         with self._exclusive():
@@ -269,7 +278,7 @@ class PromptCache:
     # -- files --------------------------------------------------------------------------------------------
 
     def save(self, file: str | File) -> int:
-        """Write all modules to a safetensors file with a JSON manifest beside it; return its bytes.
+        """Write modules to a safetensors file and manifest; return its bytes.
 
         Raises:
             CacheFileError: if the files cannot be written.
@@ -287,7 +296,7 @@ class PromptCache:
         """Read modules that `save` wrote and return the number of their tokens.
 
         Raises:
-            CacheFileError: if the file is damaged or of another model, tokenizer or schema; nothing is changed.
+            CacheFileError: if the file is damaged or of another model, tokenizer or schema; the cache is unchanged.
         """
         keys = self._run_keys()
         info = self.engine.model_info

@@ -12,7 +12,7 @@ ModulePath = tuple[str, ...]  # names from the outermost module to the inner one
 
 
 class ChatTokenizer:
-    """Tokenizer with its chat template, as prompts need it."""
+    """Tokenizer and chat template for schemas and prompts."""
 
     def __init__(self, chat: ChatTemplate | None, tokenizer: Any) -> None:
         if chat is None:
@@ -29,16 +29,20 @@ class ChatTokenizer:
     def encode_turn(
         self, role: str, text: str, *, opening: bool, is_complete: bool, after_system: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Return (header and text, footer); a complete turn is tokenized as a whole, without a footer."""
+        """Tokenize a chat turn: return (header and text, footer).
+
+        A complete turn is tokenized as a whole, and its footer is returned empty.
+        """
         if is_complete:
             return self._chat.encode(Turn(role, text), opening=opening, after_system=after_system), []
         return self._chat.open_turn(Turn(role, text), opening=opening, after_system=after_system)
 
 
 def placeholder_token(tokenizer: Any) -> int:
-    """Return the token that fills a parameter: the unknown token (§3.3), or a blank.
+    """Return the token that fills the positions of a parameter.
 
-    A blank is used if there is no unknown token, or if it also has another meaning, often the end of a text.
+    It is the unknown token (§3.3). A blank is used if the tokenizer has no unknown token, or if that token
+    also has another meaning, often the end of a text.
     """
     if tokenizer.unk_token_id is not None and "unk" in str(tokenizer.unk_token).lower():
         return tokenizer.unk_token_id
@@ -55,7 +59,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """Positions start <= p < start + length that an argument takes over."""
+    """Positions reserved for an argument: start <= p < start + length."""
 
     name: str
     start: int
@@ -77,7 +81,7 @@ class TokenRun:
 
 @dataclass
 class ModuleLayout:
-    """Positions of a module's own text, or of the text outside of modules."""
+    """Positions of a module's text, or of the text outside of modules."""
 
     path: ModulePath
     cache: bool
@@ -120,7 +124,7 @@ class Layout:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens whose KV is cached, placeholders included."""
+        """Number of tokens with cached keys and values, placeholders included."""
         return sum(module.num_tokens for module in self.modules.values() if module.cache)
 
 
@@ -140,7 +144,10 @@ def compute_layout(schema: Schema, tokenizer: ChatTokenizer, max_positions: int)
 
 
 class _LayoutBuilder:
-    """Walk over a schema; methods take the next free position and return the one after what they add."""
+    """Builder that walks a schema and assigns positions.
+
+    Each method takes the next free position and returns the position after the content that it adds.
+    """
 
     def __init__(self, layout: Layout, tokenizer: ChatTokenizer, max_positions: int) -> None:
         self._layout = layout
@@ -181,7 +188,7 @@ class _LayoutBuilder:
                 return self._add_children(child.children, target, position)
 
     def _add_bos(self, target: ModuleLayout, position: int) -> int:
-        """Add the BOS token before the very first text; a turn brings its own."""
+        """Add BOS at position 0; a chat turn includes its own BOS."""
         return target.add(position, self._layout.bos_ids) if position == 0 else position
 
     def _add_parameter(self, parameter: Parameter, target: ModuleLayout, position: int) -> int:
@@ -199,7 +206,7 @@ class _LayoutBuilder:
         return target.add(position, [self._tokenizer.placeholder] * length)
 
     def _add_role(self, role: Role, target: ModuleLayout, position: int) -> int:
-        """Add a turn; its header is tokenized with the text after it, as the template would be."""
+        """Add a chat turn; tokenize its header together with the following text."""
         first = role.children[0] if role.children and isinstance(role.children[0], str) else ""
         rest = role.children[1:] if first else role.children
         header, footer = self._tokenizer.encode_turn(

@@ -1,8 +1,8 @@
 """Read and write the Prompt Markup Language (PML).
 
-PML looks like XML but holds prompts, and prompts hold code. A `<` or `&` that starts neither a tag nor an entity is
-therefore text, names may be file names, and any character may occur, which no XML parser accepts. CDATA is verbatim.
-Nothing is ever expanded: a DOCTYPE or ENTITY is refused.
+PML resembles XML, but prompts contain code. Therefore a `<` or `&` that starts neither a tag nor an entity
+is text, names may be file names, and any character may occur, which no XML parser accepts. CDATA is
+verbatim. Entities cannot be declared: a DOCTYPE or ENTITY is an error.
 """
 
 import difflib
@@ -58,7 +58,7 @@ def load_prompt(source: str | Path) -> Prompt:
 
 
 def dumps(value: Schema | Prompt) -> str:
-    """Return the PML of a schema or prompt, which reads back as an equal value."""
+    """Return PML that parses to an equal schema or prompt."""
     if isinstance(value, Schema):
         return _dump_element("schema", {"name": value.name}, value.children)
     return _dump_element("prompt", {"schema": value.schema, **value.arguments}, value.children)
@@ -79,7 +79,7 @@ class _Element:
 
 
 class _Parser:
-    """Parser of one document; every element is turned into its value when it is complete.
+    """Parser of one PML document; converts each element when complete.
 
     Args:
         root_name: tag of the only top-level element.
@@ -137,7 +137,7 @@ class _Parser:
         self._open_elements[-1].children.append(node)
 
     def _parse_markup(self, offset: int) -> int:
-        """Parse the markup or text that starts with a `<` and return the offset after it."""
+        """Parse markup or text at a `<`; return the offset after it."""
         for start, end, construct in (("<!--", "-->", "comment"), ("<![CDATA[", "]]>", "CDATA section")):
             if self._text.startswith(start, offset):
                 first, last = offset + len(start), self._text.find(end, offset)
@@ -153,7 +153,7 @@ class _Parser:
         return self._parse_tag(offset)
 
     def _parse_tag(self, offset: int) -> int:
-        """Parse a tag, or a `<` that is text, and return the offset after it."""
+        """Parse a tag or literal `<`; return the offset after it."""
         start, tag = _TAG_START.match(self._text, offset), _TAG.match(self._text, offset)
         is_tag = start is not None and (not self._tags or start[2] in self._tags)
         if tag is not None and tag[3] and not is_tag:
@@ -287,9 +287,10 @@ class _Parser:
 
 
 def _strip_layout(nodes: list[Any]) -> Iterator[Any]:
-    """Yield values and joined texts, without line breaks and indentation that only lay out tags.
+    """Yield values and joined texts without white space around tags.
 
-    A parameter is part of the text, so white space next to it is kept.
+    Only line breaks and indentation that lay out tags are removed. A parameter is part of the text, so white
+    space next to it is kept.
     """
     end = 0
     for is_text, group in groupby(nodes, key=lambda node: isinstance(node, _Text)):

@@ -1,4 +1,4 @@
-"""Schemas from Python functions: strings are text, an `if` is a module, a `match` is a union.
+"""Build Prompt Cache schemas from Python functions.
 
     @program
     def trip(plan: bool, days: Param(5), place: str):
@@ -15,8 +15,8 @@
     trip.schema                                             # for a PromptCache
     trip("And then?", plan=True, days="3", place="alps")    # a prompt of that schema
 
-The function's source is parsed, and the function is never called. Every string statement is text, the first one too. An
-`if` tests one argument by name; a `match` has string cases.
+The function's source is parsed, and the function is never called. Every string statement is text, including the
+first. An `if` is a module and tests one argument by name. A `match` is a union and has string cases.
 """
 
 import ast
@@ -31,7 +31,7 @@ from .schema import ROLES, Child, Import, Module, Parameter, Prompt, Role, Schem
 
 @dataclass(frozen=True)
 class Param:
-    """Annotation of an argument that is a text."""
+    """Annotation of an argument whose text fills a parameter."""
 
     length: int  # maximum tokens
     default: str | None = None
@@ -64,7 +64,7 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class Program:
-    """Schema of a function; a call builds a prompt of it."""
+    """Schema of a function; a call builds a prompt for the schema."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
@@ -81,7 +81,7 @@ class Program:
 
         Args:
             content: new text, after all imports.
-            arguments: choose modules and fill parameters.
+            arguments: values of the function's arguments, which choose modules and fill parameters.
         """
         for name in arguments:
             if name not in self._argument_names:
@@ -144,7 +144,7 @@ class Program:
     def _build_level(
         self, children: Iterable[Child], arguments: dict[str, Any], used: set[str]
     ) -> tuple[list[Import], dict[str, str]]:
-        """Return the chosen modules of one level and the texts of its parameters; add the used arguments to `used`."""
+        """Return chosen modules and parameter texts; add argument names to `used`."""
         imports: list[Import] = []
         texts: dict[str, str] = {}
         for child in children:

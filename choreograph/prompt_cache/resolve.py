@@ -1,9 +1,11 @@
-"""Placement of a prompt: cached token ranges and new text with their positions (Prompt Cache §3.4).
+"""Resolve a prompt to cached token ranges and new text with positions.
 
-New text between two imports starts where the first of them and the text inside it ends, in the gap that the paper
-assumes. Text before the first import starts where the text that is part of every prompt ends there; text after all
-imports starts after everything that is used. New text may reach into positions that are taken, which the paper leaves
-open.
+New text starts at these positions (Prompt Cache §3.4):
+- Between two imports: after the first import and the text inside it, in the gap that the paper assumes.
+- Before the first import: after the text of the enclosing module or schema that precedes the import.
+- After all imports: after all content that is used.
+
+New text may overlap positions that are already taken, a case that the paper leaves open.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,14 +44,14 @@ class ResolvedPrompt:
     """Content of a prompt with its positions."""
 
     cached: list[CachedRange]
-    new_parts: list[tuple[int, NewText]]  # with the position that orders it in plain text; texts, then arguments
+    new_parts: list[tuple[int, NewText]]  # with its position for the order in `flatten`; texts, then arguments
     scaffolds: dict[ModulePath, tuple[ModulePath, ...]]  # modules that attend to each other, in document order
     end: int  # position after everything that is used
     is_chat: bool  # True: the answer is a chat turn
 
     @cached_property
     def new_texts(self) -> list[NewText]:
-        """New text by position; adjacent texts are joined, which saves calls."""
+        """New text by position; adjacent texts are joined to save prefill calls."""
         merged: list[NewText] = []
         for text in sorted((text for _, text in self.new_parts if text.tokens), key=lambda text: text.start):
             if merged and merged[-1].end == text.start:
@@ -60,8 +62,8 @@ class ResolvedPrompt:
     def flatten(self, layout: Layout) -> list[int]:
         """Return the tokens of the same prompt as plain text.
 
-        They are ordered by position, except that new text before an import stays before it even if it is longer than
-        the gap.
+        They are ordered by position, except that new text before an import stays before it even if the text is
+        longer than the gap.
         """
         parts = [(position, 0, list(text.tokens)) for position, text in self.new_parts]
         for path, run_index, first, num_tokens, position in self.cached:
@@ -104,7 +106,7 @@ def resolve_prompt(prompt: Prompt, layout: Layout, tokenizer: ChatTokenizer) -> 
 
 
 def _select_modules(prompt: Prompt, layout: Layout) -> dict[ModulePath, Mapping[str, str]]:
-    """Return the arguments of all imported modules, and of the text outside of modules."""
+    """Return the arguments of each imported module, by path."""
     selected: dict[ModulePath, Mapping[str, str]] = {(): prompt.arguments}
     _collect_imports(prompt, (), layout, selected)
     for path in selected:
@@ -155,7 +157,10 @@ def _describe_path(path: ModulePath) -> str:
 def _complete_scaffolds(
     layout: Layout, selected: Mapping[ModulePath, object]
 ) -> dict[ModulePath, tuple[ModulePath, ...]]:
-    """Return the cached modules of each scaffold that is imported as a whole: all modules, one of each union."""
+    """Return the scaffold members that each cached module is computed with.
+
+    Only scaffolds are included of which a prompt imports all modules and one member of each union.
+    """
     result: dict[ModulePath, tuple[ModulePath, ...]] = {}
     for group in reversed(layout.scaffold_groups):  # an outer scaffold overrides the ones inside it
         unions = {path: enclosing_union(layout, path) for path in group if path not in selected}
@@ -180,7 +185,7 @@ def _complete_scaffolds(
 def _bind_arguments(
     module: ModuleLayout, arguments: Mapping[str, str], tokenizer: ChatTokenizer
 ) -> list[tuple[ParameterSlot, tuple[int, ...]]]:
-    """Return every parameter slot of a module with the tokens of its argument."""
+    """Return all parameter slots of a module with their argument tokens."""
     where = _describe_path(module.path)
     for name in arguments:
         if name not in module.parameter_slots:
@@ -200,7 +205,7 @@ def _bind_arguments(
 
 
 def _fixed_ranges(run: TokenRun, slots: list[ParameterSlot]) -> Iterator[tuple[int, int]]:
-    """Yield the half-open token ranges of a run between its parameter slots, whose placeholders are never visible."""
+    """Yield half-open token ranges of a run, without its parameter placeholders."""
     first = 0
     for slot in sorted(slots, key=lambda slot: slot.start):
         if run.start <= slot.start < run.end:
@@ -215,7 +220,7 @@ def _fixed_ranges(run: TokenRun, slots: list[ParameterSlot]) -> Iterator[tuple[i
 
 
 class _TextPlacer:
-    """Assign positions to the new text of a prompt, in the order of the prompt.
+    """Assign positions to new text, in the order of the prompt.
 
     Args:
         used: modules that the prompt imports, and the text outside of modules.
@@ -232,7 +237,10 @@ class _TextPlacer:
         self._last_role = next((module.last_role for module in reversed(used) if module.last_role), None)
 
     def place(self, prompt: Prompt) -> list[tuple[int, NewText]]:
-        """Return each text with the end of the content that it follows; of consecutive texts, that of the first."""
+        """Return each new text with the end position of the preceding content.
+
+        Consecutive texts have the same end position, that of the content before the first of them.
+        """
         self._place_level(prompt, ())
         return [(position, text) for _, position, text in self._placed]
 
@@ -265,7 +273,7 @@ class _TextPlacer:
         )[0]
 
     def _module_end(self, path: ModulePath) -> int:
-        """Return the position after a used module and all used modules inside it."""
+        """Return the position after a used module and its used inner modules."""
         ends = [run.end for module in self._used if _is_inside(module.path, path) for run in module.runs]
         return max(ends, default=self._layout.modules[path].start)
 

@@ -80,7 +80,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Scaffold:
-    """Modules that attend to each other in every prompt that imports all of them."""
+    """Modules that attend to each other if a prompt imports all."""
 
     children: tuple["Module | Union", ...]
 
@@ -95,7 +95,7 @@ Child = str | Parameter | Module | Union | Role | Scaffold
 
 @dataclass(frozen=True)
 class Schema:
-    """Content that prompts share: modules to import, and text that is part of every prompt."""
+    """Content that prompts share: importable modules, and text of every prompt."""
 
     name: str
     children: tuple[Child, ...] = ()
@@ -116,7 +116,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Import:
-    """Module that a prompt imports, with imports and new text inside it."""
+    """Import of a module, with imports and new text inside it."""
 
     name: str
     children: tuple["str | Import | Role", ...] = ()
@@ -157,7 +157,7 @@ def union(*members: Module, required: bool = False) -> Union:
 
 
 def scaffold(*children: Module | Union) -> Scaffold:
-    """Build a scaffold: its modules attend to each other where all are imported."""
+    """Build a scaffold of modules that attend to each other."""
     return Scaffold(children)
 
 
@@ -185,7 +185,7 @@ def assistant(*children: Child) -> Role:
 
 
 def modules(children: Iterable[Child]) -> Iterator[tuple[Module, Union | None]]:
-    """Yield the modules of one level with their union, looking into turns and scaffolds."""
+    """Yield (module, union) pairs of one level, including turns and scaffolds."""
     for child in children:
         if isinstance(child, Module):
             yield child, None
@@ -196,7 +196,7 @@ def modules(children: Iterable[Child]) -> Iterator[tuple[Module, Union | None]]:
 
 
 def parameters(children: Iterable[Child]) -> Iterator[Parameter]:
-    """Yield the parameters of one level, looking into turns."""
+    """Yield the parameters of one level, including those in chat turns."""
     for child in children:
         if isinstance(child, Parameter):
             yield child
@@ -213,7 +213,7 @@ def has_roles(children: Iterable[object]) -> bool:
 
 
 def _check_prompt_level(value: Import | Prompt, where: str) -> None:
-    """Check the children and arguments of a prompt or import, and join its texts."""
+    """Check a prompt or import, and join its adjacent texts."""
     for child in value.children:
         if not isinstance(child, (str, Import, Role)):
             raise PromptError(f"{where}: {child!r}: use text, imports and roles")
@@ -244,7 +244,7 @@ def _check_name(name: object, label: str) -> None:
 
 
 def _check_level(children: Iterable[Child], where: str, *, in_role: bool = False) -> None:
-    """Check that names are unique within each module, and that turns do not nest."""
+    """Check that names are unique per module and turns do not nest."""
     names = [("module", module.name) for module, _ in modules(children)]
     names += [("parameter", parameter.name) for parameter in parameters(children)]
     for (kind, name), count in Counter(names).items():

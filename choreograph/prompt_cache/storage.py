@@ -1,6 +1,6 @@
-"""Saved prompt caches: keys and values in a safetensors file, and a JSON manifest with a digest of both.
+"""Save and load prompt caches: safetensors file and JSON manifest.
 
-A file is verified completely before any of it is used.
+The manifest contains a digest of both files. A file is verified completely before any of it is used.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class _Manifest(BaseModel, extra="forbid", strict=True):
 
 
 def save(file: Path, fingerprints: Mapping[str, str], snapshots: Mapping[str, KVSnapshot]) -> int:
-    """Write named snapshots and their manifest; return the bytes of the tensor file."""
+    """Write named snapshots and manifest; return the tensor file's size in bytes."""
     check_writable(file)
     tensors = {}
     for index, snapshot in enumerate(snapshots.values()):
@@ -61,7 +61,7 @@ def save(file: Path, fingerprints: Mapping[str, str], snapshots: Mapping[str, KV
 
 
 def check_writable(file: Path) -> None:
-    """Create the directory of a file; raise CacheFileError if a cache cannot be saved under this name."""
+    """Create the file's directory; raise CacheFileError if it is not writable."""
     manifest_path = _manifest_path(file)
     if manifest_path.is_dir():
         raise CacheFileError(f"{manifest_path}, where the manifest goes, is a folder: use another name")
@@ -78,7 +78,7 @@ def load(
     """Read saved snapshots.
 
     Args:
-        fingerprints: what the file must have been saved with.
+        fingerprints: expected fingerprints of the file, by name.
         shapes: (layers, T, heads, head_dim) of the keys and of the values, by name of the snapshot.
 
     Raises:
@@ -122,7 +122,7 @@ def load(
 
 
 def compute_digest(manifest: Mapping[str, Any], data: bytes) -> str:
-    """Return the digest of a manifest, without its own digest, and the content of the tensor file."""
+    """Return the digest of a tensor file and its manifest's other fields."""
     fields = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode() + b"\0" + data).hexdigest()
 

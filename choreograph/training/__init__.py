@@ -1,4 +1,4 @@
-"""Distillation of the baseline into a model under reuse (Prompt Choreography §3.2)."""
+"""Distill the baseline into a model under reuse (Prompt Choreography §3.2)."""
 
 from .dataset import Trace, TrainingExample, answer_examples, collect_traces, load_traces, make_examples
 from .train import train, train_from_traces

@@ -192,7 +192,7 @@ def make_examples(
     options: Mapping[str, Any] | None = None,
     stages: Collection[str] = (),
 ) -> list[TrainingExample]:
-    """Return each trace as the workflow runs under a condition.
+    """Make a training example of each trace under a condition.
 
     With `stages` or adapter stages, traces without any of them are left out.
 
@@ -221,7 +221,7 @@ def make_examples(
 
 
 def check_stages(stages: Collection[str], traces: Sequence[Trace], condition: Condition) -> None:
-    """Raise ConfigError for a stage without decodes that can be learned."""
+    """Raise ConfigError if a stage has no decodes to learn."""
     known = {stage for trace in traces for stage in trace.transcript}
     if condition.adapter_stages:
         known &= set(condition.adapter_stages)
@@ -233,10 +233,11 @@ def check_stages(stages: Collection[str], traces: Sequence[Trace], condition: Co
 def baseline_examples(
     traces: Sequence[Trace], adapter_stages: Sequence[str] = (), mode: Mode = "prefix"
 ) -> list[TrainingExample]:
-    """Return each trace as the baseline computed it in its mode.
+    """Make a training example of each trace as the baseline computed it.
 
     Args:
         adapter_stages: stages whose decodes are targets; empty: all.
+        mode: mode of the baseline.
     """
     result = []
     for trace in traces:
@@ -250,7 +251,7 @@ def baseline_examples(
 def answer_examples(
     model: HFModel, workflow: WorkflowFunction, traces: Sequence[Trace], *, options: Mapping[str, Any] | None = None
 ) -> list[TrainingExample]:
-    """Return the final answers of traces as outputs of a single-decode workflow.
+    """Make examples in which a single-decode workflow generates the final answers.
 
     Traces without a parsed answer are left out.
     """
@@ -265,7 +266,10 @@ def answer_examples(
 
 
 def _answer_tokens(model: HFModel, trace: Trace) -> list[int]:
-    """Return the final message, or the parsed answer as a sentence (footnote 14)."""
+    """Return the tokens of the final answer to learn.
+
+    They are the final message, or the parsed answer as a sentence (footnote 14).
+    """
     if "answer" not in trace.outputs:
         return trace.calls[trace.answer].generated or []
     if (answer := trace.outputs["answer"]) is None:

@@ -1,7 +1,7 @@
-"""Replay of a workflow without computing, to list its calls under a condition.
+"""Replay a workflow under a condition to list its calls.
 
-Replayed content decides every branch, so a model that has a tokenizer and limits, and nothing else, is enough to find
-the calls, what they attend to and their positions.
+Nothing is computed: replayed content decides every branch, so a model with only a tokenizer and limits is enough to
+find the calls, what they attend to and their positions.
 """
 
 from collections import Counter
@@ -87,7 +87,7 @@ def dry_run(
 ) -> Iterator[tuple[str, list[TracedCall]]]:
     """Yield (id, calls) of every transcript, in order of completion.
 
-    Unless the condition's mode is choreographed, the calls are the decodes alone, each after its full prompt.
+    Unless the condition's mode is choreographed, the calls are only the decodes, each after its full prompt.
 
     Raises:
         DataError: if the workflow's decodes are not exactly those of the transcript.

@@ -1,7 +1,8 @@
 """Losses of generated tokens and of reused keys and values.
 
-A table of log-probabilities is as wide as the vocabulary, several times over with its gradient, although only the
-target and the tokens kept in the trace are read. So only logits are kept, and converted to float32 a few rows at a time.
+Log-probabilities of the whole vocabulary and their gradient need several times the memory of the logits, although
+only the target and the `top` tokens of the trace are read. Therefore only logits are stored, and converted to float32
+a few rows at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,10 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient: 1 at the token, minus the probability of every token."""
+        """Return the gradient of the logits.
+
+        It is 1 at the token, minus the probability of every token, times the incoming gradient.
+        """
         logits, ids, norms = ctx.saved_tensors
         result, negative_sums = torch.empty_like(logits), -grads.sum(1, keepdim=True)
         for out, rows, norm, scale, index, grad in _chunks(result, logits, norms, negative_sums, ids, grads):
@@ -72,7 +76,7 @@ class KVTarget:
 def mean_baseline_kv(hf_model: HFModel, calls: Sequence[TracedCall], num_prefix_tokens: int = 0) -> KVTarget:
     """Compute the KV target of a trace with the base model.
 
-    It is the mean over the decodes that attend to a token, each with its full prompt. Call this inside
+    It is the mean over the decodes that attend to a token, each computed with its full prompt. Call this inside
     `hf_model.attention_hook()`.
 
     Args:
@@ -119,19 +123,22 @@ def kv_loss(kv: KVByLayer, target: KVTarget) -> Float[Tensor, ""]:
 
 
 def example_losses(hf_model: HFModel, examples: Sequence[TrainingExample], model: str = BASE_MODEL) -> list[float]:
-    """Return the log-loss per token of every example."""
+    """Return the log-loss per token of every example, in nats."""
     return [mean_loss(hf_model, [example], model) for example in examples]
 
 
 def mean_loss(hf_model: HFModel, examples: Sequence[TrainingExample], model: str = BASE_MODEL) -> float:
-    """Return the log-loss per token of all examples together."""
+    """Return the log-loss per token of all examples together, in nats."""
     return mean_losses(hf_model, examples, model, with_kl=False)[0]
 
 
 def mean_losses(
     hf_model: HFModel, examples: Sequence[TrainingExample], model: str = BASE_MODEL, *, with_kl: bool
 ) -> tuple[float, float]:
-    """Return log-loss and divergence (0 without `with_kl`) per token of all examples."""
+    """Return the mean log-loss and divergence per token, in nats.
+
+    The divergence is 0 without `with_kl`.
+    """
     total_loss = total_divergence = 0.0
     for example in examples:
         packed = example.packed
@@ -148,7 +155,7 @@ def token_losses(
     """Return log-loss and KL(baseline || model) of each generated token.
 
     Args:
-        kl_example: holds the likeliest tokens of the baseline, the rest counts as one token; None: divergences are 0.
+        kl_example: has the baseline's likeliest tokens; the rest count as one token. None: divergences are 0.
     """
     if kl_example is None:
         loss = -log_likelihood(logits, targets)

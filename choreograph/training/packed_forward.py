@@ -1,9 +1,9 @@
 """Differentiable forward pass over a trace packed into one sequence.
 
-Every call occupies its base positions. Attention gives a call its own tokens causally and the slices of its parents
-whole, with keys rotated from the base position to the position where the call attends to them (Prompt Choreography
-§2.2 to §2.4); gradients reach every parent. Calls that only the base model computes form a prefix, which is computed
-beforehand without gradients.
+Every call occupies its base positions. A call attends causally to its own tokens, and to all tokens of its parent
+slices. Parent keys are rotated from their base position to the position where the call attends to them (Prompt
+Choreography §2.2 to §2.4), and gradients reach every parent. Calls that only the base model computes form a prefix,
+which is computed beforehand without gradients.
 """
 
 from collections import Counter
@@ -26,11 +26,14 @@ from .trace import TracedCall, TraceSlice, check_parents, first_decode_index, it
 
 KVByLayer = dict[int, tuple[Tensor, Tensor]]  # layer: keys and values of some tokens, (1, G, N, D) each
 
-MAX_MEMO_BYTES = 1 << 30  # bytes of keys and values that a BaseKVMemo keeps
+MAX_MEMO_BYTES = 1 << 30  # maximum bytes of keys and values in a BaseKVMemo
 
 
 class PackedTrace:
-    """Calls as one token sequence, after a prefix that the base model computes."""
+    """Calls packed into one token sequence, after a prefix.
+
+    The base model computes the prefix.
+    """
 
     def __init__(self, calls: Sequence[TracedCall], num_prefix_calls: int = 0) -> None:
         self.calls = tuple(calls)  # in layout order, prefix first; their parents are indices of this tuple
@@ -73,7 +76,7 @@ def pack_adapter_stages(calls: Sequence[TracedCall]) -> PackedTrace:
 
 
 def full_prompt_indices(packed_prompts: PackedTrace) -> dict[tuple[str, int], list[int]]:
-    """Map each decode to the token indices of its full prompt and output."""
+    """Return the token indices of each decode's full prompt and output."""
     firsts = packed_prompts.first_indices
     result = {}
     for index, (name, call) in enumerate(iter_decodes(packed_prompts.calls)):
@@ -165,9 +168,9 @@ def _take_slice(tensor: Float[Tensor, "1 G N D"], s: TraceSlice) -> Float[Tensor
 def _attend(
     query: Float[Tensor, "1 H N D"], keys: Float[Tensor, "1 G T D"], values: Float[Tensor, "1 G T D"], scale: float
 ) -> Float[Tensor, "1 H N D"]:
-    """Attention of the last N of T tokens.
+    """Compute the causal attention of the last N of T tokens.
 
-    The heads of a key-value head are rows of one product: on a CPU many times faster than repeating the keys.
+    The query heads of a KV head are rows of one product: on a CPU many times faster than repeating the keys.
     """
     (_, heads, own, width), (_, groups, total, _) = query.shape, keys.shape
     visible = torch.ones(own, total, dtype=torch.bool, device=query.device).tril(total - own)
@@ -185,7 +188,7 @@ def _attend_unfused(
     spec: AttentionSpec,
     sinks: Float[Tensor, "H"] | None,
 ) -> Float[Tensor, "1 H N D"]:
-    """Attention with materialized scores: softcap, ALiBi, windows and sinks."""
+    """Compute attention with materialized scores: softcap, ALiBi, windows and sinks."""
     share = query.shape[1] // keys.shape[1]
     own, total = distance.shape
     k, v = (x[0].repeat_interleave(share, dim=0) for x in (keys, values))
@@ -207,9 +210,9 @@ def forward(
     base_kv_provider: Callable[[PackedTrace], list[KVByLayer]] | None = None,
     kv_out: KVByLayer | None = None,
 ) -> Float[Tensor, "R V"]:
-    """Compute the logits that predict the targets, differentiably.
+    """Compute the logits that predict the targets, with gradients.
 
-    Call it inside `hf_model.attention_hook()`, and leave that after `backward`, which may recompute layers.
+    Call this inside `hf_model.attention_hook()`. Exit the hook after `backward`, which may recompute layers.
 
     Args:
         model: module to call instead of the model, such as a `PeftModel` around it.
@@ -278,12 +281,12 @@ class _CallKey(NamedTuple):
 class BaseKVMemo:
     """Cache of base-model keys and values of calls that traces share.
 
-    Valid while the base weights and compute dtype stay the same. The most frequent calls are kept. Each of them is
-    computed separately, so its values are bit for bit the same in whatever order traces come.
+    Valid while the base weights and compute dtype stay the same. The most frequent calls are cached. Each of them is
+    computed separately, so its values do not depend on the order of the traces, bit for bit.
 
     Args:
         packed_traces: all prefixes that will be requested.
-        max_tokens: tokens to keep; None: as many as MAX_MEMO_BYTES hold.
+        max_tokens: maximum cached tokens; None: as many as fit into MAX_MEMO_BYTES.
     """
 
     def __init__(self, hf_model: HFModel, packed_traces: Iterable[PackedTrace], max_tokens: int | None = None) -> None:

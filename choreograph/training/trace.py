@@ -1,7 +1,7 @@
 """Calls of a workflow run, token by token.
 
-They suffice to compute the run again in one pass. A call refers to its parents by their index among the calls, with
-the visible tokens and their position.
+They suffice to recompute the run in one pass. A call refers to its parents by their index among the calls, with the
+visible tokens and their position.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class TraceSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One prefill or decode."""
+    """Prefill or decode of a workflow run."""
 
     stage: str
     prompt: list[int]  # tokens of a prefill, or the header of a decode
@@ -175,6 +175,9 @@ def with_ancestors(calls: Sequence[TracedCall], stages: Collection[str]) -> list
 
 
 def reorder_calls(calls: Sequence[TracedCall], order: Sequence[int]) -> list[TracedCall]:
-    """Return the calls with these indices, which must include their parents."""
+    """Select calls by index, and renumber their parents.
+
+    The indices must include all parents.
+    """
     places = {index: place for place, index in enumerate(order)}
     return [replace(calls[n], parents=tuple(s._replace(call=places[s.call]) for s in calls[n].parents)) for n in order]

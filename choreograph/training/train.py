@@ -1,6 +1,6 @@
-"""Training of LoRA adapters that make reuse generate what the baseline generated.
+"""Train LoRA adapters to generate baseline outputs under KV reuse.
 
-The result depends on checkpoints and the seed alone: a training that was stopped continues as if it had not been.
+The result depends only on checkpoints and the seed: a resumed training equals an uninterrupted one.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def train(
 ) -> TrainReport:
     """Train an adapter and save it in `out` in peft's format.
 
-    A folder with checkpoints of the same training is resumed; the report of a finished one is returned.
+    If `out` contains checkpoints of the same training, it is resumed. If it is finished, its report is returned.
 
     Args:
         baseline: validation examples as the baseline computes them, to report how much of the gap is closed.
@@ -100,10 +100,12 @@ def _content_hash(examples: Sequence[TrainingExample]) -> str:
 
 
 def _is_finished(out: Path, manifest: TrainManifest) -> bool:
-    """Return whether the folder holds this training, finished; else claim it.
+    """Return whether the folder contains this training, finished.
+
+    Also writes the manifest of this training to the folder.
 
     Raises:
-        ConfigError: if the folder holds checkpoints or results of another training.
+        ConfigError: if the folder contains checkpoints or results of another training.
     """
     manifest_file, is_finished = out / "train.json", (out / "report.json").exists()
     checkpoints = sorted(path.name for path in out.glob("checkpoint-*"))
@@ -219,7 +221,9 @@ def _lora_training(hf_model: HFModel, config: TrainConfig) -> Iterator[Any]:
 
 
 def resolve_target_modules(model: nn.Module, names: Sequence[str] | None) -> list[str]:
-    """Return the names of the linear layers to adapt, by default the attention's.
+    """Return the names of the linear layers to adapt.
+
+    By default, they are those of the attention.
 
     Raises:
         ConfigError: if no linear layer has one of the names.
@@ -322,7 +326,10 @@ def train_from_traces(
 
 
 def _find_trace_workflow(traces: Path, settings: Mapping[str, Any], name: str | None) -> WorkflowFunction:
-    """Return the workflow of some traces; a user's file must be named explicitly."""
+    """Return the workflow that made the traces.
+
+    A user's file must be named explicitly, since its code is run.
+    """
     traced = settings["workflow"]
     if name is None and traced not in names():
         raise ConfigError(f"{traces}: of the workflow {traced!r}: name it (workflow=, --workflow), as its code is run")
@@ -367,7 +374,7 @@ def check_adapter_usage(source: str, adapter_stages: Sequence[str], base: HFMode
 
 
 def train_val_split(traces: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:
-    """Return two random subsets, for training and (at least one) for validation."""
+    """Split randomly into a training and a non-empty validation subset."""
     if not 0 < fraction < 1:
         raise ConfigError(f"validation={fraction}: use a share between 0 and 1")
     if len(traces) < 2:

@@ -23,7 +23,7 @@ def describe_error(exc: ValidationError) -> str:
 
 
 class TrainConfig(BaseModel):
-    """Options of a training; defaults follow Prompt Choreography §3.3, footnote 7."""
+    """Training options; defaults follow Prompt Choreography §3.3, footnote 7."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -77,7 +77,10 @@ class TrainReport(BaseModel):
 
     @property
     def gap_closed(self) -> float | None:
-        """Share of the gap to the baseline that is closed; None without one."""
+        """Share of the gap to the baseline that training closed.
+
+        None without a baseline or a gap.
+        """
         if self.baseline is None or self.loss_before - self.baseline < 1e-4:
             return None
         return (self.loss_before - self.loss_after) / (self.loss_before - self.baseline)
@@ -87,7 +90,7 @@ class TrainReport(BaseModel):
 
 
 class TrainManifest(BaseModel):
-    """What a training depends on (`train.json`)."""
+    """Inputs that determine a training (`train.json`)."""
 
     version: Literal[2] = 2
     config: dict[str, Any]
@@ -97,7 +100,7 @@ class TrainManifest(BaseModel):
 
 
 class AdapterUsage(BaseModel):
-    """What an adapter was trained for (`adapter_usage.json`)."""
+    """Workflow, stages and base weights of an adapter (`adapter_usage.json`)."""
 
     version: Literal[2] = 2
     workflow: str
@@ -111,7 +114,11 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_record(record: type[M], file: Path, error: type[Exception] = DataError) -> M:
-    """Read a file of a training; raise `error` for damage or another version."""
+    """Read a JSON record of a training.
+
+    Raises:
+        error: if the file is damaged or of another version.
+    """
     try:
         return record.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as exc:

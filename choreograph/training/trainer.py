@@ -1,4 +1,4 @@
-"""Training loop of transformers over packed examples."""
+"""Training on packed examples with the `Trainer` of transformers."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ class PackedTrainer(Trainer):
         self.remove_callback(PrinterCallback)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of one update and note their mean size."""
+        """Return the batches of one update, and record their mean size."""
         batches, count = super().get_batch_samples(*args, **kwargs)
         if batches:
             self._mean_examples_per_forward = fmean(len(batch["examples"]) for batch in batches)
@@ -158,7 +158,7 @@ def _training_arguments(out: Path, config: TrainConfig, num_examples: int, use_c
 
 
 class MetricsCallback(TrainerCallback):
-    """Writes `metrics.jsonl`; a resumed training repeats no step."""
+    """Callback that writes `metrics.jsonl`; a resumed training repeats no step."""
 
     def __init__(self, out: Path, on_update: Any) -> None:
         self._out, self._on_update = out, on_update
@@ -181,7 +181,7 @@ class MetricsCallback(TrainerCallback):
 
 
 def logged_metrics(state: TrainerState, first: int = 0) -> list[dict[str, Any]]:
-    """Return what was measured so far, by step."""
+    """Return the metrics logged so far, by step."""
     result = []
     for entry in state.log_history[first:]:
         metrics = {name: value for name, value in entry.items() if name in _LOGGED_METRICS}
@@ -213,7 +213,7 @@ def last_checkpoint(out: Path) -> tuple[Path | None, TrainerState]:
 
 
 def has_stopped_early(state: TrainerState, patience: int) -> bool:
-    """Return whether training ended because it did not improve."""
+    """Return whether early stopping ended the training."""
     callbacks: Any = state.stateful_callbacks or {}
     attributes = callbacks.get("EarlyStoppingCallback", {}).get("attributes", {})
     return 0 < patience <= attributes.get("early_stopping_patience_counter", 0)
