@@ -48,7 +48,7 @@ def _text(name: str, value: object) -> str:
 
 
 def _question(name: str, value: object, record: DatasetRecord) -> str:
-    """Return a question, which must not be blank, after its context."""
+    """Return a nonblank question with its context prepended."""
     if not _text(name, value).strip():
         raise _invalid(name, value, "ask something")
     return prepend_context(_text(name, value), record)
@@ -64,7 +64,7 @@ def _answer(name: str, value: object) -> str:
 
 
 def _answers(name: str, value: object) -> list[str]:
-    """Return one answer or a list as texts, without blank ones."""
+    """Return one or several answers as a list of nonblank texts."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return [text for item in values if item is not None and (text := _answer(name, item)).strip()]
 
@@ -75,7 +75,7 @@ def _pair_side(name: str, value: object) -> Mapping[str, Any]:
 
 
 def _concepts(name: str, value: object) -> list[str]:
-    """Return the items of a list, or of a string with commas."""
+    """Return the items of a list or of a comma-separated string."""
     if isinstance(value, str):
         return [concept.strip() for concept in value.split(",") if concept.strip()]
     if not isinstance(value, (list, tuple)):
@@ -96,7 +96,7 @@ REFERENCE_FIELDS: Mapping[str, Mapping[str, Callable[[str, Any], Any]]] = {  # w
 
 
 def documents_of(record: DatasetRecord) -> list[str]:
-    """Return documents and context of a record, LongBench's passages one by one."""
+    """Return a record's documents, and its context split into LongBench passages."""
     context = _context(record)
     return _documents(record) + (split_passages(context) if context else [])
 
@@ -168,7 +168,7 @@ def _parse_longbench(r: DatasetRecord) -> tuple[str, Any, Mapping[str, Any]]:
 
 
 def _parse_fields(r: DatasetRecord) -> tuple[str, Any, Mapping[str, Any]]:
-    """Return kind, task and reference, which the field names decide."""
+    """Return kind, task and reference, detected from the field names."""
     if "task" in r and ("kind" in r or "gold" in r):
         return _parse_task(r)
     if "dataset" in r and "all_classes" in r:
@@ -199,7 +199,7 @@ def _parse_fields(r: DatasetRecord) -> tuple[str, Any, Mapping[str, Any]]:
 
 
 def parse_example(record: DatasetRecord, number: int) -> Example:
-    """Return a record as an example; without an id, its number is used."""
+    """Convert a record to an example; `number` replaces a missing id."""
     with error_context(f"record {number}"):
         kind, task, reference = _parse_fields(record)
         if kind not in REFERENCE_FIELDS:
@@ -290,5 +290,5 @@ def make_pairs(examples: Sequence[Example], seed: int = 0, *, num_shifts: int = 
 
 
 def make_games(count: int) -> list[Example]:
-    """Return games of two players; Alice speaks first in every other one."""
+    """Return two-player games; Alice and Bob alternate as first speaker."""
     return [Example(f"game-{i}", "game", ("Alice", "Bob")[i % 2]) for i in range(count)]

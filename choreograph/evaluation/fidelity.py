@@ -62,7 +62,7 @@ def measure_divergence(
     sampling: SamplingParams,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, dict[str, list[TokenDivergence]]]]:
-    """Yield per transcript the divergence of each condition from the first.
+    """Yield each transcript's id and every condition's divergence from the first.
 
     Memory: two rows of logits for every token of one transcript.
     """
@@ -126,7 +126,7 @@ def _token_divergence(
 
 
 def summarize_divergence(divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]]) -> list[DivergenceSummary]:
-    """Return means over examples of equal weight, by condition and stage."""
+    """Return equally weighted means over examples, by condition and stage."""
     rows = []
     for condition in divergences[0] if divergences else ():
         stages = list(dict.fromkeys(d.stage for example in divergences for d in example[condition]))
@@ -207,10 +207,10 @@ def time_conditions(
 
 
 def speed_rows(records: Sequence[RunRecord], baseline: str, other: str) -> dict[str, Estimate]:
-    """Return pooled ratios baseline over other, with bootstrap intervals over examples.
+    """Return pooled cost ratios, baseline over other, with bootstrap intervals.
 
-    "TTFT, steps" counts parallel calls as one step, as the paper's pseudocode does (Figure 6); "TTFT, all decodes"
-    counts each.
+    Intervals are over examples. "TTFT, steps" counts parallel calls as one step, as the paper's
+    pseudocode does (Figure 6); "TTFT, all decodes" counts each.
     """
     before, after = ([_measures(r["costs"][name]) for r in records] for name in (baseline, other))
     result = {}

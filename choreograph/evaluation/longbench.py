@@ -1,4 +1,4 @@
-"""English tasks of LongBench (Bai et al. 2024), with the metrics of its script.
+"""English LongBench tasks with the official script's metrics (Bai et al. 2024).
 
 The prompts are not those of the paper, so scores compare conditions here, not with published tables.
 """
@@ -36,7 +36,7 @@ _FIRST_LINE_TASKS = ("trec", "triviaqa", "samsum")
 
 
 def split_passages(context: str) -> list[str]:
-    """Return the numbered passages of a context, or all of it; joined, they are the context."""
+    """Split a context losslessly into numbered passages, or return it whole."""
     starts: list[int] = []
     for match in re.finditer(r"^(?:Passage|Paragraph) (\d+):", context, re.MULTILINE):
         if int(match[1]) == len(starts) + 1:  # a number out of order is part of a passage
@@ -47,7 +47,7 @@ def split_passages(context: str) -> list[str]:
 
 
 def f1(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Return the token F1, without case, ASCII punctuation and articles."""
+    """Return the token F1, ignoring case, ASCII punctuation and articles."""
     predicted, expected = (
         re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(str.maketrans("", "", string.punctuation))).split()
         for text in (prediction, answer)
@@ -57,7 +57,7 @@ def f1(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
 
 
 def rouge_l(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Return the Rouge-L F1 of the `rouge` library; 0 where it cannot compare."""
+    """Return the Rouge-L F1 of the `rouge` library, 0 on its errors."""
     scorer = require("rouge", "eval").Rouge(metrics=["rouge-l"])
     try:
         return scorer.get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
@@ -78,7 +78,7 @@ def retrieval(prediction: str, answer: str, classes: Sequence[str] = ()) -> floa
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Return 1 over the number of named classes, if one is right."""
+    """Return 1/n for n predicted classes that include the answer, else 0."""
     named = [name for name in classes if name in prediction]
     for name in named:  # the script skips the class behind each that it removes, so this does
         if name in answer and name != answer:
@@ -87,7 +87,7 @@ def classification(prediction: str, answer: str, classes: Sequence[str] = ()) ->
 
 
 def edit_similarity(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Return the similarity of the first line of code, in hundredths."""
+    """Return the similarity of the first code line, rounded to hundredths."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     if line == answer:
@@ -108,7 +108,7 @@ METRICS: dict[str, tuple[str, Callable[[str, str, Sequence[str]], float]]] = {  
 
 
 def best_score(task: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Return the metric of a task for the answer that fits best."""
+    """Return the task's metric for the best-matching accepted answer."""
     if task in _FIRST_LINE_TASKS:
         prediction = prediction.lstrip("\n").split("\n")[0]
     return max((METRICS[task][1](prediction, answer, classes) for answer in answers), default=0.0)

@@ -1,4 +1,4 @@
-"""Scores of run records, by kind; an unparsed output is wrong."""
+"""Scores of run records by example kind; unparsed outputs count as wrong."""
 
 import re
 import unicodedata
@@ -26,7 +26,8 @@ _FULL_STOP = re.compile(r"(?<!\d)\.|\.(?!\d)")  # not a decimal point
 def normalize_text(text: str) -> str:
     """Return text in lower case without articles and punctuation.
 
-    Marks inside a word or a number are removed (U.S., 5,000), a decimal point stays, other marks separate words.
+    Marks inside a word or a number are removed (U.S., 5,000), decimal points are retained, other
+    marks separate words.
     """
     text = _INNER_MARKS.sub("", without_thousands(unicodedata.normalize("NFKC", text).lower()))
     text = "".join(" " if unicodedata.category(c)[0] in "PS" and c != "." else c for c in text)
@@ -34,13 +35,16 @@ def normalize_text(text: str) -> str:
 
 
 def contains_answer(text: str, answers: Iterable[str]) -> bool:
-    """Return whether the text contains any alias as whole words."""
+    """Return whether the text contains any accepted answer as whole words."""
     normalized = f" {normalize_text(text)} "
     return any(f" {normalize_text(a)} " in normalized for a in answers if normalize_text(a))
 
 
 def is_correct(text: str, answers: Sequence[str]) -> bool:
-    """Return whether the text, or its first yes or no, is right."""
+    """Return whether the text contains an accepted answer.
+
+    For yes/no answers, only the first yes or no in the text counts.
+    """
     if _are_yes_or_no(answers):
         word = first_yes_no(text)
         return word is not None and ("yes" if word else "no") in map(normalize_text, answers)
@@ -52,7 +56,7 @@ def _are_yes_or_no(answers: Sequence[str]) -> bool:
 
 
 def f1(text: str, answers: Iterable[str]) -> float:
-    """Return the best token F1 over the aliases."""
+    """Return the best token F1 over the accepted answers."""
     predicted, best = normalize_text(text).split(), 0.0
     for answer in answers:
         reference = normalize_text(answer).split()
@@ -69,7 +73,7 @@ def concept_coverage(text: str, concepts: Sequence[str]) -> float:
 
 
 def _lemmas(text: str) -> list[set[str]]:
-    """Return each word with its lemmas as any part of speech: left is also leave."""
+    """Return words with their lemmas of any part of speech (left: leave)."""
     library = require("lemminflect", "eval")
     result = []
     for word in normalize_text(text).split():
@@ -95,7 +99,7 @@ def score_math(e: Example, r: RunRecordView) -> Scores:
 
 
 def score_qa(e: Example, r: RunRecordView) -> Scores:
-    """Score whether an alias occurs, and token F1."""
+    """Score whether any accepted answer occurs, and token F1."""
     answers = e.reference["answers"]
     return {"right": float(is_correct(r["answer"], answers)), "f1": f1(r["answer"], answers)}
 
@@ -103,7 +107,8 @@ def score_qa(e: Example, r: RunRecordView) -> Scores:
 def score_pair(e: Example, r: RunRecordView) -> Scores:
     """Score the answers to two questions in one text.
 
-    If both ask for yes or no, the words count in order; in a text of several lines, the first of each line.
+    If both are yes/no questions, the first two yes/no words are the answers, in order; in a text of
+    several lines, the first such word of each line.
     """
     references, texts = [e.reference[k]["answers"] for k in ("first", "second")], [r["answer"]] * 2
     if all(map(_are_yes_or_no, references)):
@@ -115,7 +120,7 @@ def score_pair(e: Example, r: RunRecordView) -> Scores:
 
 
 def score_concepts(e: Example, r: RunRecordView) -> Scores:
-    """Score the coverage of all concepts, and of those of each story."""
+    """Score the answer's coverage of all concepts, and of each story's concepts."""
     scores = {"coverage": concept_coverage(r["answer"], e.reference["concepts"])}
     for number, group in enumerate(r["findings"].get("groups", ()), 1):
         scores[f"story {number}"] = concept_coverage(r["answer"], group)
@@ -123,14 +128,14 @@ def score_concepts(e: Example, r: RunRecordView) -> Scores:
 
 
 def score_longbench(e: Example, r: RunRecordView) -> Scores:
-    """Score with the published metric of a task of LongBench."""
+    """Score with the published metric of a LongBench task."""
     task = e.kind.removeprefix("longbench/")
     classes = e.reference.get("classes", ())
     return {longbench.METRICS[task][0]: longbench.best_score(task, r["answer"], e.reference["answers"], classes)}
 
 
 def score_game(e: Example, r: RunRecordView) -> Scores:
-    """Score cooperation and what Bob predicts; an unparsed decision is no cooperation."""
+    """Score cooperation and Bob's prediction; an unparsed decision counts as no cooperation."""
     stages = ("Alice decides", "Bob decides", "Bob predicts")
     if missing := [stage for stage in stages if stage not in r["texts"]]:
         raise DataError(f"{e.id}: a game is scored by its stages {list(stages)}: the workflow has no {missing}")

@@ -83,7 +83,7 @@ def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRec
 
 
 def describe_scoring(report: Summary, earlier: Summary | None) -> list[str]:
-    """Return a line for each part of a report that older rules made."""
+    """Return notes on report parts that older scoring rules produced."""
     version, records = report["scoring"]["version"], report["scoring"]["records"]
     earlier_version = (earlier or report).get("scoring", {"version": 1})["version"]
     lines = [f"scored again by version {version} of the rules, before by {earlier_version}"]
@@ -95,7 +95,10 @@ def describe_scoring(report: Summary, earlier: Summary | None) -> list[str]:
 
 
 def score_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of scores, with the primary metric's difference."""
+    """Return the header and rows of the score table.
+
+    Includes the primary metric's difference from the baseline.
+    """
     conditions, main, n = summary["conditions"], summary["main"], summary["n"]
     metrics = [k for k in next(iter(conditions.values()))["scores"] if k not in ("failed", "unread")]
     scale, unit = (100, " %") if main != "words" else (1, "")
@@ -112,13 +115,13 @@ def score_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
 
 
 def format_p_value(gap: Mapping[str, Any] | None) -> str:
-    """Return the p of a difference as text, or nothing."""
+    """Return a difference's p-value as text, empty if it has none."""
     p = gap["p"] if gap else None
     return "" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def format_unparsed(condition: Mapping[str, Any], n: int) -> str:
-    """Return the numbers of unparsed `steps / answers`."""
+    """Return the counts of unparsed steps and answers as `steps / answers`."""
     answers = round(condition["scores"].get("unread", {"value": 0})["value"] * n)
     return f"{sum(condition['unparseable'].values())} / {answers}"
 
@@ -126,7 +129,7 @@ def format_unparsed(condition: Mapping[str, Any], n: int) -> str:
 def format_estimate(
     estimate: Mapping[str, Any] | Estimate | None, scale: float = 1, *, sign: bool = False, places: int = 1
 ) -> str:
-    """Return `56.4 (51.9, 60.8)`; nothing for None, no interval for one value."""
+    """Return `56.4 (51.9, 60.8)`; empty for None, no interval for one value."""
     if estimate is None:
         return ""
     values = asdict(estimate) if isinstance(estimate, Estimate) else estimate
@@ -138,7 +141,7 @@ def format_estimate(
 def examples_for(
     workflow: WorkflowFunction, source: str, *, limit: int | None, seed: int | None, split: str
 ) -> list[Example]:
-    """Load examples of one kind, paired for a workflow of two questions."""
+    """Load examples of one kind; pair them if the workflow takes pairs."""
     examples = load(source, limit=limit, seed=seed, split=split)
     if takes_pairs(workflow) and any(e.kind != "pair" for e in examples):
         examples = make_pairs(examples, seed or 0)
@@ -151,7 +154,7 @@ def examples_for(
 
 
 def select_conditions(workflow: WorkflowFunction, names: Sequence[str]) -> dict[str, Condition]:
-    """Return the baseline and the named conditions; all if none is named."""
+    """Return the baseline and the named conditions; all without names."""
     conditions = conditions_of(workflow)
     if unknown := [name for name in names if name not in conditions]:
         raise ConfigError(f"condition {unknown[0]!r}: the workflow has {list(conditions)}")
@@ -162,7 +165,7 @@ def select_conditions(workflow: WorkflowFunction, names: Sequence[str]) -> dict[
 def add_adapter_conditions(
     conditions: Mapping[str, Condition], model: str, adapter_stages: Sequence[str] = ()
 ) -> dict[str, Condition]:
-    """Add every condition but the first with an adapter too."""
+    """Add an adapter variant of every condition except the first."""
     _, *others = conditions.items()
     if not others:
         raise ConfigError("an adapter is tried under every condition but the first: there is no other")
@@ -236,7 +239,7 @@ def evaluate(
 
 
 def _require_libraries() -> None:
-    """Raise MissingDependencyError before anything runs."""
+    """Raise MissingDependencyError if a library of the evaluation is missing."""
     for module in ("filelock", "lemminflect", "math_verify", "rouge", "scipy", "statsmodels"):
         require(module, "eval")
 
@@ -251,7 +254,7 @@ def _run(
     run_dir: RunDirectory,
     **kwargs: Any,
 ) -> tuple[dict[str, list[RunRecord]], int]:
-    """Return all records, and how many new ones did not fail."""
+    """Run missing examples; return all records and the number newly completed."""
     with exclusive_dir(run_dir.path):  # reading removes a line that another process may be writing
         num_done = sum(1 for c in conditions for r in run_dir.records(c) if not r.get("error"))
     with progress(console, label, len(examples) * len(conditions), num_done) as tick:
@@ -312,7 +315,10 @@ def win_rates(
 
 
 def judge_prompt(e: Example) -> str:
-    """Return the task in words, without the workflow's prompts."""
+    """Return the task text that the judge model reads.
+
+    Excludes the workflow's prompts.
+    """
     task = e.task if isinstance(e.task, str) else "; ".join(map(str, e.task))
     prompts = {"concepts": f"Write a story that uses these concepts: {task}.", "pair": f"Answer both: {task}"}
     return prompts.get(e.kind, task)
@@ -385,7 +391,7 @@ ANSWER_HEADER = "The better answer is"
 
 
 class Verdict(NamedTuple):
-    """The verdict on one pair."""
+    """The judge's verdict on one pair of answers."""
 
     score: int  # 1 if the second answer wins in both orders, -1 if the first does, 0 for a tie
     unparsed: int  # orders whose reply names no letter, 0 to 2
@@ -406,7 +412,7 @@ def judge_pairs(
     """
 
     def ask(request: str, a: str, b: str) -> str | None:
-        """Return the first letter that the judge names, greedily."""
+        """Return the letter that the judge names first, with greedy sampling."""
         with engine.session(mode="prefix") as session:
             question = session.prefill(session.user(JUDGE_PROMPT.format(request=request, a=a, b=b)))
             sampling = SamplingParams(temperature=0, max_tokens=8)

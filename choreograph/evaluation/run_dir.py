@@ -1,6 +1,6 @@
 """Directory of a run: settings, records as JSON lines, lock.
 
-A process that ends at any time leaves complete files, or a last line that was cut off.
+A process killed at any time leaves complete files, or an incomplete last line.
 """
 
 import json
@@ -17,7 +17,7 @@ RunRecord = dict[str, Any]
 
 @contextmanager
 def exclusive_dir(path: Path) -> Iterator[None]:
-    """Create and lock a directory, which no other process may use."""
+    """Create a directory and lock it against other processes."""
     filelock = require("filelock", "eval")
     ensure_dir(path)
     try:
@@ -53,7 +53,7 @@ def read_lines(file: Path) -> tuple[list[str], bool]:
 
 
 class RunDirectory:
-    """`settings.json`, and one `<condition>.jsonl` with a record per example."""
+    """Run directory: `settings.json` and one `<condition>.jsonl` with a record per example."""
 
     def __init__(self, path: Path, run_config: Mapping[str, Any]) -> None:
         """Open or create the directory.

@@ -1,4 +1,4 @@
-"""Run a workflow over examples under conditions, many at once, resumable."""
+"""Run a workflow over examples and conditions, concurrently and resumably."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def make_run_config(
     seed: int,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what a result depends on, except this package's code.
+    """Return the settings that determine a result, except this package's code.
 
     Raises ConfigError for an option that every condition but the baseline sets, or for an unknown model.
     """

@@ -23,7 +23,7 @@ class Estimate:
     low: float
     high: float
     n: int  # number of values or pairs
-    p: float | None = None  # of the hypothesis of no difference, where there is one
+    p: float | None = None  # p-value of no difference; None where none is tested
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -47,8 +47,9 @@ def difference(after: Sequence[float], before: Sequence[float]) -> Estimate:
 def matched_pairs(gained: int, lost: int, n: int) -> Estimate:
     """Estimate (gained - lost) / n of matched pairs, with McNemar's p.
 
-    The interval melds those of two exact binomials, how many pairs differ and in which direction (Fay and Lumbard
-    2021). It holds zero exactly if p does not reject zero, up to the grid of quantiles.
+    The interval melds those of two exact binomials: how many pairs differ, and in which direction
+    (Fay and Lumbard 2021). It contains zero exactly if p does not reject zero, up to the grid of
+    quantiles.
     """
     tables = require("statsmodels.stats.contingency_tables", "eval")
     stats = require("scipy.stats", "eval")
@@ -73,13 +74,13 @@ def matched_pairs(gained: int, lost: int, n: int) -> Estimate:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Estimate the ratio of two sums, drawing pairs."""
+    """Estimate the ratio of two sums by a bootstrap over pairs."""
     columns = _columns(numerators, denominators)
     return bootstrap(lambda a, b, axis=-1: np.sum(a, axis=axis) / np.sum(b, axis=axis), *columns, method="percentile")
 
 
 def bootstrap(statistic: Callable[..., Any], *columns: np.ndarray, method: str = "BCa") -> Estimate:
-    """Estimate a statistic of rows; equal values have no interval."""
+    """Estimate a statistic of rows; constant columns have a zero-width interval."""
     value, n = float(statistic(*columns)), len(columns[0])
     if n < 2 or all(np.ptp(column) == 0 for column in columns):
         return Estimate(value, value, value, n)
@@ -90,7 +91,7 @@ def bootstrap(statistic: Callable[..., Any], *columns: np.ndarray, method: str =
 
 
 def _columns(*columns: Sequence[float]) -> list[np.ndarray]:
-    """Return columns as arrays, which must have one length."""
+    """Return float arrays; raise ValueError for empty columns or different lengths."""
     lengths = [len(column) for column in columns]
     if not all(lengths):
         raise ValueError(f"{min(lengths)} values: an estimate needs one or more")

@@ -1,4 +1,4 @@
-"""Reuse of KV cache entries between models of one family, layer by layer (DroidSpeak)."""
+"""Layer-wise reuse of KV cache entries between models of one family (DroidSpeak)."""
 
 from .context_store import ContextStore, context_hash
 from .profile import LatencyAwareSelector, ParetoPoint, PatternScores, Profile, enable_profiled_reuse

@@ -1,4 +1,4 @@
-"""Store of KV cache entries by content hash, model and layer (DroidSpeak §4.5)."""
+"""Store of KV entries by content hash, model and layer (DroidSpeak §4.5)."""
 
 import hashlib
 import struct
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def context_hash(message: Message) -> str:
-    """Return the hash of a message with everything that it attends to, equal for all models.
+    """Return a model-independent hash of a message and its context.
 
     Covers the tokens, the hashes of the parents and their relative positions; also the position of
     the message for models with learned positions, whose keys cannot be rotated.
@@ -46,7 +46,7 @@ def context_hash(message: Message) -> str:
 
 
 class ContextStore:
-    """KV cache entries of contexts, kept until removed.
+    """KV cache entries of contexts, retained until removed.
 
     Methods have the paper's names, with `hidden` for its `e` (the E cache: input hidden states of a
     layer).
@@ -73,11 +73,11 @@ class ContextStore:
         self.__exit__(None, None)
 
     def store_kv(self, context: Message) -> str:
-        """Keep a context's keys and values; return its hash. Waits until they are computed.
+        """Store a context's keys and values once computed; return its hash.
 
         Raises:
-            InvalidRequestError: if the context, with everything that it attends to, was not computed
-                in all layers by its model.
+            InvalidRequestError: if the context, or a message that it attends to, was not computed in all
+                layers by the context's model.
         """
         self._check_fully_computed(context)
         name = context_hash(context)
@@ -86,9 +86,10 @@ class ContextStore:
         return name
 
     def store_hidden(self, context: Message) -> tuple[int, ...]:
-        """Keep a context like `store_kv`; return the layers whose input hidden states are cached.
+        """Store a context; return the layers whose input hidden states are cached.
 
-        These are the layers that `Engine.enable_layer_reuse` named before the context was computed.
+        Stores keys and values like `store_kv`. The layers are those that `Engine.enable_layer_reuse`
+        named before the context was computed.
 
         Raises:
             InvalidRequestError: as in `store_kv`, or if no input is cached.
@@ -133,10 +134,10 @@ class ContextStore:
         return tuple(model for stored, model in self._messages if stored == name)
 
     def context(self, name: str, model: str) -> Message:
-        """Return the store's message of a context, computed by a model.
+        """Return the stored message of a context computed by `model`.
 
         Raises:
-            InvalidRequestError: if the store does not have it.
+            InvalidRequestError: if no such context is stored.
         """
         try:
             return self._messages[name, model]
@@ -147,14 +148,17 @@ class ContextStore:
             ) from None
 
     def fetch_kv(self, name: str, model: str, layer: int) -> LayerKeyValues:
-        """Return keys and values of one layer in host memory, (T, G, D) each; keys keep their rotation."""
+        """Copy one layer's keys and values to host memory.
+
+        Returns a (T, G, D) tensor each; the keys keep the rotation of their computed position.
+        """
         with self._resident(name, model, layer) as entry:
             if layer in entry.missing_layers:
                 raise InvalidRequestError(f"context {name[:12]} came without layer {layer}")
             return self._engine.core.cache_manager.pool.export_layer(layer, entry.slots)
 
     def fetch_hidden(self, name: str, model: str, layer: int) -> "Tensor":
-        """Return the input hidden states of one layer in host memory, (T, E).
+        """Copy one layer's input hidden states, (T, E), to host memory.
 
         Raises:
             InvalidRequestError: if they are not cached.
@@ -168,7 +172,7 @@ class ContextStore:
 
     @contextmanager
     def _resident(self, name: str, model: str, layer: int) -> Iterator[KVEntry]:
-        """Keep a context's entry on the device inside the block."""
+        """Yield a context's entry, resident on the device inside the `with` block."""
         message, num_layers = self.context(name, model), self._engine.model_info.layers
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < num_layers:
             raise InvalidRequestError(f"layer={layer!r}: the model has layers 0 to {num_layers - 1}")
@@ -176,16 +180,16 @@ class ContextStore:
             yield entry
 
     def partial_prefill(self, pattern: LayerPattern, name: str, *, model: str, sender: str) -> Message:
-        """Prefill the sender's context by another model, which computes the pattern's layers only."""
+        """Prefill the sender's context with `model`, recomputing only the pattern's layers."""
         return self._session.partial_prefill(self.context(name, sender), pattern, model=model)
 
     def remove(self, name: str) -> None:
-        """Release a context of all models."""
+        """Release the stored messages of a context, for all models."""
         for model in self.models(name):
             self._messages.pop((name, model)).release()
 
     def num_bytes(self) -> dict[str, int]:
-        """Return the bytes of stored keys, values and layer inputs by the model that computed them."""
+        """Return the bytes stored per model: keys, values and layer inputs."""
         pool, result = self._engine.core.cache_manager.pool, dict[str, int]()
         entries: dict[int, tuple[str, KVEntry]] = {}  # by entry id: messages may share entries
         for message in self._session.messages:

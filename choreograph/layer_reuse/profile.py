@@ -1,4 +1,6 @@
-"""Quality and cost of layer patterns for a pair of models, and selection among them (DroidSpeak §4.3, §4.4).
+"""Quality and cost of layer patterns, and pattern selection (DroidSpeak §4.3, §4.4).
+
+A pattern is the set of layers that the receiver recomputes; it reuses the sender's KV in the others.
 
 profile = Profile.load(Path("profile.json"))
 enable_profiled_reuse(engine, profile, "math", seconds_per_token=0.001, ttft_slo=2.0, max_loss=0.01)
@@ -37,14 +39,14 @@ _CONFIG = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True, config=_CONFIG)
 class PatternScores:
-    """Scores of the receiver when it recomputes a pattern."""
+    """Scores of the receiver when it recomputes a pattern's layers."""
 
     pattern: LayerPattern
     values: Scores
 
 
 class ParetoPoint(NamedTuple):
-    """A pattern with its loss and its cost."""
+    """Layer pattern with its score loss and prefill cost."""
 
     pattern: LayerPattern
     loss: float  # mean score of the receiver alone minus that of the pattern
@@ -53,19 +55,22 @@ class ParetoPoint(NamedTuple):
 
 @dataclass(frozen=True, config=_CONFIG)
 class Profile:
-    """Measured scores of a pair of models, one per input, so that differences are paired."""
+    """Measured scores of a receiver and a sender, one per input.
+
+    All scores are in the order of `inputs`, so that differences are paired.
+    """
 
     receiver: str  # fingerprint
     sender: str  # fingerprint
     layers: PositiveInt  # of the model
     metric: str  # of the scores, one of `profiler.METRICS`
-    inputs: Annotated[tuple[str, ...], Field(min_length=1)]  # ids
+    inputs: Annotated[tuple[str, ...], Field(min_length=1)]  # example ids
     receiver_scores: Scores  # the receiver recomputes all layers
     full_reuse_scores: Scores  # the receiver reuses all layers
     sender_scores: Scores  # the sender alone
     per_layer: tuple[Scores, ...] = ()  # [layer]: the receiver reuses this layer only
     ranges: tuple[PatternScores, ...] = ()  # the receiver recomputes one range of layers
-    costs: dict[str, Cost] = field(default_factory=dict)  # measured, by str(pattern)
+    costs: dict[str, Cost] = field(default_factory=dict)  # measured `cost`, by str(pattern)
     facts: dict[str, Any] = field(default_factory=dict)  # configuration of the measurement
     version: Literal[2] = 2  # VERSION
 
@@ -86,7 +91,7 @@ class Profile:
         return self
 
     def loss(self, values: Sequence[float]) -> "Estimate":
-        """Return how much lower scores are than the receiver's own, paired by input, with its interval."""
+        """Estimate the mean loss of `values` against `receiver_scores`, paired by input."""
         require("statsmodels", "eval")
         from ..evaluation.statistics import difference
 
@@ -96,22 +101,22 @@ class Profile:
         return float(np.mean(np.subtract(self.receiver_scores, values)))
 
     def critical(self, fraction: float = 0.1) -> list[int]:
-        """Return the layers whose reuse alone loses more than a fraction of the receiver's score."""
+        """Return layers whose reuse alone loses over `fraction` of the receiver's score."""
         max_loss = fraction * abs(mean(self.receiver_scores))
         return [layer for layer, values in enumerate(self.per_layer) if self._mean_loss(values) > max_loss]
 
     def cost(self, pattern: LayerPattern) -> float:
-        """Return the prefill time of a pattern as a fraction of a full prefill.
+        """Return a pattern's prefill time as a fraction of a full prefill.
 
-        Patterns without a measured time are interpolated by their number of layers between those
-        with one (no layers cost 0); without any, the cost is the fraction of layers.
+        The cost of a pattern without a measured time is interpolated by its number of layers between
+        those with one (no layers cost 0); without any, it is the fraction of layers.
         """
         measured = self.costs.get(str(pattern))
         return float(np.interp(len(pattern.layers), *self._cost_curve)) if measured is None else measured
 
     @cached_property
     def _cost_curve(self) -> tuple[list[int], list[float]]:
-        """Numbers of layers, ascending, and the mean cost of each."""
+        """Numbers of recomputed layers, ascending, and the mean cost of each."""
         costs = defaultdict(list, {0: [0.0], self.layers: [1.0]})
         for cell in self.ranges:
             if (cost := self.costs.get(str(cell.pattern))) is not None:
@@ -119,14 +124,14 @@ class Profile:
         return sorted(costs), [mean(costs[count]) for count in sorted(costs)]
 
     def points(self) -> list[ParetoPoint]:
-        """Return reusing everything, recomputing everything, and every measured range."""
+        """Return full reuse, full recomputation and every measured range as points."""
         scores = [(LayerPattern(), self.full_reuse_scores)]
         scores += [(LayerPattern.from_triplet(0, 0, self.layers), self.receiver_scores)]
         scores += [(cell.pattern, cell.values) for cell in self.ranges]
         return [ParetoPoint(pattern, self._mean_loss(values), self.cost(pattern)) for pattern, values in scores]
 
     def frontier(self) -> list[ParetoPoint]:
-        """Return the points that no other beats in both loss and cost, cheapest first."""
+        """Return the Pareto-optimal points in loss and cost, cheapest first."""
         best: list[ParetoPoint] = []
         for point in sorted(self.points(), key=lambda p: (p.cost, p.loss)):
             if not best or point.loss < best[-1].loss:
@@ -149,7 +154,7 @@ class Profile:
         """Read a file that `save` wrote.
 
         Raises:
-            DataError: if it is damaged, or of another version.
+            DataError: if it cannot be read, is damaged, or has another version.
         """
         try:
             return _PROFILE_JSON.validate_json(path.read_bytes())
@@ -165,13 +170,15 @@ _PROFILE_JSON = TypeAdapter(Profile)
 
 
 class LatencyAwareSelector:
-    """Selects the pattern of least loss whose first token should come in time, else the cheapest.
+    """Selector of the lowest-loss pattern whose expected TTFT meets the SLO.
+
+    Selects the cheapest pattern if none meets it.
 
     Args:
         points: patterns to select from, as `Profile.frontier` returns them.
         seconds_per_token: seconds of a full prefill per token.
         ttft_slo: objective for the time to first token in seconds.
-        max_loss: patterns that lose more are never selected.
+        max_loss: patterns with a higher loss are never selected.
     """
 
     def __init__(
@@ -197,7 +204,7 @@ class LatencyAwareSelector:
         return tuple(point.pattern for point in self.points)
 
     def expected_ttft(self, point: ParetoPoint, load: EngineLoad) -> float:
-        """Return the seconds to the first token: queued tokens are computed before the message."""
+        """Return the expected TTFT in seconds, including prefill of the queued tokens."""
         return (load.tokens + load.message_tokens * point.cost) * self._seconds_per_token
 
     def __call__(self, load: EngineLoad) -> LayerPattern:
@@ -218,10 +225,10 @@ def enable_profiled_reuse(
     max_loss: float = float("inf"),
     capacity: int | None = None,
 ) -> LatencyAwareSelector:
-    """Call `Engine.enable_layer_reuse` with a selector over the profile's frontier.
+    """Enable layer reuse with a latency-aware selector over the profile's frontier.
 
     Raises:
-        ConfigError: if the profile is of other models.
+        ConfigError: if the profile was measured on other models.
     """
     for role, name, expected in (("receiver", receiver, profile.receiver), ("sender", sender, profile.sender)):
         if engine.core.model_set.fingerprint(name) != expected:
@@ -241,7 +248,7 @@ SCORE_LABELS = {
 
 
 def summary_rows(profile: Profile) -> list[tuple[str, str]]:
-    """Return mean scores, the loss from reusing all layers, and critical layers."""
+    """Return table rows: mean scores, loss of full reuse and critical layers."""
     scores = {
         "receiver": profile.receiver_scores,
         "all of the sender's": profile.full_reuse_scores,
@@ -254,7 +261,7 @@ def summary_rows(profile: Profile) -> list[tuple[str, str]]:
 
 
 def frontier_rows(profile: Profile) -> list[tuple[str, str, str, str]]:
-    """Return pattern, fraction of layers, cost and loss of each point of the frontier, cheapest first."""
+    """Return frontier rows (pattern, fraction of layers, cost, loss), cheapest first."""
     scores = {cell.pattern: cell.values for cell in profile.ranges}
     result = []
     for pattern, _, cost in profile.frontier():
@@ -269,7 +276,7 @@ def _format(loss: "Estimate") -> str:
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """Draw scores with one layer reused, scores of all ranges, and the frontier, as one SVG file."""
+    """Plot per-layer scores, range scores and the frontier in one SVG file."""
     matplotlib = require("matplotlib", "viz")
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,4 +1,4 @@
-"""Measure which layers a receiver has to recompute of a sender's contexts (DroidSpeak §4.3)."""
+"""Measure which sender layers a receiver must recompute (DroidSpeak §4.3)."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from .profile import VERSION, PatternScores, Profile
 
 METRICS = ("f1", "likelihood", "agreement")
 
-CACHE_TOKENS = 32_768  # the inputs of every layer are cached for all of them
+CACHE_TOKENS = 32_768  # tokens; the inputs of every layer are cached for all of them
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class QAExample:
 
     @property
     def digest(self) -> str:
-        """Hash of everything but the id."""
+        """Hash of all fields except `id`."""
         text = json.dumps([self.context, self.question, self.answers], ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -49,9 +49,10 @@ class QAExample:
 def load_qa_examples(
     path: Path, *, limit: int | None = None, seed: int | None = None, offset: int = 0
 ) -> list[QAExample]:
-    """Read a .jsonl file of questions with `documents` or a `context`, and answers.
+    """Read a JSONL file of questions with accepted answers and a context.
 
-    Takes `limit` examples from number `offset` on, after shuffling if a seed is given.
+    The context is in `documents` or `context`. Takes `limit` examples from index `offset` on, after
+    shuffling if a seed is given.
     """
     result = []
     for number, record in enumerate(records(path)):
@@ -66,7 +67,7 @@ def load_qa_examples(
 
 
 def parse_qa_example(record: Mapping[str, Any], number: int) -> QAExample:
-    """Convert a record; `number` names one without an id."""
+    """Convert a record to an example; `number` replaces a missing id."""
     with error_context(f"record {number}"):
         context = prepend_context("", record)
         question = record.get("question") or record.get("input")
@@ -79,18 +80,20 @@ def parse_qa_example(record: Mapping[str, Any], number: int) -> QAExample:
 
 
 def group_by_context(examples: Iterable[QAExample]) -> Iterator[list[QAExample]]:
-    """Group consecutive examples about one context."""
+    """Group consecutive examples that have the same context."""
     for _, group in groupby(examples, lambda example: example.context):
         yield list(group)
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """How a pair is profiled.
+    """Settings of a profile measurement.
 
-    Metrics: "f1" of the greedy answer; "likelihood", the mean log-probability of the first accepted
-    answer's tokens; "agreement", that of the receiver's own greedy answer with all layers
-    recomputed, which says how much of its behavior is kept, right or wrong.
+    Metrics:
+        "f1": F1 of the greedy answer.
+        "likelihood": mean log-probability of the first accepted answer's tokens.
+        "agreement": mean log-probability of the receiver's own greedy answer with all layers
+            recomputed. Measures how much of its behavior is preserved, right or wrong.
     """
 
     metric: str = "likelihood"  # one of METRICS
@@ -107,7 +110,7 @@ class ProfileConfig:
 
 
 def layer_ranges(layers: int, stride: int) -> list[LayerPattern]:
-    """Return all ranges of layers between multiples of the stride, except for all layers at once."""
+    """Return all contiguous layer ranges aligned to `stride`, except the full range."""
     edges = [*range(0, layers, stride), layers]
     return [LayerPattern.from_triplet(0, a, b) for a in edges for b in edges if a < b and (a or b < layers)]
 
@@ -131,13 +134,13 @@ def profile_pair(
     config: ProfileConfig | None = None,
     on_done: Callable[[RunRecord], None] = lambda record: None,
 ) -> Profile:
-    """Score every example with every range of layers recomputed, and with every single layer reused.
+    """Score each example for every recomputed layer range and every reused layer.
 
     Consecutive examples about one context share its prefills.
 
     Args:
-        out: directory of the scores; examples that it has are not measured again, and times in its
-            `profile.json` are kept.
+        out: directory of the scores. Examples with stored scores are not measured again; times in its
+            `profile.json` are retained.
         on_done: called with the record of each measured example.
     """
     config = config or ProfileConfig()
@@ -186,7 +189,7 @@ def profile_pair(
 def _score_examples(
     engine: Engine, examples: Sequence[QAExample], receiver: str, sender: str, config: ProfileConfig
 ) -> list[RunRecord]:
-    """Score examples about one context with every range recomputed, and with every single layer reused."""
+    """Score examples that share a context, for all variants of `profile_pair`."""
     layers = engine.model_info.layers
     with engine.session(seed=0) as session:
         pair_context = PairContext(session, examples[0].context, receiver, sender, config)
@@ -225,7 +228,7 @@ def _score_examples(
 
 
 class PairContext:
-    """One context in a session: the sender's message, and variants of it for the receiver."""
+    """One context prefilled by the sender, and its variants for the receiver."""
 
     def __init__(self, session: Session, context: str, receiver: str, sender: str, config: ProfileConfig) -> None:
         self.session = session
@@ -234,20 +237,20 @@ class PairContext:
         self.sender_message = session.prefill(session.user(f"{config.system}\n\n{context}"), model=sender)
 
     def compute_variant(self, pattern: LayerPattern) -> Message:
-        """Recompute a pattern's layers."""
+        """Return a variant with the pattern's layers recomputed by the receiver."""
         return _ensure_partial(self.session.partial_prefill(self.sender_message, pattern, model=self.receiver), pattern)
 
     def restrict_layers(self, variant: Message, pattern: LayerPattern) -> Message:
-        """Return a variant of which readers use only a pattern's layers."""
+        """Return a variant that uses `variant` in the pattern's layers only."""
         return self.session._variants.restrict_layers(self.sender_message, variant, pattern)
 
     @cached_property
     def full_prefill(self) -> Message:
-        """Variant with all layers recomputed."""
+        """Message of the receiver with all layers recomputed, the quality reference."""
         return self.compute_variant(LayerPattern.from_triplet(0, 0, self.session.engine.model_info.layers))
 
     def make_probe(self, example: QAExample) -> "QualityProbe":
-        """Return what scores variants by a question about this context."""
+        """Create a probe that scores variants with the example's question."""
         if self.config.metric == "likelihood":
             tokens = self.session.engine.tokenizer.encode(example.answers[0], add_special_tokens=False)
             return QualityProbe(self, example, tokens)
@@ -260,7 +263,7 @@ class PairContext:
 
 
 class QualityProbe:
-    """Scores variants of a context by one question.
+    """Scorer of context variants by the answer to one question.
 
     Args:
         forced_tokens: token ids of the answer whose log-probability is the score; None: the score is
@@ -275,7 +278,7 @@ class QualityProbe:
         self._forced_tokens = forced_tokens
 
     def score_all(self, variants: Sequence[Message], model: str | None = None) -> list[float]:
-        """Score several variants in the same steps; the receiver answers unless a model is named."""
+        """Score several variants in one batch; `model` (default: the receiver) answers."""
         answers = [self.generate(variant, model) for variant in variants]
         scores = [self.compute_score(answer) for answer in answers]
         _release(answers)
@@ -286,7 +289,7 @@ class QualityProbe:
         return self.score_all([variant], model)[0]
 
     def generate(self, variant: Message, model: str | None = None) -> Message:
-        """Submit the question and its answer; do not wait."""
+        """Submit the question and the decode of its answer without waiting."""
         session, model = self._pair_context.session, model or self._pair_context.receiver
         question = session.prefill(session.user(self.example.question), [variant], model=model, kv_reuse="reuse")
         return session.decode(
@@ -299,7 +302,7 @@ class QualityProbe:
         )
 
     def compute_score(self, answer: Message) -> float:
-        """Return the score of a generated answer."""
+        """Return F1 or mean token log-probability of a generated answer."""
         if self._forced_tokens is None:
             return f1(answer.text, self.example.answers)
         return statistics.fmean(token.logprob for token in answer.logprobs or [])
@@ -311,7 +314,7 @@ def _release(messages: Iterable[Message]) -> None:
 
 
 def _ensure_partial(variant: Message, pattern: LayerPattern) -> Message:
-    """Wait for a variant; raise InvalidRequestError if it fell back to all layers."""
+    """Wait for a variant; raise InvalidRequestError after a fallback to full prefill."""
     layers = variant.wait_encoded().computed_layers
     if layers is None and 0 < len(pattern.layers) < variant._core.hf_model.model_info.layers:
         raise InvalidRequestError(
@@ -330,9 +333,10 @@ def time_patterns(
     rounds: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each partial prefill of a context of `num_tokens` tokens, by str(pattern).
+    """Return the seconds of repeated partial prefills, by str(pattern).
 
-    Patterns take turns in `rounds` rounds, after one to warm up. The sender's prefill is not timed.
+    The context has `num_tokens` tokens. Patterns alternate in `rounds` rounds, after one to warm up.
+    The sender's prefill is not timed.
     """
     tokens = [3 + (7 * i) % 50 for i in range(num_tokens)]
     seconds: dict[str, list[float]] = {str(pattern): [] for pattern in patterns}
@@ -349,7 +353,7 @@ def time_patterns(
 
 
 def check_timing_tokens(engine: Engine, num_tokens: int) -> None:
-    """Raise ConfigError if the model has not so many positions."""
+    """Raise ConfigError unless `num_tokens` is 1 to the model's maximum positions."""
     max_tokens = engine.model_info.max_positions
     if not 1 <= num_tokens <= max_tokens:
         raise ConfigError(
@@ -360,7 +364,7 @@ def check_timing_tokens(engine: Engine, num_tokens: int) -> None:
 def with_timings(
     engine: Engine, receiver: str, profile: Profile, num_tokens: int, *, sender: str = BASE_MODEL, rounds: int = 3
 ) -> Profile:
-    """Return the profile with measured costs of its frontier, for a context of `num_tokens` tokens."""
+    """Return the profile with frontier costs timed on `num_tokens` context tokens."""
     check_timing_tokens(engine, num_tokens)
     whole = LayerPattern.from_triplet(0, 0, profile.layers)
     points = replace(profile, costs={}).frontier()  # times of some patterns must not select which are timed now
@@ -373,10 +377,10 @@ def with_timings(
 
 
 def load_pair(model: str, receiver: str, sender: str | None, dtype: str) -> tuple[Engine, tuple[str, str]]:
-    """Create an engine with a base, a receiver and, unless that is the base, a sender.
+    """Load an engine with base, receiver and sender models.
 
-    Returns the engine and the names of receiver and sender. A source is an adapter if it is a
-    directory that `peft` saved, else a model.
+    Returns the engine and the names of receiver and sender; the sender is the base if `sender` is
+    None. A source is an adapter if it is a directory that `peft` saved, else a model.
     """
     engine = Engine.from_pretrained(model, dtype=dtype, config=EngineConfig(cache=CacheConfig(capacity=CACHE_TOKENS)))
     for name, source in (("receiver", receiver), ("sender", sender)):

@@ -1,12 +1,12 @@
-"""KV cache entries from a model in another process (DroidSpeak §4.5), through `torch.distributed`.
+"""KV entries from another process through `torch.distributed` (DroidSpeak §4.5).
 
     sender's process                            receiver's process
     store = ContextStore(engine)                link = RemoteSender(engine, peer=0, name="writer")
     store.store_hidden(session.prefill(text))   engine.enable_layer_reuse("base", "writer", pattern=[0, 4, 12])
     serve(engine, store, peer=1)                link.partial_prefill(session, text, [0, 4, 12])
 
-The receiver names a context by its hash and asks for the layers that a pattern reuses; they arrive
-layer by layer while others compute. If the sender is gone, stalls, does not have the context or
+The receiver names a context by its hash and requests the layers that a pattern reuses. They arrive
+layer by layer, overlapping with compute. If the sender is gone, stalls, does not have the context or
 answers with other shapes, the receiver computes the context itself and emits `recomputed`.
 """
 
@@ -39,11 +39,11 @@ VERSION = 2  # of the protocol
 
 
 class ChannelError(Exception):
-    """The other process is gone, too slow, or broke the protocol."""
+    """The peer process is gone, timed out, or violated the protocol."""
 
 
 class Channel:
-    """JSON objects and tensors between two processes of a group, in order.
+    """Ordered channel for JSON objects and tensors between two processes.
 
     Args:
         peer: rank of the other process.
@@ -77,13 +77,13 @@ class Channel:
             raise ChannelError("timed out")
 
     def send_json(self, message: Mapping[str, Any]) -> None:
-        """Send an object: the number of its bytes, then UTF-8 JSON."""
+        """Send an object: its byte count as int64, then UTF-8 JSON."""
         raw = json.dumps(message).encode()
         self.send(torch.tensor([len(raw)]))
         self.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
     def receive_json(self) -> dict[str, Any]:
-        """Receive an object; raise ChannelError if it is none."""
+        """Receive a JSON object; raise ChannelError for anything else."""
         size = int(self.receive(8).view(torch.int64))
         if not 0 < size <= MAX_JSON_BYTES:
             raise ChannelError(f"the peer sent {size} bytes of JSON, the limit is {MAX_JSON_BYTES}")
@@ -97,7 +97,7 @@ class Channel:
 
 
 def serve(engine: Engine, store: ContextStore, peer: int, *, group: Any = None, model: str = "base") -> int:
-    """Answer one receiver until it closes its link or is gone; return the number of contexts sent."""
+    """Serve one receiver until it disconnects; return the number of contexts sent."""
     engine.core.hf_model.ensure_single_process("sending encodings")
     channel, num_sent = Channel(peer, group), 0
     try:
@@ -112,7 +112,7 @@ def serve(engine: Engine, store: ContextStore, peer: int, *, group: Any = None, 
 
 
 def _send_context(channel: Channel, engine: Engine, store: ContextStore, model: str, request: Mapping) -> bool:
-    """Send the requested layers, or the reason why not; return whether they were sent."""
+    """Send the requested layers or an error; return whether layers were sent."""
     core, tensors = engine.core, dict[tuple[int, str], Tensor]()
     try:
         context = store.context(str(request["name"]), model)
@@ -135,7 +135,7 @@ def _send_context(channel: Channel, engine: Engine, store: ContextStore, model: 
 
 
 def compatibility_info(engine: Engine, model: str) -> dict[str, Any]:
-    """Return what must be equal in both processes, and the fingerprint of the weights."""
+    """Return the properties that both processes must share, and the weights' fingerprint."""
     model_info, config = engine.model_info, engine.core.hf_model.model.config.get_text_config()
     vocabulary = None if engine.tokenizer is None else sorted(engine.tokenizer.get_vocab().items(), key=lambda x: x[1])
     names = ("layers", "query_heads", "kv_heads", "head_dim", "vocab_size", "dtype")
@@ -155,7 +155,7 @@ def _digest(value: object) -> str:
 
 
 class RemoteSender:
-    """Receiver's link to a sender in another process; not used again after a failure.
+    """Receiver's link to a sender in another process, unusable after a failure.
 
     Args:
         peer: rank of the sender, which runs `serve`.
@@ -197,7 +197,7 @@ class RemoteSender:
         model_set.remote[name] = f"{info['fingerprint']}@elsewhere"
 
     def close(self) -> None:
-        """Stop the sender's `serve` after everything requested has arrived."""
+        """Stop the sender's `serve` after receiving all requested tensors."""
         with self._lock:
             try:
                 self._drain()
@@ -221,9 +221,10 @@ class RemoteSender:
         offsets: Offsets = None,
         new_offset: int | None = None,
     ) -> Message:
-        """Prefill like `Session.prefill`, computing only the pattern's layers if the sender has the context.
+        """Prefill only the pattern's layers, reusing the sender's KV in the others.
 
-        Waits for the parents, then for one reply of the sender; its layers arrive while others compute.
+        Computes all layers like `Session.prefill` if the sender's context cannot be loaded. Waits for the
+        parents, then for one reply of the sender; its layers arrive while the engine computes.
         """
         check_choreographed(session.mode)
         if session._core is not self._engine.core:
@@ -248,7 +249,7 @@ class RemoteSender:
     def _fetch(
         self, session: Session, message: Message, kv_layers: frozenset[int], hidden_layers: frozenset[int]
     ) -> Message | None:
-        """Return the sender's context while its layers arrive; None if it cannot be loaded."""
+        """Start loading the sender's context; return None if it cannot be loaded."""
         core, context = self._engine.core, session._variants.remote_placeholder(message, self.name)
         entry = reserve(
             core,
@@ -302,7 +303,7 @@ class RemoteSender:
         return answer
 
     def _receive_layers(self, tensors: list[tuple[int, str, list[int]]]) -> Iterator[dict[str, Tensor]]:
-        """Receive the tensors of a reply, one layer per item, empty for layers without tensors."""
+        """Receive the reply's tensors by kind, one dict (possibly empty) per layer."""
         dtype = self._engine.model_info.dtype
         try:
             for layer in range(self._engine.model_info.layers):
@@ -316,7 +317,7 @@ class RemoteSender:
             raise
 
     def _drain(self) -> None:
-        """Receive the rest of the last context, whose entry may have been released meanwhile."""
+        """Receive the last context's remaining tensors, even if its entry was released."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -328,7 +329,10 @@ class RemoteSender:
     def _validate_reply(
         self, reply: Mapping[str, Any], num_tokens: int, kv_layers: frozenset[int], hidden_layers: frozenset[int]
     ) -> None:
-        """Raise ChannelError unless the requested tensors will follow, in order; inputs may be missing."""
+        """Check that the sender announces the requested tensors in order.
+
+        Raises ChannelError for other tensors, another dtype or an invalid start. Inputs may be missing.
+        """
         model_info, pool = self._engine.model_info, self._engine.core.cache_manager.pool
         tensors, start = reply.get("tensors"), reply.get("start")
         expected = [

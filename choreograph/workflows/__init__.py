@@ -1,8 +1,8 @@
-"""Workflows of the papers, one file each, with a function `run(wf, task, **options)`.
+"""Workflows of the papers, one per file.
 
-`find` returns a workflow by the name of its file here, or by the path of any Python file. Besides `run`,
-a file may define `CONDITIONS`, under which it is compared (by default prefix and choreographed mode),
-and `TASK_KIND = "pair"` if a task is two examples.
+Each file defines `run(wf, task, **options)`. `find` returns a workflow by the name of its file here,
+or by the path of any Python file. A file may also define `CONDITIONS`, under which it is compared (by
+default prefix and choreographed mode), and `TASK_KIND = "pair"` if a task is two examples.
 """
 
 from .registry import conditions_of, find, names, source_modules, takes_pairs

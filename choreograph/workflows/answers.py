@@ -1,4 +1,4 @@
-"""Plain notation of answers, and their equality as people judge it."""
+"""Normalization of math answers, and equality as a human would judge."""
 
 import re
 import threading
@@ -185,17 +185,17 @@ def plain(answer: str) -> str:
 
 
 def without_hedge(text: str) -> str:
-    """Return 3.14 for "approximately 3.14"."""
+    """Remove leading hedges: return 3.14 for "approximately 3.14"."""
     return _HEDGE.sub("", _HEDGE.sub("", text))
 
 
 def expand_magnitudes(text: str) -> str:
-    """Return 5000000 for "5 million"; a text without a magnitude stays."""
+    """Return 5000000 for "5 million"; return texts without a magnitude unchanged."""
     return plain(text) if _MAGNITUDE.search(text) else text
 
 
 def without_thousands(text: str) -> str:
-    """Return 5000 for 5,000."""
+    """Remove thousands separators: return 5000 for 5,000."""
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
 
 
@@ -206,10 +206,10 @@ def normalize_answer(answer: str) -> str:
 
 
 def math_equal(reference: str, answer: str) -> bool:
-    """Return whether people would take two answers for equal.
+    """Return whether a human would judge two answers to be equal.
 
-    A unit that only one side names does not matter, a decimal approximation of a fraction is another number.
-    What cannot be compared in time is not equal; the time limits are alarms, which only the main thread can set.
+    A unit that only one answer names is ignored. A decimal approximation does not equal its fraction.
+    A comparison that times out returns False; timeouts use alarms, which only the main thread can set.
     """
     a, b = plain(reference), plain(answer)
     if a.casefold() == b.casefold():
@@ -273,7 +273,7 @@ def _expanded_magnitude(match: re.Match[str]) -> str:
 
 
 def _part_of_one(match: re.Match[str]) -> str:
-    """Return two thirds as a fraction; seven thirds may be a number of pieces."""
+    """Convert `2 thirds` to a fraction, but not `7 thirds` (possibly pieces)."""
     count = 1 if match[3] or match[1].lower() in ("a", "an") else int(match[1])
     whole = _PARTS[(match[2] or match[3]).lower()]
     return _latex(Fraction(count, whole)) if count < whole else match[0]
@@ -291,7 +291,7 @@ def _repeating_fraction(match: re.Match[str]) -> str:
 
 
 def _same_option(options: list[re.Match[str] | None], a: str, b: str) -> bool:
-    """Compare two options by letter, or one with its letter or text."""
+    """Compare multiple-choice options by letter, or one with a letter or text."""
     letters = [(option["a"] or option["b"] or option["c"]).casefold() for option in options if option]
     if len(letters) == 2:
         return letters[0] == letters[1]
@@ -301,7 +301,7 @@ def _same_option(options: list[re.Match[str] | None], a: str, b: str) -> bool:
 
 
 def _minutes(text: str) -> int | None:
-    """Return a time of day in minutes; None for an ambiguous one (5:30)."""
+    """Return minutes since midnight; None if not a time or ambiguous (5:30)."""
     if bare := re.fullmatch(r"(\d{2}):(\d{2})", text):
         return int(bare[1]) * 60 + int(bare[2]) if bare[1] == "00" or 13 <= int(bare[1]) < 24 else None
     match = _TIME.fullmatch(text)
@@ -314,7 +314,7 @@ def _minutes(text: str) -> int | None:
 
 
 def _same_ratio(a: str, b: str) -> bool:
-    """Compare 1:2 term by term, also with a fraction."""
+    """Compare ratios such as 1:2 term by term; accept fractions too."""
     sides = []
     for side in (a, b):
         fraction = _FRACTION.fullmatch(side)
@@ -325,7 +325,10 @@ def _same_ratio(a: str, b: str) -> bool:
 
 
 def _quantity(text: str, other: str = "=") -> Quantity:
-    """Return expression and unit of an answer, without `x =` unless `other` has it."""
+    """Split an answer into expression and unit.
+
+    Drops a leading `x =` unless `other` contains an equals sign.
+    """
     if "=" not in other:
         text = re.sub(r"^[a-zA-Z]\w?\s*=\s*(?=[^=]+$)", "", text)
     if based := re.fullmatch(r"([\dA-Fa-f]+)(?:_\{?(\d+)\}?|\s+base\s+(\d+))", text):
@@ -359,7 +362,7 @@ def _known_unit(name: str) -> tuple[str, Fraction] | None:
 
 
 def _unit(words: str) -> tuple[dict[str, int], Fraction] | None:
-    """Return dimensions and size of a unit, without words that follow it."""
+    """Return a unit's dimensions and size, ignoring words that follow it."""
     if "pounds sterling" in words:
         return {"sterling": 1}, Fraction(1)
     for name, text in _SPEEDS.items():

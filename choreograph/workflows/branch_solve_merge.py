@@ -1,7 +1,8 @@
-"""Branch-Solve-Merge (Saha et al. 2024; Prompt Choreography §3.3): a story from many concepts.
+"""Branch-Solve-Merge: one story from many concepts (Saha et al. 2024).
 
-The branch step divides the concepts, two stories are written that do not attend to each other, and the
-merge step makes one story of both. `topology` places the two stories for the merge as in `multi_qa`.
+Prompt Choreography §3.3. The branch step divides the concepts, two stories are written that do not
+attend to each other, and the merge step makes one story of both. `topology` places the two stories
+for the merge as in `multi_qa`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ MERGE = (
 
 
 def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial") -> Message:
-    """Write a story of all concepts of a task, a list or text separated by commas."""
+    """Write a story from concepts, given as a list or comma-separated string."""
     concepts = [c.strip() for c in task.split(",") if c.strip()] if isinstance(task, str) else list(task)
     if len(concepts) < 2:
         raise ConfigError("task: give two concepts or more, as a list or separated by commas")
@@ -44,7 +45,7 @@ def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial")
 
 
 def split_concepts(wf: WorkflowRun, concepts: list[str]) -> tuple[list[str], list[str]]:
-    """Let the model divide the concepts; fall back to the first half and the second."""
+    """Divide the concepts with the model; on failure, split in the middle."""
     prompt = wf.prefill("branch prompt", wf.user(BRANCH.format(concepts=", ".join(concepts))))
     text = wf.decode("branch", wf.assistant("Group 1:"), [prompt]).text
     divided = parse_groups(text, concepts)

@@ -1,8 +1,8 @@
-"""Iterative multi-agent debate (Liang et al. 2024; Prompt Choreography, Figure 6): two sides, a moderator.
+"""Iterative debate of two sides with a moderator (Liang et al. 2024).
 
-Each side attends to its own instructions and every earlier turn of both. Turns of the other side were
-computed after the other side's instructions. The moderator may stop the debate after any round but the
-last, and gives the answer.
+Prompt Choreography, Figure 6. Each side attends to its own instructions and every earlier turn of both.
+Turns of the other side were computed after the other side's instructions. The moderator may stop the
+debate after any round but the last, and gives the answer.
 """
 
 from ..engine.message import Message
@@ -63,7 +63,7 @@ def run(wf: WorkflowRun, task: str, *, rounds: int = 3, prompt: str = "worked") 
 
 
 def debate_is_over(wf: WorkflowRun, moderator: Message, debate: list[Message]) -> bool:
-    """Return whether the moderator ends the debate; False if the verdict cannot be parsed."""
+    """Return whether the moderator ends the debate; False for an unparsable verdict."""
     header = wf.assistant("Moderator: Do both sides agree on one answer? My verdict (yes or no):")
     verdict = first_yes_no(wf.decode("verdict", header, [moderator, *debate], max_tokens=16).text)
     if verdict is None:

@@ -1,7 +1,7 @@
-"""Parallel multi-agent debate (Du et al. 2024; Prompt Choreography, Figure 6): agents, rounds, a majority.
+"""Parallel debate of several agents with majority voting (Du et al. 2024).
 
-From the second round on, an agent attends to the other agents' last answers, not to its own. The
-instructions for them follow the answers; in Figure 6 they precede them.
+Prompt Choreography, Figure 6. From the second round on, an agent attends to the other agents' last
+answers, not to its own. The instructions for them follow the answers; in Figure 6 they precede them.
 """
 
 from ..engine.message import Message
@@ -18,7 +18,7 @@ UPDATE = (
 
 
 def run(wf: WorkflowRun, task: str, *, agents: int = 3, rounds: int = 3, prompt: str = "worked") -> Message:
-    """Debate a problem; return the answer of the first agent of the majority."""
+    """Debate a problem; return the first answer that matches the majority."""
     if agents < 1 or rounds < 1:
         raise ConfigError(f"agents={agents}, rounds={rounds}: use 1 or more of each")
     question = wf.prefill("question", wf.user(solve_prompt(task, prompt)))

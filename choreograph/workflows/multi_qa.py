@@ -1,7 +1,8 @@
-"""Several questions, one answer (Prompt Choreography §3.3, Figure 4): the cost of blocked attention.
+"""One answer to several questions (Prompt Choreography §3.3, Figure 4).
 
-In prefix mode the second question attends to the first. Choreographed, neither attends to the other:
-`serial` places one after the other, `parallel` places both at the same position.
+Measures the cost of blocked attention. In prefix mode the second question attends to the first. In
+choreographed mode, neither attends to the other: `serial` places one after the other, `parallel` places
+both at the same position.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ CONDITIONS = BASELINE | {name: Condition("choreographed", {"topology": name}) fo
 
 
 def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial") -> Message:
-    """Answer all questions of a task, a list or lines of text."""
+    """Answer all questions of a task (a list, or one per line)."""
     questions = [line for line in task.splitlines() if line.strip()] if isinstance(task, str) else list(task)
     if not questions:
         raise ConfigError("task: give one question or more, as a list or one a line")
@@ -37,10 +38,10 @@ def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial")
 
 
 def topology_offsets(topology: str, *parts: Sequence[Message]) -> list[int | None]:
-    """Return the offsets of all parents.
+    """Return the position offsets of all parents.
 
-    "serial" places them one after the other. "parallel" lets the messages of one part start at the
-    same position, and the next part after the longest of them.
+    "serial" places them one after the other. "parallel" places the messages of one part at the same
+    position, and the next part after the longest of them.
     """
     if topology not in TOPOLOGIES:
         raise ConfigError(f"topology={topology!r}: use one of {TOPOLOGIES}")

@@ -1,4 +1,7 @@
-"""Parsers of generated text: final answers, votes, decisions, lists. They return None if nothing matches."""
+"""Parsers of generated text: final answers, votes, decisions, lists.
+
+They return None if nothing matches.
+"""
 
 import re
 from collections import Counter
@@ -88,7 +91,7 @@ _SECOND_ITEM = re.compile(  # 2. or B: in a list of two
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...}, which may contain balanced braces."""
+    r"""Return the last complete \boxed{...} content, which may contain balanced braces."""
     result = None
     for start in _BOX.finditer(text):
         depth = 1
@@ -101,7 +104,9 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str, *, is_complete: bool = True) -> str | None:
-    """Return the answer of a solution: boxed, after "the answer is", or its last expression or number.
+    """Extract the final answer of a solution.
+
+    Tries the boxed answer, then the text after "the answer is", then the last expression or number.
 
     Args:
         is_complete: False for a truncated text, whose last expression is an intermediate step.
@@ -117,7 +122,7 @@ def _stated_answer(text: str) -> str | None:
 
 
 def _without_remarks(value: str) -> str:
-    """Return what a line says the answer is, without hedges, reasons and other remarks."""
+    """Strip hedges, reasons and other remarks from a stated answer."""
     value = value.strip(_PUNCTUATION)
     if formula := _FORMULA.match(value):
         value = next(filter(None, formula.groups())).strip() + value[formula.end() :]
@@ -131,7 +136,7 @@ def _without_remarks(value: str) -> str:
 
 
 def _last_expression(text: str) -> str | None:
-    """Return the last formula or final option of the last line, or the last number of the text."""
+    """Return the last line's final formula or option, else the last number."""
     last = (text.strip().splitlines() or [""])[-1]
     formulas = [next(filter(None, groups)).strip().rstrip(".,;") for groups in _FORMULA.findall(last)]
     if formulas:
@@ -143,7 +148,7 @@ def _last_expression(text: str) -> str | None:
 
 
 def majority(answers: Iterable[str | None]) -> str | None:
-    """Return the most frequent answer, normalized; the earliest of equally frequent ones."""
+    """Return the most frequent normalized answer; ties go to the earliest."""
     counted = Counter(normalize_answer(a) for a in answers if a is not None)
     return max(counted, key=lambda a: counted[a], default=None)
 
@@ -154,10 +159,10 @@ def first_choice(text: str, max_number: int) -> int | None:
 
 
 def first_decision(text: str) -> str | None:
-    """Return "cooperate" or "defect", as the text decides.
+    """Return the decision in a text, "cooperate" or "defect".
 
-    A negated one is the other; "to cooperate or to defect" is None. What holds under a condition or is a reason is no
-    decision, and what "I" do or what follows from "so" precedes other mentions.
+    A negated verb counts as the other decision; "to cooperate or to defect" returns None. Conditional
+    clauses and reasons are ignored. Decisions after "I" or "so" take precedence.
     """
     sentences = [(sentence, _CONDITION.sub(" ", sentence)) for sentence in re.split(r"(?<=[.!?])\s+|\n", text)]
     decided = [(sentence, clauses) for sentence, clauses in sentences if not _UNDECIDED.search(clauses)]
@@ -187,10 +192,10 @@ def all_yes_no(text: str) -> list[bool]:
 
 
 def parse_groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Divide the items, each into the first of two groups that names it.
+    """Assign each item to the first of two groups that names it.
 
-    The text continues "Group 1:". The second group begins at a heading (Group 2, B:, 2.), or the groups are two
-    paragraphs, lines or parts of a line.
+    The text is the continuation of "Group 1:". The second group begins at a heading (Group 2, B:,
+    2.), or the groups are two paragraphs, lines or parts of a line.
 
     Returns None unless every item is named and no group is empty.
     """
@@ -209,7 +214,7 @@ def _possible_groups(text: str) -> Iterator[Sequence[str]]:
 
 
 def _divide(parts: Sequence[str], items: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Return the items of the two parts that name any."""
+    """Return the items named by each part, if exactly two name any."""
     named: list[list[str]] = []
     missing = set(items)
     for part in parts:

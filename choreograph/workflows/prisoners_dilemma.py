@@ -1,9 +1,10 @@
-"""The Prisoner's Dilemma with private plans (Prompt Choreography §3.4): what leaks through the KV cache?
+"""Prisoner's Dilemma with private plans (Prompt Choreography §3.4).
 
-Alice and Bob each plan in private, talk for two rounds, then decide. Alice's messages attend to her own
-instructions and plan; choreographed, Bob reuses their KV. `leak` recomputes them for Bob: with "system"
-they attend to her instructions but not to her plan, with "plan" to her plan after a neutral opening,
-with "none" to that opening and the talk only.
+Measures what leaks through the KV cache. Alice and Bob each plan in private, talk for two rounds,
+then decide. Alice's messages attend to her own instructions and plan; in choreographed mode, Bob
+reuses their KV. `leak` recomputes them for Bob: with "system" they attend to her instructions but
+not to her plan, with "plan" to her plan after a neutral opening, with "none" to that opening and
+the talk only.
 """
 
 from ..engine.message import Message
@@ -52,14 +53,16 @@ def run(
     leak: str = "both",
     rounds: int = 2,
 ) -> Message:
-    """Play the game; record both decisions and Bob's prediction, and return Bob's decision.
+    """Play the game; record both decisions and Bob's prediction.
+
+    Returns Bob's decision.
 
     Args:
         task: the player who speaks first.
-        strategy: sentence of `STRATEGIES` in Alice's instructions.
+        strategy: key of `STRATEGIES`, whose sentence is added to Alice's instructions.
         orders: further text of Alice's instructions.
         leak: one of `LEAKS`.
-        rounds: of talk.
+        rounds: number of rounds of talk.
     """
     first = task.strip().capitalize()
     for name, value, allowed in (("task", first, NAMES), ("strategy", strategy, STRATEGIES), ("leak", leak, LEAKS)):
@@ -93,7 +96,7 @@ def run(
 
 
 def private_context(wf: WorkflowRun, player: str, opponent: str, extra_instructions: str) -> list[Message]:
-    """Return what one player alone attends to: instructions, plan and the call to talk."""
+    """Return one player's private messages: instructions, plan prompt, plan, talk prompt."""
     names = {"me": player, "other": opponent}
     system = wf.prefill(f"{player} system", wf.system(RULES.format(**names) + extra_instructions))
     think = wf.prefill("plan prompt", wf.user(PLAN.format(**names)), [system])

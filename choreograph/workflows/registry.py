@@ -22,7 +22,7 @@ _NOT_WORKFLOWS = {"answers", "parsing", "registry", "run"}  # other modules of t
 
 @dataclass(frozen=True)
 class WorkflowModule:
-    """A module with `run`, callable like it; `CONDITIONS` and `TASK_KIND` are the module's."""
+    """Callable wrapper of a module with `run` and optional `CONDITIONS`, `TASK_KIND`."""
 
     module: ModuleType
 
@@ -42,7 +42,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> WorkflowModule:
-    """Return a workflow by name, or by the path of a Python file that defines `run`."""
+    """Load a workflow by name or from a Python file with `run`."""
     if name in names():
         return WorkflowModule(importlib.import_module(f"{_PACKAGE}.{name}"))
     path = Path(name)
@@ -64,7 +64,10 @@ def find(name: str) -> WorkflowModule:
 
 
 def source_modules(workflow: WorkflowFunction) -> list[dict[str, Any]]:
-    """Return the globals of a workflow's module and, if `run` is imported, of the module that defines it."""
+    """Return the globals of a workflow's module.
+
+    If `run` is imported, the globals of the module that defines it follow.
+    """
     defining = getattr(inspect.unwrap(workflow), "__globals__", {})
     if not isinstance(workflow, WorkflowModule) or vars(workflow.module) is defining:
         return [defining]
@@ -72,7 +75,7 @@ def source_modules(workflow: WorkflowFunction) -> list[dict[str, Any]]:
 
 
 def conditions_of(workflow: WorkflowFunction) -> Mapping[str, Condition]:
-    """Return the conditions under which a workflow is compared; the first is the baseline."""
+    """Return the conditions to compare a workflow under; the baseline is first."""
     result = _module_attr(workflow, "CONDITIONS", DEFAULT_CONDITIONS)
     if not isinstance(result, Mapping) or not result or not all(isinstance(c, Condition) for c in result.values()):
         raise ConfigError(f"CONDITIONS={result!r:.60}: use a dict of one Condition or more, by their names")
@@ -80,7 +83,7 @@ def conditions_of(workflow: WorkflowFunction) -> Mapping[str, Condition]:
 
 
 def takes_pairs(workflow: WorkflowFunction) -> bool:
-    """Return whether a task of the workflow is two examples."""
+    """Return whether each task of the workflow pairs two examples."""
     return _module_attr(workflow, "TASK_KIND", "") == "pair"
 
 

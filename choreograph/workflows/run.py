@@ -1,4 +1,4 @@
-"""Run a workflow and measure it by stage: time to first token, tokens computed and reused."""
+"""Run a workflow; measure TTFT, computed and reused tokens by stage."""
 
 import inspect
 import json
@@ -52,14 +52,14 @@ class Condition:
             )
 
     def check_adapter_stages(self, decoded_stages: Iterable[str]) -> None:
-        """Raise ConfigError if an adapter stage is none of the decoded stages."""
+        """Raise ConfigError if an adapter stage is not among the decoded stages."""
         stages = sorted(set(decoded_stages))
         if missing := sorted(set(self.adapter_stages) - set(stages)):
             raise ConfigError(f"adapter_stages {missing}: use stages that decode, {stages}")
 
     @property
     def base_or_adapter(self) -> str:
-        """Model of the session, which computes everything but the adapter stages."""
+        """Model of the session, which computes everything except the adapter stages."""
         return BASE_MODEL if self.adapter_stages else self.model
 
     def adapter_kwargs(self) -> dict[str, Any]:
@@ -73,13 +73,13 @@ DEFAULT_CONDITIONS = BASELINE | {"choreographed": Condition("choreographed")}
 
 
 class WorkflowRun(ChatTurns):
-    """One run of a workflow: the session's calls under the names of stages, and what was recorded.
+    """Session calls of one workflow run, named by stage, and recorded results.
 
     Args:
         sampling: default of all decodes.
         replay: transcript of an earlier run, whose stages are repeated.
-        model: decodes the `adapter_stages`, reusing the session model's KV as it is, and prefills
-            what attends to them.
+        model: decodes the `adapter_stages`, reusing the session model's KV without recomputation,
+            and prefills messages that attend to them.
         adapter_stages: stages that `model` decodes.
     """
 
@@ -108,7 +108,7 @@ class WorkflowRun(ChatTurns):
     @overload
     def prefill(self, stage: str, tokens: PromptInput, parents: Iterable[Message] = (), **options: Any) -> Message: ...
     def prefill(self, stage, tokens, parents=(), **options):
-        """Call `Session.prefill` for a stage; a list of calls returns a list of messages."""
+        """Call `Session.prefill` for a stage; a list of calls returns a list."""
         requests, uses_adapter = [], []
         for call in _as_batch("tokens", tokens, {"parents": parents, **options}):
             visible = call.get("parents", ())
@@ -128,7 +128,7 @@ class WorkflowRun(ChatTurns):
     @overload
     def decode(self, stage: str, header: PromptInput, parents: Iterable[Message] = (), **options: Any) -> Message: ...
     def decode(self, stage, header, parents=(), **options):
-        """Call `Session.decode` for a stage, or repeat the replayed content.
+        """Call `Session.decode` for a stage, or force the tokens to replay.
 
         Args:
             header: as in `Session.decode`, or a list of calls, which returns a list of messages.
@@ -159,7 +159,7 @@ class WorkflowRun(ChatTurns):
         sampling: SamplingParams | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Return the session's arguments for the stage's decode of this number."""
+        """Return the `Session.decode` arguments for a stage's decode, counted from 0."""
         if sampling is None:
             sampling = self.sampling
         elif not isinstance(sampling, SamplingParams):
@@ -186,7 +186,7 @@ class WorkflowRun(ChatTurns):
             self._adapter_message_ids.add(message.id)
 
     def was_truncated(self, message: Message) -> bool:
-        """Return whether the token limit ended a message, or the message that it repeats."""
+        """Return whether the token limit ended a message or its replayed original."""
         repeats_truncated = (
             message.finish_reason == "forced" and len(message.output_token_ids) >= self.sampling.max_tokens
         )
@@ -197,7 +197,7 @@ class WorkflowRun(ChatTurns):
         self.parse_failures[stage] += 1
 
     def record(self, name: str, value: Any) -> None:
-        """Keep a result besides the answer, such as a decision; it must be JSON."""
+        """Record a JSON-serializable result besides the answer, such as a decision."""
         try:
             json.dumps(value)
         except (TypeError, ValueError) as exc:
@@ -224,7 +224,7 @@ def _located(caller: FrameType) -> Iterator[None]:
 
 
 def _as_batch(first_arg: str, calls: Any, shared_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a list of calls; refuse arguments alongside a list, which would be ignored."""
+    """Convert to a list of calls; reject arguments that would be ignored."""
     if not is_batch(calls):
         return [{first_arg: calls, **shared_args}]
     for name, value in shared_args.items():
@@ -254,7 +254,7 @@ class RunMetrics:
     ttft: float | None  # mean seconds over all decodes
     step_ttft: float | None  # mean seconds over groups of parallel decodes
     stages: list[StageMetrics]
-    steps: int  # of the engine
+    steps: int  # engine steps
     encoded: int  # tokens computed
     cached: int  # tokens reused
 
@@ -289,13 +289,13 @@ def run_workflow(
     on_text: Callable[[str], None] | None = None,
     on_finish: Callable[[list[StageCall]], Any] | None = None,
 ) -> WorkflowResult:
-    """Run a workflow to its end.
+    """Run a workflow to completion and measure it.
 
     Args:
         model: as in `Condition`, like `mode` and `adapter_stages`.
         sampling: as in `WorkflowRun`, like `replay`.
-        options: of the workflow.
-        on_answer: called with the answer, which is not read yet, and all calls.
+        options: options of the workflow.
+        on_answer: called with the answer, before its tokens are read, and all calls.
         on_text: called with each piece of the answer as it is generated.
         on_finish: called with all calls before their messages are released.
     """
@@ -332,7 +332,7 @@ def run_workflow(
 
 
 def call_workflow(workflow: WorkflowFunction, wf: WorkflowRun, task: Any, options: Mapping[str, Any]) -> Message:
-    """Return a workflow's answer; raise ConfigError if it is no message."""
+    """Return a workflow's answer; raise ConfigError if it is not a message."""
     answer = workflow(wf, task, **options)
     if not isinstance(answer, Message):
         raise ConfigError(f"the workflow returned {answer!r:.60}: return the message of its answer, not its text")
@@ -360,7 +360,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def parallel_groups(calls: Iterable[StageCall]) -> list[list[StageCall]]:
-    """Group consecutive decodes of one stage of which none attends to another."""
+    """Group consecutive decodes of one stage, none attending to another."""
     groups: list[list[StageCall]] = []
     for call in calls:
         if call.message.kind != "decode":
@@ -375,7 +375,7 @@ def parallel_groups(calls: Iterable[StageCall]) -> list[list[StageCall]]:
 
 
 def check_options(workflow: WorkflowFunction, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that the workflow lacks, or of another type than its default."""
+    """Raise ConfigError for unknown options and for types other than the default's."""
     signature = inspect.signature(workflow)
     for name, value in options.items():
         try:

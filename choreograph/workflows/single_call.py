@@ -49,5 +49,5 @@ def solve_prompt(task: str, prompt: str) -> str:
 
 
 def solve_header(prompt: str) -> str:
-    """Return how a solution in this style begins."""
+    """Return the text that starts a solution in this style."""
     return TEXT_HEADER if prompt == "text" else ""

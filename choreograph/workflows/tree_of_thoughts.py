@@ -1,7 +1,7 @@
-"""Tree of Thoughts (Yao et al. 2023; Prompt Choreography, Figure 6): branches, votes, an answer from the best.
+"""Tree of Thoughts: branches, votes, best answer (Yao et al. 2023).
 
-Every voter attends to all branches after its own instructions. The branches were decoded independently
-and are placed at other positions than where they were computed.
+Prompt Choreography, Figure 6. Every voter attends to all branches after its own instructions. The
+branches were decoded independently and are placed at other positions than where they were computed.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ ANSWER = (
 
 
 def run(wf: WorkflowRun, task: str, *, branches: int = 8, voters: int = 4, prompt: str = "worked") -> Message:
-    """Solve a problem in several branches and answer from the one with most votes."""
+    """Solve a problem in branches; answer from the branch with most votes."""
     if branches < 1 or voters < 1:
         raise ConfigError(f"branches={branches}, voters={voters}: use 1 or more of each")
     problem = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
@@ -41,7 +41,7 @@ def run(wf: WorkflowRun, task: str, *, branches: int = 8, voters: int = 4, promp
 
 
 def count_votes(wf: WorkflowRun, votes: list[str], branches: int) -> int:
-    """Return the index with most votes: the lowest of equals, 0 if no vote can be parsed."""
+    """Return the most voted index; lowest on ties, 0 without parsable votes."""
     counted: Counter[int] = Counter()
     for text in votes:
         number = first_choice(text, branches)
