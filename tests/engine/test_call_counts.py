@@ -3,13 +3,13 @@
 from helpers import tiny_models
 from helpers.call_counts import count_calls, describe, files_of
 
-from choreograph import SamplingParams
+from choreograph import Engine, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=20)
 
 
 def test_calls_to_submit_a_decode_and_to_compute_a_step():
-    engine = tiny_models.engine()
+    engine = Engine.from_pretrained(tiny_models.build())  # without the hooks of other tests
     with engine.session(seed=1) as session:
         question = session.prefill([1, 2, 3])
         context = session.prefill([4, 5, 6, 7], [question])
