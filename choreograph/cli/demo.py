@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 TASK = (
     "The mill on the Arn was built in 1711 and ground rye until the flood of 1954. The stone bridge beside it has five "
     "arches and was rebuilt after the flood, with steel inside. The school opened in the old customs house; its first "
-    "teacher was also the ferryman. When was the mill built?"
+    "teacher was also the ferryman. Retell in several sentences what the text says about the mill, the bridge and the "
+    "school. When was the mill built?"
 )
 
 SAMPLING = SamplingParams(temperature=0.4, top_p=0.95, max_tokens=160)
