@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from choreograph.viz import ErrorBar, Point, saved_figure
 
 
@@ -73,3 +75,50 @@ def learning_curves(series: Mapping[str, tuple[Sequence[Point], float]], path: P
             panel.set_xlabel("updates")
         for panel in axes[:, 0]:
             panel.set_ylabel("log-loss of a token")
+
+
+def layer_bars(
+    values: Sequence[ErrorBar], path: Path, *, level: float, critical: Sequence[int] = (), ylabel: str
+) -> None:
+    """Plot the quality after reusing each layer alone (DroidSpeak, Figure 7)."""
+    with saved_figure(path, max(4.0, 0.2 * len(values)), 2.8) as axes:
+        colors = ["tab:red" if layer in critical else "tab:blue" for layer in range(len(values))]
+        heights = [b[0] for b in values]
+        spread = [[max(0.0, b[0] - b[1]) for b in values], [max(0.0, b[2] - b[0]) for b in values]]
+        axes.bar(range(len(values)), heights, color=colors, yerr=spread, error_kw={"linewidth": 0.7}, capsize=1.5)
+        axes.axhline(level, color="tab:red", linewidth=0.8, linestyle="--")
+        axes.set(xlabel="the layer that is reused", ylabel=ylabel)
+
+
+def layer_spread(values: Sequence[Sequence[float]], path: Path, *, critical: Sequence[int] = (), ylabel: str) -> None:
+    """Plot each layer's change over inputs, with quartiles (DroidSpeak, Figure 8)."""
+    with saved_figure(path, max(4.0, 0.25 * len(values)), 2.8) as axes:
+        parts = axes.violinplot(list(map(list, values)), positions=range(len(values)), widths=0.8, showextrema=False)
+        for layer, body in enumerate(parts["bodies"]):
+            body.set_color("tab:red" if layer in critical else "tab:blue")
+        axes.vlines(range(len(values)), *np.percentile(values, [25, 75], axis=1), color="black", linewidth=1.2)
+        axes.axhline(0, color="grey", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="the layer that is reused", ylabel=ylabel)
+
+
+def heat_map(cells: Mapping[tuple[int, int], float], path: Path, *, label: str) -> None:
+    """Plot the quality over computed layer ranges (DroidSpeak, Figure 12)."""
+    starts, ends = sorted({start for start, _ in cells}), sorted({end for _, end in cells})
+    grid = np.array([[cells.get((start, end), np.nan) for end in ends] for start in starts])
+    with saved_figure(path, 4.6, 3.8) as axes:
+        image = axes.imshow(grid, origin="lower", cmap="Blues", aspect="auto")
+        for axis, layers in ((axes.xaxis, ends), (axes.yaxis, starts)):
+            ticks = range(0, len(layers), max(1, len(layers) // 8))
+            axis.set_ticks(list(ticks), [str(layers[i]) for i in ticks])
+        axes.set(xlabel="computes up to layer", ylabel="computes from layer")
+        axes.figure.colorbar(image, ax=axes, label=label)
+
+
+def pareto_plot(series: Mapping[str, Sequence[Point]], path: Path, *, xlabel: str, ylabel: str) -> None:
+    """Plot quality over cost, one line or mark per series."""
+    with saved_figure(path, 4.8, 3.2) as axes:
+        for label, points in series.items():
+            line = "-" if len(points) > 1 else "none"
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.2, linestyle=line, label=label)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.legend()

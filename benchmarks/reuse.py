@@ -38,7 +38,6 @@ from choreograph.layer_reuse.profiler import (
     with_timings,
 )
 from choreograph.layer_reuse.remote import RemoteSender
-from choreograph.viz import pareto_plot
 
 from .common import (
     FIGURES,
@@ -52,6 +51,7 @@ from .common import (
     ratio_row,
     save,
 )
+from .plots import pareto_plot
 from .reuse_figures import draw_figures, profile_top_layers, transfer_loss
 from .reuse_models import CONTEXT_ID_SEPARATOR, LONG_CONTEXT_DATASETS, Splits, splits, train_adapter, train_fully
 from .reuse_sender import context

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from choreograph import Engine, LayerPattern, viz
+from choreograph import Engine, LayerPattern
 from choreograph.errors import ConfigError
 from choreograph.layer_reuse import ParetoPoint, PatternScores, Profile
 from choreograph.layer_reuse.profile import SCORE_LABELS
@@ -18,20 +18,22 @@ from choreograph.layer_reuse.profiler import (
 )
 from choreograph.outputs import BASE_MODEL
 
+from . import plots
+
 
 def draw_figures(profile: Profile, directory: Path, name: str) -> list[Path]:
     """Draw Figures 7, 8 and 12 and the frontier as SVG files; return their paths."""
     label = SCORE_LABELS.get(profile.metric, profile.metric)
     receiver_mean = float(np.mean(profile.receiver_scores))
     files = [directory / f"{name}-{kind}.svg" for kind in ("layers", "heat", "frontier", "spread")]
-    bars: list[viz.ErrorBar] = []
+    bars: list[plots.ErrorBar] = []
     for values in profile.per_layer:
         low, high = np.percentile(values, [25, 75])
         bars.append((float(np.mean(values)), float(low), float(high)))
-    viz.layer_bars(bars, files[0], level=receiver_mean, critical=profile.critical(), ylabel=label)
+    plots.layer_bars(bars, files[0], level=receiver_mean, critical=profile.critical(), ylabel=label)
     cells = {cell.pattern.ranges[0]: float(np.mean(cell.values)) for cell in profile.ranges}
-    viz.heat_map(cells, files[1], label=label)
-    viz.pareto_plot(
+    plots.heat_map(cells, files[1], label=label)
+    plots.pareto_plot(
         {
             "frontier": [(point.cost, receiver_mean - point.loss) for point in profile.frontier()],
             "full prefill": [(1.0, receiver_mean)],
@@ -42,7 +44,7 @@ def draw_figures(profile: Profile, directory: Path, name: str) -> list[Path]:
         ylabel=label,
     )
     changes = [[a - b for a, b in zip(values, profile.receiver_scores, strict=True)] for values in profile.per_layer]
-    viz.layer_spread(changes, files[3], critical=profile.critical(), ylabel=f"change of {label}")
+    plots.layer_spread(changes, files[3], critical=profile.critical(), ylabel=f"change of {label}")
     return files
 
 

@@ -92,18 +92,30 @@ def can_create_dir(path: Path) -> bool:
     return there is not None and there.is_dir()
 
 
+def atomic_write(file: Path, write: Callable[[Path], object]) -> None:
+    """Replace a file atomically.
+
+    Args:
+        write: writes the content to the path that it gets, in the same directory.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    part = file.with_name(file.name + ".part")
+    try:
+        write(part)
+        os.replace(part, file)
+    except OSError as exc:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"{file}: cannot be written ({exc.strerror or exc})") from None
+
+
 def atomic_write_text(file: Path, text: str) -> None:
     """Replace `file` by `text` atomically."""
     if file.exists() and not file.is_file():  # a device, a pipe
         file.write_text(text, encoding="utf-8")
-        return
-    part = file.with_name(file.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, file)
-    except OSError as exc:
-        part.unlink(missing_ok=True)
-        raise ConfigError(f"{file}: cannot be written ({exc.strerror})") from None
+    else:
+        atomic_write(file, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def ensure_writable(file: Path | None) -> None:

@@ -30,7 +30,7 @@ PROSE = re.compile(
     | sen[dt]s?\ away | stands?\ (?:at|for|in|where) | where\ it\ stands | stood
     | lender | borrow\w* | beginnings?(?!-of) | counsel | endings?
     | (?:an|the|its|their|this|each|every|whose|no|old|saved|stored|host|device|reused)\ encodings? | encodings\ (?:of|that|are|which|in|on)
-    | twice\ over | at\ its\ end | of\ its\ own\ accord | is\ nothing\ to | what\ watches
+    | beside | apart | in\ front\ of | twice\ over | at\ its\ end | of\ its\ own\ accord | is\ nothing\ to | what\ watches
     )\b""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -38,6 +38,7 @@ PROSE = re.compile(
 EXCEPTIONS = {
     "position encoding": "the field's term for RoPE, ALiBi and learned positions",
     "text encoding": "bytes of a text file",
+    "stone bridge beside it": "text of an example",
     "encoding of the file": "bytes of a text file",
 }
 
@@ -96,6 +97,17 @@ def test_names_are_the_fields_terms():
 def test_prose_of_package_and_docs_has_no_word_of_the_earlier_vocabulary():
     paths = [*PACKAGE.rglob("*.py"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     assert not [line for path in paths for line in dialect_of(path)]
+
+
+def test_first_lines_of_docstrings_have_at_most_12_words():
+    long = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if len(first.split()) > 12:
+                    long.append(f"{path.relative_to(PACKAGE)}: {first}")
+    assert not long
 
 
 def test_class_and_module_names_are_unique():

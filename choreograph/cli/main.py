@@ -46,27 +46,27 @@ def info(
 ) -> None:
     """Show the model, its cache and the backend that this machine gets."""
     engine = open_engine(model, dtype)
-    facts, core, stats = engine.model_info, engine.core, engine.stats()
+    model_info, core, stats = engine.model_info, engine.core, engine.stats()
     cache_tokens = stats.num_pages * core.config.cache.page_size
-    specs = Counter(map(str, facts.attention_specs))
+    specs = Counter(map(str, model_info.attention_specs))
     described = {
-        "model": facts.name,
-        "parameters": facts.parameters,
-        "layers": facts.layers,
-        "heads": f"{facts.query_heads} query, {facts.kv_heads} key-value, size {facts.head_dim}",
-        "positions": facts.max_positions,
-        "position encoding": facts.position_encoding,
+        "model": model_info.name,
+        "parameters": model_info.parameters,
+        "layers": model_info.layers,
+        "heads": f"{model_info.query_heads} query, {model_info.kv_heads} key-value, size {model_info.head_dim}",
+        "positions": model_info.max_positions,
+        "position encoding": model_info.position_encoding,
         "layers by attention": "; ".join(f"{count} {spec}" for spec, count in specs.items()),
-        "dtype": str(facts.dtype).removeprefix("torch."),
-        "device": str(facts.device),
+        "dtype": str(model_info.dtype).removeprefix("torch."),
+        "device": str(model_info.device),
         "backend": core.backend.name,
         "backend note": core.backend_fallback_reason or "",
-        "cache bytes per token": facts.kv_bytes_per_token,
+        "cache bytes per token": model_info.kv_bytes_per_token,
         "cache tokens": cache_tokens,
-        "cache bytes": cache_tokens * facts.kv_bytes_per_token,
-        "largest context in the cache": min(facts.max_positions, cache_tokens),
-        "largest context in free memory": min(facts.max_positions, core.hf_model.max_cache_tokens()),
-        "fingerprint": facts.fingerprint,
+        "cache bytes": cache_tokens * model_info.kv_bytes_per_token,
+        "largest context in the cache": min(model_info.max_positions, cache_tokens),
+        "largest context in free memory": min(model_info.max_positions, core.hf_model.max_cache_tokens()),
+        "fingerprint": model_info.fingerprint,
     }
     if as_json:
         print(json.dumps(described))
@@ -86,9 +86,9 @@ def autotune(
     """Measure the attention backends on this machine; `auto` takes the fastest."""
     from ..attention import autotune as tuning
 
-    facts = open_engine(model, dtype, device=device).model_info
-    table = tuning.run(facts.head_shape, facts.attention_specs[0], facts.dtype, facts.device)
-    path = tuning.save(table, facts.head_shape, facts.dtype, facts.device)
+    model_info = open_engine(model, dtype, device=device).model_info
+    table = tuning.run(model_info.head_shape, model_info.attention_specs[0], model_info.dtype, model_info.device)
+    path = tuning.save(table, model_info.head_shape, model_info.dtype, model_info.device)
     small, large = tuning.fastest(table)
     if as_json:
         print(json.dumps({"seconds": table, "small": small, "large": large, "file": str(path)}))

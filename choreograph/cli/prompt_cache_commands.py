@@ -49,8 +49,10 @@ def check(
 
     layout, tokens = _load_layout(schema, model)
     console = make_console()
-    facts = f"{len(layout.modules) - 1} modules, {layout.length} positions, {layout.num_cached_tokens} tokens to cache"
-    print_text(console, f"{schema.name}: {layout.schema.name}, {facts}")
+    summary = (
+        f"{len(layout.modules) - 1} modules, {layout.length} positions, {layout.num_cached_tokens} tokens to cache"
+    )
+    print_text(console, f"{schema.name}: {layout.schema.name}, {summary}")
     for path in prompts or []:
         prompt = load_prompt(path)
         try:
@@ -154,8 +156,8 @@ def _answer(cache: Any, mode: "Mode", prompt: Path, sampling: Any, seed: int, co
             "generated": message.usage.completion_tokens,
         }
     how = "from modules" if mode == "choreographed" else "as plain text"
-    facts = f"{result['cached']} tokens reused, {result['generated']} generated"
-    print_text(console, f"\n-- {how}: first token after {first_token_times[0] * 1e3:.0f} ms, {facts}\n")
+    summary = f"{result['cached']} tokens reused, {result['generated']} generated"
+    print_text(console, f"\n-- {how}: first token after {first_token_times[0] * 1e3:.0f} ms, {summary}\n")
     return result
 
 

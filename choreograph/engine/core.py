@@ -167,7 +167,6 @@ class EngineCore:
 
         Computes the batch in halves, recursively; fails the requests that raise alone.
         """
-        requests = [request for request in requests if request in self.scheduler.running]
         if len(requests) == 1:
             request, entry = requests[0], requests[0].entry
             self.fail(request, wrap_error(request, "computing it raised", exc))

@@ -59,15 +59,6 @@ class LayerPattern:
         """Layers whose input hidden states the sender has to cache."""
         return frozenset(first for first, _ in self.ranges if first)
 
-    @property
-    def as_triplet(self) -> tuple[int, int, int] | None:
-        """Integers of `from_triplet`; None for a pattern of several transitions."""
-        later_ranges = [r for r in self.ranges if r[0]]
-        if len(later_ranges) > 1:
-            return None
-        head = self.ranges[0][1] if self.ranges and not self.ranges[0][0] else 0
-        return (head, *later_ranges[0]) if later_ranges else (head, head, head)
-
     def check(self, num_layers: int) -> "LayerPattern":
         """Return the pattern if the model has all its layers.
 

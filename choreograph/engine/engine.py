@@ -176,13 +176,13 @@ class Engine:
 
     def _remove(self, name: str, remove: Callable[[str], None]) -> None:
         with self.core.lock:
-            if any(request.model == name for request in self.core.scheduler.waiting) or self._is_cached_by(name):
+            if any(request.model == name for request in self.core.scheduler.waiting) or self._has_entries_of(name):
                 raise ConfigError(f"model {name!r} is in use: release its messages first")
             remove(name)
             self.core.cross_model_reuse.remove_model(name)
             self.clear_cache()  # its entries could be found under a reused name
 
-    def _is_cached_by(self, name: str) -> bool:
+    def _has_entries_of(self, name: str) -> bool:
         """Return whether `name` computed a referenced KV entry or its context.
 
         Contexts are searched transitively.

@@ -17,7 +17,6 @@ from ..errors import (
     CacheBusyError,
     CacheFileError,
     CacheFullError,
-    ConfigError,
     InvalidPositionError,
     InvalidRequestError,
     MessageReleasedError,
@@ -28,7 +27,7 @@ from ..kv_cache.hashing import portable_content_hash
 from ..kv_cache.pool import LayerKeyValues
 from ..kv_cache.tiers import TransferOps, as_bytes, checksum
 from ..outputs import Usage
-from ..utils import ensure_writable
+from ..utils import atomic_write, ensure_writable
 from .core import EngineCore
 from .placement import PLACERS, Placement
 from .request import Request, RequestState
@@ -62,13 +61,7 @@ class KVSnapshot(NamedTuple):
         }
         manifest = {"format": SNAPSHOT_FORMAT} | {name: json.dumps(getattr(self, name)) for name in _SAVED_FIELDS}
         ensure_writable(Path(path))
-        part = Path(f"{os.fspath(path)}.part")
-        try:
-            save_file(tensors, part, manifest)
-            os.replace(part, path)
-        except OSError as exc:
-            part.unlink(missing_ok=True)
-            raise ConfigError(f"{path}: cannot be written ({exc.strerror})") from None
+        atomic_write(Path(path), lambda part: save_file(tensors, part, manifest))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "KVSnapshot":

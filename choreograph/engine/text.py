@@ -95,7 +95,7 @@ class ChatTemplate:
             if self._generation_prompt:
                 header = (self._conversation_prefix if opening else "") + self._generation_prompt
             if not header:
-                raise ConfigError("the chat template puts nothing in front of an answer: give the turn its first words")
+                raise ConfigError("the chat template has no header for an answer: give the turn its first words")
         return self._tokenize(header + turn.text, cached=True), self._tokenize(footer, cached=True)
 
     def encode_text(self, text: str, *, opening: bool) -> list[int]:

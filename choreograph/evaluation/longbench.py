@@ -80,7 +80,7 @@ def retrieval(prediction: str, answer: str, classes: Sequence[str] = ()) -> floa
 def classification(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """Return 1/n for n predicted classes that include the answer, else 0."""
     named = [name for name in classes if name in prediction]
-    for name in named:  # the script skips the class behind each that it removes, so this does
+    for name in named:  # the script skips the class after each one that it removes; so does this loop
         if name in answer and name != answer:
             named.remove(name)
     return 1 / len(named) if answer in named else 0.0

@@ -119,7 +119,7 @@ SUPPORTED_ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture("joint projections, long-rope, sliding window"),
     "gemma2": Architecture("capped scores, alternating windows"),
     "gemma3_text": Architecture("two rotary bases, windows on five of six layers"),
-    "olmo2": Architecture("norms behind the blocks"),
+    "olmo2": Architecture("norms after the blocks"),
     "granite": Architecture("scaled residuals and scores"),
     "smollm3": Architecture("some layers without rotary"),
     "gpt_neox": Architecture("partial rotary, joint projections"),

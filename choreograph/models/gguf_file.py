@@ -35,7 +35,7 @@ class _Family(NamedTuple):
     """Rules for reading files of one GGUF architecture."""
 
     model_type: str  # of transformers
-    fields: Mapping[str, str] = {}  # configuration field by metadata key, beside `_FIELDS`
+    fields: Mapping[str, str] = {}  # configuration field by metadata key, in addition to `_FIELDS`
     settings: Mapping[str, Any] = {}  # configuration fields of the family that no key names
     neutral: Mapping[str, tuple[Any, ...]] = {}  # as `_NEUTRAL`
     rotary: str = "full"  # part of a head that may be rotated: "full", "partial" or "none"
@@ -176,7 +176,7 @@ def _find_parts(gguf: Path) -> list[Path]:
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise ModelError(
-            f"model {gguf.name!r}: {', '.join(missing[:3])} is missing beside it; get all parts of the model"
+            f"model {gguf.name!r}: {', '.join(missing[:3])} is missing in its directory; get all parts of the model"
         )
     return parts
 

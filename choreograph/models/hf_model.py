@@ -137,7 +137,7 @@ class HFModel:
         self.architecture, self.attention_patch = architecture, LegacyAttentionPatch(model) if needs_patch else None
         self.tp_group = tp_group(model, name)
         if needs_patch:
-            self.ensure_single_process("a model whose attention is not behind transformers' interface")
+            self.ensure_single_process("a model without transformers' attention interface")
         max_positions = resolve_max_positions(model.config, max_positions, name)
         self.static_rope = StaticRope(model, max_positions)
         model_info = self._probe_attention(name, max_positions)

@@ -128,7 +128,7 @@ def check_no_token_mixing(forward_probe: AttentionProbe, reversed_probe: Attenti
         for forward, backward in ((layer.query, other.query), (layer.key, other.key), (layer.value, other.value)):
             if not _max_rel_error(forward, backward.flip(1), None) < _tolerance(forward.dtype):
                 raise ModelError(
-                    f"layer {index}: a token depends on those beside it in other ways than through attention, "
+                    f"layer {index}: a token depends on its neighbors in other ways than through attention, "
                     "as with convolutions and states"
                 )
 

@@ -85,7 +85,7 @@ class ModelSet:
 
     def remove(self, name: str) -> None:
         if name not in self._siblings:
-            raise ConfigError(f"model {name!r}: there are {list(self._siblings)} beside the base and its adapters")
+            raise ConfigError(f"model {name!r}: the sibling models are {list(self._siblings)}")
         del self._siblings[name], self.by_group[name]
 
 

@@ -29,7 +29,7 @@ class TPGroup:
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.name = f"rank{self.rank}of{self.world_size}"  # part of the fingerprint: KV entries hold a rank's heads
-        self._process_group = dist.new_group(backend="gloo")  # host messages, apart from the model's reductions
+        self._process_group = dist.new_group(backend="gloo")  # host messages, separate from the model's reductions
         self._failed_reason: str | None = None
 
     def all_gather(self, label: str, value: Any) -> list[Any]:

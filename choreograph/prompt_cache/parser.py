@@ -261,7 +261,7 @@ class _Parser:
                 return path.read_text(encoding="utf-8")
         except (OSError, RuntimeError, ValueError) as exc:  # ValueError: NUL in the name, or text that is not UTF-8
             raise self._error(f"src={src!r} cannot be read as text: {type(exc).__name__}", offset) from None
-        raise self._error(f"src={src!r} is outside the schema's folder: put the file beside the schema", offset)
+        raise self._error(f"src={src!r} is outside the schema's folder: move the file there", offset)
 
     def _flag(self, element: _Element, name: str, default: bool) -> bool:
         value = element.attributes.get(name, str(default)).lower()

@@ -5,7 +5,6 @@ The manifest contains a digest of both files. A file is verified completely befo
 
 import hashlib
 import json
-import os
 import reprlib
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from safetensors.torch import save as dump_tensors
 
 from ..engine.kv_export import KVSnapshot
 from ..errors import CacheFileError, ConfigError
-from ..utils import atomic_write_text
+from ..utils import atomic_write, atomic_write_text
 
 
 class _Run(BaseModel, extra="forbid", strict=True):
@@ -49,14 +48,11 @@ def save(file: Path, fingerprints: Mapping[str, str], snapshots: Mapping[str, KV
     ]
     manifest = _Manifest(fingerprints=dict(fingerprints), runs=runs)
     manifest.sha256 = compute_digest(manifest.model_dump(), data)
-    draft = file.with_name(f"{file.name}.part")
     try:
-        draft.write_bytes(data)
-        os.replace(draft, file)
+        atomic_write(file, lambda part: part.write_bytes(data))
         atomic_write_text(_manifest_path(file), manifest.model_dump_json(indent=1))
-    except (OSError, ConfigError) as exc:
-        draft.unlink(missing_ok=True)
-        raise CacheFileError(f"{file}: cannot be written ({exc})") from None
+    except ConfigError as exc:
+        raise CacheFileError(str(exc)) from None
     return len(data)
 
 

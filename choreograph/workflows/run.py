@@ -229,7 +229,7 @@ def _as_batch(first_arg: str, calls: Any, shared_args: Mapping[str, Any]) -> lis
         return [{first_arg: calls, **shared_args}]
     for name, value in shared_args.items():
         if value is not None and value != ():
-            raise InvalidRequestError(f"{name}={value!r} beside a list of calls: put it into each call")
+            raise InvalidRequestError(f"{name}={value!r} with a list of requests: put it into each request")
     return list(calls)
 
 

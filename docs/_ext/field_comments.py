@@ -1,4 +1,4 @@
-"""Griffe extension: comments behind fields become descriptions, and trees in docstrings code blocks."""
+"""Griffe extension: trailing comments of fields become descriptions, and trees in docstrings code blocks."""
 
 import ast
 import io

@@ -7,6 +7,7 @@ import torch
 from helpers import tiny_models
 
 from choreograph import SamplingParams
+from choreograph.engine import model_runner, sampler
 from choreograph.errors import InvalidRequestError, RequestFailedError
 
 POISON = tiny_models.VOCABULARY - 1  # computing this token raises
@@ -117,31 +118,29 @@ def test_a_failure_is_raised_once_with_its_cause(monkeypatch):
             session.decode([8], [bad], sampling=SAMPLING).result()
 
 
-@pytest.mark.parametrize("target", ["sampler.sample", "sampler.SampleOutput.read"])
-def test_a_sampler_that_raises_for_one_request_fails_that_one(target, monkeypatch):
-    engine, expected = tiny_models.engine(), tiny_models.engine()
-    module, _, name = target.rpartition(".")
-    with expected.session(seed=1) as session:
+@pytest.mark.parametrize("name", ["sample", "read"])
+def test_a_sampler_that_raises_for_one_request_fails_that_one(name, monkeypatch):
+    with tiny_models.engine().session(seed=1) as session:
         tokens = [session.decode([i], sampling=SAMPLING).output_token_ids for i in range(3)]
-    bad_sampling = SamplingParams(max_tokens=6, seed=13, ignore_eos=True)
-    path = "choreograph.engine.model_runner.sample" if name == "sample" else f"choreograph.engine.{target}"
-    owner = __import__("choreograph.engine.model_runner", fromlist=["x"]) if name == "sample" else None
-    original = (
-        owner.sample
-        if owner
-        else __import__(f"choreograph.engine.{module.split('.')[0]}", fromlist=["x"]).SampleOutput.read
-    )
+    bad_seed = 13
 
-    def broken(*args):
-        states = args[1] if name == "sample" else args[0]._decode_states
-        if any(state.sampling.seed == 13 for state in states):
-            raise RuntimeError("no sample")
-        return original(*args)
+    def broken(original, states_of):
+        def call(*arguments):
+            if any(state.sampling.seed == bad_seed for state in states_of(*arguments)):
+                raise RuntimeError("no sample")
+            return original(*arguments)
 
-    monkeypatch.setattr(path, broken)
+        return call
+
+    if name == "sample":
+        monkeypatch.setattr(model_runner, "sample", broken(model_runner.sample, lambda logits, states: states))
+    else:
+        read = broken(sampler.SampleOutput.read, lambda output: output._decode_states)
+        monkeypatch.setattr(sampler.SampleOutput, "read", read)
+    engine = tiny_models.engine()
     with engine.session(seed=1) as session:
         messages = [session.decode([i], sampling=SAMPLING) for i in range(3)]
-        bad = session.decode([9], sampling=bad_sampling)
+        bad = session.decode([9], sampling=SamplingParams(max_tokens=6, seed=bad_seed, ignore_eos=True))
         assert [message.output_token_ids for message in messages] == tokens
         with pytest.raises(RequestFailedError, match="no sample"):
             bad.result()

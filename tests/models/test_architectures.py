@@ -315,7 +315,7 @@ def test_a_window_that_only_the_mask_knows_is_refused():
     [
         (
             FalconH1Config(**WIDE, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4),
-            "layer 1: a token depends on those beside it in other ways than through attention",
+            "layer 1: a token depends on its neighbors in other ways than through attention",
         ),
         (DiffLlamaConfig(**WIDE), "layer 0 computes attention several times"),
         (DogeConfig(**WIDE), "its layers work out masks of their own"),

@@ -192,7 +192,7 @@ def test_what_stands_beside_a_list_of_calls_is_named(talker):
         p = WorkflowRun(session)
         asked = p.prefill("ask", p.user("One"))
         for bad in ({"parents": [asked]}, {"max_tokens": 3}):
-            with pytest.raises(InvalidRequestError, match=f"{next(iter(bad))}=.* beside a list"):
+            with pytest.raises(InvalidRequestError, match=f"{next(iter(bad))}=.* with a list"):
                 p.decode("say", [{"header": p.assistant()}], **bad)
         with pytest.raises(InvalidRequestError, match="needs 'tokens'"):
             p.prefill("ask", [{"parents": [asked]}])
