@@ -126,7 +126,7 @@ class EngineCore:
     def step(self, *, wait: bool = True) -> bool:
         """Compute one step; return False if nothing could run.
 
-        An exception of the model, the backend or the sampler fails only the requests that cause it.
+        An exception of the model, the backend, the sampler or the scheduler fails only the requests that cause it.
         A step that is interrupted leaves requests and cache unchanged.
         """
         with self.lock:
@@ -168,15 +168,15 @@ class EngineCore:
         Computes the batch in halves, recursively; fails the requests that raise alone.
         """
         if len(requests) == 1:
-            request, entry = requests[0], requests[0].entry
-            self.fail(request, wrap_error(request, "computing it raised", exc))
-            if not entry.is_complete:
-                self.scheduler.preempt_readers(entry)
-                self.cache_manager.fail(entry, request.error)
+            self.fail_incomplete(requests[0], wrap_error(requests[0], "computing it raised", exc))
             return
         middle = len(requests) // 2
         for half in (requests[:middle], requests[middle:]):
-            batch = self.scheduler.pack([request for request in half if request in self.scheduler.running])
+            try:
+                batch = self.scheduler.pack([request for request in half if request in self.scheduler.running])
+            except Exception:  # the next step finds the cause
+                self.scheduler.rollback()
+                continue
             if batch is not None:
                 self._run_batch(batch)
 
@@ -188,11 +188,32 @@ class EngineCore:
         while True:
             if self.cache_manager.offload_manager.jobs or self.cache_manager.pins.expiry:
                 self.poll_transfers()
-            batch = self.scheduler.schedule(self.model_runner.launched_requests() if self.model_runner.overlaps else ())
+            batch = self._schedule()
             if batch is not None or not (
                 wait and self.scheduler.num_unfinished and self.cache_manager.wait_for_space()
             ):
                 return batch
+
+    def _schedule(self) -> Batch | None:
+        """Schedule the next batch, without the requests with which that raises."""
+        scheduler = self.scheduler
+        launched = self.model_runner.launched_requests() if self.model_runner.overlaps else []
+        while True:
+            try:
+                return scheduler.schedule(launched)
+            except TransferError:
+                raise
+            except Exception as exc:
+                if self.hf_model.tp_group is not None:
+                    raise  # the other ranks would schedule other batches
+                scheduler.rollback()
+                self.model_runner.reset()
+                cause = scheduler.current_request
+                found = scheduler.find_unschedulable() if cause is None else (cause, exc)
+                launched = []
+                if found is None or found[0].is_finished:
+                    return scheduler.schedule()  # raises what no request causes
+                self.fail_incomplete(found[0], wrap_error(found[0], "scheduling it raised", found[1]))
 
     def poll_transfers(self) -> None:
         """Process completed transfers; requests whose context failed to load wait again."""
@@ -333,6 +354,14 @@ class EngineCore:
         """End a request with an error."""
         request.error = exc
         self.finish(request, RequestState.FAILED, None)
+
+    def fail_incomplete(self, request: Request, exc: ChoreographError) -> None:
+        """End a request with an error; its readers wait again or fail."""
+        entry = request.entry
+        self.fail(request, exc)
+        if entry is not None and not entry.is_complete:
+            self.scheduler.preempt_readers(entry)
+            self.cache_manager.fail(entry, exc)
 
     def release_dependencies(self, request: Request) -> None:
         """Decrement `num_waiting_dependents` of a request's dependencies.

@@ -148,7 +148,11 @@ class ContextLoader:
         if frame.target is None:
             return
         self._cache_manager.allocate_pages(frame.target)
-        self._scheduler.add_recompute(frame.target)  # acquires its own context
+        try:
+            self._scheduler.add_recompute(frame.target)  # acquires its own context
+        except BaseException:
+            self._cache_manager.discard(frame.target)
+            raise
         for entry in frame.acquired:
             if self._acquired.pop(entry.id, None) is not None:
                 self._cache_manager.release(entry, ("plan", self._request_id))

@@ -93,6 +93,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.blocked_request: Request | None = None  # next in order, if it waits for capacity
+        self.current_request: Request | None = None  # being admitted or packed: the cause of an exception
         self._core, self._cache_manager, self._config = core, core.cache_manager, core.config.scheduler
         self._last_scheduled_step: dict[BatchKey, int] = {}  # per batch group
         self._step_count = 0
@@ -133,6 +134,7 @@ class Scheduler:
                 break
             if request.state is not RequestState.WAITING:
                 continue
+            self.current_request = request
             for parent in request.dependencies:
                 if parent.state in (RequestState.FAILED, RequestState.CANCELLED):
                     reason = parent.error or parent.state.value
@@ -155,7 +157,7 @@ class Scheduler:
         except ChoreographError as exc:
             self._core.fail(request, exc)
         except Exception as exc:
-            self._core.fail(request, wrap_error(request, "admitting it raised", exc))
+            self._core.fail_incomplete(request, wrap_error(request, "admitting it raised", exc))
         return True
 
     def _admit(self, request: Request) -> None:
@@ -234,11 +236,15 @@ class Scheduler:
     def add_recompute(self, entry: KVEntry) -> None:
         """Start recomputing a discarded KV entry in its newly allocated pages."""
         request = Request.for_recompute(self._core.new_id(), entry, self._core.model_set.weights_group(entry.model))
-        for kv_slice in entry.context:
-            self._cache_manager.acquire(kv_slice.entry, request.request_owner)
-        self._cache_manager.acquire(entry, request.request_owner)
+        try:
+            for kv_slice in entry.context:
+                self._cache_manager.acquire(kv_slice.entry, request.request_owner)
+            self._cache_manager.acquire(entry, request.request_owner)
+            self._core.events.emit("recomputing", request=request.id, entry=entry.id, tokens=len(entry.tokens))
+        except BaseException:
+            self.release_allocation(request)
+            raise
         self.running.append(request)
-        self._core.events.emit("recomputing", request=request.id, entry=entry.id, tokens=len(entry.tokens))
 
     # -- packing ------------------------------------------------------------------------------------------
 
@@ -255,8 +261,10 @@ class Scheduler:
             launched: requests, of one weights group, whose next token is already being computed. If
                 there are any, the batch consists of them alone.
         """
+        self.current_request = None
         if self.waiting:
             self._admit_waiting()
+            self.current_request = None
         self._step_count += 1
         if launched:  # their context is fully loaded
             return self.pack(list(launched), allow_loading=True)
@@ -270,6 +278,42 @@ class Scheduler:
                 if batch := self.pack(requests, allow_loading=True):
                     return batch
         return None
+
+    def find_unschedulable(self) -> tuple[Request, Exception] | None:
+        """Return a request with which scheduling raises, and the exception.
+
+        Return None if there is none. Schedules again with one more request each time, without computing anything.
+        """
+        pending = [*self.running, *self.waiting]
+        self.running, self.waiting = [], []
+        try:
+            while pending:
+                request = pending.pop(0)
+                if request.is_finished:  # with its parent
+                    continue
+                queued = {*self.running, *self.waiting}
+                (self.waiting if request.state is RequestState.WAITING else self.running).append(request)
+                try:
+                    self.schedule()
+                    self.rollback()
+                    self.pack(list(self.running))  # those that `schedule` deferred too
+                except Exception as exc:
+                    added = [other for other in (*self.running, *self.waiting) if other not in {*queued, request}]
+                    if not added:
+                        return (request, exc)
+                    self.rollback()  # try what the request's admission has added, then the request again
+                    self.running = [other for other in self.running if other in queued]
+                    self.waiting = [other for other in self.waiting if other in queued]
+                    pending = [*added, request, *pending]
+                self.rollback()
+            return None
+        finally:
+            self.rollback()
+            queued = {*self.running, *self.waiting}
+            for request in pending:
+                if not request.is_finished and request not in queued:
+                    (self.waiting if request.state is RequestState.WAITING else self.running).append(request)
+            self.waiting.sort(key=attrgetter("id"))
 
     def _priority_order(self) -> list[Request]:
         """Order requests: single tokens by longest wait, then prompts by arrival.
@@ -325,7 +369,7 @@ class Scheduler:
         while num_chunks < len(batch.chunks) < len(requests):  # repeat while new chunks make others ready
             num_chunks = len(batch.chunks)
             for request in requests:
-                entry = request.entry
+                entry, self.current_request = request.entry, request
                 num_pending = len(entry.tokens) - entry.num_scheduled_tokens
                 if not num_pending or token_budget <= 0 or entry.num_scheduled_tokens > entry.num_computed_tokens:
                     continue
@@ -334,6 +378,7 @@ class Scheduler:
                     batch.add_chunk(request, num_tokens)
                     request.last_scheduled_step = self._step_count
                     token_budget -= num_tokens
+        self.current_request = None
         if not batch.chunks:
             return None
         self._last_scheduled_step[requests[0].weights_group, batch.computed_layers] = self._step_count

@@ -381,7 +381,11 @@ class KVCacheManager:
         if entry.transfer is not None:
             raise CacheBusyError(f"KV entry {entry.id} is being offloaded; retry after the transfer completes")
         self.allocate_pages(entry)
-        self.offload_manager.load(entry)
+        try:
+            self.offload_manager.load(entry)
+        except BaseException:
+            self._free_pages(entry)
+            raise
 
     def prefetch(self, content_hash: bytes, max_loads: int) -> bool:
         """Start loading an offloaded entry, evicting only entries needed later.
@@ -431,14 +435,10 @@ class KVCacheManager:
         return bool(self.offload_manager.jobs) or self.pins.next_expiry is not None
 
     def wait_for_space(self) -> bool:
-        """Wait for the oldest transfer, or briefly for a pin to expire.
-
-        Return False if there is neither.
-        """
+        """Wait for a transfer, or briefly for a pin; False without either."""
         if self.offload_manager.wait():
             return True
-        seconds_left = self.pins.next_expiry
-        if seconds_left is not None:
+        if (seconds_left := self.pins.next_expiry) is not None:
             self.sleep(min(POLL_SECONDS, seconds_left))
         return seconds_left is not None
 

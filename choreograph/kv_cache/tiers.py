@@ -338,10 +338,16 @@ class OffloadManager:
     ) -> None:
         assert entry.transfer is None, f"KV entry {entry.id} already has a transfer"
         direction: Literal["loading", "offloading"] = "loading" if kind == "load" else "offloading"
-        entry.transfer = Transfer(direction, len(self.pool.keys), copy.tokens, *ops)
-        self.jobs.append(TransferJob(kind, entry, copy, entry.transfer, source))
+        transfer = Transfer(direction, len(self.pool.keys), copy.tokens, *ops)
+        try:
+            self.executor.start(transfer)
+        except BaseException:
+            if kind != "load":
+                self.free(entry, copy)
+            raise
+        entry.transfer = transfer
+        self.jobs.append(TransferJob(kind, entry, copy, transfer, source))
         self.num_loads += kind == "load"
-        self.executor.start(entry.transfer)
 
     def complete(self, job: TransferJob) -> None:
         """Add a finished transfer's copy to the entry, or roll back.

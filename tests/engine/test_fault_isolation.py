@@ -7,7 +7,7 @@ import torch
 from helpers import tiny_models
 
 from choreograph import SamplingParams
-from choreograph.engine import model_runner, sampler
+from choreograph.engine import model_runner, sampler, scheduler
 from choreograph.errors import InvalidRequestError, RequestFailedError
 
 POISON = tiny_models.VOCABULARY - 1  # computing this token raises
@@ -190,3 +190,152 @@ def test_an_exception_anywhere_in_a_step_fails_only_its_cause(site, monkeypatch)
         assert [r for i, r in enumerate(results) if i not in failed] == [
             r for i, r in enumerate(expected) if i not in failed
         ]
+
+
+# -- before a batch exists ---------------------------------------------------------------------------------------------
+
+
+def prompts(queues) -> list[int]:
+    """All tokens of the requests of both queues."""
+    return [token for request in (*queues.waiting, *queues.running) for token in request.prompt]
+
+
+SCHEDULING_SITES = {  # call site: the tokens that a call handles, of its arguments
+    "placement": lambda request, *_: request.prompt,
+    "residency": None,
+    "allocation": lambda tokens, *_: tokens,
+    "registration": lambda entry, _: entry.tokens,
+    "reuse of a header": lambda _, request: request.entry.tokens,
+    "admission": lambda request: request.prompt,
+    "readiness": lambda request, _: request.entry.tokens,
+    "chunk": lambda _, request, __: request.entry.tokens,
+    "pack": lambda requests, *_: [token for request in requests for token in request.entry.tokens],
+    "order": None,
+    "group": lambda requests: [token for request in requests for token in request.entry.tokens],
+    "schedule": None,
+}
+
+
+def break_scheduling(engine, monkeypatch, site: str, mode: str, *, after: bool = False) -> list[int]:
+    """Make a call site raise for requests with POISON; return a list that grows with every such call.
+
+    after: the call does its work before it raises.
+    """
+    core, calls = engine.core, []
+    queues, manager = core.scheduler, core.cache_manager
+    tokens_of = SCHEDULING_SITES[site] or (lambda *_: prompts(queues))
+    if site == "residency":
+
+        def tokens_of(request_id, *_):
+            return next(request.prompt for request in queues.waiting if request.id == request_id)
+
+    def guard(owner, name):
+        function = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+        def guarded(*arguments, **options):
+            if POISON not in tokens_of(*arguments):
+                return function(*arguments, **options)
+            calls.append(1)
+            if after:
+                function(*arguments, **options)
+            raise ValueError("poison")
+
+        if isinstance(owner, dict):
+            monkeypatch.setitem(owner, name, guarded)
+        else:
+            monkeypatch.setattr(owner, name, guarded)
+
+    owners = {
+        "placement": (scheduler.PLACERS, mode),
+        "residency": (core.context_loader, "ensure_resident"),
+        "allocation": (manager, "allocate_entry"),
+        "registration": (manager, "register"),
+        "reuse of a header": (scheduler, "reuse_header"),
+        "admission": (queues, "_admit"),
+        "readiness": (scheduler, "_is_ready"),
+        "chunk": (scheduler.Batch, "add_chunk"),
+        "pack": (queues, "pack"),
+        "order": (queues, "_priority_order"),
+        "group": (queues, "_group_by_model"),
+        "schedule": (queues, "schedule"),
+    }
+    guard(*owners[site])
+    return calls
+
+
+def assert_others_are_undisturbed(program, mode, results, failed):
+    expected = run(tiny_models.engine(), program, mode, failed)
+    assert [r for i, r in enumerate(results) if i not in failed] == [
+        r for i, r in enumerate(expected) if i not in failed
+    ]
+
+
+@pytest.mark.parametrize(
+    ("site", "after"),
+    # pages that are allocated and not returned would belong to nothing
+    [(site, after) for site in SCHEDULING_SITES for after in (False, True) if (site, after) != ("allocation", True)],
+)
+def test_an_exception_of_the_scheduler_fails_only_its_cause(site, after, monkeypatch):
+    mode = "prefix" if site == "placement" else "choreographed"
+    for seed in range(4):
+        program = random_program(seed)
+        engine = tiny_models.engine()
+        with monkeypatch.context() as patch:
+            calls = break_scheduling(engine, patch, site, mode, after=after)
+            results = run(engine, program, mode)
+        failed = {index for index, result in enumerate(results) if isinstance(result, Exception)}
+        if site in ("reuse of a header", "placement"):  # of decodes alone
+            assert failed <= guilty(program, mode) and bool(failed) == bool(calls)
+        else:
+            assert failed == guilty(program, mode)
+        assert_others_are_undisturbed(program, mode, results, failed)
+        with engine.session(seed=1) as session:
+            assert len(session.decode([1, 2], sampling=SAMPLING).output_token_ids) == 6
+
+
+TRANSIENT_SITES = {
+    "acquire": lambda core: (core.cache_manager, "acquire"),
+    "pages": lambda core: (core.cache_manager, "_allocate"),
+    "load": lambda core: (core.cache_manager, "load"),
+    "copy": lambda core: (core.cache_manager.offload_manager.executor, "start"),
+    "recomputation": lambda core: (core.scheduler, "add_recompute"),
+    "frame": lambda core: (core.context_loader, "_finish"),
+    "readiness": lambda core: (scheduler, "_is_ready"),
+    "schedule": lambda core: (core.scheduler, "schedule"),
+}
+
+
+@pytest.mark.parametrize(
+    ("site", "host"),
+    [(site, None if site in ("recomputation", "frame", "schedule") else 24) for site in TRANSIENT_SITES],
+)
+def test_a_single_exception_under_memory_pressure_fails_one_request_at_most(site, host, monkeypatch):
+    """And those that need it. Contexts are evicted, loaded and recomputed all the time."""
+    for seed in range(4):
+        chance = random.Random(seed)
+        program = [
+            (
+                index > 2,
+                [chance.randrange(POISON) for _ in range(6)],
+                chance.sample(range(min(3, index)), min(2, index)),
+            )
+            for index in range(12)
+        ]
+        engine = tiny_models.engine(tokens=40, host_capacity=host)
+        calls, raising_call = [], chance.randrange(8)
+        owner, name = TRANSIENT_SITES[site](engine.core)
+        original = getattr(owner, name)
+
+        def guarded(*arguments, function=original, calls=calls, raising_call=raising_call, **options):
+            calls.append(1)
+            if len(calls) == raising_call + 1:
+                raise ValueError("once")
+            return function(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, guarded)
+            results = run(engine, program, "choreographed")
+        failed = {index for index, result in enumerate(results) if isinstance(result, Exception)}
+        causes = [index for index in failed if not failed & set(program[index][2])]
+        assert len(causes) <= (len(calls) > raising_call)
+        assert_others_are_undisturbed(program, "choreographed", results, failed)

@@ -1,7 +1,6 @@
 """GGUF files: what is loaded computes the logits of the model that was written, or the file is refused."""
 
 import copy
-import json
 import logging
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import gguf_files
+from helpers.gguf_vocabularies import ORIGINALS, SAMPLES, TEXT, original, vocabulary
 from helpers.model_configs import CONFIGS, LLAMA3, LONG, SHAPE, WIDE, rope
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Starcoder2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Starcoder2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from choreograph import Engine, SamplingParams
@@ -295,62 +294,6 @@ def test_parts_beside_a_file_are_loaded_whichever_is_named(tmp_path):
 
 # -- tokenizers -------------------------------------------------------------------------------------------------------
 
-TEXT = (
-    "The cat's 12 dogs didn't see 10 20  30   40 hats!\n\n123 (and 4567) über 你好, WE'LL see x=1;\n\tTwo words  here"
-)
-SAMPLES = ("   12", "\n\n123", "\n 12", "10 20  30   40", TEXT, "WE'LL don't", " ", "a!!\n\nb", "12345678", "e\u0301 é")
-GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-DIGITS = pre_tokenizers.Digits(individual_digits=True)
-
-
-def split(pattern: str):
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
-
-
-CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-ORIGINALS = {  # the published tokenizers
-    "gpt-2": [GPT2],
-    "smollm": [DIGITS, GPT2],
-    "starcoder": [DIGITS, GPT2],
-    "llama-bpe": [split(CL100K % "{1,3}"), BYTES],
-    "qwen2": [split(CL100K % ""), BYTES],
-    "deepseek-coder": [split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥]+"), DIGITS, BYTES],
-    "deepseek-llm": [
-        *map(split, (r"[\r\n]", r"\s?[A-Za-zÀ-ÖØ-öø-ÿ]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥]+")),
-        *(DIGITS, BYTES),
-    ],
-    "falcon": [split(r"[\p{P}$+<=>^~|`]+"), GPT2, split("[0-9][0-9][0-9]")],
-}
-
-
-def original(name: str) -> Tokenizer:
-    """Return a byte-level tokenizer that is trained with the splits of a published one."""
-    result = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
-    result.normalizer = normalizers.NFC() if name == "qwen2" else None
-    result.pre_tokenizer, result.decoder = pre_tokenizers.Sequence(ORIGINALS[name]), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|end|>", "<｜end▁of▁turn｜>"]  # the second is not of the alphabet
-    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=special)
-    result.train_from_iterator([*SAMPLES, TEXT] * 5, trainer)
-    return result
-
-
-def vocabulary(tokenizer: Tokenizer, pre: str | None, **further) -> dict:
-    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    return {
-        "ggml.model": "gpt2",
-        "ggml.tokens": tokens,
-        "ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
-        "ggml.merges": [" ".join(merge) for merge in merges],
-        "ggml.eos_token_id": 0,
-        **({"ggml.pre": pre} if pre else {}),
-        **further,
-    }
-
 
 def with_vocabulary(path, keys) -> Path:
     model = build(LlamaConfig(**SHAPE | {"vocab_size": len(keys["ggml.tokens"])}))
@@ -377,6 +320,14 @@ def test_text_starts_with_bos_where_the_file_or_its_family_says_so(tmp_path, pre
     tokenizer = load(with_vocabulary(tmp_path, vocabulary(original(pre), pre, **further))).tokenizer
     assert (tokenizer("The cat")["input_ids"][0] == 1) == expected
     assert tokenizer.bos_token_id == 1
+
+
+def test_text_is_split_as_the_file_says_whatever_the_architecture(tmp_path):
+    expected = original("llama-bpe")
+    keys = vocabulary(expected, "llama-bpe", **{"ggml.add_bos_token": False})
+    model = build(Qwen2Config(**WIDE | {"vocab_size": expected.get_vocab_size()}))
+    tokenizer = load(gguf_files.write(model, tmp_path / "m.gguf", vocabulary=keys)).tokenizer
+    assert tokenizer("1234 (and 4567)")["input_ids"] == expected.encode("1234 (and 4567)").ids
 
 
 @pytest.mark.parametrize(("pre", "words"), [("future-bpe", "'future-bpe' is not known"), (None, "None is not known")])
