@@ -93,6 +93,8 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
         return Placement(list(request.prompt), request.position, kv_slices)
     salt = cache_salt(request, model_info)
     if request.computed_layers is not None and request.source is not None:
+        if not request.computed_layers:
+            return Placement(list(request.prompt), request.position, (), cached_entry=request.source.entry)
         kv_slices += (KVSlice(request.source.entry, 0, 0, request.position, frozenset()),)  # provides the hidden states
         salt = f"{salt}\0{sorted(request.computed_layers)}"
     key = content_hash(salt, request.prompt, request.position, kv_slices)
@@ -133,7 +135,8 @@ def _parent_slices(
             )
         yield KVSlice(parent.entry, token_start, num_tokens, position)
         return
-    yield KVSlice(parent.entry, token_start, num_tokens, position, parent.computed_layers)
+    if parent.computed_layers:
+        yield KVSlice(parent.entry, token_start, num_tokens, position, parent.computed_layers)
     yield KVSlice(
         parent.source.entry, token_start, num_tokens, position, frozenset(range(num_layers)) - parent.computed_layers
     )
