@@ -91,6 +91,7 @@ class TransferLoad(NamedTuple):
     bytes_per_second: float  # measured so far; infinite before the first transfer
     kv_bytes: int  # keys and values of the message in one layer
     hidden_bytes: int  # input hidden states of the message in one layer
+    layers: int  # of the model
 
 
 class EngineLoad(NamedTuple):

@@ -70,11 +70,14 @@ class MessageVariants:
 
         return unwrap_slice(_variant_for(model, f"only {pattern}", message, reencode))
 
-    def restrict_layers(self, message: Message, variant: Message, pattern: LayerPattern) -> Message:
+    def restrict_layers(
+        self, message: Message, variant: Message, pattern: LayerPattern, below: Message | None = None
+    ) -> Message:
         """Return a variant that requests use in the pattern's layers only.
 
-        In the other layers they attend to the message itself. Computes only the variant: it
-        evaluates a pattern without computing the message again.
+        In the other layers they attend to `below`, an earlier result of this method for other
+        layers, or to the message itself. Computes only the variant: it evaluates a pattern without
+        computing the message again.
         """
         computed_layers = variant.wait_encoded()._request.computed_layers
         if variant._request.source is not message._request or (
@@ -82,9 +85,11 @@ class MessageVariants:
         ):
             raise InvalidRequestError(f"message {variant.id} is not a variant of {message.id} with layers {pattern}")
         if not pattern.layers:
-            return message
+            return below or message
         restricted = self._session._build_request([], variant.parents, None, None, model=variant.model)
-        restricted._request.source, restricted._request.position = message._request, variant.position
+        restricted._request.source, restricted._request.position = (below or message)._request, variant.position
+        if below is not None and below is not message:
+            restricted.variants[variant.model, "below"] = below  # released with it
         restricted._request.computed_layers = pattern.layers
         attach_entry(self._core, restricted._request, variant._request.entry)
         self._session._register([restricted])

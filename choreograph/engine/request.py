@@ -217,7 +217,9 @@ class Request:
 
         A partial prefill owns the computed layers, its `source` the others.
         """
-        return (self,) if self.computed_layers is None or self.source is None else (self, self.source)
+        if self.computed_layers is None or self.source is None:
+            return (self,)
+        return (self, *self.source.source_chain)
 
     @property
     def tokens_final(self) -> bool:

@@ -34,6 +34,7 @@ from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelErro
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.tiers import TransferOps
 from ..kv_cache.transfer import Transfer, make_executor
+from ..models.model_set import REMOTE_SUFFIX
 from ..outputs import BASE_MODEL
 from .context_store import ContextStore, context_hash
 from .transport import ChannelError, RefusedError, Transport, as_transport, receive_json, send_json
@@ -173,7 +174,7 @@ class RemoteSender:
         if differences or not isinstance(info.get("fingerprint"), str):
             self.close()
             raise ModelError(f"sender {name!r} is not of {engine.model_info.name}'s family: {'; '.join(differences)}")
-        model_set.remote[name] = f"{info['fingerprint']}@elsewhere"
+        model_set.remote[name] = info["fingerprint"] + REMOTE_SUFFIX
 
     def close(self) -> None:
         """Stop the sender's `serve` after receiving all requested tensors."""
@@ -358,6 +359,7 @@ class _LinkedContext:
             bytes_per_second=link.bytes_received / link.seconds_receiving if link.bytes_received else float("inf"),
             kv_bytes=kv_bytes * num_tokens,
             hidden_bytes=config.get_text_config().hidden_size * pool.keys[0].element_size() * num_tokens,
+            layers=len(pool.keys),
         )
 
     def fetch(self, pattern: LayerPattern) -> str:
