@@ -439,7 +439,7 @@ def _serve(engine: Engine, receiver: str, sender: str, kv_reuse: str, rate: floa
 # -- another process --------------------------------------------------------------------------------------------
 
 
-def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dict[str, Any]]:
+def remote(engine: Engine, pair: str, run: Run, rounds: int = 6) -> Iterator[dict[str, Any]]:
     """Seconds to the first token behind a context and a short question, loading included: the sender computes in
     another process. For the pairs whose sender is the base."""
     receiver, writer = PAIRS[pair]

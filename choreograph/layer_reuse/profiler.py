@@ -117,7 +117,7 @@ def layer_ranges(layers: int, stride: int) -> list[LayerPattern]:
 
 
 def head_patterns(layers: int, stride: int) -> list[LayerPattern]:
-    """Return all patterns [a, b, c] aligned to `stride` with a > 0."""
+    """Return all patterns [a, b, c] with a head, aligned to `stride`."""
     edges = [*range(stride, layers, stride), layers]
     return [LayerPattern.from_triplet(*triplet) for triplet in combinations(edges, 3)]
 
