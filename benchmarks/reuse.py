@@ -23,8 +23,8 @@ from peft import PeftModel
 from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Message, SamplingParams
 from choreograph.evaluation.report import format_estimate
 from choreograph.evaluation.run_dir import RunDirectory
-from choreograph.evaluation.statistics import difference, mean
-from choreograph.layer_reuse import ContextStore, LatencyAwareSelector, Profile
+from choreograph.evaluation.statistics import difference, mean, ratio
+from choreograph.layer_reuse import LatencyAwareSelector, ParetoPoint, Profile
 from choreograph.layer_reuse.profile import SCORE_LABELS
 from choreograph.layer_reuse.profiler import (
     METRICS,
@@ -33,6 +33,7 @@ from choreograph.layer_reuse.profiler import (
     QAExample,
     enable_all_patterns,
     group_by_context,
+    measure_service_times,
     profile_pair,
     time_patterns,
     with_timings,
@@ -53,6 +54,7 @@ from .common import (
 )
 from .plots import pareto_plot
 from .reuse_figures import draw_figures, profile_top_layers, transfer_loss
+from .reuse_memory import allocated_bytes
 from .reuse_models import CONTEXT_ID_SEPARATOR, LONG_CONTEXT_DATASETS, Splits, splits, train_adapter, train_fully
 from .reuse_sender import context
 
@@ -224,7 +226,11 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         "reused": {name: asdict(one.loss(one.full_reuse_scores)) for name, one in result.items()},
         "critical": {name: one.critical() for name, one in result.items()},
         "sensitivity": [asdict(ours.loss(values)) for values in ours.per_layer],
+        "critical by": "a tenth of the receiver's F1",
+        "own F1": {name: mean(one.receiver_f1).value for name, one in result.items()},
+        "sensitivity in F1": [asdict(difference(ours.receiver_f1, values)) for values in ours.per_layer_f1],
         "frontier": [[str(p.pattern), p.loss, p.cost] for p in ours.frontier()],
+        "pareto": [[str(p.pattern), p.loss, p.cost] for p in ours.pareto_points()],
         "scattered": scattered,
         "blocks": sorted(blocks.items()),
         "transfer": {
@@ -239,6 +245,8 @@ def best_of_each_size(profile: Profile):
     """The best stretch of each number of layers."""
     best: dict[int, Any] = {}
     for cell in profile.ranges:
+        if len(cell.pattern.ranges) > 1:
+            continue
         size = len(cell.pattern.layers)
         if size not in best or mean(cell.values).value > mean(best[size].values).value:
             best[size] = cell
@@ -261,7 +269,7 @@ def select_pattern(pair: str, run: Run) -> LayerPattern:
         affordable = [c for c in result.ranges if len(c.pattern.layers) <= run.max_layer_fraction * result.layers]
         return max(affordable, key=lambda c: float(np.mean(c.values))).pattern
     limit = 0.05 * max(0.0, result.loss(result.full_reuse_scores).value)
-    enough = (p.pattern for p in result.frontier() if 4 * len(p.pattern.layers) >= result.layers and p.loss <= limit)
+    enough = (p.pattern for p in result.points() if 4 * len(p.pattern.layers) >= result.layers and p.loss <= limit)
     return next(enough, LayerPattern.from_triplet(0, 0, result.layers))
 
 
@@ -367,18 +375,13 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         seconds = RATE_FACTORS[0] / result["recompute"][0]["rate"]
     else:
         seconds = float(np.mean(time_patterns(engine, receiver, [everything], 512, sender=sender)[str(everything)]))
-    points = Profile.load(profile_file(pair, run)).frontier()
+    points, times = Profile.load(profile_file(pair, run)).frontier(), measure_service_times(engine, receiver)
+    fixed = [ParetoPoint(select_pattern(pair, run), 0.0, 1.0)]
     ways = {
-        "recompute": LatencyAwareSelector(
-            [points[-1]], seconds_per_token=seconds / 512
-        ),  # named, not used: share="recompute" asks nobody
-        "partial": LatencyAwareSelector(
-            [p for p in points if p.pattern == select_pattern(pair, run)], seconds_per_token=seconds / 512
-        ),
+        "recompute": LatencyAwareSelector(fixed, times=times),  # named, not used: kv_reuse="recompute" selects nothing
+        "partial": LatencyAwareSelector(fixed, times=times),
         **{
-            f"within {prefills:g} full prefills": LatencyAwareSelector(
-                points, seconds_per_token=seconds / 512, ttft_slo=prefills * seconds
-            )
+            f"within {prefills:g} full prefills": LatencyAwareSelector(points, times=times, ttft_slo=prefills * seconds)
             for prefills in (3, 1.5)
         },
     }
@@ -436,7 +439,7 @@ def _serve(engine: Engine, receiver: str, sender: str, kv_reuse: str, rate: floa
 # -- another process --------------------------------------------------------------------------------------------
 
 
-def remote(engine: Engine, pair: str, run: Run, rounds: int = 3) -> Iterator[dict[str, Any]]:
+def remote(engine: Engine, pair: str, run: Run, rounds: int = 6) -> Iterator[dict[str, Any]]:
     """Seconds to the first token behind a context and a short question, loading included: the sender computes in
     another process. For the pairs whose sender is the base."""
     receiver, writer = PAIRS[pair]
@@ -475,14 +478,22 @@ def standalone_engine(run: Run, receiver: str) -> Engine:
 
 def _remote_seconds(
     receiver_engine: Engine, remote_sender: RemoteSender, pattern: LayerPattern, length: int, rounds: int
-) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {"full": [], "partial": []}
+) -> dict[str, Any]:
+    """Seconds to the first token, all layers computed, some fetched, and the same with the sender's KV here already.
+
+    loading: seconds in which bytes were received. hidden: the share of them in which the receiver computed: one minus
+    what fetching adds to the time to the first token (Figure 16).
+    """
+    taken: dict[str, list[float]] = {"full": [], "partial": [], "local": [], "loading": []}
     for number in range(rounds + 1):
         tokens = context(length, number)
-        for way, times in taken.items():
-            receiver_engine.clear_cache()
+        for way in ("full", "partial", "local"):
+            if way != "local":
+                receiver_engine.clear_cache()
             with receiver_engine.session() as session:
-                began = time.perf_counter()
+                if way == "local":  # the sender's entry stays, the variant is computed again
+                    _drop_partial_entries(receiver_engine)
+                received, began = remote_sender.seconds_receiving, time.perf_counter()
                 seen = (
                     session.prefill(tokens)
                     if way == "full"
@@ -490,35 +501,43 @@ def _remote_seconds(
                 )
                 session.decode(random_tokens(16), [seen], sampling=greedy(1)).result()
                 if number:  # the first round warms up
-                    times.append(time.perf_counter() - began)
-    print(length, taken, flush=True)
-    return taken
+                    taken[way].append(time.perf_counter() - began)
+                    if way == "partial":
+                        taken["loading"].append(remote_sender.seconds_receiving - received)
+    exposed = np.subtract(taken["partial"], taken["local"])
+    hidden = ratio(np.subtract(taken["loading"], exposed), taken["loading"])
+    print(length, taken, f"hidden: {format_estimate(hidden)}", flush=True)
+    return {**taken, "hidden": asdict(hidden)}
+
+
+def _drop_partial_entries(engine: Engine) -> None:
+    manager = engine.core.cache_manager
+    for entry in [e for e in manager.entries.values() if e.computed_layers is not None and not e.owners]:
+        manager.discard(entry)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------
 
 
 def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
-    """Bytes for models on a context of 2,048 tokens: each its own, and sharing the sender's."""
-    receiver, sender = PAIRS[pair]
-    pattern = select_pattern(pair, run)
-    engine.enable_layer_reuse(receiver, sender, pattern=pattern)
-    engine.clear_cache()
-    with engine.session() as session, ContextStore(engine) as store:
-        text = session.prefill(random_tokens(2048), model=sender)
-        store.store_kv(text)
-        store.store_kv(session.prefill(random_tokens(2048), model=receiver))
-        apart = store.num_bytes()
-        name = store.store_kv(text)
-        shared = store.partial_prefill(pattern, name, model=receiver, sender=sender).wait_encoded()
-        layers = shared.computed_layers or ()
-        own = len(layers) / engine.model_info.layers * engine.model_info.kv_bytes_per_token * 2048
-    alone = engine.model_info.kv_bytes_per_token * 2048
-    inputs = (apart[sender] - alone) * len(pattern.entry_layers) // max(1, len(engine.core.cache_manager.pool.hidden))
+    """Bytes that caches allocate for models on one context: each its own, or all reusing the sender's.
+
+    Every cache is as large as its contexts need. Layer inputs are allocated for every slot.
+    """
+    pattern, base, length = select_pattern(pair, run), engine.core.hf_model.model, 2048
+    ratios, inputs = {}, 0
+    for count in (2, 3, 4, 8):
+        apart, _ = allocated_bytes(base, pattern, count, length, reuse=False)
+        shared, inputs = allocated_bytes(base, pattern, count, length, reuse=True)
+        ratios[str(count)] = apart / shared
+    by_default, _ = allocated_bytes(base, pattern, 2, length, reuse=True, default_capacity=True)
     yield {
-        "bytes of one": alone,
+        "pattern": str(pattern),
+        "tokens": length,
+        "bytes of one": allocated_bytes(base, pattern, 1, length, reuse=False)[0],
         "inputs": inputs,
-        "ratio": {str(n): n * alone / (alone + inputs + (n - 1) * own) for n in (2, 3, 4, 8)},
+        "ratio": ratios,
+        "bytes of two, default capacity": by_default,
     }
 
 

@@ -24,27 +24,27 @@ from . import plots
 def draw_figures(profile: Profile, directory: Path, name: str) -> list[Path]:
     """Draw Figures 7, 8 and 12 and the frontier as SVG files; return their paths."""
     label = SCORE_LABELS.get(profile.metric, profile.metric)
-    receiver_mean = float(np.mean(profile.receiver_scores))
+    receiver_mean, receiver_f1 = (float(np.mean(x)) for x in (profile.receiver_scores, profile.receiver_f1))
     files = [directory / f"{name}-{kind}.svg" for kind in ("layers", "heat", "frontier", "spread")]
     bars: list[plots.ErrorBar] = []
-    for values in profile.per_layer:
+    for values in profile.per_layer_f1:
         low, high = np.percentile(values, [25, 75])
         bars.append((float(np.mean(values)), float(low), float(high)))
-    plots.layer_bars(bars, files[0], level=receiver_mean, critical=profile.critical(), ylabel=label)
-    cells = {cell.pattern.ranges[0]: float(np.mean(cell.values)) for cell in profile.ranges}
+    plots.layer_bars(bars, files[0], level=receiver_f1, critical=profile.critical(), ylabel="F1")
+    cells = {c.pattern.ranges[0]: float(np.mean(c.values)) for c in profile.ranges if len(c.pattern.ranges) == 1}
     plots.heat_map(cells, files[1], label=label)
     plots.pareto_plot(
         {
-            "frontier": [(point.cost, receiver_mean - point.loss) for point in profile.frontier()],
+            "frontier": [(point.cost, receiver_mean - point.loss) for point in profile.pareto_points()],
             "full prefill": [(1.0, receiver_mean)],
-            "full reuse": [(profile.points()[0].cost, float(np.mean(profile.full_reuse_scores)))],
+            "full reuse": [(profile.cost(LayerPattern()), float(np.mean(profile.full_reuse_scores)))],
         },
         files[2],
         xlabel="cost, of a full prefill",
         ylabel=label,
     )
-    changes = [[a - b for a, b in zip(values, profile.receiver_scores, strict=True)] for values in profile.per_layer]
-    plots.layer_spread(changes, files[3], critical=profile.critical(), ylabel=f"change of {label}")
+    changes = [[a - b for a, b in zip(values, profile.receiver_f1, strict=True)] for values in profile.per_layer_f1]
+    plots.layer_spread(changes, files[3], critical=profile.critical(), ylabel="change of F1")
     return files
 
 
@@ -75,6 +75,6 @@ def profile_top_layers(
 
 
 def transfer_loss(profile: Profile, other: Profile) -> list[tuple[ParetoPoint, float]]:
-    """Return the profile's frontier with the loss of each pattern in another profile (Figure 17)."""
+    """Return the Pareto points with the loss of each in another profile (Figure 17)."""
     losses = {point.pattern: point.loss for point in other.points()}
-    return [(point, losses[point.pattern]) for point in profile.frontier() if point.pattern in losses]
+    return [(point, losses[point.pattern]) for point in profile.pareto_points() if point.pattern in losses]

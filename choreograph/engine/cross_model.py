@@ -1,15 +1,16 @@
 """Layer reuse between models: which layers a receiver recomputes (DroidSpeak §4.2)."""
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..errors import ConfigError
 from ..events import EventBus
 from ..kv_cache.manager import KVCacheManager
 from ..models.model_set import ModelSet
-from ..outputs import BASE_MODEL
-from .request import Request
+from .request import Request, RequestState
 from .scheduler import Scheduler
 
 
@@ -83,19 +84,50 @@ def parse_layer_pattern(pattern: "LayerPattern | Sequence[int]") -> LayerPattern
     return LayerPattern.from_triplet(*numbers)
 
 
-class EngineLoad(NamedTuple):
-    """Work queued in the engine.
+class TransferLoad(NamedTuple):
+    """Link to the process that has a message's KV."""
 
+    queued_bytes: int  # of earlier contexts that are still to arrive
+    bytes_per_second: float  # measured so far; infinite before the first transfer
+    kv_bytes: int  # keys and values of the message in one layer
+    hidden_bytes: int  # input hidden states of the message in one layer
+    layers: int  # of the model
+
+
+class EngineLoad(NamedTuple):
+    """Work of the engine when a partial prefill is admitted.
+
+    Work ahead of it belongs to running requests and to those that wait before it.
     A request that computes only some layers counts by their share of all layers.
     """
 
-    waiting: int  # requests
+    waiting: int  # other requests that wait
     running: int  # requests
-    tokens: float  # not computed yet, as far as they are final
+    tokens: float  # ahead of the message and not computed yet
     message_tokens: int = 0  # length of the message to be reused
+    pairs: float = 0.0  # (query, key) pairs of attention that `tokens` need
+    message_pairs: float = 0.0  # the same for the message in all layers
+    steps: int = 0  # batches that `tokens` need
+    decodes: int = 0  # running requests that generate: each batch of another request takes turns with theirs
+    waited: float = 0.0  # seconds since the message could have been admitted
+    transfer: TransferLoad | None = None  # None: the sender's KV is in this process
 
 
 PatternSelector = Callable[[EngineLoad], LayerPattern]
+
+
+class RemoteContext(Protocol):
+    """Message whose KV a model in another process has."""
+
+    @property
+    def load(self) -> TransferLoad:
+        """Bytes to transfer and the state of the link."""
+
+    def fetch(self, pattern: LayerPattern) -> str:
+        """Start loading what a pattern reuses.
+
+        Returns why it cannot be loaded, else "".
+        """
 
 
 class CrossModelReuse:
@@ -108,7 +140,8 @@ class CrossModelReuse:
         self._model_set = model_set
         self._scheduler = scheduler
         self._events = events
-        self._selectors: dict[tuple[str, str], PatternSelector] = {}
+        self._selectors: dict[tuple[str, str], PatternSelector | LayerPattern] = {}
+        self._last_selection: tuple[int, LayerPattern] | None = None  # request id and its pattern
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -120,13 +153,13 @@ class CrossModelReuse:
         receiver: str,
         sender: str,
         patterns: Iterable[LayerPattern],
-        selector: PatternSelector,
+        selector: PatternSelector | None,
         capacity: int | None,
     ) -> None:
         """Enable layer reuse for a pair of models.
 
         Args:
-            patterns: all patterns that `selector` may return.
+            patterns: all patterns that `selector` may return; without one, the only pattern.
             capacity: size in tokens of the partial-layer pool; None: as many pages as the full
                 pool.
         """
@@ -134,7 +167,7 @@ class CrossModelReuse:
         if self._check_model("receiver", receiver) == self._check_model("sender", sender):
             raise ConfigError(f"receiver={receiver!r} is also the sender: use two models")
         patterns = [pattern.check(len(pool.keys)) for pattern in patterns]
-        if not callable(selector):
+        if not (selector is None or callable(selector)):
             raise ConfigError(f"selector={selector!r}: use a function from EngineLoad to LayerPattern")
         if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
             raise ConfigError(f"capacity={capacity!r}: use a positive number or None")
@@ -150,7 +183,7 @@ class CrossModelReuse:
             raise ConfigError(f"capacity={capacity!r}: not enough memory ({exc}); use less") from None
         for decoder in decoders:
             decoder.capture(entry_layers)
-        self._selectors[receiver, sender] = selector
+        self._selectors[receiver, sender] = selector or patterns[0]
 
     def remove_model(self, model: str) -> None:
         """Disable every pair that includes the model."""
@@ -170,67 +203,135 @@ class CrossModelReuse:
                 f"call engine.enable_layer_reuse({receiver!r}, {sender!r}, ...) first"
             )
 
-    def select_pattern(self, receiver: str, sender: str, request: Request) -> LayerPattern:
-        """Select the layers to recompute for one message, given the current load."""
+    def fixed_pattern(self, receiver: str, sender: str, request: Request) -> LayerPattern | None:
+        """Return the pattern of a pair.
+
+        None if a selector chooses it when the prefill is admitted.
+        """
         self.check_pair(receiver, sender)
-        load = self.load._replace(message_tokens=len(request.tokens))
-        pattern = parse_layer_pattern(self._selectors[receiver, sender](load)).check(len(self._cache_manager.pool.keys))
-        self._events.emit("layers_reused", request=request.id, receiver=receiver, sender=sender, pattern=str(pattern))
+        pattern = self._selectors[receiver, sender]
+        if not isinstance(pattern, LayerPattern):
+            return None
+        self._emit_selection(receiver, sender, request, pattern)
         return pattern
 
-    @property
-    def load(self) -> EngineLoad:
-        waiting, running = self._scheduler.waiting, self._scheduler.running
+    def _select(self, request: Request, source: Request) -> None:
+        """Set the layers to recompute by the current load."""
+        assert request.selects_from is not None
+        selector = self._selectors[request.model, request.selects_from]
+        pattern = selector if isinstance(selector, LayerPattern) else parse_layer_pattern(selector(self.load(request)))
         num_layers = len(self._cache_manager.pool.keys)
+        pattern.check(num_layers)
+        request.computed_layers = pattern.layers if len(pattern.layers) < num_layers else None
+        if self._last_selection != (request.id, pattern):  # admission is retried until there is capacity
+            self._last_selection = (request.id, pattern)
+            self._emit_selection(request.model, request.selects_from, source, pattern)
 
-        def weighted(tokens: int, request: Request) -> float:
-            return tokens if request.computed_layers is None else tokens * len(request.computed_layers) / num_layers
+    def _emit_selection(self, receiver: str, sender: str, request: Request, pattern: LayerPattern) -> None:
+        self._events.emit("layers_reused", request=request.id, receiver=receiver, sender=sender, pattern=str(pattern))
 
-        num_tokens = sum(weighted(len(c.tokens), c) for c in waiting)
-        num_tokens += sum(weighted(len(c.entry.tokens) - c.entry.num_computed_tokens, c) for c in running)
-        return EngineLoad(len(waiting), len(running), num_tokens)
+    def load(self, request: Request) -> EngineLoad:
+        """Return the work ahead of a partial prefill that can be admitted."""
+        scheduler, num_layers = self._scheduler, len(self._cache_manager.pool.keys)
+        ahead = scheduler.waiting[: scheduler.waiting.index(request)]
+        tokens, pairs, batch_tokens = 0.0, 0.0, defaultdict[object, int](int)
+        for other in (*scheduler.running, *ahead):
+            layers = other.computed_layers
+            pending, num_pairs = _pending_work(other)
+            share = 1.0 if layers is None else len(layers) / num_layers
+            tokens, pairs = tokens + share * pending, pairs + share * num_pairs
+            if not _is_generating(other):
+                batch_tokens[other.weights_group, layers] += pending
+        pending, num_pairs = _pending_work(request)
+        return EngineLoad(
+            waiting=len(scheduler.waiting) - 1,
+            running=len(scheduler.running),
+            tokens=tokens,
+            message_tokens=pending,
+            pairs=pairs,
+            message_pairs=num_pairs,
+            steps=sum(-(-count // scheduler.max_num_batched_tokens) for count in batch_tokens.values()),
+            decodes=sum(_is_generating(other) for other in scheduler.running),
+            waited=max(0.0, time.perf_counter() - request.ready_time),
+            transfer=None if request.source is None or request.source.remote is None else request.source.remote.load,
+        )
 
     def resolve(self, request: Request) -> None:
-        """Fall back to all layers if the requested partial prefill is impossible."""
-        if request.computed_layers is None or request.source is None:
+        """Select the layers of a partial prefill and load what it needs.
+
+        Falls back to all layers if it is impossible.
+
+        Raises:
+            CacheBusyError: if there is capacity for the sender's KV when a transfer completes.
+        """
+        source = request.source
+        if source is None:
             return
-        source_entry = request.source.entry
-        missing = LayerPattern.from_layers(request.computed_layers).entry_layers - source_entry.cached_hidden_layers
-        reason = f"inputs of layers {sorted(missing)} are not cached" if missing else ""
-        if source_entry.missing_layers - request.computed_layers:
-            reason = f"layers {sorted(source_entry.missing_layers - request.computed_layers)} were not sent"
-        if source_entry.is_lost:
-            reason = "the sender's KV is lost"
-        if request.source.computed_layers is not None:
-            reason = "its source was computed in some layers only"
-        pool = self._cache_manager.pool
-        lengths = [
-            len(request.prompt),
-            *(len(p.entry.tokens) for p in request.parents if p.entry.computed_layers is not None),
-        ]
-        if not request.computed_layers <= pool.partial_layers or sum(map(pool.num_pages_for, lengths)) > pool.num_pages(
-            partial=True
-        ):
-            reason = "the partial-layer pool is too small"
+        if request.selects_from is not None and not (source.remote is not None and source.entry is not None):
+            self._select(request, source)
+        if request.computed_layers is None:
+            return
+        reason = ""
+        if source.remote is not None and source.entry is None:
+            source.parents = request.parents
+            reason = source.remote.fetch(LayerPattern.from_layers(request.computed_layers))
+        reason = reason or self._why_impossible(request, request.computed_layers, source)
         if reason:
             self._fall_back_to_full(request, reason)
+
+    def _why_impossible(self, request: Request, computed_layers: frozenset[int], source: Request) -> str:
+        """Return why a partial prefill cannot be computed, or ""."""
+        if source.entry.is_lost:
+            return _why_lost(source)
+        if source.computed_layers is not None:
+            return "its source was computed in some layers only"
+        if unsent := source.entry.missing_layers - computed_layers:
+            return f"layers {sorted(unsent)} were not sent"
+        if missing := LayerPattern.from_layers(computed_layers).entry_layers - source.entry.cached_hidden_layers:
+            return f"inputs of layers {sorted(missing)} are not cached"
+        pool = self._cache_manager.pool
+        partial = [len(p.entry.tokens) for p in request.parents if p.entry.computed_layers is not None]
+        num_pages = sum(map(pool.num_pages_for, (*partial, len(request.prompt))))
+        if computed_layers and (not computed_layers <= pool.partial_layers or num_pages > pool.num_pages(partial=True)):
+            return "the partial-layer pool is too small"
+        return ""
 
     def recompute_lost(self, requests: Sequence[Request]) -> None:
         """Requeue parents whose KV is lost, to be computed in all layers."""
         if not self._model_set.remote:  # only remote entries can be lost
             return
         for parent in {id(p): p for request in requests for p in request.parents}.values():
-            if any(source.entry is not None and source.entry.is_lost for source in parent.source_chain):
-                if parent.entry is None:  # already queued
-                    continue
-                self._cache_manager.release(parent.entry, parent.message_owner)
-                self._scheduler.requeue(parent)
-                if parent.model in self._model_set.remote:
-                    client_id = parent.cache_salt.partition("\0")[2]
-                    parent.model = parent.weights_group = BASE_MODEL
-                    parent.cache_salt = f"{self._model_set.fingerprint(BASE_MODEL)}\0{client_id}"
-                self._fall_back_to_full(parent, "the sender's KV is lost")
+            lost = [owner for owner in parent.source_chain if owner.entry is not None and owner.entry.is_lost]
+            if not lost or parent.entry is None:  # the latter is queued already
+                continue
+            self._cache_manager.release(parent.entry, parent.message_owner)
+            self._scheduler.requeue(parent)
+            self._fall_back_to_full(parent, _why_lost(lost[-1]))
 
     def _fall_back_to_full(self, request: Request, reason: str) -> None:
-        request.computed_layers = None
+        request.computed_layers = request.selects_from = None
         self._events.emit("recomputed", request=request.id, why=reason)
+
+
+def _why_lost(source: Request) -> str:
+    return f"sender {source.model!r}: {source.entry.lost_reason or 'its KV is lost'}"
+
+
+def _is_generating(request: Request) -> bool:
+    return request.state is not RequestState.WAITING and request.is_decode and request.num_pending_tokens <= 1
+
+
+def _pending_work(request: Request) -> tuple[int, float]:
+    """Return a request's known tokens to compute, and their attention work.
+
+    The work is the number of (query, key) pairs in one layer.
+    """
+    if request.state is RequestState.WAITING:
+        count, num_visible = len(request.tokens), 0
+        for parent, token_range in zip(request.parents, request.parent_slices, strict=True):
+            num_visible += len(parent.tokens) if token_range is None else token_range[1] - token_range[0]
+    else:
+        entry, layer = request.entry, min(request.computed_layers or (0,))
+        count = len(entry.tokens) - entry.num_computed_tokens
+        num_visible = entry.num_computed_tokens + sum(s.num_tokens for s in request.context if s.visible_in(layer))
+    return count, count * (num_visible + (count + 1) / 2)

@@ -214,8 +214,8 @@ class Engine:
         Args:
             pattern: a `LayerPattern`, or its three integers (head, start, end): recompute [0,
                 head), reuse [head, start), recompute [start, end), reuse the rest.
-            selector: in place of `pattern`: gets the `EngineLoad`, returns one of `patterns` per
-                message.
+            selector: in place of `pattern`: gets the `EngineLoad` when a message's prefill is
+                admitted, returns one of `patterns`.
             patterns: all patterns `selector` may return.
             capacity: size in tokens of the partial-layer pool, for the layers that receivers
                 compute.
@@ -230,9 +230,7 @@ class Engine:
         with core.lock, core.hf_model.attention_hook():  # no step starts meanwhile
             while core.cache_manager.offload_manager.wait():
                 core.poll_transfers()
-            core.cross_model_reuse.add(
-                receiver, sender, layer_patterns, selector or (lambda load: layer_patterns[0]), capacity
-            )
+            core.cross_model_reuse.add(receiver, sender, layer_patterns, selector, capacity)
 
     @property
     def events(self) -> EventBus:

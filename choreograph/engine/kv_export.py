@@ -26,6 +26,7 @@ from ..kv_cache.entry import KVEntry, KVSlice
 from ..kv_cache.hashing import portable_content_hash
 from ..kv_cache.pool import LayerKeyValues
 from ..kv_cache.tiers import TransferOps, as_bytes, checksum
+from ..kv_cache.transfer import ThreadExecutor
 from ..outputs import Usage
 from ..utils import atomic_write, ensure_writable
 from .core import EngineCore
@@ -208,7 +209,12 @@ def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check
         if snapshot.checksum != _checksum(snapshot.base_position, snapshot.layers):
             raise InvalidRequestError("the copy is damaged, its checksum differs: export it again")
     with core.lock:
-        entry = reserve(core, request)
+        while True:
+            try:
+                entry = reserve(core, request)
+                break
+            except CacheBusyError:
+                _wait_for_space(core)
         if entry is None:
             return request.is_finished
         with ExitStack() as on_error:
@@ -293,8 +299,8 @@ def start_remote_load(
     core: EngineCore,
     request: Request,
     entry: KVEntry,
-    base_position: int,
     ops: TransferOps,
+    executor: ThreadExecutor,
     *,
     cached_hidden_layers: frozenset[int],
     missing_layers: frozenset[int],
@@ -302,8 +308,8 @@ def start_remote_load(
     """Complete a prefill with a reserved KV entry that is still loading.
 
     Args:
-        base_position: base position of the remote entry.
-        ops: transfer operations that load it.
+        ops: transfer operations that load it at the entry's base position.
+        executor: runs them.
         cached_hidden_layers: layers whose input hidden states are loaded too.
         missing_layers: layers whose keys and values are not loaded.
     """
@@ -311,8 +317,8 @@ def start_remote_load(
         on_error.callback(cancel_reservation, core, request, entry)
         entry.cached_hidden_layers, entry.missing_layers = cached_hidden_layers, missing_layers
         entry.can_recompute = False
-        core.cache_manager.offload_manager.load_remote(entry, ops)
-        _adopt(core, request, entry, base_position)
+        core.cache_manager.offload_manager.load_remote(entry, ops, executor)
+        _adopt(core, request, entry, entry.base_position)
         on_error.pop_all()
 
 
@@ -328,6 +334,9 @@ def reserve(
 
     Returns:
         None if there is no capacity at the moment, or an equal entry completed the request.
+
+    Raises:
+        CacheBusyError: if there is capacity when a transfer completes.
     """
     with core.lock:
         placement = _compute_placement(core, request)
@@ -339,23 +348,21 @@ def reserve(
         ):
             attach_entry(core, request, placement.cached_entry)
             return None
-        while True:
-            try:
-                entry = core.cache_manager.allocate_entry(
-                    placement.tokens,
-                    placement.position,
-                    placement.context,
-                    capacity=len(placement.tokens),
-                    owner=request.message_owner,
-                    model=request.model,
-                )
-            except CacheBusyError:
-                _wait_for_space(core)
-            except CacheFullError:
-                return None
-            else:
-                entry.content_hash = placement.content_hash
-                return entry
+        try:
+            entry = core.cache_manager.allocate_entry(
+                placement.tokens,
+                placement.position,
+                placement.context,
+                capacity=len(placement.tokens),
+                owner=request.message_owner,
+                model=request.model,
+            )
+        except CacheBusyError:
+            raise
+        except CacheFullError:
+            return None
+        entry.content_hash = placement.content_hash
+        return entry
 
 
 def _adopt(core: EngineCore, request: Request, entry: KVEntry, base_position: int) -> None:

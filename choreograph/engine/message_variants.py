@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError
-from ..outputs import KVReuse
-from .cross_model import LayerPattern
+from .cross_model import LayerPattern, RemoteContext
 from .kv_export import attach_entry
 from .message import Message, MessageSlice, unwrap_slice
+from .request import Request, RequestState
 
 if TYPE_CHECKING:
     from .session import Session
@@ -35,8 +35,13 @@ class MessageVariants:
         if kv_reuse == "partial":
             self._check_pairs(message, model)
 
+        whole = LayerPattern.from_triplet(0, 0, self._core.hf_model.model_info.layers)
+
         def reencode(parent: Message, parents: tuple[Parent, ...]) -> Message:
-            return self._reencode(parent, parents, model, self._select_pattern(parent, model, kv_reuse))
+            pattern: LayerPattern | None = whole
+            if kv_reuse == "partial":
+                pattern = self._core.cross_model_reuse.fixed_pattern(model, parent.model, parent._request)
+            return self._reencode(parent, parents, model, pattern)
 
         resolved = tuple(p if p.model == model else _variant_for(model, kv_reuse, p, reencode) for p in message.parents)
         message._request.parents = tuple(unwrap_slice(parent)._request for parent in resolved)
@@ -65,11 +70,14 @@ class MessageVariants:
 
         return unwrap_slice(_variant_for(model, f"only {pattern}", message, reencode))
 
-    def restrict_layers(self, message: Message, variant: Message, pattern: LayerPattern) -> Message:
+    def restrict_layers(
+        self, message: Message, variant: Message, pattern: LayerPattern, below: Message | None = None
+    ) -> Message:
         """Return a variant that requests use in the pattern's layers only.
 
-        In the other layers they attend to the message itself. Computes only the variant: it
-        evaluates a pattern without computing the message again.
+        In the other layers they attend to `below`, an earlier result of this method for other
+        layers, or to the message itself. Computes only the variant: it evaluates a pattern without
+        computing the message again.
         """
         computed_layers = variant.wait_encoded()._request.computed_layers
         if variant._request.source is not message._request or (
@@ -77,50 +85,60 @@ class MessageVariants:
         ):
             raise InvalidRequestError(f"message {variant.id} is not a variant of {message.id} with layers {pattern}")
         if not pattern.layers:
-            return message
+            return below or message
         restricted = self._session._build_request([], variant.parents, None, None, model=variant.model)
-        restricted._request.source, restricted._request.position = message._request, variant.position
+        restricted._request.source, restricted._request.position = (below or message)._request, variant.position
+        if below is not None and below is not message:
+            restricted.variants[variant.model, "below"] = below  # released with it
         restricted._request.computed_layers = pattern.layers
         attach_entry(self._core, restricted._request, variant._request.entry)
         self._session._register([restricted])
         return restricted
 
-    def remote_placeholder(self, message: Message, model: str) -> Message:
-        """Create a message for KV computed by a model in another process.
+    def submit_remote(
+        self,
+        message: Message,
+        sender: str,
+        make_remote: Callable[[Message], RemoteContext],
+        pattern: LayerPattern | None,
+    ) -> Message:
+        """Submit a prefill that reuses KV of a model in another process.
 
-        It is not submitted; the caller registers it when the KV has arrived.
+        Args:
+            make_remote: called with the handle of the sender's message, which this one releases.
+            pattern: layers to recompute; None to select them when the prefill is admitted.
         """
         request = message._request
-        return self._session._build_request(
-            list(request.prompt), message.parents, request.offsets, request.new_offset, model=model
+        context = self._session._build_request(
+            list(request.prompt), message.parents, request.offsets, request.new_offset, model=sender
         )
+        context._request.state = RequestState.DONE  # it is never queued: `fetch` attaches an entry
+        context._request.remote = make_remote(context)
+        request.source = context._request
+        self._set_pattern(request, sender, pattern)
+        self._session._submit([message])
+        message.variants[sender, "sent"] = context
+        return message
 
-    def attach_remote(self, context: Message, message: Message, pattern: LayerPattern) -> Message:
-        """Register a remote message and return its variant for `message`'s model."""
-        self._session._register([context])
-        variant = self._reencode(context, self.resolve_parents(message), message.model, pattern)
-        if variant is not context:
-            variant.variants[context.model, "sent"] = context  # released with the variant
-        return variant
-
-    def _select_pattern(self, message: Message, model: str, kv_reuse: KVReuse) -> LayerPattern | None:
-        """Return the pattern of layers to recompute; None for all."""
-        if kv_reuse == "recompute":
-            return None
-        with self._core.lock:
-            return self._core.cross_model_reuse.select_pattern(model, message.model, message._request)
+    def _set_pattern(self, request: Request, sender: str, pattern: LayerPattern | None) -> None:
+        if pattern is None:
+            request.selects_from = sender
+        elif len(pattern.layers) < self._core.hf_model.model_info.layers:
+            request.computed_layers = pattern.layers
 
     def _reencode(
         self, message: Message, parents: tuple[Parent, ...], model: str, pattern: LayerPattern | None
     ) -> Message:
-        """Submit a prefill of the message by another model."""
+        """Submit a prefill of the message by another model.
+
+        A pattern of None is selected when the prefill is admitted.
+        """
         if pattern is not None and not pattern.layers:
             return message
         variant = self._session._build_request([], parents, None, None, model=model)
         variant._request.source = (message.imported_from or message)._request
         variant.kv_reuse = "reuse"  # its parents are resolved already
-        if pattern is not None and len(pattern.layers) < self._core.hf_model.model_info.layers:
-            variant._request.computed_layers = pattern.layers
+        self._set_pattern(variant._request, message.model, pattern)
         return self._session._submit([variant])[0]
 
 

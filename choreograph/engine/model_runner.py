@@ -338,11 +338,10 @@ def _build_metadata(batch: Batch, num_layers: int) -> tuple[AttentionMetadata, d
 
 def _hidden_inputs(batch: Batch, pool: KVPool, layer: int) -> "Tensor":
     """Return the cached input hidden states of `layer`, (1, N, E)."""
-    for wait_for_layer in batch.layer_waiters:
-        wait_for_layer(layer)
     slots = []
     for chunk in batch.chunks:
         source = chunk.request.entry.source_entry
         assert source is not None and layer in source.cached_hidden_layers
+        batch.wait_for_inputs(source, layer)
         slots += [source.slot(token) for token in range(chunk.token_start, chunk.token_end)]
     return pool.hidden[layer][slots][None]

@@ -93,6 +93,8 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
         return Placement(list(request.prompt), request.position, kv_slices)
     salt = cache_salt(request, model_info)
     if request.computed_layers is not None and request.source is not None:
+        if not request.computed_layers:
+            return Placement(list(request.prompt), request.position, (), cached_entry=request.source.entry)
         kv_slices += (KVSlice(request.source.entry, 0, 0, request.position, frozenset()),)  # provides the hidden states
         salt = f"{salt}\0{sorted(request.computed_layers)}"
     key = content_hash(salt, request.prompt, request.position, kv_slices)
@@ -123,20 +125,19 @@ def _parent_slices(
 ) -> Iterator[KVSlice]:
     """Yield the KV slices of one parent.
 
-    A partial prefill has two: its own entry in the computed layers, the source's in the others.
+    A partial prefill has its own entry in the computed layers, those of its source in the others.
     """
-    if parent.computed_layers is None or parent.source is None:
-        assert parent.entry.computed_layers is None, "a partial KV entry is used in all layers"
-        if parent.entry.missing_layers:
-            raise InvalidRequestError(
-                f"parent {parent.id} came without layers {sorted(parent.entry.missing_layers)}: use a variant of it"
-            )
-        yield KVSlice(parent.entry, token_start, num_tokens, position)
-        return
-    yield KVSlice(parent.entry, token_start, num_tokens, position, parent.computed_layers)
-    yield KVSlice(
-        parent.source.entry, token_start, num_tokens, position, frozenset(range(num_layers)) - parent.computed_layers
-    )
+    layers: frozenset[int] | None = None  # all
+    while parent.computed_layers is not None and parent.source is not None:
+        layers = frozenset(range(num_layers)) if layers is None else layers
+        own = layers & parent.computed_layers
+        if own:
+            yield KVSlice(parent.entry, token_start, num_tokens, position, own)
+        parent, layers = parent.source, layers - own
+    assert parent.entry.computed_layers is None, "a partial KV entry is used in all layers"
+    if missing := parent.entry.missing_layers if layers is None else parent.entry.missing_layers & layers:
+        raise InvalidRequestError(f"parent {parent.id} came without layers {sorted(missing)}: use a variant of it")
+    yield KVSlice(parent.entry, token_start, num_tokens, position, layers)
 
 
 def _parent_lengths(request: Request) -> list[int]:

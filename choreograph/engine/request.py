@@ -17,6 +17,7 @@ from ..sampling_params import SamplingParams
 from .text import Detokenizer
 
 if TYPE_CHECKING:
+    from .cross_model import RemoteContext
     from .message import Message
 
 UNIFORM_BATCH = 16  # random numbers drawn at once
@@ -138,6 +139,9 @@ class Request:
     source: "Request | None" = None  # request of another model whose tokens this one prefills again
     # partial prefill: only these layers, from the hidden states of `source`; None: all
     computed_layers: frozenset[int] | None = None
+    # sender whose pair with `model` has a selector: it sets `computed_layers` when the request is admitted
+    selects_from: str | None = None
+    remote: "RemoteContext | None" = None  # of a `source` in another process: loads its KV
     footer: list[int] = field(default_factory=list)  # tokens appended after the generated ones
     state: RequestState = RequestState.WAITING
     position: int | None = None  # set once the lengths of all parents are final
@@ -213,7 +217,9 @@ class Request:
 
         A partial prefill owns the computed layers, its `source` the others.
         """
-        return (self,) if self.computed_layers is None or self.source is None else (self, self.source)
+        if self.computed_layers is None or self.source is None:
+            return (self,)
+        return (self, *self.source.source_chain)
 
     @property
     def tokens_final(self) -> bool:
@@ -281,7 +287,9 @@ class Request:
     @property
     def dependencies_ready(self) -> bool:
         """True if all tokens the request depends on are final."""
-        if self.source is not None and not (self.source.tokens_final and self.source.position is not None):
+        if self.source is not None and not (
+            self.source.tokens_final and (self.source.remote is not None or self.source.position is not None)
+        ):
             return False
         needs_entries = self.mode == "choreographed"
         return all(
@@ -296,7 +304,7 @@ class Request:
         the submit time and the finish times of decoded ancestors. Prefills after those count as
         work of this request.
         """
-        if self.source is not None:
+        if self.source is not None and self.source.remote is None:
             self.prompt, self.offsets, self.new_offset = (
                 self.source.tokens,
                 self.source.parent_positions,

@@ -51,6 +51,8 @@ class Batch:
     computed_layers: frozenset[int] | None = None  # layers that are computed; None: all
     # called with a layer; each blocks until that layer is loaded
     layer_waiters: tuple[Callable[[int], None], ...] = ()
+    # called with an entry and a layer; blocks until the cached inputs of that layer are loaded
+    wait_for_inputs: Callable[[KVEntry, int], None] = lambda entry, layer: None
 
     def add_chunk(self, request: Request, num_tokens: int) -> None:
         """Append the request's next `num_tokens` tokens."""
@@ -97,6 +99,11 @@ class Scheduler:
         self._core, self._cache_manager, self._config = core, core.cache_manager, core.config.scheduler
         self._last_scheduled_step: dict[BatchKey, int] = {}  # per batch group
         self._step_count = 0
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Token budget of a batch."""
+        return self._config.max_num_batched_tokens
 
     @property
     def num_unfinished(self) -> int:
@@ -373,7 +380,7 @@ class Scheduler:
                 num_pending = len(entry.tokens) - entry.num_scheduled_tokens
                 if not num_pending or token_budget <= 0 or entry.num_scheduled_tokens > entry.num_computed_tokens:
                     continue
-                if _is_ready(request, allow_loading):
+                if _is_ready(request, allow_loading) and (not batch.chunks or _has_inputs(request)):
                     num_tokens = min(num_pending, token_budget)
                     batch.add_chunk(request, num_tokens)
                     request.last_scheduled_step = self._step_count
@@ -384,8 +391,8 @@ class Scheduler:
         self._last_scheduled_step[requests[0].weights_group, batch.computed_layers] = self._step_count
         offload_manager = self._cache_manager.offload_manager
         if offload_manager.jobs:
-            loading = {s.entry.transfer for s in batch.context_slices if s.entry.location == "loading"}
-            batch.layer_waiters = offload_manager.layer_waiters(t for t in loading if t is not None)
+            batch.layer_waiters = offload_manager.layer_waiters(batch.context_slices)
+            batch.wait_for_inputs = offload_manager.wait_for_inputs
         return batch
 
     # -- preemption ---------------------------------------------------------------------------------------
@@ -460,16 +467,23 @@ class Scheduler:
             assert all(kv_slice.entry.owners for kv_slice in request.context), "a context entry has no owner"
 
 
+def _has_inputs(request: Request) -> bool:
+    """True unless a partial prefill's hidden states are still being loaded."""
+    source = request.entry.source_entry
+    return source is None or source.transfer is None or source.transfer.has_inputs
+
+
 def _is_ready(request: Request, allow_loading: bool) -> bool:
     """True if every context token is computed or scheduled in this step.
 
-    With `allow_loading`, tokens still being loaded count too: each layer waits for its copy. The
-    source entry of a partial prefill must be complete.
+    With `allow_loading`, tokens still being loaded count too: each layer waits for its copy. Of the
+    source entry of a partial prefill, the inputs alone are needed.
     """
     if request.entry.computed_layers is not None:
         source = request.entry.source_entry
-        if source is not None and not (source.is_complete or (allow_loading and source.location == "loading")):
-            return False
+        if source is not None and not source.is_complete:
+            if source.location != "loading" or not (allow_loading or _has_inputs(request)):
+                return False
     for entry, first, count, *_ in request.context:
         if entry.num_scheduled_tokens < first + count and not (allow_loading and entry.location == "loading"):
             return False

@@ -81,6 +81,7 @@ class KVEntry:
     missing_layers: frozenset[int] = frozenset()  # layers that an imported entry came without
     error: Exception | None = None  # raised when it was computed; its tokens are incomplete
     can_recompute: bool = True  # False if the model that computed it is not loaded here
+    lost_reason: str = ""  # why its last load failed
     slot_ranges: list[SlotRange] = field(init=False)  # slots of the tokens, one range per run of consecutive pages
     source_entry: "KVEntry | None" = field(init=False)  # entry that a partial prefill starts from; None for a full one
 

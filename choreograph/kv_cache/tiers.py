@@ -26,7 +26,7 @@ from ..config import CacheConfig, parse_capacity
 from ..errors import ConfigError
 from ..events import EventBus
 from ..utils import ensure_dir
-from .entry import KVEntry
+from .entry import KVEntry, KVSlice
 from .pool import KVPool
 from .transfer import ThreadExecutor, Transfer
 
@@ -48,6 +48,7 @@ class TransferOps(NamedTuple):
     copy_layer: Callable[[int], None]  # called with each layer index
     prepare: Callable[[], None] = lambda: None  # before the first layer
     finish: Callable[[], None] = lambda: None  # after the last layer
+    inputs_first: bool = False  # `prepare` copies the cached inputs of all layers, not `copy_layer`
 
 
 class HostTier:
@@ -318,9 +319,9 @@ class OffloadManager:
         copy = entry.tier_copies[tier.name]
         self._start("load", entry, copy, tier.load_ops(copy, self.pool, entry.pages))
 
-    def load_remote(self, entry: KVEntry, ops: TransferOps) -> None:
+    def load_remote(self, entry: KVEntry, ops: TransferOps, executor: ThreadExecutor) -> None:
         """Start filling an entry's allocated pages from an external source."""
-        self._start("load", entry, TierCopy(REMOTE_TIER, len(entry.tokens)), ops)
+        self._start("load", entry, TierCopy(REMOTE_TIER, len(entry.tokens)), ops, executor=executor)
 
     def offload(self, entry: KVEntry, tier: Tier) -> None:
         """Start copying an entry from the device to a tier with space."""
@@ -334,13 +335,19 @@ class OffloadManager:
         self._start("lower", entry, copy, ops, source)
 
     def _start(
-        self, kind: TransferKind, entry: KVEntry, copy: TierCopy, ops: TransferOps, source: HostTier | None = None
+        self,
+        kind: TransferKind,
+        entry: KVEntry,
+        copy: TierCopy,
+        ops: TransferOps,
+        source: HostTier | None = None,
+        executor: ThreadExecutor | None = None,
     ) -> None:
         assert entry.transfer is None, f"KV entry {entry.id} already has a transfer"
         direction: Literal["loading", "offloading"] = "loading" if kind == "load" else "offloading"
         transfer = Transfer(direction, len(self.pool.keys), copy.tokens, *ops)
         try:
-            self.executor.start(transfer)
+            (executor or self.executor).start(transfer)
         except BaseException:
             if kind != "load":
                 self.free(entry, copy)
@@ -361,6 +368,8 @@ class OffloadManager:
         if transfer.error is not None:
             if not (job.kind == "load" and transfer.cancelled):  # a copy that cannot be read is useless
                 self.free(entry, job.copy)
+            if job.kind == "load":
+                entry.lost_reason = str(transfer.error)
             if job.kind != "load" and not transfer.cancelled:  # do not retry: a disk may be full
                 entry.failed_tiers.add(job.copy.tier)
             self._events.emit("failed_transfer", entry=entry.id, way=job.kind, why=repr(transfer.error))
@@ -389,9 +398,27 @@ class OffloadManager:
         self.executor.wait(self.jobs[0].transfer)
         return True
 
-    def layer_waiters(self, transfers: Iterable[Transfer]) -> tuple[Callable[[int], None], ...]:
-        """Return a function per transfer that waits for a layer's copy."""
-        return tuple(partial(self.executor.wait_for, transfer) for transfer in transfers)
+    def layer_waiters(self, slices: Iterable[KVSlice]) -> tuple[Callable[[int], None], ...]:
+        """Return a function per loading entry that waits for a layer.
+
+        It waits only for layers in which the entry is visible.
+        """
+        loading: dict[Transfer, list[KVSlice]] = {}
+        for kv_slice in slices:
+            if kv_slice.num_tokens and kv_slice.entry.location == "loading" and kv_slice.entry.transfer is not None:
+                loading.setdefault(kv_slice.entry.transfer, []).append(kv_slice)
+
+        def wait_for_layer(transfer: Transfer, visible: list[KVSlice], layer: int) -> None:
+            if any(kv_slice.visible_in(layer) for kv_slice in visible):
+                self.executor.wait_for(transfer, layer)
+
+        return tuple(partial(wait_for_layer, transfer, visible) for transfer, visible in loading.items())
+
+    def wait_for_inputs(self, entry: KVEntry, layer: int) -> None:
+        """Wait until the cached inputs of a layer are not being loaded."""
+        transfer = entry.transfer
+        if transfer is not None and transfer.direction == "loading":
+            self.executor.wait_for(transfer, -1 if transfer.inputs_first else layer)
 
     def close(self) -> None:
         self.executor.close()

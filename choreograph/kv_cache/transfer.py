@@ -1,7 +1,8 @@
 """Background copies of KV cache layers, by thread or CUDA stream.
 
-A transfer copies layer by layer, so that a step can compute a layer as soon as it is copied. A
-transfer does not change cache state: the thread that started it polls for completed ones.
+A transfer copies layer by layer, so that a step can compute a layer as soon as it is copied. What
+`prepare` copies is there before the first layer. A transfer does not change cache state: the thread
+that started it polls for completed ones.
 """
 
 import atexit
@@ -32,10 +33,12 @@ class Transfer:
     copy_layer: Callable[[int], None]  # copies one layer, in the background
     prepare: Callable[[], None] = lambda: None  # runs before the first layer, in the background
     finish: Callable[[], None] = lambda: None  # runs after the last layer, in the background
+    inputs_first: bool = False  # `prepare` copies the cached inputs of all layers
     error: BaseException | None = None
     is_finished: bool = False  # completed, failed or cancelled
     cancelled: bool = False
-    layer_events: list[Any] = field(default_factory=list)  # one per copied layer: a CUDA event if a stream copies
+    # one for `prepare` and one per copied layer: a CUDA event if a stream copies
+    layer_events: list[Any] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def run(
@@ -50,10 +53,11 @@ class Transfer:
         try:
             try:
                 self.prepare()
-                for layer in range(self.layers):
+                for layer in range(-1, self.layers):
                     if self.cancelled:
                         raise InterruptedError("cancelled")
-                    self.copy_layer(layer)
+                    if layer >= 0:
+                        self.copy_layer(layer)
                     with self._changed:
                         self.layer_events.append(record_event())
                         self._changed.notify_all()
@@ -66,17 +70,22 @@ class Transfer:
             self.is_finished = True
             self._changed.notify_all()
 
+    @property
+    def has_inputs(self) -> bool:
+        """True if the cached inputs of all layers are copied."""
+        return bool(self.layer_events) if self.inputs_first else self.is_finished
+
     def cancel(self) -> None:
         self.cancelled = True
 
     def wait_for(self, layer: int) -> None:
-        """Wait until a layer is copied.
+        """Wait until a layer is copied; -1 waits for `prepare`.
 
         Raises:
             TransferError: if the transfer failed or was cancelled.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.is_finished or len(self.layer_events) > layer)
+            self._changed.wait_for(lambda: self.is_finished or len(self.layer_events) > layer + 1)
         if self.error is not None:
             raise TransferError(self) from self.error
 
@@ -207,7 +216,7 @@ class CudaStreamExecutor(ThreadExecutor):
 
     def wait_for(self, transfer: Transfer, layer: int) -> None:
         transfer.wait_for(layer)
-        self._cuda.current_stream(self._device).wait_event(transfer.layer_events[layer])
+        self._cuda.current_stream(self._device).wait_event(transfer.layer_events[layer + 1])
 
 
 class SyncExecutor(ThreadExecutor):

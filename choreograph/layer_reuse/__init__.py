@@ -1,7 +1,14 @@
 """Layer-wise reuse of KV cache entries between models of one family (DroidSpeak)."""
 
 from .context_store import ContextStore, context_hash
-from .profile import LatencyAwareSelector, ParetoPoint, PatternScores, Profile, enable_profiled_reuse
+from .profile import (
+    LatencyAwareSelector,
+    ParetoPoint,
+    PatternScores,
+    Profile,
+    ServiceTimes,
+    enable_profiled_reuse,
+)
 
 __all__ = [
     "ContextStore",
@@ -9,6 +16,7 @@ __all__ = [
     "ParetoPoint",
     "PatternScores",
     "Profile",
+    "ServiceTimes",
     "context_hash",
     "enable_profiled_reuse",
 ]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..evaluation.metrics import f1
 from ..evaluation.run_dir import RunDirectory, RunRecord
 from ..outputs import BASE_MODEL
 from ..sampling_params import SamplingParams
-from .profile import VERSION, PatternScores, Profile
+from .profile import VERSION, PatternScores, Profile, ServiceTimes
 
 METRICS = ("f1", "likelihood", "agreement")
 
@@ -98,14 +98,15 @@ class ProfileConfig:
 
     metric: str = "likelihood"  # one of METRICS
     stride: int = 1  # ranges begin and end at multiples of it, in layers
+    head_stride: int | None = None  # the same of patterns with a head; None: an eighth of the layers, `stride` at least
     max_tokens: int = 16  # of an answer
     system: str = "Read the text and answer the question in as few words as you can."  # before every context
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
             raise ConfigError(f"metric={self.metric!r}: use one of {METRICS}")
-        for name in ("stride", "max_tokens"):
-            if getattr(self, name) < 1:
+        for name in ("stride", "max_tokens", "head_stride"):
+            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: use 1 or more")
 
 
@@ -113,6 +114,25 @@ def layer_ranges(layers: int, stride: int) -> list[LayerPattern]:
     """Return all contiguous layer ranges aligned to `stride`, except the full range."""
     edges = [*range(0, layers, stride), layers]
     return [LayerPattern.from_triplet(0, a, b) for a in edges for b in edges if a < b and (a or b < layers)]
+
+
+def head_patterns(layers: int, stride: int) -> list[LayerPattern]:
+    """Return all patterns [a, b, c] with a head, aligned to `stride`."""
+    edges = [*range(stride, layers, stride), layers]
+    return [LayerPattern.from_triplet(*triplet) for triplet in combinations(edges, 3)]
+
+
+def all_but(layers: int, layer: int) -> LayerPattern:
+    """Return the pattern that reuses one layer."""
+    return LayerPattern.from_layers(set(range(layers)) - {layer})
+
+
+def profiled_patterns(layers: int, config: ProfileConfig) -> list[LayerPattern]:
+    """Return the ranges, then the patterns with a head, of a profile."""
+    return [
+        *layer_ranges(layers, config.stride),
+        *head_patterns(layers, config.head_stride or max(config.stride, layers // 8)),
+    ]
 
 
 def enable_all_patterns(engine: Engine, receiver: str, sender: str) -> None:
@@ -161,6 +181,10 @@ def profile_pair(
             if done[example.id]["digest"] != example.digest:
                 raise ConfigError(f"{out} holds another input of the id {example.id!r}: use another folder")
     results = [done[example.id] for example in examples]
+
+    def column(kind: str, pattern: LayerPattern) -> tuple[float, ...]:
+        return tuple(record[kind][str(pattern)] for record in results)
+
     profile = Profile(
         receiver=pair["receiver"],
         sender=pair["sender"],
@@ -170,10 +194,11 @@ def profile_pair(
         receiver_scores=tuple(record["receiver"] for record in results),
         full_reuse_scores=tuple(record["full_reuse"] for record in results),
         sender_scores=tuple(record["sender"] for record in results),
-        per_layer=tuple(tuple(record["per_layer"][layer] for record in results) for layer in range(layers)),
+        per_layer=tuple(column("scores", all_but(layers, layer)) for layer in range(layers)),
+        receiver_f1=tuple(record["receiver_f1"] for record in results),
+        per_layer_f1=tuple(column("f1", all_but(layers, layer)) for layer in range(layers)),
         ranges=tuple(
-            PatternScores(pattern, tuple(record["ranges"][str(pattern)] for record in results))
-            for pattern in layer_ranges(layers, config.stride)
+            PatternScores(pattern, column("scores", pattern)) for pattern in profiled_patterns(layers, config)
         ),
         facts=asdict(config),
     )
@@ -194,34 +219,35 @@ def _score_examples(
     with engine.session(seed=0) as session:
         pair_context = PairContext(session, examples[0].context, receiver, sender, config)
         probes = [pair_context.make_probe(example) for example in examples]
+        f1_probes = [QualityProbe(pair_context, example) for example in examples]
         result: list[dict[str, Any]] = [
             {
                 "id": probe.example.id,
                 "digest": probe.example.digest,
                 "tokens": pair_context.sender_message.length,
                 "receiver": probe.score(pair_context.full_prefill),
+                "receiver_f1": f1_probe.score(pair_context.full_prefill),
                 "full_reuse": probe.score(pair_context.sender_message),
                 "sender": probe.score(pair_context.sender_message, sender),
-                "ranges": {},
+                "scores": {},
+                "f1": {},
             }
-            for probe in probes
+            for probe, f1_probe in zip(probes, f1_probes, strict=True)
         ]
-
-        def score_all(variant: Message, patterns: list[LayerPattern]) -> list[list[float]]:
-            restricted = [pair_context.restrict_layers(variant, pattern) for pattern in patterns]
-            scores = [probe.score_all(restricted) for probe in probes]
-            _release(message for message in restricted if message is not pair_context.sender_message)
-            return scores
-
-        patterns = [LayerPattern.from_layers(set(range(layers)) - {layer}) for layer in range(layers)]
-        for record, scores in zip(result, score_all(pair_context.full_prefill, patterns), strict=True):
-            record["per_layer"] = scores
-        # ranges from one layer on are prefixes of the longest: its keys and values serve them all
-        for first, group in groupby(layer_ranges(layers, config.stride), lambda pattern: pattern.ranges[0][0]):
-            patterns = list(group)
-            variant = pair_context.compute_variant(patterns[-1]) if first else pair_context.full_prefill
-            for record, scores in zip(result, score_all(variant, patterns), strict=True):
-                record["ranges"] |= {str(pattern): score for pattern, score in zip(patterns, scores, strict=True)}
+        single = {all_but(layers, layer) for layer in range(layers)}
+        patterns = sorted({*profiled_patterns(layers, config), *single}, key=lambda pattern: pattern.ranges[::-1])
+        # ranges from one layer on are prefixes of the longest, and heads of the full prefill: their keys and
+        # values serve all patterns
+        for first, group in groupby(patterns, lambda pattern: pattern.ranges[-1][0]):
+            whole = LayerPattern.from_triplet(0, first, layers)
+            variant = pair_context.compute_variant(whole) if first else pair_context.full_prefill
+            composed = {pattern: pair_context.compose(variant, pattern) for pattern in group}
+            for kind, scorers in (("scores", probes), ("f1", f1_probes)):
+                shown = {p: message for p, message in composed.items() if kind == "scores" or p in single}
+                for record, probe in zip(result, scorers, strict=True):
+                    scores = probe.score_all(list(shown.values()))
+                    record[kind] |= {str(pattern): score for pattern, score in zip(shown, scores, strict=True)}
+            _release(composed.values())
             if first:
                 variant.release()
     return result
@@ -240,9 +266,19 @@ class PairContext:
         """Return a variant with the pattern's layers recomputed by the receiver."""
         return _ensure_partial(self.session.partial_prefill(self.sender_message, pattern, model=self.receiver), pattern)
 
-    def restrict_layers(self, variant: Message, pattern: LayerPattern) -> Message:
-        """Return a variant that uses `variant` in the pattern's layers only."""
-        return self.session._variants.restrict_layers(self.sender_message, variant, pattern)
+    def compose(self, variant: Message, pattern: LayerPattern) -> Message:
+        """Return a variant that is used in the pattern's layers only.
+
+        Layers from 0 on are those of the full prefill, the last range is that of `variant`.
+        """
+        head, last = pattern.ranges[:-1], pattern.ranges[-1:]
+        below = self.sender_message
+        if head:
+            below = self._restrict(self.full_prefill, LayerPattern(head), below)
+        return self._restrict(variant, LayerPattern(last), below)
+
+    def _restrict(self, variant: Message, pattern: LayerPattern, below: Message) -> Message:
+        return self.session._variants.restrict_layers(self.sender_message, variant, pattern, below)
 
     @cached_property
     def full_prefill(self) -> Message:
@@ -364,16 +400,48 @@ def check_timing_tokens(engine: Engine, num_tokens: int) -> None:
 def with_timings(
     engine: Engine, receiver: str, profile: Profile, num_tokens: int, *, sender: str = BASE_MODEL, rounds: int = 3
 ) -> Profile:
-    """Return the profile with frontier costs timed on `num_tokens` context tokens."""
+    """Return the profile with Pareto points timed on `num_tokens` context tokens."""
     check_timing_tokens(engine, num_tokens)
     whole = LayerPattern.from_triplet(0, 0, profile.layers)
-    points = replace(profile, costs={}).frontier()  # times of some patterns must not select which are timed now
+    points = replace(profile, costs={}).pareto_points()  # times of some patterns must not select which are timed now
     patterns = [whole, *(point.pattern for point in points if 0 < len(point.pattern.layers) < profile.layers)]
     engine.enable_layer_reuse(receiver, sender, selector=lambda load: whole, patterns=patterns)
     seconds = time_patterns(engine, receiver, patterns, num_tokens, sender=sender, rounds=rounds)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     costs = {name: median / medians[str(whole)] for name, median in medians.items()}
     return replace(profile, costs=costs, facts={**profile.facts, "timed": num_tokens})
+
+
+def measure_service_times(
+    engine: Engine,
+    model: str,
+    lengths: tuple[int, int] = (256, 1024),
+    *,
+    rounds: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ServiceTimes:
+    """Time full prefills of two lengths and decode steps.
+
+    Returns the coefficients that fit the medians.
+    """
+    prefills: dict[int, list[float]] = {length: [] for length in lengths}
+    steps = []
+    sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for number in range(rounds + 1):
+        for length, seconds in prefills.items():
+            engine.clear_cache()
+            with engine.session(model=model) as session:
+                start = clock()
+                context = session.prefill([2 + number] * length).wait_encoded()
+                middle = clock()
+                answer = session.decode([3], [context], sampling=sampling)
+                answer.result()
+                if number:  # the first round warms up
+                    seconds.append(middle - start)
+                    steps.append((clock() - middle) / len(answer.output_token_ids))
+    (short, long), (least, most) = lengths, (statistics.median(seconds) for seconds in prefills.values())
+    per_pair = max(0.0, 2 * (most / long - least / short) / (long - short))
+    return ServiceTimes(max(most / long - per_pair * (long + 1) / 2, 1e-9), per_pair, statistics.median(steps))
 
 
 def load_pair(model: str, receiver: str, sender: str | None, dtype: str) -> tuple[Engine, tuple[str, str]]:

@@ -1,136 +1,102 @@
-"""KV entries from another process through `torch.distributed` (DroidSpeak §4.5).
+"""KV entries from another process (DroidSpeak §4.5), by default through `torch.distributed`.
 
     sender's process                            receiver's process
     store = ContextStore(engine)                link = RemoteSender(engine, peer=0, name="writer")
     store.store_hidden(session.prefill(text))   engine.enable_layer_reuse("base", "writer", pattern=[0, 4, 12])
     serve(engine, store, peer=1)                link.partial_prefill(session, text, [0, 4, 12])
 
-The receiver names a context by its hash and requests the layers that a pattern reuses. They arrive
-layer by layer, overlapping with compute. If the sender is gone, stalls, does not have the context or
-answers with other shapes, the receiver computes the context itself and emits `recomputed`.
+The receiver names a context by its hash and requests the layers that a pattern reuses. The hidden states
+that the pattern starts from arrive first, so that the receiver computes while the keys and values arrive,
+in the order of the layers. If the sender is gone, stalls, does not have the context or answers with other
+shapes, the receiver computes the context itself and emits `recomputed`.
 """
 
 import hashlib
 import json
-import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from datetime import timedelta
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.cross_model import LayerPattern, parse_layer_pattern
+from ..attention.metadata import AttentionSpec
+from ..attention.rope import rotate
+from ..engine.cross_model import LayerPattern, TransferLoad, parse_layer_pattern
 from ..engine.engine import Engine
 from ..engine.kv_export import cancel_reservation, reserve, resident, start_remote_load
-from ..engine.message import Message, MessageSlice, unwrap_slice
+from ..engine.message import Message, MessageSlice
 from ..engine.session import PromptInput, Session
 from ..engine.validation import Offsets, check_choreographed
 from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelError, WrongSessionError
+from ..kv_cache.entry import KVEntry
 from ..kv_cache.tiers import TransferOps
-from ..kv_cache.transfer import Transfer
+from ..kv_cache.transfer import Transfer, make_executor
+from ..models.model_set import REMOTE_SUFFIX
+from ..outputs import BASE_MODEL
 from .context_store import ContextStore, context_hash
+from .transport import ChannelError, RefusedError, Transport, as_transport, receive_json, send_json
 
-MAX_JSON_BYTES = 1 << 20  # of a request or a reply; tensors are sent separately
+VERSION = 3  # of the protocol
 
-VERSION = 2  # of the protocol
-
-
-class ChannelError(Exception):
-    """The peer process is gone, timed out, or violated the protocol."""
+TensorKey = tuple[int, str]  # layer, and a name of `KVPool.tensors`
 
 
-class Channel:
-    """Ordered channel for JSON objects and tensors between two processes.
+def _transfer_order(kv_layers: Iterable[int], hidden_layers: Iterable[int]) -> list[TensorKey]:
+    """Return the tensors of a reply in the order of their use."""
+    inputs = [(layer, "inputs") for layer in sorted(hidden_layers)]
+    return inputs + [(layer, kind) for layer in sorted(kv_layers) for kind in ("keys", "values")]
+
+
+def serve(
+    engine: Engine, store: ContextStore, peer: int | Transport, *, group: Any = None, model: str = BASE_MODEL
+) -> int:
+    """Serve one receiver until it disconnects; return the number of contexts sent.
+
+    Blocks: several receivers need a thread each.
 
     Args:
-        peer: rank of the other process.
-        group: process group that only this channel uses; None: the default group.
-        timeout: seconds that one transfer may take; None: as long as the group allows.
+        peer: rank of the receiver, or a transport to it.
+        model: model of the engine whose contexts are sent.
     """
-
-    def __init__(self, peer: int, group: Any = None, timeout: float | None = None) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ConfigError("no process group: call torch.distributed.init_process_group(...) first")
-        self._peer = peer
-        self._group = group
-        self._timeout = () if timeout is None else (timedelta(seconds=timeout),)
-
-    def send(self, tensor: Tensor) -> None:
-        """Send the bytes of a tensor."""
-        self._transfer(dist.isend, tensor.contiguous().view(-1).view(torch.uint8))
-
-    def receive(self, num_bytes: int) -> Tensor:
-        """Receive `num_bytes` bytes as a uint8 tensor."""
-        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._transfer(dist.irecv, buffer)
-        return buffer
-
-    def _transfer(self, operation: Any, buffer: Tensor) -> None:
-        try:
-            is_done = operation(buffer, self._peer, group=self._group).wait(*self._timeout)
-        except RuntimeError as exc:  # gloo raises nothing narrower
-            raise ChannelError(str(exc).splitlines()[0]) from exc
-        if is_done is False:
-            raise ChannelError("timed out")
-
-    def send_json(self, message: Mapping[str, Any]) -> None:
-        """Send an object: its byte count as int64, then UTF-8 JSON."""
-        raw = json.dumps(message).encode()
-        self.send(torch.tensor([len(raw)]))
-        self.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-
-    def receive_json(self) -> dict[str, Any]:
-        """Receive a JSON object; raise ChannelError for anything else."""
-        size = int(self.receive(8).view(torch.int64))
-        if not 0 < size <= MAX_JSON_BYTES:
-            raise ChannelError(f"the peer sent {size} bytes of JSON, the limit is {MAX_JSON_BYTES}")
-        try:
-            result = json.loads(self.receive(size).numpy().tobytes())
-        except (ValueError, RecursionError) as exc:
-            raise ChannelError(f"the peer sent no JSON: {exc}") from exc
-        if not isinstance(result, dict):
-            raise ChannelError(f"the peer sent a {type(result).__name__}, not a JSON object")
-        return result
-
-
-def serve(engine: Engine, store: ContextStore, peer: int, *, group: Any = None, model: str = "base") -> int:
-    """Serve one receiver until it disconnects; return the number of contexts sent."""
     engine.core.hf_model.ensure_single_process("sending encodings")
-    channel, num_sent = Channel(peer, group), 0
+    transport, num_sent = as_transport(peer, group), 0
     try:
-        while request := channel.receive_json():
+        while request := receive_json(transport):
             if request.get("ask") == "info":
-                channel.send_json(compatibility_info(engine, model))
+                send_json(transport, compatibility_info(engine, model))()
             else:
-                num_sent += _send_context(channel, engine, store, model, request)
+                num_sent += _send_context(transport, engine, store, model, request)
     except ChannelError:
         pass
     return num_sent
 
 
-def _send_context(channel: Channel, engine: Engine, store: ContextStore, model: str, request: Mapping) -> bool:
+def _send_context(transport: Transport, engine: Engine, store: ContextStore, model: str, request: Mapping) -> bool:
     """Send the requested layers or an error; return whether layers were sent."""
-    core, tensors = engine.core, dict[tuple[int, str], Tensor]()
+    core, pool, owner = engine.core, engine.core.cache_manager.pool, ("send", object())
     try:
         context = store.context(str(request["name"]), model)
+        order = _transfer_order(map(int, request["keys"]), map(int, request["inputs"]))
         with core.lock, resident(core, context._request) as entry:
-            kv_layers = {int(layer) for layer in request["keys"]} - entry.missing_layers
-            hidden_layers = {int(layer) for layer in request["inputs"]} & entry.cached_hidden_layers
-            start, slots = entry.base_position, torch.tensor(entry.slots)
-            for layer in range(engine.model_info.layers):
-                for kind, tensor in core.cache_manager.pool.tensors(layer).items():
-                    if layer in (hidden_layers if kind == "inputs" else kv_layers):
-                        tensors[layer, kind] = tensor[slots].cpu()
+            for layer, kind in order:
+                if layer not in entry.cached_hidden_layers if kind == "inputs" else layer in entry.missing_layers:
+                    raise InvalidRequestError(f"{kind} of layer {layer} are not cached")
+            core.cache_manager.acquire(entry, owner)
     except (InvalidRequestError, CacheFullError, KeyError, TypeError, ValueError, OverflowError) as exc:
-        channel.send_json({"missing": str(exc)})
+        send_json(transport, {"missing": str(exc)})()
         return False
-    shapes = [(layer, kind, list(tensor.shape)) for (layer, kind), tensor in tensors.items()]
-    channel.send_json({"start": start, "dtype": str(engine.model_info.dtype), "tensors": shapes})
-    for tensor in tensors.values():
-        channel.send(tensor)
+    try:
+        slots = torch.tensor(entry.slots)
+        shapes = [(layer, kind, [len(slots), *pool.tensors(layer)[kind].shape[1:]]) for layer, kind in order]
+        send_json(transport, {"start": entry.base_position, "dtype": str(pool.keys[0].dtype), "tensors": shapes})()
+        for layer, kind in order:  # copied one by one: the first one leaves at once
+            transport.send(pool.tensors(layer)[kind][slots].cpu().contiguous().view(-1).view(torch.uint8))()
+    finally:
+        with core.lock:
+            core.cache_manager.release(entry, owner)
     return True
 
 
@@ -157,10 +123,13 @@ def _digest(value: object) -> str:
 class RemoteSender:
     """Receiver's link to a sender in another process, unusable after a failure.
 
+    Contexts are requested when their prefills are admitted and arrive in that order; requests do not wait
+    for earlier contexts. Every link has a thread of its own.
+
     Args:
-        peer: rank of the sender, which runs `serve`.
+        peer: rank of the sender, which runs `serve`, or a transport to it.
         name: name of the sender's model for `Engine.enable_layer_reuse` and in events.
-        timeout: seconds that a reply, or a layer, may take.
+        timeout: seconds that a reply, or a tensor, may take; a given transport has its own.
         group: process group that only this link uses; None: the default group.
 
     Raises:
@@ -168,24 +137,35 @@ class RemoteSender:
     """
 
     def __init__(
-        self, engine: Engine, peer: int, *, name: str = "sender", timeout: float = 5.0, group: Any = None
+        self,
+        engine: Engine,
+        peer: int | Transport,
+        *,
+        name: str = "sender",
+        timeout: float = 5.0,
+        group: Any = None,
     ) -> None:
         engine.core.hf_model.ensure_single_process("a sender elsewhere")
         self._engine = engine
         self.name = name
         self.failure_reason: str | None = None  # why the link is not used any more
-        self._channel = Channel(peer, group, timeout)
-        self._lock = threading.Lock()  # held while a request is sent and answered
-        self._transfer: Transfer | None = None  # of the last context
-        self._incoming: Iterator[dict[str, Tensor]] = iter(())  # receives the last context layer by layer
+        self.bytes_received = 0  # of tensors
+        self.seconds_receiving = 0.0  # spent on them, replies included
+        self._queued_bytes = 0  # of tensors that were requested and have not arrived
+        self._transport = as_transport(peer, group, timeout)
+        self._executor = make_executor(engine.model_info.device)
+        self._last_transfer: Transfer | None = None
+        self._incoming: Iterator[Tensor] = iter(())  # tensors of the last reply
         model_set = engine.core.model_set
         if name not in model_set.remote:
             model_set.check_unused_name(name)
         try:
-            info = self._send_request({"ask": "info"})
+            with self._record_failure():
+                send_json(self._transport, {"ask": "info"})()
+                info = receive_json(self._transport)
         except ChannelError as exc:
             raise ModelError(f"sender {name!r} does not answer: {exc}") from None
-        own = compatibility_info(engine, "base")
+        own = compatibility_info(engine, BASE_MODEL)
         differences = [
             f"{key}: {own[key]} and {info.get(key)}"
             for key in own
@@ -194,17 +174,20 @@ class RemoteSender:
         if differences or not isinstance(info.get("fingerprint"), str):
             self.close()
             raise ModelError(f"sender {name!r} is not of {engine.model_info.name}'s family: {'; '.join(differences)}")
-        model_set.remote[name] = f"{info['fingerprint']}@elsewhere"
+        model_set.remote[name] = info["fingerprint"] + REMOTE_SUFFIX
 
     def close(self) -> None:
         """Stop the sender's `serve` after receiving all requested tensors."""
-        with self._lock:
+        if self._last_transfer is not None:
+            self._last_transfer.wait()
+        self._executor.close()
+        if self.failure_reason is None:
             try:
                 self._drain()
-                self._channel.send_json({})
+                send_json(self._transport, {})()
             except ChannelError as exc:
-                self.failure_reason = self.failure_reason or str(exc)
-            self.failure_reason = self.failure_reason or "closed"
+                self.failure_reason = str(exc)
+        self.failure_reason = self.failure_reason or "closed"
 
     def __enter__(self) -> "RemoteSender":
         return self
@@ -216,137 +199,195 @@ class RemoteSender:
         self,
         session: Session,
         tokens: PromptInput,
-        pattern: LayerPattern | Sequence[int],
+        pattern: LayerPattern | Sequence[int] | None = None,
         parents: Iterable[Message | MessageSlice] = (),
         offsets: Offsets = None,
         new_offset: int | None = None,
+        *,
+        model: str | None = None,
     ) -> Message:
         """Prefill only the pattern's layers, reusing the sender's KV in the others.
 
-        Computes all layers like `Session.prefill` if the sender's context cannot be loaded. Waits for the
-        parents, then for one reply of the sender; its layers arrive while the engine computes.
+        Computes all layers like `Session.prefill` if the sender's context cannot be loaded. Returns at once.
+
+        Args:
+            pattern: a `LayerPattern` or its three integers; None for that of `Engine.enable_layer_reuse`,
+                whose selector chooses when the prefill is admitted.
+            model: the receiver, one of the engine's models; None for the session's.
         """
         check_choreographed(session.mode)
-        if session._core is not self._engine.core:
+        core, num_layers = self._engine.core, self._engine.model_info.layers
+        if session._core is not core:
             raise WrongSessionError("session of another engine: use a session of the engine that the link was made for")
-        pattern = parse_layer_pattern(pattern).check(self._engine.model_info.layers)
-        message = session._build_prefill(tokens, parents, offsets, new_offset)
-        reused = frozenset(range(self._engine.model_info.layers)) - pattern.layers
-        if reused:
-            pool = self._engine.core.cache_manager.pool
-            if not (pattern.layers <= pool.partial_layers and pattern.entry_layers <= pool.hidden.keys()):
+        message = session._build_prefill(tokens, parents, offsets, new_offset, model)
+        core.cross_model_reuse.check_pair(message.model, self.name)
+        if pattern is None:
+            pattern = core.cross_model_reuse.fixed_pattern(message.model, self.name, message._request)
+        if pattern is not None:
+            pattern, pool = parse_layer_pattern(pattern).check(num_layers), core.cache_manager.pool
+            is_partial = len(pattern.layers) < num_layers
+            if is_partial and not (
+                pattern.layers <= pool.partial_layers and pattern.entry_layers <= pool.hidden.keys()
+            ):
                 raise ConfigError(
-                    f"pattern {pattern}: call engine.enable_layer_reuse('base', {self.name!r}, pattern=...) first"
+                    f"pattern {pattern}: call "
+                    f"engine.enable_layer_reuse({message.model!r}, {self.name!r}, pattern=...) first"
                 )
-            for parent in message.parents:
-                unwrap_slice(parent).wait_encoded()
-            with self._lock:
-                context = self._fetch(session, message, reused, pattern.entry_layers)
-            if context is not None:
-                return session._variants.attach_remote(context, message, pattern)
-        return session._submit([message])[0]
+        return session._variants.submit_remote(message, self.name, lambda c: _LinkedContext(self, c), pattern)
 
-    def _fetch(
-        self, session: Session, message: Message, kv_layers: frozenset[int], hidden_layers: frozenset[int]
-    ) -> Message | None:
-        """Start loading the sender's context; return None if it cannot be loaded."""
-        core, context = self._engine.core, session._variants.remote_placeholder(message, self.name)
-        entry = reserve(
-            core,
-            context._request,
-            lambda cached: not cached.missing_layers & kv_layers and hidden_layers <= cached.cached_hidden_layers,
-        )
-        if entry is None and context._request.is_finished:  # an equal entry is in the cache
-            return context
-        try:
-            if entry is None:
-                raise ChannelError("the cache has no capacity for it at the moment")
-            request = {"name": context_hash(context), "keys": sorted(kv_layers), "inputs": sorted(hidden_layers)}
-            reply = self._send_request({"ask": "context", **request})
-            self._validate_reply(reply, context.length, kv_layers, hidden_layers)
-        except BaseException as exc:
-            if entry is not None:
-                cancel_reservation(core, context._request, entry)
-            if not isinstance(exc, ChannelError):
-                raise
-            core.events.emit("recomputed", request=message.id, why=f"sender {self.name!r}: {exc}")
-            return None
-        pool, slots = core.cache_manager.pool, torch.tensor(entry.slots)
-        self._incoming = self._receive_layers(reply["tensors"])
+    # -- the channel ----------------------------------------------------------------------------------------
+
+    def _start_request(
+        self, name: str, entry: KVEntry, kv_layers: frozenset[int], hidden_layers: frozenset[int]
+    ) -> TransferOps:
+        """Request a context; return the operations that receive it into its entry."""
+        if self.failure_reason is not None:
+            raise ChannelError(f"the link failed before ({self.failure_reason})")
+        pool, specs = self._engine.core.cache_manager.pool, self._engine.model_info.attention_specs
+        order, slots, shift = _transfer_order(kv_layers, hidden_layers), torch.tensor(entry.slots), 0
+        with self._record_failure():
+            wait_sent = send_json(
+                self._transport,
+                {"ask": "context", "name": name, "keys": sorted(kv_layers), "inputs": sorted(hidden_layers)},
+            )
+        expected = [[layer, kind, [len(slots), *pool.tensors(layer)[kind].shape[1:]]] for layer, kind in order]
+        num_bytes = sum(pool.tensors(layer)[kind][0].nbytes * len(slots) for layer, kind in order)
+        self._queued_bytes += num_bytes
+
+        def copy(layer: int, kind: str) -> None:
+            tensor = next(self._incoming)
+            if shift and kind == "keys":
+                tensor = _rotate(tensor, shift, specs[layer])
+            pool.tensors(layer)[kind][slots] = tensor.to(pool.keys[0].device)
+
+        def prepare() -> None:
+            nonlocal shift
+            self._drain()
+            with self._record_failure():
+                wait_sent()
+                start = self._receive_reply(expected, num_bytes)
+                shift = entry.base_position - start
+                if shift and not self._engine.model_info.supports_shift:
+                    raise ChannelError(f"its keys are at position {start}, not {entry.base_position}")
+            for layer in sorted(hidden_layers):
+                copy(layer, "inputs")
 
         def copy_layer(layer: int) -> None:
-            for kind, tensor in next(self._incoming).items():
-                pool.tensors(layer)[kind][slots] = tensor.to(pool.keys[0].device)
+            if layer in kv_layers:
+                copy(layer, "keys")
+                copy(layer, "values")
 
-        start_remote_load(
-            core,
-            context._request,
-            entry,
-            reply["start"],
-            TransferOps(copy_layer),
-            cached_hidden_layers=frozenset(layer for layer, kind, _ in reply["tensors"] if kind == "inputs"),
-            missing_layers=frozenset(range(self._engine.model_info.layers)) - kv_layers,
-        )
-        self._transfer = context._request.entry.transfer
-        return context
+        return TransferOps(copy_layer, prepare, inputs_first=True)
 
-    def _send_request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            self._drain()
-            self._channel.send_json(request)
-            answer = self._channel.receive_json()
-        except BaseException as exc:  # also an interrupt: the reply would be taken for the next one
-            self.failure_reason = self.failure_reason or str(exc) or repr(exc)
-            raise
-        if "missing" in answer:
-            raise ChannelError(str(answer["missing"])[:200])
-        return answer
+    def _receive_reply(self, expected: list[list[Any]], num_bytes: int) -> int:
+        """Receive a reply that announces the requested tensors in order.
 
-    def _receive_layers(self, tensors: list[tuple[int, str, list[int]]]) -> Iterator[dict[str, Tensor]]:
-        """Receive the reply's tensors by kind, one dict (possibly empty) per layer."""
+        Returns the position of the sender's keys.
+        """
+        began = time.perf_counter()
+        reply = receive_json(self._transport)
+        self.seconds_receiving += time.perf_counter() - began
+        if "missing" in reply:
+            self._queued_bytes -= num_bytes
+            raise RefusedError(str(reply["missing"])[:200])
+        model_info, start = self._engine.model_info, reply.get("start")
+        if not (
+            reply.get("tensors") == expected
+            and reply.get("dtype") == str(model_info.dtype)
+            and isinstance(start, int)
+            and 0 <= start < model_info.max_positions
+        ):
+            raise ChannelError("it sends other shapes than were requested")
+        self._incoming = self._receive_tensors([shape for _, _, shape in expected])
+        return start
+
+    def _receive_tensors(self, shapes: list[list[int]]) -> Iterator[Tensor]:
         dtype = self._engine.model_info.dtype
-        try:
-            for layer in range(self._engine.model_info.layers):
-                shapes = {kind: torch.Size(shape) for number, kind, shape in tensors if number == layer}
-                yield {
-                    kind: self._channel.receive(shape.numel() * dtype.itemsize).view(dtype).view(shape)
-                    for kind, shape in shapes.items()
-                }
-        except ChannelError as exc:
-            self.failure_reason = str(exc)
-            raise
+        for shape in map(torch.Size, shapes):
+            num_bytes, began = shape.numel() * dtype.itemsize, time.perf_counter()
+            with self._record_failure():
+                data = self._transport.receive(num_bytes)
+            self.seconds_receiving += time.perf_counter() - began
+            self.bytes_received += num_bytes
+            self._queued_bytes -= num_bytes
+            yield data.view(dtype).view(shape)
 
     def _drain(self) -> None:
-        """Receive the last context's remaining tensors, even if its entry was released."""
-        if self._transfer is not None:
-            self._transfer.wait()
-            self._transfer = None
+        """Receive what is left of the last reply: its entry was released."""
         if self.failure_reason is not None:
             raise ChannelError(f"the link failed before ({self.failure_reason})")
         for _ in self._incoming:
             pass
 
-    def _validate_reply(
-        self, reply: Mapping[str, Any], num_tokens: int, kv_layers: frozenset[int], hidden_layers: frozenset[int]
-    ) -> None:
-        """Check that the sender announces the requested tensors in order.
+    @contextmanager
+    def _record_failure(self) -> Iterator[None]:
+        """Stop using the link after any error but a refusal.
 
-        Raises ChannelError for other tensors, another dtype or an invalid start. Inputs may be missing.
+        What follows on the channel would be misread.
         """
-        model_info, pool = self._engine.model_info, self._engine.core.cache_manager.pool
-        tensors, start = reply.get("tensors"), reply.get("start")
-        expected = [
-            [layer, kind, [num_tokens, *tensor.shape[1:]]]
-            for layer in range(model_info.layers)
-            for kind, tensor in pool.tensors(layer).items()
-            if layer in (hidden_layers if kind == "inputs" else kv_layers)
-        ]
-        if not (
-            isinstance(tensors, list)
-            and tensors == [tensor for tensor in expected if tensor[1] != "inputs" or tensor in tensors]
-            and reply.get("dtype") == str(model_info.dtype)
-            and isinstance(start, int)
-            and 0 <= start < model_info.max_positions
-        ):
-            self.failure_reason = "it sends other shapes than were requested"
-            raise ChannelError(self.failure_reason)
+        try:
+            yield
+        except RefusedError:
+            raise
+        except BaseException as exc:  # also an interrupt
+            self.failure_reason = self.failure_reason or str(exc) or repr(exc)
+            raise
+
+
+def _rotate(keys: Tensor, shift: int, spec: AttentionSpec) -> Tensor:
+    """Move keys, (T, G, D), by `shift` positions."""
+    if spec.rope is None:
+        return keys
+    cos, sin = (torch.from_numpy(values) for values in spec.rope.cos_sin([shift]))
+    return rotate(keys, cos, sin, spec.rope.interleaved).to(keys.dtype)
+
+
+@dataclass(frozen=True)
+class _LinkedContext:
+    """`RemoteContext` of one message behind a link."""
+
+    link: RemoteSender
+    message: Message  # the sender's
+
+    @property
+    def load(self) -> TransferLoad:
+        link, num_tokens = self.link, self.message.length
+        pool, config = link._engine.core.cache_manager.pool, link._engine.core.hf_model.model.config
+        kv_bytes = sum(t[0].nbytes for t in (*pool.keys, *pool.values)) // len(pool.keys)
+        return TransferLoad(
+            queued_bytes=link._queued_bytes,
+            bytes_per_second=link.bytes_received / link.seconds_receiving if link.bytes_received else float("inf"),
+            kv_bytes=kv_bytes * num_tokens,
+            hidden_bytes=config.get_text_config().hidden_size * pool.keys[0].element_size() * num_tokens,
+            layers=len(pool.keys),
+        )
+
+    def fetch(self, pattern: LayerPattern) -> str:
+        link, core, request = self.link, self.link._engine.core, self.message._request
+        kv_layers = frozenset(range(link._engine.model_info.layers)) - pattern.layers
+        hidden_layers = pattern.entry_layers
+        entry = reserve(
+            core,
+            request,
+            lambda cached: not cached.missing_layers & kv_layers and hidden_layers <= cached.cached_hidden_layers,
+        )
+        if entry is None:
+            return "" if request.entry is not None else f"sender {link.name!r}: the cache has no capacity for its KV"
+        try:
+            ops = link._start_request(context_hash(self.message), entry, kv_layers, hidden_layers)
+        except BaseException as exc:
+            cancel_reservation(core, request, entry)
+            if not isinstance(exc, ChannelError):
+                raise
+            return f"sender {link.name!r}: {exc}"
+        start_remote_load(
+            core,
+            request,
+            entry,
+            ops,
+            link._executor,
+            cached_hidden_layers=hidden_layers,
+            missing_layers=pattern.layers,
+        )
+        link._last_transfer = entry.transfer
+        return ""

@@ -14,6 +14,8 @@ from ..errors import ConfigError, ModelError
 from ..outputs import BASE_MODEL
 from .hf_model import HFModel
 
+REMOTE_SUFFIX = "@elsewhere"  # of the fingerprint of a model in another process
+
 
 class ModelSet:
     """Models by name: "base", its LoRA adapters, and sibling models."""

@@ -2,8 +2,12 @@
 
 from itertools import groupby
 
+from helpers import model_variants
+
 from benchmarks.reuse import VARIANTS, mean_by_question
+from benchmarks.reuse_memory import allocated_bytes
 from benchmarks.reuse_models import in_shared_contexts
+from choreograph.engine.cross_model import LayerPattern
 from choreograph.layer_reuse.profiler import QAExample
 
 
@@ -19,3 +23,13 @@ def test_a_question_meets_its_passage_among_others_and_counts_once():
     assert len(once) == 25
     of_first = [number for number, one in enumerate(result) if one.answers == result[0].answers]
     assert len(of_first) == 3 and once[0]["own"] == sum(of_first) / 3
+
+
+def test_memory_is_what_the_tensors_of_caches_take():
+    """Five layers of 256 bytes a token; one E cache of 128 bytes, of every slot; the null page of sixteen slots."""
+    model, pattern, slots = model_variants.base(), LayerPattern.from_triplet(0, 2, 4), 64 + 16
+    assert allocated_bytes(model, pattern, 3, 64, reuse=False) == ((3 * 64 + 16) * 5 * 256, 0)
+    shared = slots * (5 * 256 + 128) + 2 * 64 * 2 * 256
+    assert allocated_bytes(model, pattern, 3, 64, reuse=True) == (shared, slots * 128)
+    by_default, _ = allocated_bytes(model, pattern, 2, 64, reuse=True, default_capacity=True)
+    assert by_default == shared - 64 * 2 * 256, "room for one more context of its own size"

@@ -120,7 +120,13 @@ def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
             session.import_kv(TOKENS, copy)
         with pytest.raises(SessionClosedError):
             copies.start_remote_load(
-                engine.core, coming, entry, 0, work, cached_hidden_layers=nothing, missing_layers=nothing
+                engine.core,
+                coming,
+                entry,
+                work,
+                engine.core.cache_manager.offload_manager.executor,
+                cached_hidden_layers=nothing,
+                missing_layers=nothing,
             )
         engine.check()
         engine.clear_cache()

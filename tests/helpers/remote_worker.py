@@ -12,11 +12,11 @@ CONTEXT = [5, 9, 17, 3, 44, 21, 8, 30, 2, 11]
 BELOW = [12, 13, 14]
 
 
-def join(file: str, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+def join(file: str, rank: int, world: int = 2) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
 
 
-def good() -> None:
+def good(peer: int = 1, group: object = None) -> None:
     from choreograph.layer_reuse import ContextStore
     from choreograph.layer_reuse.remote import serve
     from helpers import model_variants
@@ -29,7 +29,29 @@ def good() -> None:
         store.store_hidden(context)
         store.store_hidden(below)
         store.store_hidden(session.prefill(CONTEXT[::-1]))
-        serve(engine, store, peer=1)
+        serve(engine, store, peer, group=group)
+
+
+def chain(rank: int) -> None:
+    """Rank 1 stores what it has received in part from rank 0, encoded in all layers, and serves rank 2."""
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+    if rank == 0:
+        good(1, first)
+        return
+    from choreograph.layer_reuse import ContextStore
+    from choreograph.layer_reuse.remote import RemoteSender, serve
+    from helpers import model_variants
+
+    engine = model_variants.engine()
+    with RemoteSender(engine, 0, name="writer", timeout=60, group=first) as link:
+        engine.enable_layer_reuse("math", "writer", pattern=[1, 2, 4])
+        engine.enable_layer_reuse("twin", "math", pattern=[0, 3, 5])
+        with ContextStore(engine) as store, engine.session(model="math") as session:
+            reused = link.partial_prefill(session, CONTEXT)
+            reply = session.decode([7], [reused], forced_tokens=BELOW)
+            assert reply.wait_encoded() and engine.events.counts["recomputed"] == 0
+            store.store_hidden(session.prefill(reply.tokens))
+            serve(engine, store, 2, group=second, model="math")
 
 
 def faulty(kind: str, facts: dict) -> None:
@@ -71,5 +93,10 @@ def receive_json() -> dict:
 
 
 if __name__ == "__main__":
-    join(sys.argv[1], 0)
-    good() if sys.argv[2] == "good" else faulty(sys.argv[2], json.loads(sys.argv[3]))
+    if sys.argv[2] == "chain":
+        rank = int(sys.argv[3])
+        join(sys.argv[1], rank, 3)
+        chain(rank)
+    else:
+        join(sys.argv[1], 0)
+        good() if sys.argv[2] == "good" else faulty(sys.argv[2], json.loads(sys.argv[3]))

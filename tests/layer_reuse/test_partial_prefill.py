@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.engine.cross_model import LayerPattern
-from choreograph.errors import ConfigError, InvalidRequestError, ModelError
+from choreograph.errors import ConfigError, InvalidRequestError, ModelError, RequestFailedError
 
 HEARD = SamplingParams(logprobs=0)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
@@ -248,16 +248,20 @@ def test_a_choice_is_made_for_every_message_and_told():
 
     def choose(load):
         loads.append(load)
-        return quick if load.waiting > 1 else careful
+        return quick if load.tokens > 12 else careful
 
     engine.enable_layer_reuse("math", selector=choose, patterns=[careful, quick])
     with engine.session() as session:
         for context in (CONTEXT, CONTEXT[::-1], CONTEXT[2:]):
             text = session.prefill(context)
             session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY)
+        assert not loads, "nothing is admitted yet"
         engine.run_until_idle()
     told = [event.data["pattern"] for event in engine.events.recent if event.kind == "layers_reused"]
-    assert told == ["1-4", "3-4", "3-4"] and [load.waiting for load in loads] == [1, 4, 7]
+    assert told == ["1-4", "3-4", "3-4"] and [load.waiting for load in loads] == [7, 4, 1]
+    first = loads[0]
+    assert first.tokens == first.message_tokens == 7 and first.message_pairs == first.pairs == 7 * 8 / 2
+    assert [load.steps for load in loads] == [1, 2, 3], "those of one model and pattern share a batch"
     engine.check()
 
 
@@ -347,10 +351,60 @@ def test_a_queued_version_counts_as_work():
         texts = [session.prefill([i, *CONTEXT]).wait_encoded() for i in range(3)]
         for text in texts:
             session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY)
-        one = 8 * 3 / LAYERS + 1  # a version in three layers, and the decode behind it in all
-        assert [load.tokens for load in loads] == pytest.approx([0, one, 2 * one])
-        assert {load.message_tokens for load in loads} == {8}
         engine.run_until_idle()
+    one = 8 * 3 / LAYERS + 1  # a version in three layers, and the decode behind it in all
+    assert [load.tokens for load in loads] == pytest.approx([0, one, 2 * one])
+    assert {load.message_tokens for load in loads} == {8} and {load.transfer for load in loads} == {None}
+    pairs = 8 * 9 / 2 * 3 / LAYERS + 9
+    assert [load.pairs for load in loads] == pytest.approx([0, pairs, 2 * pairs])
+    assert all(0 <= load.waited < 60 for load in loads)
+    engine.check()
+
+
+def test_running_decodes_are_counted_and_waiting_since_submission():
+    """The choice is made when there is capacity for the prefill, not when it is submitted."""
+    engine, loads = model_variants.engine(calls=3), []
+    engine.enable_layer_reuse("math", selector=lambda load: loads.append(load) or [0, 1, 4], patterns=[[0, 1, 4]])
+    with engine.session() as session:
+        text = session.prefill(CONTEXT).wait_encoded()
+        talks = [session.decode([i], sampling=SamplingParams(max_tokens=5, ignore_eos=True)) for i in range(3)]
+        for _ in range(3):
+            engine.step()
+        said = session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY)
+        engine.step()
+        assert not loads, "three requests run"
+        talks[0].release()
+        said.result()
+    (load,) = loads
+    assert load.decodes == load.running == 2 and load.tokens == 2 and load.steps == 0
+    engine.check()
+
+
+def test_a_selector_that_raises_fails_its_request_alone():
+    engine = model_variants.engine()
+    engine.enable_layer_reuse("math", selector=lambda load: 1 / 0, patterns=[[0, 1, 4]])
+    with engine.session() as session:
+        text = session.prefill(CONTEXT)
+        said = session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY)
+        with pytest.raises(RequestFailedError, match="ZeroDivisionError"):
+            said.result()
+        assert session.decode([7], [text], sampling=GREEDY).tokens
+    engine.check()
+
+
+def test_a_selector_may_reuse_all_layers():
+    engine = model_variants.engine()
+    engine.enable_layer_reuse("math", selector=lambda load: LayerPattern(), patterns=[[0, 0, 0]])
+    with engine.session() as session:
+        text = session.prefill(CONTEXT)
+        deep = session.prefill([1, 2], [text])
+        partial, reused = (
+            session.decode([7], [text, deep], model="math", kv_reuse=how, sampling=GREEDY)
+            for how in ("partial", "reuse")
+        )
+        assert values(partial) == pytest.approx(values(reused), abs=1e-6)
+        assert text.variants["math", "partial"].computed_layers == ()
+    engine.clear_cache()
     engine.check()
 
 

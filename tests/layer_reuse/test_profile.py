@@ -16,18 +16,28 @@ from typer.testing import CliRunner
 from benchmarks.reuse_figures import draw_figures, profile_top_layers, transfer_loss
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli.main import app
-from choreograph.engine.cross_model import EngineLoad, LayerPattern
+from choreograph.engine.cross_model import EngineLoad, LayerPattern, TransferLoad
 from choreograph.errors import ConfigError, DataError, ModelError
-from choreograph.layer_reuse import LatencyAwareSelector, ParetoPoint, PatternScores, Profile, enable_profiled_reuse
+from choreograph.layer_reuse import (
+    LatencyAwareSelector,
+    ParetoPoint,
+    PatternScores,
+    Profile,
+    ServiceTimes,
+    enable_profiled_reuse,
+)
 from choreograph.layer_reuse.profile import draw_profile, frontier_rows, summary_rows
 from choreograph.layer_reuse.profiler import (
     PairContext,
     ProfileConfig,
     QAExample,
+    all_but,
     enable_all_patterns,
-    layer_ranges,
+    head_patterns,
+    measure_service_times,
     parse_qa_example,
     profile_pair,
+    profiled_patterns,
     time_patterns,
 )
 
@@ -39,12 +49,14 @@ PROFILE = Profile(
     receiver="r",
     sender="s",
     layers=4,
-    metric="f1",
+    metric="likelihood",
     inputs=("a", "b"),
     receiver_scores=(0.9, 0.7),
     full_reuse_scores=(0.5, 0.1),
     sender_scores=(0.1, 0.1),
-    per_layer=((0.9, 0.7), (0.5, 0.3), (0.9, 0.6), (0.9, 0.7)),
+    per_layer=((0.1, 0.1), (0.9, 0.7), (0.9, 0.6), (0.9, 0.7)),
+    receiver_f1=(0.9, 0.7),
+    per_layer_f1=((0.9, 0.7), (0.5, 0.3), (0.9, 0.6), (0.9, 0.7)),
     ranges=(
         PatternScores(LayerPattern.from_triplet(0, 1, 2), (0.8, 0.6)),
         PatternScores(LayerPattern.from_triplet(0, 1, 3), (0.9, 0.7)),
@@ -86,10 +98,13 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     setting = ProfileConfig(stride=every)
     result = profile_pair(engine, "math", ASKED, tmp_path, config=setting, on_done=done.append)
     engine.check()
-    assert [cell.pattern for cell in result.ranges] == layer_ranges(LAYERS, every)
+    assert [cell.pattern for cell in result.ranges] == profiled_patterns(LAYERS, setting)
+    heads = [cell.pattern for cell in result.ranges if len(cell.pattern.ranges) == 2]
+    assert LayerPattern.from_triplet(2, 4, 5) in heads and len(heads) == (10 if every == 1 else 1)
     assert len(result.per_layer) == LAYERS and len(done) == 2 and result.inputs == ("a", "b")
     for cell in [
         *result.ranges,
+        *(PatternScores(all_but(LAYERS, layer), values) for layer, values in enumerate(result.per_layer)),
         PatternScores(LayerPattern.from_triplet(0, 0, LAYERS), result.receiver_scores),
         PatternScores(LayerPattern(), result.full_reuse_scores),
     ]:
@@ -100,6 +115,8 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
             said = answered(session, seen, ASKED[1], forced)
             value = sum(one.logprob for one in said.logprobs) / len(forced)
         assert cell.values[1] == pytest.approx(value, abs=1e-4), cell.pattern
+    f1s = (result.receiver_f1, *result.per_layer_f1)
+    assert len(f1s) == LAYERS + 1 and all(0 <= value <= 1 for values in f1s for value in values)
     again = profile_pair(engine, "math", ASKED, tmp_path, config=setting, on_done=done.append)
     assert again == result and len(done) == 2, "nothing is measured twice"
     with pytest.raises(ConfigError, match="other settings"):
@@ -108,12 +125,12 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
         profile_pair(engine, "math", [QAExample("a", "Other.", "What?", ("x",))], tmp_path, config=setting)
     with pytest.raises(ConfigError, match="same id"):
         profile_pair(engine, "math", [*ASKED, ASKED[0]], tmp_path, config=setting)
-    choice = enable_profiled_reuse(engine, result, "math", seconds_per_token=0.01, max_loss=1e9)
+    choice = enable_profiled_reuse(engine, result, "math", times=ServiceTimes(0.01), max_loss=1e9)
     assert LayerPattern() in choice.patterns and ("math", "base") in engine.core.cross_model_reuse.pairs
     with pytest.raises(ConfigError, match="receiver='base' is not the receiver"):
-        enable_profiled_reuse(engine, result, "base", "math", seconds_per_token=0.01)
+        enable_profiled_reuse(engine, result, "base", "math", times=ServiceTimes(0.01))
     with pytest.raises(ModelError, match="'nobody' does not compute here"):
-        enable_profiled_reuse(engine, result, "nobody", seconds_per_token=0.01)
+        enable_profiled_reuse(engine, result, "nobody", times=ServiceTimes(0.01))
 
 
 def test_questions_about_one_context_are_answered_together_as_alone(engine):
@@ -189,6 +206,7 @@ def test_a_profile_of_questions_about_one_context_is_that_of_each_alone(engine, 
 def test_scattered_layers_and_costs(engine, tmp_path):
     setting = ProfileConfig(metric="f1", max_tokens=4)
     result = profile_pair(engine, "math", ASKED, tmp_path, config=setting)
+    assert result.per_layer == result.per_layer_f1 and result.receiver_scores == result.receiver_f1
     more = profile_top_layers(engine, "math", ASKED, result, [1, 3], config=setting)
     assert [len(cell.pattern.layers) for cell in more] == [1, 3]
     known = {cell.pattern: cell.values for cell in result.ranges}
@@ -202,6 +220,8 @@ def test_scattered_layers_and_costs(engine, tmp_path):
     patterns = [LayerPattern.from_triplet(0, 0, LAYERS), LayerPattern.from_triplet(0, 1, 2)]
     costs = time_patterns(engine, "math", patterns, 40, rounds=2, clock=iter(range(100)).__next__)
     assert costs == {"0-5": [1, 1], "1-2": [1, 1]}
+    times = measure_service_times(engine, "math", (8, 16), rounds=1, clock=iter(range(100)).__next__)
+    assert times.per_step == 1 / 9 and times.per_pair == 0 and times.per_token == 1 / 16
     engine.check()
 
 
@@ -210,9 +230,9 @@ def test_a_profile_survives_its_file(tmp_path):
     PROFILE.save(file)
     assert Profile.load(file) == PROFILE
     whole = file.read_text()
-    for damage in ("", "[]", "{}", whole.replace('"version": 2', '"version": 1'), '{"version": 1}'):
+    for damage in ("", "[]", "{}", whole.replace('"version": 3', '"version": 2'), '{"version": 1}'):
         file.write_text(damage)
-        with pytest.raises(DataError, match=r"profile\.json: no profile of version 2 .*: profile the pair again"):
+        with pytest.raises(DataError, match=r"profile\.json: no profile of version 3 .*: profile the pair again"):
             Profile.load(file)
 
 
@@ -229,6 +249,8 @@ def test_a_profile_survives_its_file(tmp_path):
         ({"ranges": [{"pattern": {"ranges": [[1, 2]]}, "values": [0.8]}]}, "ranges, layers 1-2 has 1 scores"),
         ({"ranges": [{"pattern": {"ranges": [[2, 1]]}, "values": [0.8, 0.7]}]}, "ascending ranges"),
         ({"per_layer": [[0.9, 0.7]]}, "per_layer has 1 of 4 layers"),
+        ({"per_layer_f1": [[0.9, 0.7]]}, "per_layer_f1 has 1 of 4 layers"),
+        ({"receiver_f1": []}, "receiver_f1 has 0 scores"),
         ({"ranges": [{"pattern": {"ranges": [[3, 9]]}, "values": [0.8, 0.7]}]}, "the model has layers 0 to 3"),
         ({"ranges": [{"pattern": {"ranges": []}, "values": [0.8, 0.7]}]}, "a pattern without layers"),
         ({"costs": {"1-3": "fast"}}, r"costs\.1-3 .*number"),
@@ -245,15 +267,50 @@ def test_damaged_columns_are_refused(change, says, tmp_path):
 
 
 def test_critical_layers_frontier_and_picks():
-    assert PROFILE.critical() == [1]
-    assert [str(p.pattern) for p in PROFILE.frontier()] == ["none", "1-2", "1-3"]
-    assert PROFILE.frontier()[-1] == ParetoPoint(LayerPattern.from_triplet(0, 1, 3), 0.0, 0.45)
+    assert PROFILE.critical() == [1], "a tenth of F1, whatever the metric"
+    assert replace(PROFILE, receiver_f1=(), per_layer_f1=()).critical() == []
+    assert [str(p.pattern) for p in PROFILE.pareto_points()] == ["none", "1-2", "1-3"]
+    assert PROFILE.pareto_points()[-1] == ParetoPoint(LayerPattern.from_triplet(0, 1, 3), 0.0, 0.45)
     assert str(PROFILE.cheapest(0.15).pattern) == "1-2" and str(PROFILE.cheapest(0).pattern) == "1-3"
     assert str(PROFILE.cheapest(1).pattern) == "none"
     with pytest.raises(ConfigError, match="max_loss=nan: use a number"):
         PROFILE.cheapest(float("nan"))
     other = transfer_loss(PROFILE, PROFILE)
-    assert [(p.loss, loss) for p, loss in other] == [(p.loss, p.loss) for p in PROFILE.frontier()]
+    assert [(p.loss, loss) for p, loss in other] == [(p.loss, p.loss) for p in PROFILE.pareto_points()]
+
+
+def test_more_layers_are_on_the_frontier_only_if_they_are_measurably_better():
+    """Three layers gain 0.01 on every input, two gain 0.05 on average by one lucky input."""
+    own = tuple(0.5 + 0.01 * (i % 3) for i in range(20))
+    reused = tuple(value - 0.3 for value in own)
+    lucky = (reused[0] + 1.0, *reused[1:])
+    steady = tuple(value - 0.01 - 0.001 * (i % 2) for i, value in enumerate(own))
+    profile = replace(
+        PROFILE,
+        inputs=tuple(map(str, range(20))),
+        receiver_scores=own,
+        full_reuse_scores=reused,
+        sender_scores=reused,
+        per_layer=(),
+        receiver_f1=(),
+        per_layer_f1=(),
+        ranges=(
+            PatternScores(LayerPattern.from_triplet(0, 1, 3), lucky),
+            PatternScores(LayerPattern.from_triplet(0, 1, 4), steady),
+        ),
+        costs={},
+    )
+    assert [str(p.pattern) for p in profile.pareto_points()] == ["none", "1-3", "1-4", "0-4"]
+    assert [str(p.pattern) for p in profile.frontier()] == ["none", "1-4", "0-4"]
+    assert [str(p.pattern) for p in profile.frontier(max_loss=0.02)] == ["1-4", "0-4"]
+    noisy = tuple(value + (0.2 if i % 2 else -0.21) for i, value in enumerate(own))
+    equal = replace(profile, ranges=(PatternScores(LayerPattern.from_triplet(0, 1, 4), noisy),))
+    assert [str(p.pattern) for p in equal.frontier()] == ["none", "1-4"], "all layers are not measurably better"
+
+
+def test_patterns_with_a_head_have_three_numbers():
+    assert [str(p) for p in head_patterns(6, 2)] == ["0-2,4-6"]
+    assert [str(p) for p in head_patterns(4, 1)] == ["0-1,2-3", "0-1,2-4", "0-1,3-4", "0-2,3-4"]
 
 
 def test_patterns_with_and_without_a_time_stand_on_one_scale():
@@ -263,7 +320,9 @@ def test_patterns_with_and_without_a_time_stand_on_one_scale():
         PatternScores(LayerPattern.from_triplet(0, a, b), (q, q))
         for a, b, q in ((4, 6, 0.89), (6, 8, 0.85), (2, 8, 0.895), (3, 6, 0.5))
     ]
-    plain = replace(PROFILE, layers=10, receiver_scores=(0.9, 0.9), per_layer=(), ranges=tuple(cells), costs={})
+    plain = replace(
+        PROFILE, layers=10, receiver_scores=(0.9, 0.9), per_layer=(), per_layer_f1=(), ranges=tuple(cells), costs={}
+    )
     timed = replace(plain, costs={"0-10": 1.0, "4-6": 0.55, "2-8": 0.75})
     assert timed.cost(LayerPattern.from_triplet(0, 6, 8)) == 0.55 and timed.cost(
         LayerPattern.from_triplet(0, 3, 6)
@@ -272,7 +331,7 @@ def test_patterns_with_and_without_a_time_stand_on_one_scale():
         plain.cost(LayerPattern.from_triplet(0, 6, 8)) == 0.2
         and plain.cost(LayerPattern()) == timed.cost(LayerPattern()) == 0
     )
-    assert [str(p.pattern) for p in timed.frontier()] == ["none", "4-6", "2-8", "0-10"]
+    assert [str(p.pattern) for p in timed.pareto_points()] == ["none", "4-6", "2-8", "0-10"]
     assert str(timed.cheapest(0.06).pattern) == "4-6"
 
 
@@ -280,14 +339,20 @@ def test_pictures_and_tables(tmp_path):
     files = draw_figures(PROFILE, tmp_path, "pair")
     draw_profile(PROFILE, tmp_path / "new" / "profile.svg")
     assert all(file.read_text().startswith("<?xml") for file in [*files, tmp_path / "new" / "profile.svg"])
-    assert [row[:3] for row in frontier_rows(PROFILE)][-1] == ("1-3", "50%", "0.45")
-    assert ("critical layers", "1") in summary_rows(PROFILE)
+    assert [row[:3] for row in frontier_rows(PROFILE)] == [("none", "0%", "0.00")], "two inputs tell nothing apart"
+    assert ("critical layers (F1)", "1") in summary_rows(PROFILE)
 
 
 def test_many_critical_layers_fold_on_a_terminal(tmp_path, monkeypatch):
     """And take no digit from the numbers."""
     wide = replace(
-        PROFILE, layers=40, per_layer=((0.5, 0.5),) * 40, receiver_scores=(0.87654, 0.87654), ranges=(), costs={}
+        PROFILE,
+        layers=40,
+        per_layer=(),
+        per_layer_f1=((0.5, 0.5),) * 40,
+        receiver_scores=(0.87654, 0.87654),
+        ranges=(),
+        costs={},
     )
     wide.save(tmp_path / "profile.json")
     console = Console(file=StringIO(), force_terminal=True, width=80, no_color=True)
@@ -299,24 +364,44 @@ def test_many_critical_layers_fold_on_a_terminal(tmp_path, monkeypatch):
 
 
 def test_a_choice_is_careful_while_there_is_time():
-    points = PROFILE.frontier()
-    choice = LatencyAwareSelector(points, seconds_per_token=0.01, ttft_slo=1.0, max_loss=0.2)
+    points = PROFILE.pareto_points()
+    choice = LatencyAwareSelector(points, times=ServiceTimes(0.01), ttft_slo=1.0, max_loss=0.2)
     assert [str(p) for p in choice.patterns] == ["1-3", "1-2"]
     loads = [EngineLoad(0, 0, tokens, 100) for tokens in (0, 50, 60, 1000, 0)]
     assert [str(choice(load)) for load in loads] == ["1-3", "1-3", "1-2", "1-2", "1-3"]
     assert choice.expected_ttft(points[-1], loads[1]) == pytest.approx(0.5 + 0.45), "what is queued has its own layers"
-    assert str(LatencyAwareSelector(points, seconds_per_token=0.01)(loads[3])) == "1-3", (
+    assert str(LatencyAwareSelector(points, times=ServiceTimes(0.01))(loads[3])) == "1-3", (
         "without an objective there is always time"
     )
-    assert str(LatencyAwareSelector(points, seconds_per_token=0.01, ttft_slo=1e-9)(loads[0])) == "none"
-    for wrong in (
-        {"max_loss": -1.0},
-        {"seconds_per_token": 0.0},
-        {"ttft_slo": 0.0},
-        {"seconds_per_token": None},
-    ):
+    assert str(LatencyAwareSelector(points, times=ServiceTimes(0.01), ttft_slo=1e-9)(loads[0])) == "none"
+    worse = ParetoPoint(LayerPattern.from_triplet(0, 0, 3), loss=0.3, cost=0.9)
+    assert LatencyAwareSelector([*points, worse], times=ServiceTimes(0.01)).points == points[::-1]
+    for wrong in ({"max_loss": -1.0}, {"times": ServiceTimes(0.0)}, {"ttft_slo": 0.0}):
         with pytest.raises(ConfigError):
-            LatencyAwareSelector(points, **{"seconds_per_token": 1.0} | wrong)
+            LatencyAwareSelector(points, **{"times": ServiceTimes(1.0)} | wrong)
+
+
+def test_the_expected_time_counts_attention_decodes_waiting_and_transfer():
+    point = ParetoPoint(LayerPattern.from_triplet(1, 2, 4), 0.0, 0.5)  # one E cache, six of ten layers' KV is 6 * 100
+    choice = LatencyAwareSelector([point], times=ServiceTimes(0.01, per_pair=0.001, per_step=0.1))
+    load = EngineLoad(1, 1, tokens=10, message_tokens=20, pairs=50, message_pairs=200, steps=2, waited=0.25)
+    idle = 0.25 + (0.1 + 0.05) + 0.5 * (0.2 + 0.2) + 0.1
+    assert choice.expected_ttft(point, load) == pytest.approx(idle)
+    assert choice.expected_ttft(point, load._replace(decodes=3)) == pytest.approx(idle + 3 * 0.1), (
+        "a turn of the decodes between any two of three batches, and before the first token"
+    )
+    quick = TransferLoad(0, float("inf"), kv_bytes=100, hidden_bytes=40, layers=10)
+    assert choice.expected_ttft(point, load._replace(transfer=quick)) == pytest.approx(idle)
+    slow = quick._replace(queued_bytes=60, bytes_per_second=100.0)
+    assert choice.expected_ttft(point, load._replace(transfer=slow)) == pytest.approx(
+        0.25 + (60 + 40 + 700) / 100 + 0.1
+    )
+    hidden = slow._replace(kv_bytes=1)
+    assert choice.expected_ttft(point, load._replace(transfer=hidden)) == pytest.approx(0.25 + 1.0 + 0.2 + 0.1), (
+        "it starts when the hidden states are there"
+    )
+    whole = ParetoPoint(LayerPattern.from_triplet(0, 0, 10), 0.0, 0.5)
+    assert choice.expected_ttft(whole, load._replace(transfer=slow)) == pytest.approx(idle), "nothing is fetched"
 
 
 def test_records_are_contexts_and_questions():

@@ -15,7 +15,8 @@ from helpers.remote_worker import BELOW, CONTEXT, join
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError, InvalidRequestError, ModelError, WrongSessionError
-from choreograph.layer_reuse.remote import ChannelError, RemoteSender, compatibility_info
+from choreograph.layer_reuse.remote import RemoteSender, compatibility_info
+from choreograph.layer_reuse.transport import ChannelError, send_json
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
 PATTERN = [1, 2, 4]
@@ -27,23 +28,34 @@ def values(message):
 
 
 @contextmanager
-def sender(folder, *how):
-    """A process that sends as told; this process is its receiver."""
+def processes(folder, *commands):
+    """Processes that do as told; this one, the last of their group, joins them."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     file = folder / "meeting"
-    process = subprocess.Popen(
-        [sys.executable, str(TESTS / "helpers" / "remote_worker.py"), str(file), *how],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / "helpers" / "remote_worker.py"), str(file), *how],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.DEVNULL,
+        )
+        for how in commands
+    ]
     try:
-        join(str(file), 1)
-        yield process
+        join(str(file), len(commands), len(commands) + 1)
+        yield started
     finally:
-        process.kill()
-        process.wait()
+        for process in started:
+            process.kill()
+            process.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def sender(folder, *how):
+    """A process that sends as told; this process is its receiver."""
+    with processes(folder, how) as (process,):
+        yield process
 
 
 def receiver(step=1024):
@@ -80,7 +92,7 @@ def test_what_arrives_is_what_the_sender_has(tmp_path):
             assert engine.events.counts["recomputed"] == 0 and engine.events.counts["loaded"] == 2
             unknown = link.partial_prefill(session, CONTEXT[1:], PATTERN)
             alone = session.decode([7], [session.prefill(CONTEXT[1:])], sampling=GREEDY)
-            assert values(session.decode([7], [unknown], sampling=GREEDY)) == values(alone)
+            assert values(session.decode([7], [unknown], sampling=GREEDY)) == pytest.approx(values(alone), abs=1e-5)
             why = [event.data["why"] for event in engine.events.recent if event.kind == "recomputed"]
             assert len(why) == 1 and "is not computed by" in str(why[0])
             moved = link.partial_prefill(session, CONTEXT, PATTERN, new_offset=20)
@@ -112,6 +124,27 @@ def test_what_arrives_is_what_the_sender_has(tmp_path):
             assert engine.events.counts["recomputed"] == 1 and link.failure_reason is None
         engine.clear_cache()
         engine.check()
+
+
+def test_three_processes_form_a_chain(tmp_path):
+    """The middle one receives a context in part and sends what it made of it to the last one."""
+    reply = [7, *BELOW]
+    with processes(tmp_path, ("chain", "0"), ("chain", "1")):
+        first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+        assert first is not second
+        engine = Engine.from_pretrained(model_variants.base())
+        with RemoteSender(engine, 1, name="math", timeout=60, group=second) as link, engine.session() as session:
+            engine.enable_layer_reuse("base", "math", pattern=[0, 3, 5])
+            seen = link.partial_prefill(session, reply)
+            said = session.decode([9], [seen], sampling=GREEDY)
+            result = values(said)
+            assert seen.computed_layers == (3, 4) and engine.events.counts["recomputed"] == 0
+    engine = model_variants.engine()
+    engine.enable_layer_reuse("twin", "math", pattern=[0, 3, 5])
+    with engine.session() as session:
+        text = session.prefill(reply, model="math")
+        said = session.decode([9], [text], model="twin", kv_reuse="partial", sampling=GREEDY)
+        assert values(said) == pytest.approx(result, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +192,7 @@ def test_a_sender_that_is_gone_is_noticed_before_anything_is_waited_for(tmp_path
         process.kill()
         process.wait()
         time.sleep(0.5)  # until this side's socket says so
-        for wire in (lambda: link._channel.receive(8), lambda: link._channel.send_json({})):
+        for wire in (lambda: link._transport.receive(8), lambda: send_json(link._transport, {})()):
             with pytest.raises(ChannelError):
                 wire()
         seen = link.partial_prefill(session, CONTEXT, [2, 2, 2])
