@@ -209,9 +209,13 @@ def test_an_answer_with_first_words_is_the_last_of_its_conversation(tokenizer, t
 
 def test_an_answer_that_nothing_stands_in_front_of_needs_first_words(tokenizer):
     chat = ChatTemplate(with_template(tokenizer, MISTRAL.replace("' ' + m['content']", "m['content']")))
-    with pytest.raises(ConfigError, match="no header for an answer: give the turn its first words"):
-        chat.open_turn(Turn("assistant", ""), opening=False)
+    assert chat.open_turn(Turn("assistant", ""), opening=False) == ([], [chat.tokenizer.eos_token_id])
     assert chat.open_turn(Turn("assistant", "Yes"), opening=False)[0]
+    model = tiny_models.build(vocabulary=len(chat.tokenizer))
+    with Engine.from_pretrained(model, tokenizer=chat.tokenizer).session() as session:
+        question = session.prefill(session.user("Who?"))
+        with pytest.raises(ConfigError, match="nothing before an answer: give the turn its first words"):
+            session.decode(session.assistant(), [question])
 
 
 # -- what ends a turn ------------------------------------------------------------------------------------------

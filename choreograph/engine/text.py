@@ -81,7 +81,8 @@ class ChatTemplate:
     def open_turn(self, turn: Turn, *, opening: bool, after_system: bool = False) -> tuple[list[int], list[int]]:
         """Return (header, footer) token ids for decoding a turn.
 
-        The header includes the turn's text so far; the footer ends the turn.
+        The header includes the turn's text so far; the footer ends the turn. The header of an answer is
+        empty if the template has none.
         """
         rendered = self._checked_turn(Turn(turn.role, _MARKER), opening, is_last=True, after_system=after_system)
         header, _, footer = rendered.partition(_MARKER)
@@ -95,8 +96,6 @@ class ChatTemplate:
             if self._generation_prompt:
                 start = self._conversation_prefix if opening else self._folded_turn_end if after_system else ""
                 header = start + self._generation_prompt
-            if not header:
-                raise ConfigError("the chat template has no header for an answer: give the turn its first words")
         return self._tokenize(header + turn.text, cached=True), self._tokenize(footer, cached=True)
 
     def encode_text(self, text: str, *, opening: bool) -> list[int]:

@@ -188,8 +188,8 @@ class PromptCache:
     ) -> Message:
         """Return the answer to a prompt as a message of `session`.
 
-        Reading the message runs the engine. In a session of mode "prefix" or "naive", the prompt is the same text
-        without modules, for comparison.
+        Reading the message runs the engine. Its usage counts as cached what existed before this call. In a
+        session of mode "prefix" or "naive", the prompt is the same text without modules, for comparison.
         """
         resolved = self.resolve(prompt)
         if session.engine is not self.engine or session.client_id != self.client_id:
@@ -215,9 +215,7 @@ class PromptCache:
 
     def _answer_template(self, resolved: ResolvedPrompt) -> tuple[list[int], list[int]]:
         """Return the answer's header and footer tokens; empty unless a chat."""
-        if not resolved.is_chat:
-            return [], []
-        return self._tokenizer.encode_turn("assistant", "", opening=False, is_complete=False)
+        return self._tokenizer.encode_answer(after_system=resolved.after_system) if resolved.is_chat else ([], [])
 
     def _answer_context(self, resolved: ResolvedPrompt) -> tuple[list[CachedRange], list[NewText], list[int], int]:
         """Return the context, header and start position of the answer.
@@ -250,10 +248,14 @@ class PromptCache:
         cached, new, header, start = self._answer_context(resolved)
         keys = [_run_key(item, resolved) for item in cached]
         with self._exclusive():
+            available = self._available()
             messages = {key: self._message(key) for key in keys}  # all of them first: one batch computes missing runs
             imported = {
                 key: _release_on_exit(stack, session.import_message(message)) for key, message in messages.items()
             }
+            for key in imported.keys() - available:
+                imported[key]._request.usage = messages[key].usage
+                imported[key]._request.is_part_of_answer = True
         parents: list[Message | MessageSlice] = []
         offsets = [item.position for item in cached]
         for key, item in zip(keys, cached, strict=True):
@@ -262,6 +264,7 @@ class PromptCache:
             parents.append(imported[key] if is_whole else imported[key][item.token_start : end])
         for text in new:
             message = session.prefill(list(text.tokens), tuple(parents), tuple(offsets), text.start)
+            message._request.is_part_of_answer = True
             parents.append(_release_on_exit(stack, message))
             offsets.append(text.start)
         return parents, offsets, header, start

@@ -1,11 +1,13 @@
 """The cache on an engine: clients, limits, threads, programs, and the command line."""
 
+import copy
 import json
 import re
 import runpy
 import threading
 
 import pytest
+from helpers.chat_templates import TEMPLATES
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
@@ -21,6 +23,7 @@ from choreograph.errors import (
 from choreograph.prompt_cache import (
     Param,
     PromptCache,
+    assistant,
     dumps,
     load_prompt,
     module,
@@ -51,6 +54,28 @@ def test_an_answer_is_a_chat_turn(engine, characters):
         assert told.position == cache.resolve(ASK).end
         more = session.decode("And", parents=[told], sampling=GREEDY)  # an ordinary message: workflows go on from it
         assert more.position == len(told.tokens)
+
+
+@pytest.mark.parametrize("template", ["llama-2", "mistral-1", "mistral-1-system", "mistral-3", "phi-3-first"])
+def test_a_template_without_a_generation_prompt_is_answered_after_the_prompt(model, characters, template):
+    tokenizer = copy.deepcopy(characters)
+    tokenizer.bos_token, tokenizer.chat_template = "<bos>", TEMPLATES[template]
+    engine = Engine.from_pretrained(model, tokenizer=tokenizer)
+    s = schema("s", system("Be brief."), user("Here: ", module("a", "a fox"), "."), assistant("Read."))
+    turns = [("system", "Be brief."), ("user", "Here: a fox."), ("assistant", "Read."), ("user", "Who?")]
+    if template in ("mistral-1", "mistral-3", "phi-3-first"):  # the template moves or refuses the system text
+        turns[:2] = [("user", "Be brief.\n\nHere: a fox.")]
+    conversation = [{"role": role, "content": text} for role, text in turns]
+    expected = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    with PromptCache(engine, s) as cache, engine.session() as session, engine.session(mode="naive") as other:
+        ask = '<prompt schema="s"><a/>Who?</prompt>'
+        told = cache.generate(session, ask, forced_tokens=[40])
+        resolved = cache.resolve(ask)
+        assert tokenizer.decode(resolved.flatten(cache.layout)) == expected
+        assert told.position + told.length - resolved.end == 1 + len(cache._answer_template(resolved)[1])
+        assert expected.endswith(tokenizer.decode(told.tokens[: resolved.end - told.position]))
+        assert cache.generate(other, ask, forced_tokens=[40]).result().done
+    engine.check()
 
 
 def test_a_part_of_a_message_is_a_parent(engine):
