@@ -21,12 +21,14 @@ from ..outputs import BASE_MODEL
 from ..sampling_params import SamplingParams
 from ..utils import close_after
 from . import storage
-from .layout import ChatTokenizer, Layout, ModulePath, TokenRun, compute_layout, tokenizer_fingerprint
+from .layout import ChatTokenizer, Layout, ModulePath, TokenRun, compute_layout, enclosing_union, tokenizer_fingerprint
 from .parser import load_prompt, load_schema
 from .resolve import CachedRange, NewText, ResolvedPrompt, resolve_prompt
 from .schema import Prompt, Schema
 
 LOCATIONS = ("device", "host")
+
+MAX_LOADS = 4  # concurrent loads of a prefetch
 
 DEFAULT_SAMPLING = SamplingParams()
 
@@ -100,6 +102,44 @@ class PromptCache:
                     with self._exclusive():
                         messages.append(self._message(key).result())
         return sum(message.wait_encoded().usage.computed_tokens for message in messages)
+
+    def prefetch_unions(self, prompt: Prompt | str | File) -> int:
+        """Prepare the other members of the unions that a prompt uses (§3.2.3).
+
+        They are encoded with the next requests of the engine if they never were, loaded in the background
+        if they were offloaded, and copied to the device from a cache in host memory. None of it is kept
+        there: what other requests need evicts it. Call this after the answer was read, since it takes part
+        in the next steps.
+
+        Returns:
+            Number of tokens that were not on the device.
+        """
+        used = {item.path for item in self.resolve(prompt).cached}
+        members = (
+            (*path[:-1], member.name)
+            for path in used
+            if path and (union := enclosing_union(self.layout, path)) is not None
+            for member in union.members
+        )
+        siblings = set(members) - used
+        num_tokens = 0
+        with self._exclusive():
+            for key in self._run_keys():
+                if key.path in siblings and not self._is_on_device(key):
+                    num_tokens += len(self._run(key).tokens)
+                    self._load(self._message(key))
+        return num_tokens
+
+    def _is_on_device(self, key: RunKey) -> bool:
+        message = self._messages.get(key)
+        return message is not None and message.error is None and message.kv_location in ("device", "loading")
+
+    def _load(self, message: Message) -> None:
+        """Start loading a message that was offloaded; do nothing for others."""
+        core, entry = self.engine.core, message._request.entry
+        with core.lock:
+            if entry is not None and entry.content_hash is not None:
+                core.cache_manager.prefetch(entry.content_hash, max_loads=MAX_LOADS)
 
     def _run_keys(self) -> list[RunKey]:
         """Return the keys of all cached runs, outside of scaffolds."""

@@ -149,6 +149,54 @@ def test_a_session_holds_its_answers_and_nothing_else(engine, keep):
             assert not engine.stats().num_referenced_entries, "the device is left to others"
 
 
+PLACES = schema(
+    "places",
+    "Go: ",
+    union(module("sea", "s" * 20), module("alps", "a" * 24, union(module("tent", "t" * 8), module("hut", "h" * 12)))),
+    module("other", "o" * 16),
+)
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_other_members_of_a_used_union_are_prefetched(engine, keep):
+    with PromptCache(engine, PLACES, location=keep) as cache, engine.session() as session:
+        ask = '<prompt schema="places"><alps><tent/></alps><user>So?</user></prompt>'
+        cache.generate(session, ask, forced_tokens=[40]).result()
+        assert cache.prefetch_unions(ask) == 20 + 12  # neither used ones nor those outside of the unions
+        engine.run_until_idle()
+        cache.check()
+        for inside, new in (("<sea/>", 0), ("<alps><hut/></alps>", 0), ("<other/>", 16)):
+            before = engine.core.num_batched_tokens
+            cache.generate(session, f'<prompt schema="places">{inside}Hm</prompt>', forced_tokens=[40]).result()
+            engine.run_until_idle()
+            assert engine.core.num_batched_tokens - before == 2 + 1 + new
+        assert cache.prefetch_unions('<prompt schema="places"><other/></prompt>') == 0
+        if keep == "device":
+            assert cache.prefetch_unions(ask) == 0
+        else:
+            assert engine.stats().num_referenced_entries == len(session.messages) == 4, "only the answers are held"
+
+
+def test_a_prefetched_member_is_loaded_from_a_lower_tier(model, characters):
+    config = EngineConfig(cache=CacheConfig(capacity=128, host_capacity=256, page_size=4, poison_freed_pages=True))
+    engine = Engine.from_pretrained(model, tokenizer=characters, config=config)
+    two = schema("s", union(module("a", "a" * 40), module("b", "b" * 40)))
+    with PromptCache(engine, two) as cache, engine.session() as session:
+        cache.warmup()
+        session.prefill("z" * 100).result().release()  # both members are offloaded
+        engine.run_until_idle()
+        ask = '<prompt schema="s"><a/>So</prompt>'
+        cache.generate(session, ask, forced_tokens=[40]).result().release()
+        member = cache._messages[next(key for key in cache._messages if key.path == ("b",))]
+        assert member.kv_location == "host"
+        assert cache.prefetch_unions(ask) == 40
+        while member.kv_location == "loading":
+            engine.core.step(wait=True)
+            engine.core.poll_transfers()
+        assert member.kv_location == "device"
+    engine.check()
+
+
 def test_what_failed_holds_nothing_on_the_device(model, characters):
     config = EngineConfig(cache=CacheConfig(capacity=128, page_size=4, poison_freed_pages=True))
     engine = Engine.from_pretrained(model, tokenizer=characters, config=config)
