@@ -17,7 +17,7 @@ def test_a_record_in_longbenchs_own_format_is_timed_on_every_side(tmp_path, talk
     assert times.keys() == SIDES.keys()
     for one in times.values():
         assert 0 < one.first_token < one.total and 0 < one.next_token < one.total
-    declaration, prompt = make_schema_and_prompt(record)
+    _, prompt = make_schema_and_prompt(record)
     assert [child.name for child in prompt.children[:-1]] == ["document-1", "document-2"]
     assert num_cached > 20 and num_new > 5
     rows = {row.measure: row for row in task_rows("hotpotqa", [(times, (num_cached, num_new))])}
