@@ -1,7 +1,8 @@
 """Memory of one cached token by model, in 16-bit numbers (Prompt Cache, Table 2), from the shapes of the models.
 
-`make bench NAME=memory`. The models of the paper, and one of every architecture that is served. The paper counts keys and values of every query head; models that share key-value heads among
-query heads keep fewer. `choreograph info --model ...` says the same of any model that is at hand.
+`make bench NAME=memory`. The models of the paper, and one of every architecture that is served. The paper counts keys
+and values of every query head; models that share key-value heads among query heads keep fewer. `choreograph info
+--model ...` says the same of any model that is at hand.
 """
 
 from typing import NamedTuple
