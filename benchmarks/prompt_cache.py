@@ -1,5 +1,7 @@
 """Time to first token from cached modules against computing the whole prompt (Prompt Cache, sections 5.2 and 5.4).
 
+Also the time of later tokens and of whole answers, and of copying keys and values of 5,000 tokens (section 5.4).
+
 `make bench NAME=prompt_cache`. Prompts of the same tokens, in turns: from modules; on the same engine without reuse
 (mode "naive"); and through Hugging Face's own model, uncompiled. Times are from handing over the prompt to the first
 token, PML, planning and all.
@@ -14,12 +16,15 @@ import torch
 from choreograph import Engine, SamplingParams
 from choreograph.prompt_cache import Import, Prompt, PromptCache, module, schema
 
-from .common import FIGURES, Row, engine, interleaved, median_row, ratio_row, save
+from .common import FIGURES, Row, engine, interleaved, median_row, ratio_row, save, seconds
 from .plots import ttft_plot
+from .prompt_cache_longbench import answer_times
 
 NUM_CACHED_TOKENS, NUM_NEW_TOKENS = 5120, (8, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096, 7680)
 NUM_MODULES = 5
+NUM_ANSWER_TOKENS = 32
+NUM_COPIED_TOKENS = 5000
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 
 
@@ -100,8 +105,10 @@ def main() -> None:
             median_row(f"{label}: Hugging Face", [t * 1e3 for t in theirs], "ms", better="lower"),
         ]
         print(f"{label}: {rows[-5].value:.1f}x, {rows[-4].value:.1f}x", flush=True)
+    rows += whole_answers(cache)
     rows += from_host(e)
     cache.close()
+    rows += copies(e)
     points = over_length(e)
     rows += slopes(points)
     save("prompt_cache", rows, points=points)
@@ -129,6 +136,51 @@ def from_host(e: Engine) -> list[Row]:
         median_row(f"{label}: modules copied in from host memory", [t * 1e3 for t in taken], "ms", better="lower"),
         ratio_row(f"{label}: copied in against resident", taken, resident, better="lower"),
     ]
+
+
+def whole_answers(cache: PromptCache) -> list[Row]:
+    """Later tokens, which take the same time, and whole answers, which gain less than first tokens."""
+    prompts = [make_prompt(cache, 32, 1 << 21 | seed) for seed in range(6)]
+    pairs = [
+        (
+            answer_times(cache, "choreographed", one, NUM_ANSWER_TOKENS),
+            answer_times(cache, "naive", one, NUM_ANSWER_TOKENS),
+        )
+        for one in prompts
+    ][1:]
+    cached, whole = zip(*pairs, strict=True)
+    label = f"{NUM_CACHED_TOKENS} cached, 32 new, {NUM_ANSWER_TOKENS} generated"
+    return [
+        ratio_row(f"{label}: end to end against no reuse", [t.total for t in whole], [t.total for t in cached]),
+        *(
+            median_row(f"{label}: {name}, {side}", [1e3 * getattr(t, field) for t in times], "ms", better="lower")
+            for field, name in (("next_token", "each later token"), ("total", "end to end"))
+            for side, times in (("from modules", cached), ("no reuse", whole))
+        ),
+    ]
+
+
+def copies(e: Engine) -> list[Row]:
+    """Copying keys and values, between the memories that there are."""
+    info = e.model_info
+    shape = (info.layers, 2, NUM_COPIED_TOKENS, info.kv_heads, info.head_dim)
+    has_gpu = torch.cuda.is_available()
+    host = torch.zeros(shape, dtype=info.dtype, pin_memory=has_gpu)
+    routes = {"host to host": (host, torch.zeros(shape, dtype=info.dtype))}
+    if has_gpu:
+        device = host.cuda()
+        routes |= {"host to device": (host, device), "device to device": (device, torch.zeros_like(device))}
+
+    def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if has_gpu:
+            torch.cuda.synchronize()
+
+    rows = []
+    for name, route in routes.items():
+        samples = [1e3 * seconds(lambda route=route: copy(*route)) for _ in range(12)][2:]
+        rows.append(median_row(f"copy of {NUM_COPIED_TOKENS} tokens, {name}", samples, "ms", better="lower"))
+    return rows
 
 
 def over_length(e: Engine) -> dict[str, list[tuple[int, float]]]:

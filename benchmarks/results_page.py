@@ -254,7 +254,8 @@ def memory() -> str:
     lines = []
     for name, shape in result["shapes"].items():
         every, kept = (rows[f"{name}: {how}"] for how in ("every head, as the paper counts", "as the model keeps them"))
-        lines.append([name, f"{shape['paper']:g}", f"{every:.2f}", f"{kept:.2f}"])
+        paper = "" if shape["paper"] is None else f"{shape['paper']:g}"
+        lines.append([name, paper, f"{every:.2f}", f"{kept:.2f}"])
     return markdown(["model", "paper, MB", "every head, MiB", "as the model keeps them, MiB"], lines)
 
 

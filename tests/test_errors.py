@@ -278,7 +278,7 @@ def test_concatenations_past_the_limit(engine, mode):
 @pytest.mark.parametrize(
     ("tokens", "text"),
     [
-        ([], "empty"),
+        ((token for token in ()), "empty"),
         ("", "tokenizer"),
         ([97], "token id 97"),
         ([1, -1], "token id -1"),
@@ -308,6 +308,17 @@ def test_impossible_tokens(session, tokens, text):
         refuses(session, kind, text, lambda: session.decode([1], forced_tokens=tokens))
     if tokens is not None and text not in ("empty", "tokenizer"):
         refuses(session, kind, text, lambda: session.decode([1], footer=tokens))
+
+
+@pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
+def test_an_empty_list_of_requests_has_no_messages(engine, mode):
+    with engine.session(mode=mode) as session:
+        assert session.prefill([]) == session.decode([]) == []
+        parent = session.prefill([1])
+        for call in (session.prefill, session.decode):
+            with pytest.raises(e.InvalidRequestError, match="list of 0 requests: give at least one token"):
+                call([], [parent])
+        assert session.messages == [parent]
 
 
 def test_texts_of_nothing(embedded):

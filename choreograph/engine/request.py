@@ -158,6 +158,7 @@ class Request:
     cancel_when_computed: bool = False
     model: str = BASE_MODEL  # model or adapter that computes it
     weights_group: str = BASE_MODEL  # requests of one group share a batch; adapters are in their base's
+    is_part_of_answer: bool = False  # encoded by the call that returns the answer, for whose usage it is not cached
     agent_key: object = None  # agent the KV entry belongs to, for eviction hints
     is_recompute: bool = False  # internal: recomputes a discarded entry
     # seconds of time.perf_counter(), as the times below
@@ -261,6 +262,11 @@ class Request:
             self.footer = self.footer[1:]
         else:
             self.drops_stop = self.decode_state.is_chat_turn
+
+    def count_own_context(self) -> int:
+        """Count the context tokens that were encoded for this answer."""
+        parents = zip(self.parents, self.parent_tokens(), strict=True)
+        return sum(len(ids) for parent, ids in parents if parent.is_part_of_answer and parent.usage.computed_tokens)
 
     def parent_tokens(self) -> list[list[int]]:
         """Return the visible tokens of each parent; all must be final."""

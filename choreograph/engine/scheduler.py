@@ -178,6 +178,8 @@ class Scheduler:
             if error is not None and kv_slice.token_start + kv_slice.num_tokens > kv_slice.entry.num_computed_tokens:
                 raise RequestFailedError(f"its context failed: {error}") from error
         num_context_tokens = sum(s.num_tokens for s in placement.context if s.visible_in(0))
+        if any(parent.is_part_of_answer and parent.usage.computed_tokens for parent in request.parents):
+            num_context_tokens -= request.count_own_context()
         if placement.cached_entry is not None:
             request.entry = placement.cached_entry
             cache.acquire(request.entry, request.message_owner)

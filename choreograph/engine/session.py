@@ -11,7 +11,6 @@ from ..errors import (
     ChoreographError,
     ConfigError,
     InvalidRequestError,
-    InvalidTokensError,
     MessageReleasedError,
     NotAMessageError,
     SessionClosedError,
@@ -319,7 +318,7 @@ class Session(ChatTurns):
                 header, opening=not parents and header.opening, after_system=follows_system_turn(parents)
             )
             if not ids:
-                raise InvalidTokensError("header is empty: give at least one token")
+                raise ConfigError("the chat template writes nothing before an answer: give the turn its first words")
             check_rows(ids + footer_ids, "header", *self._vocabulary)
         else:
             ids = tokenize_input(header, *self._vocabulary, opening=not parents, name="header")

@@ -81,7 +81,8 @@ class ChatTemplate:
     def open_turn(self, turn: Turn, *, opening: bool, after_system: bool = False) -> tuple[list[int], list[int]]:
         """Return (header, footer) token ids for decoding a turn.
 
-        The header includes the turn's text so far; the footer ends the turn.
+        The header includes the turn's text so far; the footer ends the turn. The header of an answer is
+        empty if the template has none.
         """
         rendered = self._checked_turn(Turn(turn.role, _MARKER), opening, is_last=True, after_system=after_system)
         header, _, footer = rendered.partition(_MARKER)
@@ -93,9 +94,8 @@ class ChatTemplate:
             header = header.rstrip(" ")  # the space belongs to the first generated word
         elif not turn.text and turn.role == "assistant":
             if self._generation_prompt:
-                header = (self._conversation_prefix if opening else "") + self._generation_prompt
-            if not header:
-                raise ConfigError("the chat template has no header for an answer: give the turn its first words")
+                start = self._conversation_prefix if opening else self._folded_turn_end if after_system else ""
+                header = start + self._generation_prompt
         return self._tokenize(header + turn.text, cached=True), self._tokenize(footer, cached=True)
 
     def encode_text(self, text: str, *, opening: bool) -> list[int]:
@@ -173,16 +173,29 @@ class ChatTemplate:
         if not self.has_template:
             return self._render_without_template(turn, opening)
         if turn.role == "system" and self._folds_system_turn:
+            if after_system:
+                return f"{turn.text}\n\n"
             user = Turn("user", f"{turn.text}\n\n{_MARKER}")
             folded = self._render_folded(turn.text, _MARKER) if opening else self._turn_suffix(user, is_last)
             return folded.partition(_MARKER)[0]
-        if turn.role == "user" and after_system and self._folds_system_turn:
-            system_turn = self._render_folded(_SAMPLE_TEXT, _MARKER).partition(_MARKER)[0]
-            return self._render_folded(_SAMPLE_TEXT, turn.text).removeprefix(system_turn)
+        if after_system and self._folds_system_turn:
+            return self._render_after_folded(turn, is_last)
         if opening:
             rendered = self._render([turn])
+            if turn.role == "assistant" and not is_last:
+                rendered = self._turn_before_user("", [turn]) or rendered
             return rendered if rendered is not None else self._conversation_prefix + self._turn_suffix(turn, is_last)
         return self._turn_suffix(turn, is_last)
+
+    def _render_after_folded(self, turn: Turn, is_last: bool) -> str:
+        """Render a turn after a system turn that opened a user turn."""
+        if turn.role != "user":
+            return self._folded_turn_end + self._turn_suffix(turn, is_last)
+        system_turn = self._render_folded(_SAMPLE_TEXT, _MARKER).partition(_MARKER)[0]
+        rendered = self._render_folded(_SAMPLE_TEXT, turn.text)
+        if rendered.startswith(system_turn):
+            return rendered.removeprefix(system_turn)
+        return turn.text.strip() + self._folded_turn_end  # the template strips all of a blank text
 
     def _turn_suffix(self, turn: Turn, is_last: bool) -> str:
         """Return what the template appends for a turn after other turns.
@@ -238,6 +251,11 @@ class ChatTemplate:
         if rendered is None:
             raise ConfigError("the chat template has no place for a turn of role 'user'")
         return rendered
+
+    @property
+    def _folded_turn_end(self) -> str:
+        """End of the user turn that a system turn opened, or ""."""
+        return self._render_folded(_SAMPLE_TEXT, _MARKER).partition(_MARKER)[2] if self._folds_system_turn else ""
 
     @cached_property
     def _generation_prompt(self) -> str:

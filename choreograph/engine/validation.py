@@ -31,14 +31,14 @@ SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParam
 
 
 def is_batch(value: object) -> bool:
-    """True if `value` is a non-empty list of argument dicts."""
-    if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Mapping):
+    """True if `value` is a list of argument dicts, maybe empty."""
+    if not isinstance(value, (list, tuple)):
         return False
     return all(isinstance(request, Mapping) for request in value)
 
 
 def build_each(
-    calls: Iterable[Mapping[str, Any]], build: Callable[..., Message], shared_args: dict[str, Any]
+    calls: Sequence[Mapping[str, Any]], build: Callable[..., Message], shared_args: dict[str, Any]
 ) -> list[Message]:
     """Build every request of a list.
 
@@ -52,7 +52,8 @@ def build_each(
     for name, value in shared_args.items():
         default = parameters[name].default
         if value is not default and not (type(value) is type(default) and value == default):
-            raise InvalidRequestError(f"{name}={value!r} with a list of requests: put it into each request")
+            hint = "put it into each request" if calls else "give at least one token"
+            raise InvalidRequestError(f"{name}={value!r} with a list of {len(calls)} requests: {hint}")
     for request in calls:
         _check_names(request, parameters)
         if first not in request:

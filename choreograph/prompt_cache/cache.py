@@ -21,12 +21,14 @@ from ..outputs import BASE_MODEL
 from ..sampling_params import SamplingParams
 from ..utils import close_after
 from . import storage
-from .layout import ChatTokenizer, Layout, ModulePath, TokenRun, compute_layout, tokenizer_fingerprint
+from .layout import ChatTokenizer, Layout, ModulePath, TokenRun, compute_layout, enclosing_union, tokenizer_fingerprint
 from .parser import load_prompt, load_schema
 from .resolve import CachedRange, NewText, ResolvedPrompt, resolve_prompt
 from .schema import Prompt, Schema
 
 LOCATIONS = ("device", "host")
+
+MAX_LOADS = 4  # concurrent loads of a prefetch
 
 DEFAULT_SAMPLING = SamplingParams()
 
@@ -100,6 +102,44 @@ class PromptCache:
                     with self._exclusive():
                         messages.append(self._message(key).result())
         return sum(message.wait_encoded().usage.computed_tokens for message in messages)
+
+    def prefetch_unions(self, prompt: Prompt | str | File) -> int:
+        """Prepare the other members of the unions that a prompt uses (§3.2.3).
+
+        They are encoded with the next requests of the engine if they never were, loaded in the background
+        if they were offloaded, and copied to the device from a cache in host memory. None of it is kept
+        there: what other requests need evicts it. Call this after the answer was read, since it takes part
+        in the next steps.
+
+        Returns:
+            Number of tokens that were not on the device.
+        """
+        used = {item.path for item in self.resolve(prompt).cached}
+        members = (
+            (*path[:-1], member.name)
+            for path in used
+            if path and (union := enclosing_union(self.layout, path)) is not None
+            for member in union.members
+        )
+        siblings = set(members) - used
+        num_tokens = 0
+        with self._exclusive():
+            for key in self._run_keys():
+                if key.path in siblings and not self._is_on_device(key):
+                    num_tokens += len(self._run(key).tokens)
+                    self._load(self._message(key))
+        return num_tokens
+
+    def _is_on_device(self, key: RunKey) -> bool:
+        message = self._messages.get(key)
+        return message is not None and message.error is None and message.kv_location in ("device", "loading")
+
+    def _load(self, message: Message) -> None:
+        """Start loading a message that was offloaded; do nothing for others."""
+        core, entry = self.engine.core, message._request.entry
+        with core.lock:
+            if entry is not None and entry.content_hash is not None:
+                core.cache_manager.prefetch(entry.content_hash, max_loads=MAX_LOADS)
 
     def _run_keys(self) -> list[RunKey]:
         """Return the keys of all cached runs, outside of scaffolds."""
@@ -188,8 +228,8 @@ class PromptCache:
     ) -> Message:
         """Return the answer to a prompt as a message of `session`.
 
-        Reading the message runs the engine. In a session of mode "prefix" or "naive", the prompt is the same text
-        without modules, for comparison.
+        Reading the message runs the engine. Its usage counts as cached what existed before this call. In a
+        session of mode "prefix" or "naive", the prompt is the same text without modules, for comparison.
         """
         resolved = self.resolve(prompt)
         if session.engine is not self.engine or session.client_id != self.client_id:
@@ -215,9 +255,7 @@ class PromptCache:
 
     def _answer_template(self, resolved: ResolvedPrompt) -> tuple[list[int], list[int]]:
         """Return the answer's header and footer tokens; empty unless a chat."""
-        if not resolved.is_chat:
-            return [], []
-        return self._tokenizer.encode_turn("assistant", "", opening=False, is_complete=False)
+        return self._tokenizer.encode_answer(after_system=resolved.after_system) if resolved.is_chat else ([], [])
 
     def _answer_context(self, resolved: ResolvedPrompt) -> tuple[list[CachedRange], list[NewText], list[int], int]:
         """Return the context, header and start position of the answer.
@@ -250,10 +288,14 @@ class PromptCache:
         cached, new, header, start = self._answer_context(resolved)
         keys = [_run_key(item, resolved) for item in cached]
         with self._exclusive():
+            available = self._available()
             messages = {key: self._message(key) for key in keys}  # all of them first: one batch computes missing runs
             imported = {
                 key: _release_on_exit(stack, session.import_message(message)) for key, message in messages.items()
             }
+            for key in imported.keys() - available:
+                imported[key]._request.usage = messages[key].usage
+                imported[key]._request.is_part_of_answer = True
         parents: list[Message | MessageSlice] = []
         offsets = [item.position for item in cached]
         for key, item in zip(keys, cached, strict=True):
@@ -262,6 +304,7 @@ class PromptCache:
             parents.append(imported[key] if is_whole else imported[key][item.token_start : end])
         for text in new:
             message = session.prefill(list(text.tokens), tuple(parents), tuple(offsets), text.start)
+            message._request.is_part_of_answer = True
             parents.append(_release_on_exit(stack, message))
             offsets.append(text.start)
         return parents, offsets, header, start

@@ -37,6 +37,14 @@ class ChatTokenizer:
             return self._chat.encode(Turn(role, text), opening=opening, after_system=after_system), []
         return self._chat.open_turn(Turn(role, text), opening=opening, after_system=after_system)
 
+    def encode_answer(self, *, after_system: bool) -> tuple[list[int], list[int]]:
+        """Return (header, footer) of an answer.
+
+        The header is empty if the template has none.
+        """
+        header, footer = self._chat.open_turn(Turn("assistant", ""), opening=False, after_system=after_system)
+        return header if self._chat.tokenizer.decode(header).strip() else [], footer
+
 
 def placeholder_token(tokenizer: Any) -> int:
     """Return the token that fills the positions of a parameter.
@@ -64,7 +72,7 @@ class ParameterSlot:
     name: str
     start: int
     length: int
-    default: tuple[int, ...] | None  # tokens
+    default: tuple[int, ...]  # tokens
 
 
 @dataclass
@@ -86,6 +94,7 @@ class ModuleLayout:
     path: ModulePath
     cache: bool
     start: int  # first position
+    in_turn: bool = False  # declared inside a chat turn
     end: int = 0  # position after the last one, nested modules included
     runs: list[TokenRun] = field(default_factory=list)
     parameter_slots: dict[str, ParameterSlot] = field(default_factory=dict)
@@ -154,9 +163,10 @@ class _LayoutBuilder:
         self._tokenizer = tokenizer
         self._max_positions = max_positions
         self._last_role: str | None = None  # of the chat turn before
+        self._in_turn = False
 
     def add_module(self, node: Module | Schema, path: ModulePath, position: int, cache: bool) -> int:
-        target = self._layout.modules[path] = ModuleLayout(path, cache, position)
+        target = self._layout.modules[path] = ModuleLayout(path, cache, position, self._in_turn)
         self._layout.nodes[path] = node
         target.end = self._add_children(node.children, target, position)
         return target.end
@@ -197,8 +207,8 @@ class _LayoutBuilder:
             raise SchemaError(
                 f"parameter {name!r}: length={length}; the model has {self._max_positions} positions: shorten it"
             )
-        default = None if parameter.default is None else tuple(self._tokenizer.encode_text(parameter.default))
-        if default and len(default) > length:
+        default = tuple(self._tokenizer.encode_text(parameter.default)) if parameter.default else ()
+        if len(default) > length:
             raise SchemaError(
                 f"parameter {name!r}: its default has {len(default)} tokens, its length is {length}: raise length"
             )
@@ -217,7 +227,9 @@ class _LayoutBuilder:
             after_system=self._last_role == "system",
         )
         self._last_role = target.last_role = role.name
+        self._in_turn = True
         position = self._add_children(rest, target, target.add(position, header))
+        self._in_turn = False
         return target.add(position, footer)
 
 

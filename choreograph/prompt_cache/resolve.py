@@ -5,6 +5,8 @@ New text starts at these positions (Prompt Cache §3.4):
 - Before the first import: after the text of the enclosing module or schema that precedes the import.
 - After all imports: after all content that is used.
 
+In a schema with chat turns, new text outside of a turn is a user turn.
+
 New text may overlap positions that are already taken, a case that the paper leaves open.
 """
 
@@ -48,6 +50,7 @@ class ResolvedPrompt:
     scaffolds: dict[ModulePath, tuple[ModulePath, ...]]  # modules that attend to each other, in document order
     end: int  # position after everything that is used
     is_chat: bool  # True: the answer is a chat turn
+    after_system: bool  # True: the answer follows a system turn
 
     @cached_property
     def new_texts(self) -> list[NewText]:
@@ -83,7 +86,8 @@ def resolve_prompt(prompt: Prompt, layout: Layout, tokenizer: ChatTokenizer) -> 
     used = [module for path, module in layout.modules.items() if path in selected]
     has_first_token = any(run.start == 0 for module in used for run in module.runs)
     bos = NewText(0, () if has_first_token else tuple(layout.bos_ids))
-    parts = [(0, bos), *_TextPlacer(layout, used, bos.end, tokenizer).place(prompt)]
+    placer = _TextPlacer(layout, used, bos.end, tokenizer)
+    parts = [(0, bos), *placer.place(prompt)]
     cached = []
     for module in used:
         slots = _bind_arguments(module, selected[module.path], tokenizer)
@@ -99,7 +103,9 @@ def resolve_prompt(prompt: Prompt, layout: Layout, tokenizer: ChatTokenizer) -> 
         raise PromptError("the prompt is empty: import a module or add text")
     end = max(*(item.position + item.num_tokens for item in cached), *(text.end for _, text in parts), 0)
     is_chat = layout.is_chat or has_roles(prompt.children)
-    return ResolvedPrompt(cached, parts, _complete_scaffolds(layout, selected), end, is_chat)
+    return ResolvedPrompt(
+        cached, parts, _complete_scaffolds(layout, selected), end, is_chat, placer.last_role == "system"
+    )
 
 
 # -- imports ------------------------------------------------------------------------------------------------
@@ -193,8 +199,6 @@ def _bind_arguments(
     bound = []
     for name, slot in module.parameter_slots.items():
         argument = tuple(tokenizer.encode_text(arguments[name])) if name in arguments else slot.default
-        if argument is None:
-            raise PromptError(f'{where}: parameter {name!r} needs an argument: {name}="..."')
         if len(argument) > slot.length:
             raise PromptError(
                 f"{where}: the argument {name}={arguments[name]!r} has {len(argument)} tokens, its parameter holds "
@@ -234,7 +238,7 @@ class _TextPlacer:
         self._tokenizer = tokenizer
         self._placed: list[tuple[ModulePath, int, NewText]] = []  # enclosing import, position it follows, text
         self._is_opening = not start and not any(module.runs for module in used)  # the next text opens the prompt
-        self._last_role = next((module.last_role for module in reversed(used) if module.last_role), None)
+        self.last_role = next((module.last_role for module in reversed(used) if module.last_role), None)
 
     def place(self, prompt: Prompt) -> list[tuple[int, NewText]]:
         """Return each new text with the end position of the preceding content.
@@ -249,6 +253,7 @@ class _TextPlacer:
         previous: ModulePath | None = None  # import before the text
         follows = 0  # end of the content before the text
         start: int | None = None  # where the next text starts; None: after an import
+        in_turn = False  # the next text is inside a turn of the schema
         for index, child in enumerate(level.children):
             if isinstance(child, Import):
                 previous, start = (*path, child.name), None
@@ -259,6 +264,9 @@ class _TextPlacer:
                 follows = max(self._start, self._leading_end(path) if after is None else self._module_end(after))
                 inner = [text.end for outer, _, text in self._placed if after is not None and _is_inside(outer, after)]
                 start = max(follows, *inner, 0)
+                in_turn = self._is_in_turn(path, after)
+            if isinstance(child, str) and self._layout.is_chat and not in_turn:
+                child = Role("user", (child.strip(),))
             text = NewText(start, tuple(self._encode(child)))
             self._placed.append((path, follows, text))
             self._is_opening, start = False, text.end
@@ -267,7 +275,7 @@ class _TextPlacer:
         if isinstance(child, str):
             return self._tokenizer.encode_text(child)
         text = "".join(part for part in child.children if isinstance(part, str))
-        after_system, self._last_role = self._last_role == "system", child.name
+        after_system, self.last_role = self.last_role == "system", child.name
         return self._tokenizer.encode_turn(
             child.name, text, opening=self._is_opening, is_complete=True, after_system=after_system
         )[0]
@@ -277,11 +285,23 @@ class _TextPlacer:
         ends = [run.end for module in self._used if _is_inside(module.path, path) for run in module.runs]
         return max(ends, default=self._layout.modules[path].start)
 
+    def _first_import(self, path: ModulePath) -> ModuleLayout:
+        """Return the imported module inside `path` that comes first in the schema."""
+        inner = (module for module in self._used if _is_inside(module.path, path) and module.path != path)
+        return min(inner, key=lambda module: module.start)
+
+    def _is_in_turn(self, path: ModulePath, after: ModulePath | None) -> bool:
+        """Return whether new text is inside a turn of the schema.
+
+        Args:
+            path: module whose import contains the text.
+            after: module that the text follows; None before the first import.
+        """
+        return self._first_import(path).in_turn if after is None else self._layout.modules[after].in_turn
+
     def _leading_end(self, path: ModulePath) -> int:
         """Return the position after a module's own text before its first import."""
-        level = self._layout.modules[path]
-        inner = [module.start for module in self._used if _is_inside(module.path, path) and module is not level]
-        first = min(inner)
+        level, first = self._layout.modules[path], self._first_import(path).start
         ends = [min(run.end, first) for run in level.runs if run.start < first]  # an empty import leaves no gap
         return max(ends, default=level.start)
 

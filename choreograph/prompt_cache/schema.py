@@ -27,7 +27,7 @@ class Parameter:
 
     name: str
     length: int  # maximum tokens of an argument
-    default: str | None = None  # argument of prompts that give none; None: every prompt must give one
+    default: str | None = None  # argument of prompts that give none; None: empty
 
     def __post_init__(self) -> None:
         _check_name(self.name, "parameter")

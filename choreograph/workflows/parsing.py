@@ -48,7 +48,8 @@ _OPTION = re.compile(
 _LAST_OPTION = re.compile(r"(?:^|\s)\(([A-J])\)\W*$")
 
 _UNDECIDED = re.compile(
-    r"(?:cooperat|defect)\w*(?:\s+or\s+(?:to\s+)?(?:cooperat|defect|not\b)|(?:\s+and\s+|\s*/\s*)(?:cooperat|defect))",
+    r"(?:cooperat|defect)\w*(?:\s+or\s+(?:to\s+)?(?:cooperat|defect|not\b)|(?:\s+and\s+|\s*/\s*)(?:cooperat|defect))"
+    r"|\bnor\s+(?:to\s+)?(?:cooperat|defect)",
     re.IGNORECASE,
 )
 
@@ -59,7 +60,8 @@ _CONDITION = re.compile(  # up to the clause that follows, or the end of the sen
 )
 
 _DECISION = re.compile(
-    r"(?P<no>(?:\b(?:not|never|cannot|refuse|avoid|against|instead\s+of|no\s+longer)|n['’]t)\s+(?:\w+\s+){0,2})?\b(?P<verb>co-?operat|defect)",
+    r"(?P<no>(?:\b(?:not|never|cannot|refuse|avoid|against|instead\s+of|no\s+longer|unwise|foolish|a\s+mistake|no\s+reason)"
+    r"|n['’]t)\s+(?:\w+\s+){0,2})?\b(?P<verb>co-?operat|defect)",
     re.IGNORECASE,
 )
 
@@ -67,6 +69,11 @@ _OWN_DECISION = re.compile(  # I will not defect; therefore defect
     r"(?:\bI(?:['’](?:ll|m|d))?|\b(?:so|therefore|thus|hence)\b,?(?:\s+\w+)?)\s+(?:(?:I(?:['’](?:ll|m|d))?|will|would|shall|must|should|have|am|going|"
     r"choose|chose|decide|decided|prefer|want|plan|intend|to|always|still|therefore|also|just|do|can|could|better|simply)\s+)*"
     r"(?:(?:not|never|cannot|against|no longer|won['’]t|don['’]t|can['’]t|refuse|to|wouldn['’]t)\s+)*(?:co-?operat|defect)(?:e|ing)?\b",
+    re.IGNORECASE,
+)
+
+_PREFERENCE = re.compile(
+    r"\b(?:co-?operat|defect)(?:e|ing|ion)\s+(?:is|seems|would be)\s+(?:the\s+)?(?:better|best|safer|safest|wiser)\b",
     re.IGNORECASE,
 )
 
@@ -177,7 +184,7 @@ def first_decision(text: str) -> str | None:
 
 
 def _own_decision(clauses: str) -> re.Match[str] | None:
-    own = [match[0] for match in _OWN_DECISION.finditer(clauses)]
+    own = [match[0] for pattern in (_PREFERENCE, _OWN_DECISION) for match in pattern.finditer(clauses)]
     return _DECISION.search(own[-1]) if own else None
 
 
@@ -195,7 +202,7 @@ def parse_groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]]
     """Assign each item to the first of two groups that names it.
 
     The text is the continuation of "Group 1:". The second group begins at a heading (Group 2, B:,
-    2.), or the groups are two paragraphs, lines or parts of a line.
+    2.), or the groups are two paragraphs, lines, parts of a line or columns.
 
     Returns None unless every item is named and no group is empty.
     """
@@ -209,8 +216,10 @@ def _possible_groups(text: str) -> Iterator[Sequence[str]]:
     yield re.split(r"\n\s*\n", text)
     for mark in _SECOND_ITEM.finditer(text):
         yield text[: mark.start()], text[mark.end() :]
+    rows = (line.strip().strip("|").split("|") for line in text.splitlines() if "|" in line)
+    yield ["\n".join(column) for column in zip(*rows, strict=False)]
     yield text.splitlines()
-    yield re.split(r"[;|]", text)
+    yield re.split(r"[;|]|\]\s*,\s*\[|\}\s*,\s*\{|\)\s*,\s*\(", text)
 
 
 def _divide(parts: Sequence[str], items: Sequence[str]) -> tuple[list[str], list[str]] | None:

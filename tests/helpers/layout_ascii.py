@@ -61,6 +61,10 @@ def blocks(schema: Schema, tokenizer) -> dict[tuple[str, ...], Block]:
     return result
 
 
+def has_turn(node) -> bool:
+    return isinstance(node, Role) or any(has_turn(child) for child in getattr(node, "children", ()))
+
+
 def chosen(prompt: Prompt) -> dict[tuple[str, ...], dict[str, str]]:
     result = {(): dict(prompt.arguments)}
 
@@ -113,6 +117,8 @@ def rows(
     )
     for child in prompt.children:
         text = child if isinstance(child, str) else None
+        if text is not None and has_turn(schema):
+            text = f"<|user|>{text.strip()}<end>"
         if isinstance(child, Role):
             text = f"<|{child.name}|>{''.join(child.children)}<end>"
         if text is not None:

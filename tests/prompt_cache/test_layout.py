@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from choreograph.engine.text import ChatTemplate
 from choreograph.errors import PromptError, SchemaError
-from choreograph.prompt_cache import load_prompt, load_schema, module, parameter, schema, union, user
+from choreograph.prompt_cache import load_prompt, load_schema, module, parameter, schema, system, union, user
 from choreograph.prompt_cache.layout import ChatTokenizer, compute_layout
 from choreograph.prompt_cache.resolve import resolve_prompt
 
@@ -163,13 +163,55 @@ def test_prompts_that_do_not_follow(tokens, inside, says):
 def test_arguments_are_checked(tokens):
     layout = compute_layout(schema("s", module("m", parameter("p", 3)), parameter("q", 2)), tokens, 1000)
     for text, says in (
-        ('<prompt schema="s" q="x"><m/></prompt>', "parameter 'p' needs an argument"),
-        ('<prompt schema="s"><m p="a"/></prompt>', "parameter 'q' needs an argument"),
         ('<prompt schema="s" q="x"><m p="long"/></prompt>', "has 4 tokens, its parameter holds 3"),
         ('<prompt schema="t"/>', "is for schema 't', not for 's'"),
     ):
         with pytest.raises(PromptError, match=says):
             resolve_prompt(load_prompt(text), layout, tokens)
+
+
+def test_an_argument_that_is_not_given_is_empty(tokens, characters):
+    layout = compute_layout(
+        schema("s", module("m", "ab", parameter("p", 3), "c"), parameter("q", 2), "."), tokens, 1000
+    )
+    for inside, text in (("<m/>", "abc."), ('<m p="x"/>', "abxc."), ('<m p=""/>', "abc.")):
+        resolved = resolve_prompt(load_prompt(f'<prompt schema="s">{inside}</prompt>'), layout, tokens)
+        assert characters.decode(resolved.flatten(layout)) == text
+    assert [(one.position, one.num_tokens) for one in resolved.cached] == [(8, 1), (0, 2), (5, 1)]
+
+
+CHAT = schema(
+    "chat",
+    module("front", "F"),
+    system("S", module("rule", "R")),
+    module("between", "B"),
+    user("U", module("doc", "D"), module("more", "M")),
+    module("talk", user("T", module("inner", "I"))),
+)
+
+
+@pytest.mark.parametrize(
+    ("inside", "text"),
+    [
+        ("hi", "<|system|>S<end><|user|>U<end><|user|>hi<end>"),
+        ("\n  hi\n", "<|system|>S<end><|user|>U<end><|user|>hi<end>"),
+        ("<doc/>hi", "<|system|>S<end><|user|>UD<end><|user|>hi<end>"),
+        ("hi<front/>", "<|user|>hi<end>F<|system|>S<end><|user|>U<end>"),
+        ("<front/>hi<doc/>", "F<|user|>hi<end><|system|>S<end><|user|>UD<end>"),
+        ("<rule/>hi<doc/>", "<|system|>SRhi<end><|user|>UD<end>"),  # in the gap of a turn: part of the turn
+        ("<doc/>hi<more/>", "<|system|>S<end><|user|>UDhiM<end>"),
+        ("<between/>hi<more/>", "<|system|>S<end>B<|user|>hi<end><|user|>UM<end>"),
+        ("<doc>hi</doc>", "<|system|>S<end><|user|>UDhi<end>"),
+        ("<talk><inner/>hi</talk>", "<|system|>S<end><|user|>U<end><|user|>TI<end><|user|>hi<end>"),
+        ("<talk>hi<inner/></talk>", "<|system|>S<end><|user|>U<end><|user|>ThiI<end>"),
+        ("hi<user>ho</user>", "<|system|>S<end><|user|>U<end><|user|>hi<end><|user|>ho<end>"),
+    ],
+)
+def test_new_text_outside_of_a_turn_of_a_chat_schema_is_a_user_turn(tokens, characters, inside, text):
+    layout = compute_layout(CHAT, tokens, 1000)
+    resolved = resolve_prompt(load_prompt(f'<prompt schema="chat">{inside}</prompt>'), layout, tokens)
+    assert sorted(characters.decode(resolved.flatten(layout))) == sorted(text)
+    assert characters.decode(resolved.flatten(layout)) == text
 
 
 def test_an_ambiguous_name_lists_the_places(tokens):

@@ -1,11 +1,13 @@
 """The cache on an engine: clients, limits, threads, programs, and the command line."""
 
+import copy
 import json
 import re
 import runpy
 import threading
 
 import pytest
+from helpers.chat_templates import TEMPLATES
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
@@ -21,6 +23,7 @@ from choreograph.errors import (
 from choreograph.prompt_cache import (
     Param,
     PromptCache,
+    assistant,
     dumps,
     load_prompt,
     module,
@@ -51,6 +54,28 @@ def test_an_answer_is_a_chat_turn(engine, characters):
         assert told.position == cache.resolve(ASK).end
         more = session.decode("And", parents=[told], sampling=GREEDY)  # an ordinary message: workflows go on from it
         assert more.position == len(told.tokens)
+
+
+@pytest.mark.parametrize("template", ["llama-2", "mistral-1", "mistral-1-system", "mistral-3", "phi-3-first"])
+def test_a_template_without_a_generation_prompt_is_answered_after_the_prompt(model, characters, template):
+    tokenizer = copy.deepcopy(characters)
+    tokenizer.bos_token, tokenizer.chat_template = "<bos>", TEMPLATES[template]
+    engine = Engine.from_pretrained(model, tokenizer=tokenizer)
+    s = schema("s", system("Be brief."), user("Here: ", module("a", "a fox"), "."), assistant("Read."))
+    turns = [("system", "Be brief."), ("user", "Here: a fox."), ("assistant", "Read."), ("user", "Who?")]
+    if template in ("mistral-1", "mistral-3", "phi-3-first"):  # the template moves or refuses the system text
+        turns[:2] = [("user", "Be brief.\n\nHere: a fox.")]
+    conversation = [{"role": role, "content": text} for role, text in turns]
+    expected = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    with PromptCache(engine, s) as cache, engine.session() as session, engine.session(mode="naive") as other:
+        ask = '<prompt schema="s"><a/>Who?</prompt>'
+        told = cache.generate(session, ask, forced_tokens=[40])
+        resolved = cache.resolve(ask)
+        assert tokenizer.decode(resolved.flatten(cache.layout)) == expected
+        assert told.position + told.length - resolved.end == 1 + len(cache._answer_template(resolved)[1])
+        assert expected.endswith(tokenizer.decode(told.tokens[: resolved.end - told.position]))
+        assert cache.generate(other, ask, forced_tokens=[40]).result().done
+    engine.check()
 
 
 def test_a_part_of_a_message_is_a_parent(engine):
@@ -122,6 +147,54 @@ def test_a_session_holds_its_answers_and_nothing_else(engine, keep):
         cache.check()
         if keep == "host":
             assert not engine.stats().num_referenced_entries, "the device is left to others"
+
+
+PLACES = schema(
+    "places",
+    "Go: ",
+    union(module("sea", "s" * 20), module("alps", "a" * 24, union(module("tent", "t" * 8), module("hut", "h" * 12)))),
+    module("other", "o" * 16),
+)
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_other_members_of_a_used_union_are_prefetched(engine, keep):
+    with PromptCache(engine, PLACES, location=keep) as cache, engine.session() as session:
+        ask = '<prompt schema="places"><alps><tent/></alps><user>So?</user></prompt>'
+        cache.generate(session, ask, forced_tokens=[40]).result()
+        assert cache.prefetch_unions(ask) == 20 + 12  # neither used ones nor those outside of the unions
+        engine.run_until_idle()
+        cache.check()
+        for inside, new in (("<sea/>", 0), ("<alps><hut/></alps>", 0), ("<other/>", 16)):
+            before = engine.core.num_batched_tokens
+            cache.generate(session, f'<prompt schema="places">{inside}Hm</prompt>', forced_tokens=[40]).result()
+            engine.run_until_idle()
+            assert engine.core.num_batched_tokens - before == 2 + 1 + new
+        assert cache.prefetch_unions('<prompt schema="places"><other/></prompt>') == 0
+        if keep == "device":
+            assert cache.prefetch_unions(ask) == 0
+        else:
+            assert engine.stats().num_referenced_entries == len(session.messages) == 4, "only the answers are held"
+
+
+def test_a_prefetched_member_is_loaded_from_a_lower_tier(model, characters):
+    config = EngineConfig(cache=CacheConfig(capacity=128, host_capacity=256, page_size=4, poison_freed_pages=True))
+    engine = Engine.from_pretrained(model, tokenizer=characters, config=config)
+    two = schema("s", union(module("a", "a" * 40), module("b", "b" * 40)))
+    with PromptCache(engine, two) as cache, engine.session() as session:
+        cache.warmup()
+        session.prefill("z" * 100).result().release()  # both members are offloaded
+        engine.run_until_idle()
+        ask = '<prompt schema="s"><a/>So</prompt>'
+        cache.generate(session, ask, forced_tokens=[40]).result().release()
+        member = cache._messages[next(key for key in cache._messages if key.path == ("b",))]
+        assert member.kv_location == "host"
+        assert cache.prefetch_unions(ask) == 40
+        while member.kv_location == "loading":
+            engine.core.step(wait=True)
+            engine.core.poll_transfers()
+        assert member.kv_location == "device"
+    engine.check()
 
 
 def test_what_failed_holds_nothing_on_the_device(model, characters):

@@ -159,7 +159,7 @@ def test_other_modes_read_the_same_text(engine, characters):
     prompt = load_prompt('<prompt schema="s"><m town="Rome"/><n/> Now?</prompt>')
     with PromptCache(engine, s) as cache:
         linear = cache.resolve(prompt).flatten(cache.layout)
-        assert characters.decode(linear) == "Go to Rome soon. <|user|>Please. <end> Now?"
+        assert characters.decode(linear) == "Go to Rome soon. <|user|>Please. <end><|user|>Now?<end>"
         prefix, naive = (measured(cache, prompt, mode=mode) for mode in ("prefix", "naive"))
         torch.testing.assert_close(prefix, naive, atol=1e-5, rtol=1e-5)
 
@@ -176,7 +176,7 @@ def test_what_is_cached_is_not_computed_again(engine, keep):
                 session, '<prompt schema="s"><b/><a p="hi"/><user>So</user></prompt>', forced_tokens=[40]
             )
             answer.result()
-            assert answer.usage.cached_tokens == 20 + 40 + 50 + 2 + 4
+            assert answer.usage.cached_tokens == 20 + 40 + 50
             engine.run_until_idle()
         cache.check()
         assert (
@@ -185,6 +185,23 @@ def test_what_is_cached_is_not_computed_again(engine, keep):
         if keep == "host":
             engine.clear_cache()
             assert engine.stats().num_free_pages == engine.stats().num_pages
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_usage_counts_as_cached_what_existed_before_the_call(engine, keep):
+    s = schema("s", "x" * 20, module("a", "y" * 30), module("b", "w" * 50))
+
+    def usage(inside, cache, session):
+        answer = cache.generate(session, f'<prompt schema="s">{inside}<user>So</user></prompt>', forced_tokens=[40])
+        return answer.result().usage.cached_tokens
+
+    with PromptCache(engine, s, location=keep) as cache, engine.session() as session:
+        assert usage("<a/>", cache, session) == 0  # everything is encoded by this call
+        assert usage("<a/><b/>", cache, session) == 20 + 30
+        assert usage("<a/><b/>hm", cache, session) == 20 + 30 + 50
+        assert usage("<a/><b/>hm", cache, session) == 20 + 30 + 50 + 2 + 4  # the same new text is found again
+    with PromptCache(engine, s) as other, engine.session() as session:
+        assert usage("<a/>", other, session) == 20 + 30 + 4  # by content
 
 
 @pytest.mark.parametrize(
