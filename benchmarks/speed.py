@@ -13,6 +13,7 @@ from rich.console import Console
 from scipy import stats
 
 from choreograph.evaluation import report as shown
+from choreograph.evaluation.splits import examples_for
 from choreograph.evaluation.statistics import Estimate
 from choreograph.sampling_params import SamplingParams
 from choreograph.viz import speedup_over_tokens
@@ -56,7 +57,7 @@ def main() -> None:
             Console(width=120),
             name,
             workflow,
-            shown.examples_for(workflow, given.data, limit=given.limit, seed=0, split="test"),
+            examples_for(workflow, given.data, limit=given.limit, seed=0, split="all"),
             given.out / name,
             conditions=conditions_of(workflow),
             options={"prompt": "plain"},
