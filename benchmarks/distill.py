@@ -216,7 +216,7 @@ PLANS = {
         problems,
         96,
         TrainConfig(**FEW_TRACES_OPTIONS, epochs=4),
-        {"branches": 4, "voters": 4},
+        {"branches": 4, "voters": 4, "form": "short"},
     ),
     "prisoners_dilemma": Plan(
         "prisoners_dilemma",

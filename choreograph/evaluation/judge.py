@@ -1,4 +1,4 @@
-"""Comparison of two answers by a judge model, in both orders (Table 2)."""
+"""Comparison of two answers by a judge, in both orders (Table 2)."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
