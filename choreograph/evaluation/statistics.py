@@ -92,9 +92,15 @@ def matched_pairs(gained: int, lost: int, n: int) -> Estimate:
     return Estimate((gained - lost) / n, low, high, n, min(1.0, p))
 
 
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Estimate the ratio of two sums by a bootstrap over pairs."""
+def ratio(numerators: Sequence[float], denominators: Sequence[float], units: Units = ()) -> Estimate:
+    """Estimate the ratio of two sums by a bootstrap over pairs.
+
+    With shared units, it is a bootstrap of the units, of the linearized ratio.
+    """
     columns = _columns(numerators, denominators)
+    if (incidence := _incidence(units, len(columns[0]))) is not None:
+        value = columns[0].sum() / columns[1].sum()
+        return bootstrap_units(value + (columns[0] - value * columns[1]) / columns[1].mean(), incidence)
     return bootstrap(lambda a, b, axis=-1: np.sum(a, axis=axis) / np.sum(b, axis=axis), *columns, method="percentile")
 
 

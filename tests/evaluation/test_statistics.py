@@ -70,6 +70,15 @@ def test_ratios_are_of_sums_and_repeat_themselves():
     assert same.low == same.high == 2
 
 
+def test_ratios_of_pairs_resample_their_questions():
+    draw = np.random.default_rng(3)
+    questions, below = draw.normal(size=60), draw.uniform(1, 2, size=60)
+    above = list(2 * below + questions + np.roll(questions, -1))
+    alone, shared = ratio(above, list(below)), ratio(above, list(below), ring(60))
+    assert shared.value == pytest.approx(alone.value)
+    assert shared.low < alone.low < alone.high < shared.high
+
+
 def test_equal_values_and_single_ones_have_no_width():
     assert mean([0.3, 0.3]).low == mean([0.3, 0.3]).high == 0.3
     assert ratio([2.0], [4.0]).high == 0.5
