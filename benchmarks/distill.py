@@ -25,7 +25,7 @@ from choreograph.evaluation.fidelity import measure_divergence, summarize_diverg
 from choreograph.evaluation.report import format_estimate, score_table, summarize
 from choreograph.evaluation.run_dir import RunDirectory, read_json_object, write_json
 from choreograph.evaluation.runner import evaluate_conditions, make_run_config
-from choreograph.evaluation.statistics import Estimate, difference, mean, ratio
+from choreograph.evaluation.statistics import Estimate, Units, difference, mean, ratio
 from choreograph.sampling_params import SamplingParams
 from choreograph.training import Trace, TrainConfig, collect_traces, make_examples, train
 from choreograph.training.dataset import TrainingExample, baseline_examples
@@ -216,7 +216,7 @@ PLANS = {
         problems,
         96,
         TrainConfig(**FEW_TRACES_OPTIONS, epochs=4),
-        {"branches": 4, "voters": 4},
+        {"branches": 4, "voters": 4, "form": "short"},
     ),
     "prisoners_dilemma": Plan(
         "prisoners_dilemma",
@@ -445,29 +445,35 @@ def measure_gap(engine: Engine, plan: Plan, traces: Sequence[Trace]) -> dict[str
             result.setdefault(trace.id.partition(ORDER_SEPARATOR)[0], []).append(value)
         return [fmean(values) for values in result.values()]
 
+    shared: dict[str, set[str]] = {}
+    for trace in traces:
+        shared.setdefault(trace.id.partition(ORDER_SEPARATOR)[0], set()).update(trace.units)
+    units = list(shared.values())
     base, before, after = of("before", "before"), of("before", "after"), of("after", "after")
     far, near = of("before", "divergence"), of("after", "divergence")
     return {
-        "baseline": asdict(mean(base)),
-        "before": asdict(mean(before)),
-        "after": asdict(mean(after)),
-        "gap before": asdict(difference(before, base)),
-        "gap after": asdict(difference(after, base)),
-        "closed": asdict(fraction_closed(base, before, after)),
-        "divergence before": asdict(mean(far)),
-        "divergence after": asdict(mean(near)),
-        "divergence closed": asdict(fraction_closed([0.0] * len(far), far, near)),
-        **({"adapted baseline": asdict(difference(of("adapted", "after"), base))} if "adapted" in ways else {}),
+        "baseline": asdict(mean(base, units)),
+        "before": asdict(mean(before, units)),
+        "after": asdict(mean(after, units)),
+        "gap before": asdict(difference(before, base, units)),
+        "gap after": asdict(difference(after, base, units)),
+        "closed": asdict(fraction_closed(base, before, after, units)),
+        "divergence before": asdict(mean(far, units)),
+        "divergence after": asdict(mean(near, units)),
+        "divergence closed": asdict(fraction_closed([0.0] * len(far), far, near, units)),
+        **({"adapted baseline": asdict(difference(of("adapted", "after"), base, units))} if "adapted" in ways else {}),
         "stages": {
             row.stage: row.divergence.value for row in summarize_divergence([{"before": one["before"]} for one in each])
         },
     }
 
 
-def fraction_closed(baseline: Sequence[float], before: Sequence[float], after: Sequence[float]) -> Estimate:
-    """How much of the gap is gone, pooled over traces that are drawn together."""
+def fraction_closed(
+    baseline: Sequence[float], before: Sequence[float], after: Sequence[float], units: Units = ()
+) -> Estimate:
+    """How much of the gap is gone, pooled over traces that are drawn together; those of common questions at once."""
     gained = [b - a for b, a in zip(before, after, strict=True)]
-    return ratio(gained, [b - o for b, o in zip(before, baseline, strict=True)])
+    return ratio(gained, [b - o for b, o in zip(before, baseline, strict=True)], units)
 
 
 def measure_harm(engine: Engine, data: Path, texts: int = 24, length: int = 384) -> dict[str, Any]:

@@ -32,6 +32,7 @@ WORKFLOWS = {  # by what their runs are called in result files
     "tree_of_thoughts": "tree_of_thoughts",
     "mad_par": "debate_parallel",
 }
+FORMS = {"mad_iter": "short", "tree_of_thoughts": "short", "mad_par": "guided"}  # that ran before there was another
 LEAKS = ("baseline", "leak both", "leak system", "leak plan")
 
 
@@ -48,8 +49,14 @@ class Plan:
 
 
 PLANS = {
-    **{f"{data}-{run}": Plan(w, data, 100, 224) for data in ("math", "gsm8k") for run, w in WORKFLOWS.items()},
+    **{
+        f"{data}-{run}": Plan(w, data, 100, 224, {"form": FORMS[run]} if run in FORMS else {})
+        for data in ("math", "gsm8k")
+        for run, w in WORKFLOWS.items()
+    },
+    **{f"math-{run}-paper": Plan(WORKFLOWS[run], "math", 100, 512, {"form": "paper"}) for run in FORMS},
     **{f"qa-{data}": Plan("multi_qa", data, 200, 96) for data in ("nq_oracle", "triviaqa")},
+    **{f"qa-{data}-paper": Plan("multi_qa", data, 200, 96, {"form": "paper"}) for data in ("nq_oracle", "triviaqa")},
     **{
         f"pd-{strategy}": Plan("prisoners_dilemma", "games", 100, 96, {"strategy": strategy}, LEAKS)
         for strategy in ("none", "cooperate", "defect")

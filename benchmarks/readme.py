@@ -9,6 +9,7 @@ README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -->"
 SHAPE = "H200, Llama 3.1 8B's shape with random weights"
+SHORT = {"Tree of Thoughts": " (short votes)", "iterative debate": " (short verdicts)"}  # not the paper's form
 DEBATES_AND_TREE = ("Tree of Thoughts", "iterative debate", "parallel debate")
 README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls it
     "decode": {
@@ -54,7 +55,10 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
     },
     "arena": {("64k over 2k slots", None): "time of a step in a cache of 64k slots over one of 2k (1 is ideal)"},
     "speed": {
-        (f"{workflow}: {measure}", None): f"{workflow}: {words}, prefix mode over choreographed"
+        (
+            f"{workflow}: {measure}",
+            None,
+        ): f"{workflow}{SHORT.get(workflow, '')}: {words}, prefix mode over choreographed"
         for workflow in DEBATES_AND_TREE
         for measure, words in (("TTFT, steps", "time to first token"), ("end to end", "end to end"))
     },
@@ -62,7 +66,7 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         (
             "best, timed again on 5 other problems: 64 branches, 4 voters",
             None,
-        ): "Tree of Thoughts, 64 branches and 4 voters, on fresh problems: end to end, prefix mode over choreographed"
+        ): "Tree of Thoughts (short votes), 64 branches and 4 voters, on fresh problems: end to end, prefix mode over choreographed"
     },
     "prompt_cache": {
         (
@@ -101,11 +105,17 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         ): f"{SHAPE}: decode step of 8 requests, share of the speed of copying as many bytes",
         ("triton, prefill: SDPA over it", None): f"{SHAPE}: attention of a prefill of 2048 tokens, speed against SDPA",
         **{
-            (f"{title}: {measure}", None): f"{SHAPE}: {title}, {words}, prefix mode over choreographed"
+            (
+                f"{title}: {measure}",
+                None,
+            ): f"{SHAPE}: {title}{SHORT.get(title, '')}, {words}, prefix mode over choreographed"
             for title in DEBATES_AND_TREE
             for measure, words in (("TTFT", "time to first token"), ("end to end", "end to end"))
         },
-        ("Tree of Thoughts, large: end to end", None): f"{SHAPE}: Tree of Thoughts with 256 branches and 4 voters, "
+        (
+            "Tree of Thoughts, large: end to end",
+            None,
+        ): f"{SHAPE}: Tree of Thoughts (short votes) with 256 branches and 4 voters, "
         "end to end, prefix mode over choreographed",
         (
             "Prompt Cache: no reuse over modules",
@@ -124,7 +134,7 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         (
             "tree_of_thoughts, qwen2.5-coder-0.5b-instruct-q4_k_m: gap closed",
             None,
-        ): "Qwen2.5-Coder-0.5B, Tree of Thoughts: share of the reuse gap that fine-tuning closes",
+        ): "Qwen2.5-Coder-0.5B, Tree of Thoughts (short votes): share of the reuse gap that fine-tuning closes",
     },
 }
 # label, benchmark, measure of ours, measure of the peer, ratio (measure, peer); None: no absolute number is recorded
@@ -151,14 +161,14 @@ SUMMARY_ROWS = [
         ("prefill of 1024 tokens", "Hugging Face eager"),
     ),
     (
-        "Tree of Thoughts, time to first token, against prefix caching in the same engine",
+        "Tree of Thoughts (short votes), time to first token, against prefix caching in the same engine",
         "speed",
         None,
         None,
         ("Tree of Thoughts: TTFT, steps", None),
     ),
     (
-        "Tree of Thoughts, end to end, against prefix caching in the same engine",
+        "Tree of Thoughts (short votes), end to end, against prefix caching in the same engine",
         "speed",
         None,
         None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from choreograph.evaluation.report import format_estimate, format_p_value, format_unparsed
 
-from . import results_reuse, results_summary
+from . import results_papers, results_reuse
 from .common import RESULTS
 
 DETAILS = Path(__file__).parent / "results"  # pages with all tables, beside the JSON files
@@ -31,6 +31,7 @@ TITLES = {
     "branch_solve_merge": "Branch-Solve-Merge",
     "prisoners_dilemma": "Prisoner's Dilemma",
 }
+TITLES |= {f"{name}-paper": f"{TITLES[name]}, the paper's form" for name in ("mad_iter", "tree_of_thoughts", "mad_par")}
 TITLES |= {"single_call": "Direct", "debate_iterative": "Iterative debate", "debate_parallel": "Parallel debate"}
 STRATEGIES = {"pd-none": "none", "pd-cooperate": "always cooperate", "pd-defect": "always defect"}
 
@@ -68,11 +69,13 @@ def speed() -> str:
     result = record("speed")
     rows, options = {r["measure"]: r for r in result["rows"]}, result["options"]
     lines = []
-    for title, ttft, e2e in (
+    papers = (
         ("Tree of Thoughts", "3.5 (3.26, 3.82)", "1.031 (1.026, 1.036)"),
         ("iterative debate", "2.0 (1.94, 2.07)", "1.036 (1.028, 1.045)"),
         ("parallel debate", "6.2 (5.6, 6.8)", "1.027 (1.023, 1.032)"),
-    ):
+    )
+    forms = [(f"{title}, the paper's form", *cells) for title, *cells in papers]
+    for title, ttft, e2e in (one for one in (*papers, *forms) if one[0] in options):
         cells = [
             format_estimate(rows[f"{title}: {m}"], places=p)
             for m, p in (("TTFT, steps", 2), ("TTFT, all decodes", 2), ("end to end", 3))
@@ -122,7 +125,8 @@ def scaling() -> str:
 def accuracy() -> str:
     summaries, lines = record("quality")["summaries"], []
     for data, title in (("math", "MATH"), ("gsm8k", "GSM8K")):
-        for workflow in ("direct", "mad_iter", "tree_of_thoughts", "mad_par"):
+        names = ("direct", "mad_iter", "tree_of_thoughts", "mad_par")
+        for workflow in (run for name in names for run in (name, f"{name}-paper")):
             one = summaries.get(f"{data}-{workflow}")
             for condition, result in one["conditions"].items() if one else ():
                 gap = result["differences"].get("right")
@@ -144,7 +148,9 @@ def accuracy() -> str:
 
 def multi_qa() -> str:
     summaries, lines = record("quality")["summaries"], []
-    for name, title in (("qa-nq_oracle", "questions with passages"), ("qa-triviaqa", "TriviaQA, closed book")):
+    data = (("qa-nq_oracle", "questions with passages"), ("qa-triviaqa", "TriviaQA, closed book"))
+    forms = [(f"{name}-paper", f"{title}, the paper's form") for name, title in data]
+    for name, title in (*data, *forms):
         one = summaries.get(name)
         for condition, result in one["conditions"].items() if one else ():
             scores = result["scores"]
@@ -468,9 +474,9 @@ def reuse(name: str) -> str:
     return markdown(head, lines) + ("\n\n" + _provenance_note("reuse") if name == "reuse-quality" else "")
 
 
-def summary(section: str) -> str:
-    """Return the rows of one section of the summary page."""
-    return markdown(results_summary.HEAD, results_summary.SECTIONS[section](record))
+def paper(section: str) -> str:
+    """Return the tables and figures of one paper."""
+    return markdown(results_papers.HEAD, results_papers.SECTIONS[section](record))
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -499,7 +505,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kvflow-policies": kvflow_policies,
     "quantization": quantization,
     **{name: partial(reuse, name) for name in results_reuse.TABLES},
-    **{f"summary-{name}": partial(summary, name) for name in results_summary.SECTIONS},
+    **{f"paper-{name}": partial(paper, name) for name in results_papers.SECTIONS},
 }
 
 

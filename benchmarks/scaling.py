@@ -35,7 +35,7 @@ def main() -> None:
     rows = []
     for voters in VOTERS:
         for branches in BRANCHES:
-            chosen = {"branches": branches, "voters": voters, "prompt": "plain"}
+            chosen = {"branches": branches, "voters": voters, "prompt": "plain", "form": "short"}
             result = end_to_end(e, workflow, examples, given.length, chosen, warm_up=not series)
             for measure in ("end to end", "TTFT, all decodes"):
                 one = result[measure]
@@ -46,7 +46,7 @@ def main() -> None:
             label = f"{voters} voter{'s' if voters > 1 else ''}"
             series.setdefault(label, []).append((branches, (one.value, one.low, one.high)))
     best = max((point[1][0], label, point[0]) for label, points in series.items() for point in points)
-    chosen = {"branches": best[2], "voters": int(best[1].split()[0]), "prompt": "plain"}
+    chosen = {"branches": best[2], "voters": int(best[1].split()[0]), "prompt": "plain", "form": "short"}
     fresh = load(given.data, seed=0)[given.problems : given.problems + given.fresh]  # the best of many points flatters
     again = end_to_end(e, workflow, fresh, given.length, chosen)["end to end"]
     label = (

@@ -13,6 +13,7 @@ from rich.console import Console
 from scipy import stats
 
 from choreograph.evaluation import report as shown
+from choreograph.evaluation.splits import examples_for
 from choreograph.evaluation.statistics import Estimate
 from choreograph.sampling_params import SamplingParams
 from choreograph.viz import speedup_over_tokens
@@ -28,6 +29,12 @@ TITLES = {
     "debate_iterative": "iterative debate",
     "debate_parallel": "parallel debate",
 }
+OWN_FORMS = {"tree_of_thoughts": "short", "debate_iterative": "short", "debate_parallel": "guided"}
+
+
+def order(title: str) -> tuple[int, str]:
+    """Sort titles as the workflows are listed, the paper's form behind our own."""
+    return list(TITLES.values()).index(title.partition(",")[0]), title
 
 
 def correlation(x: Sequence[float], y: Sequence[float]) -> Estimate:
@@ -44,22 +51,25 @@ def main() -> None:
     options.add_argument("--max-tokens", type=int, default=256)
     options.add_argument("--out", type=Path, default=Path("out/speed"))
     options.add_argument("--only", nargs="*", default=list(WORKFLOWS), help="the others keep their last result")
+    options.add_argument("--paper", action="store_true", help="the paper's form, in which verdicts and votes reason")
     options.add_argument("--eager", action="store_true", help="do not compile small steps")
     given = options.parse_args()
     e = engine(tokens=65536, compile=not given.eager, compile_sizes=ROWS)
     rows: list[Row] = []
     points, options_of = {}, {}
     for name in given.only:
-        (must, aim), workflow, title = WORKFLOWS[name], find(name), TITLES[name]
+        (must, aim), workflow = WORKFLOWS[name], find(name)
+        title = f"{TITLES[name]}, the paper's form" if given.paper else TITLES[name]
+        form = "paper" if given.paper else OWN_FORMS[name]
         report = shown.bench(
             e,
             Console(width=120),
             name,
             workflow,
-            shown.examples_for(workflow, given.data, limit=given.limit, seed=0, split="test"),
-            given.out / name,
+            examples_for(workflow, given.data, limit=given.limit, seed=0, split="all"),
+            given.out / (f"{name}-paper" if given.paper else name),
             conditions=conditions_of(workflow),
-            options={"prompt": "plain"},
+            options={"prompt": "plain", "form": form},
             sampling=SamplingParams(temperature=0.7, top_p=0.95, max_tokens=given.max_tokens),
             seed=0,
         )
@@ -74,7 +84,7 @@ def main() -> None:
         row_from_record(r) for r in last_result("speed").get("rows", []) if r["measure"].partition(":")[0] not in points
     ]
     points = merge_results("speed", "points", points)
-    points = {title: points[title] for title in TITLES.values() if title in points}
+    points = {title: points[title] for title in sorted(points, key=order) if title.partition(",")[0] in TITLES.values()}
     rows = had + rows
     r_of = {r.measure.partition(":")[0]: r for r in rows if "correlation" in r.measure}
     labels = {title: f"{title}\nr = {r.value:.2f} ({r.low:.2f}, {r.high:.2f})" for title, r in r_of.items()}

@@ -59,10 +59,11 @@ def flows(long: int, short: int, branches: int, large_branches: int, solution: i
     and of one that only answers. scaled: branches of the large tree, with solutions of so many tokens."""
     said = dict.fromkeys(("solve", "affirmative", "negative", "round 1", "round 2", "round 3"), long)
     plain = {"prompt": "plain"}
-    large = {**plain, "branches": large_branches, "voters": 4}
+    few_words = {**plain, "form": "short"}  # of votes and verdicts
+    large = {**few_words, "branches": large_branches, "voters": 4}
     return {
-        "tree_of_thoughts": Flow("tree_of_thoughts", said, short, {**plain, "branches": branches}),
-        "debate_iterative": Flow("debate_iterative", said, short, plain, verdict=True),
+        "tree_of_thoughts": Flow("tree_of_thoughts", said, short, {**few_words, "branches": branches}),
+        "debate_iterative": Flow("debate_iterative", said, short, few_words, verdict=True),
         "debate_parallel": Flow("debate_parallel", said, short, plain),
         "scaled": Flow("tree_of_thoughts", {"solve": solution}, short, large),
     }

@@ -11,6 +11,7 @@ from ..utils import check_on_hub
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ADAPTER_NAME = "FT"  # name under which a command serves its --adapter
+DIRECT_ADAPTER_NAME = "direct FT"  # and its --direct
 
 Dtype = Literal["auto", "bfloat16", "float32", "float16"]
 
@@ -38,9 +39,17 @@ ConditionsOption = Annotated[
 ]
 ConcurrencyOption = Annotated[int, typer.Option(min=1, help="Examples that run at once, packed into the same steps.")]
 
-DataOption = Annotated[str, typer.Option(help="A .jsonl file, a Hub dataset (name or name:configuration), or games:N.")]
+DataOption = Annotated[
+    str, typer.Option(help="A .jsonl file, a Hub dataset (name or name:configuration), games or games:N.")
+]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Only so many examples.")]
-SplitOption = Annotated[str, typer.Option(help="The split of a Hub dataset.")]
+SplitOption = Annotated[
+    str,
+    typer.Option(
+        help="train, validation, test: a part that shares no question or game with the others; all; or a Hub dataset's."
+    ),
+]
+SplitSeedOption = Annotated[int, typer.Option(help="Seed of the splits of a file.")]
 ShuffleSeedOption = Annotated[
     int | None, typer.Option(help="Seed to shuffle the examples with; unshuffled without one.")
 ]

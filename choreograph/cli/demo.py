@@ -48,7 +48,10 @@ def run_demo(
     ensure_writable(svg_path)
     if svg_path is not None:
         require("matplotlib", "viz")
-    workflow, options = find("tree_of_thoughts"), {"branches": branches, "voters": voters, "prompt": "text"}
+    workflow, options = (
+        find("tree_of_thoughts"),
+        {"branches": branches, "voters": voters, "prompt": "text", "form": "short"},
+    )
 
     def run_once(mode: Mode, **kwargs: Any) -> WorkflowResult:
         engine.clear_cache()

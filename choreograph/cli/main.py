@@ -225,6 +225,7 @@ def evaluate(
     limit: common.LimitOption = None,
     shuffle_seed: common.ShuffleSeedOption = None,
     split: common.SplitOption = "test",
+    split_seed: common.SplitSeedOption = 0,
     model: common.ModelOption = common.DEFAULT_MODEL,
     dtype: common.DtypeOption = "auto",
     device: common.DeviceOption = "cpu",
@@ -239,22 +240,33 @@ def evaluate(
         str | None, typer.Option(help="Run every condition but the first with this LoRA adapter too.")
     ] = None,
     adapter_stage: common.AdapterStagesOption = None,
+    direct: Annotated[
+        str | None, typer.Option(help="Score a single call too, plain and with this adapter of `train --direct`.")
+    ] = None,
     judge: Annotated[str | None, typer.Option(help="A model that compares answers in both orders.")] = None,
     as_json: common.JsonOption = False,
 ) -> None:
     """Score a workflow under its conditions: accuracy, differences, fidelity, win rates."""
     from ..evaluation import report
+    from ..evaluation.splits import examples_for
     from ..sampling_params import SamplingParams
+    from ..training.train import check_adapter_usage, check_unseen
     from ..workflows import find
 
     adapter_name(adapter, adapter_stage)
     function = find(workflow)
-    examples = report.examples_for(function, data, limit=limit, seed=shuffle_seed, split=split)
+    examples = examples_for(function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed)
+    for path in filter(None, (adapter, direct)):
+        check_unseen(path, examples)
     conditions = report.select_conditions(function, condition or [])
     if adapter:
         conditions = report.add_adapter_conditions(conditions, common.ADAPTER_NAME, adapter_stage or ())
+    engine = open_engine(model, dtype, adapter=adapter, device=device, adapter_stages=adapter_stage)
+    if direct:
+        check_adapter_usage(direct, [], engine.core.hf_model, workflow="single_call")
+        engine.add_adapter(common.DIRECT_ADAPTER_NAME, direct)
     summary = report.evaluate(
-        open_engine(model, dtype, adapter=adapter, device=device, adapter_stages=adapter_stage),
+        engine,
         make_console(quiet=as_json),
         workflow,
         function,
@@ -267,6 +279,7 @@ def evaluate(
         concurrency=concurrency,
         fidelity=fidelity,
         judge=None if judge is None else open_engine(judge, dtype, device=device),
+        direct=common.DIRECT_ADAPTER_NAME if direct else None,
     )
     if as_json:
         print(json.dumps(summary))
@@ -280,7 +293,8 @@ def bench(
     out: common.OutOption = None,
     limit: common.LimitOption = 30,
     shuffle_seed: common.ShuffleSeedOption = None,
-    split: common.SplitOption = "test",
+    split: common.SplitOption = "all",
+    split_seed: common.SplitSeedOption = 0,
     model: common.ModelOption = common.DEFAULT_MODEL,
     dtype: common.DtypeOption = "auto",
     device: common.DeviceOption = "cpu",
@@ -294,11 +308,12 @@ def bench(
 ) -> None:
     """Time a workflow in all its conditions, forced to the same tokens."""
     from ..evaluation import report
+    from ..evaluation.splits import examples_for
     from ..sampling_params import SamplingParams
     from ..workflows import find
 
     function = find(workflow)
-    examples = report.examples_for(function, data, limit=limit, seed=shuffle_seed, split=split)
+    examples = examples_for(function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed)
     summary = report.bench(
         open_engine(model, dtype, compile, device=device),
         make_console(quiet=as_json),

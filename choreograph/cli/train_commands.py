@@ -20,6 +20,7 @@ def trace(
     limit: common.LimitOption = None,
     shuffle_seed: common.ShuffleSeedOption = None,
     split: common.SplitOption = "train",
+    split_seed: common.SplitSeedOption = 0,
     model: common.ModelOption = common.DEFAULT_MODEL,
     dtype: common.DtypeOption = "auto",
     device: common.DeviceOption = "cpu",
@@ -31,16 +32,19 @@ def trace(
     concurrency: common.ConcurrencyOption = 32,
 ) -> None:
     """Record the calls of a workflow on its baseline, to train on."""
-    from ..evaluation.report import examples_for
+    from ..evaluation.splits import training_examples
     from ..sampling_params import SamplingParams
     from ..training.dataset import collect_traces
     from ..workflows import find
 
     function, console = find(workflow), make_console()
-    examples = examples_for(function, data, limit=limit, seed=shuffle_seed, split=split)
+    examples, validation = training_examples(
+        function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed
+    )
+    num_examples = len(examples) + len(validation)
     out = out or Path("out") / "traces" / Path(workflow).stem
     errors: list[str] = []
-    with progress(console, workflow, len(examples)) as tick:
+    with progress(console, workflow, num_examples) as tick:
 
         def on_done(condition: str, record: dict[str, Any]) -> None:
             tick()
@@ -52,6 +56,7 @@ def trace(
             function,
             examples,
             out,
+            validation=validation,
             sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
             top=top,
             seed=seed,
@@ -61,8 +66,11 @@ def trace(
         )
     num_tokens = sum(len(call.generated or ()) for trace in traces for call in trace.calls)
     reason = f" (the first: {errors[0]})" if errors else ""
-    failed = f"{len(examples) - len(traces)} runs failed{reason}"
-    print_text(console, f"{len(traces)} traces, {num_tokens} generated tokens, {failed}: {out}")
+    failed = f"{num_examples - len(traces)} runs failed{reason}"
+    print_text(
+        console,
+        f"{len(traces)} traces ({len(validation)} for validation), {num_tokens} generated tokens, {failed}: {out}",
+    )
     if not traces:
         raise typer.Exit(1)
 
@@ -87,7 +95,12 @@ def train(
     workflow: Annotated[
         str | None, typer.Option(help="The file of a workflow of your own, as its code is run.", show_default=False)
     ] = None,
-    validation: Annotated[float, typer.Option(help="Share of the traces that is kept for validation.")] = 0.1,
+    validation: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the traces to validate on, with no question of the others; by default the traces'."
+        ),
+    ] = None,
     model: common.ModelOption = common.DEFAULT_MODEL,
     dtype: common.DtypeOption = "float32",
     device: common.DeviceOption = "cpu",

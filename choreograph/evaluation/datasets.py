@@ -222,16 +222,14 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
         seed: Shuffle with this seed; None keeps the order.
         split: The split of a Hub dataset.
     """
-    path = Path(source)
     if source.startswith("games:"):
         count = source.removeprefix("games:")
         if not (count.isascii() and count.isdigit()):
             raise DataError(f"{source}: use games:N with a number")
         examples = make_games(int(count))
     else:
-        is_file = path.suffix in (".jsonl", ".json") or path.exists()
         examples = []
-        for number, record in enumerate(records(path) if is_file else _load_hub_dataset(source, split)):
+        for number, record in enumerate(records(Path(source)) if is_file(source) else _load_hub_dataset(source, split)):
             with error_context(source):
                 examples.append(parse_example(record, number))
     if repeated := [id for id, count in Counter(e.id for e in examples).items() if count > 1]:
@@ -241,6 +239,11 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
     if seed is not None:
         random.Random(seed).shuffle(examples)
     return examples[:limit]
+
+
+def is_file(source: str) -> bool:
+    """Return whether a source names a file, not a Hub dataset."""
+    return Path(source).suffix in (".jsonl", ".json") or Path(source).exists()
 
 
 def records(path: Path) -> Iterator[DatasetRecord]:
@@ -289,6 +292,10 @@ def make_pairs(examples: Sequence[Example], seed: int = 0, *, num_shifts: int = 
     ]
 
 
-def make_games(count: int) -> list[Example]:
-    """Return two-player games; Alice and Bob alternate as first speaker."""
-    return [Example(f"game-{i}", "game", ("Alice", "Bob")[i % 2]) for i in range(count)]
+def make_games(count: int, split: str = "") -> list[Example]:
+    """Return two-player games; Alice and Bob alternate as first speaker.
+
+    A game's seed depends on its id, so that games of different splits differ.
+    """
+    prefix = f"{split}-" if split else ""
+    return [Example(f"{prefix}game-{i}", "game", ("Alice", "Bob")[i % 2]) for i in range(count)]

@@ -24,7 +24,7 @@ from ..workflows.run import Condition, Transcript, run_workflow
 from .datasets import Example
 from .run_dir import RunRecord
 from .runner import example_seed
-from .statistics import Estimate, difference, mean, ratio
+from .statistics import Estimate, Units, difference, mean, ratio
 
 POSITIONS = ((0, 4), (4, 16), (16, 64), (64, 10**9))  # half-open ranges of tokens in a message
 
@@ -125,13 +125,20 @@ def _token_divergence(
     return TokenDivergence(stage, tuple(old_losses), tuple(new_losses), tuple(kl.tolist()))
 
 
-def summarize_divergence(divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]]) -> list[DivergenceSummary]:
-    """Return equally weighted means over examples, by condition and stage."""
+def summarize_divergence(
+    divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]], units: Units = ()
+) -> list[DivergenceSummary]:
+    """Return equally weighted means over examples, by condition and stage.
+
+    Args:
+        units: of each example, as in `statistics.mean`.
+    """
     rows = []
     for condition in divergences[0] if divergences else ():
         stages = list(dict.fromkeys(d.stage for example in divergences for d in example[condition]))
         for stage in ("all", *stages) if stages else ():
             messages = [[d for d in example[condition] if stage in ("all", d.stage)] for example in divergences]
+            shared = [row for row, example in zip(units, messages, strict=bool(units)) if example]
             messages = [example for example in messages if example]
             before, after, kl = (
                 [fmean(value for d in example for value in getattr(d, name)) for example in messages]
@@ -146,10 +153,10 @@ def summarize_divergence(divergences: Sequence[Mapping[str, Sequence[TokenDiverg
                 condition=condition,
                 stage=stage,
                 tokens=sum(len(d.before) for example in messages for d in example),
-                before=mean(before),
-                after=mean(after),
-                gap=difference(after, before),
-                divergence=mean(kl),
+                before=mean(before, shared),
+                after=mean(after, shared),
+                gap=difference(after, before, shared),
+                divergence=mean(kl, shared),
                 by_position=by_position,
             )
             rows.append(row)

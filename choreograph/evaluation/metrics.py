@@ -151,6 +151,8 @@ def score_game(e: Example, r: RunRecordView) -> Scores:
     }
 
 
+ORDERED_METRICS = {"pair": ("first", "second"), "concepts": ("story 1", "story 2")}  # by kind: of two parts of a task
+
 SCORERS: Mapping[str, tuple[str, Callable[[Example, RunRecordView], Scores]]] = {  # kind: primary metric, scorer
     "math": ("right", score_math),
     "qa": ("right", score_qa),

@@ -1,23 +1,21 @@
 """Evaluate and benchmark a workflow: tables for the console, reports as JSON."""
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..console import print_table, print_text, progress
-from ..engine.concurrency import run_concurrently
 from ..engine.engine import Engine
-from ..errors import ChoreographError, ConfigError, DataError, RequestFailedError
+from ..errors import ConfigError, DataError, RequestFailedError
 from ..sampling_params import SamplingParams
 from ..utils import require
 from ..viz import speedup_over_tokens
-from ..workflows import WorkflowFunction, conditions_of, takes_pairs
+from ..workflows import WorkflowFunction, conditions_of, find, options_of
 from ..workflows.run import Condition
-from .datasets import Example, load, make_pairs
+from .datasets import Example
 from .fidelity import (
     TokenDivergence,
     measure_divergence,
@@ -26,10 +24,12 @@ from .fidelity import (
     time_conditions,
     transcripts,
 )
-from .metrics import SCORERS, SCORING_VERSION, score
+from .judge import judge_pairs, judge_prompt
+from .metrics import ORDERED_METRICS, SCORERS, SCORING_VERSION, score
 from .run_dir import RunDirectory, RunRecord, exclusive_dir, read_json_object, write_json
 from .runner import evaluate_conditions, make_run_config
-from .statistics import Estimate, difference, mean
+from .splits import shared_units
+from .statistics import Estimate, Units, difference, matched_pairs, mean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,11 +44,12 @@ def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRec
     scored = {name: [score(e, r) for e, r in zip(examples, rows, strict=True)] for name, rows in records.items()}
     metrics = list(dict.fromkeys(metric for scores in scored.values() for row in scores for metric in row))
     columns = {name: {m: [row.get(m, 0.0) for row in scores] for m in metrics} for name, scores in scored.items()}
+    units = [shared_units(e) for e in examples]
     baseline = next(iter(records))
     conditions = {}
     for name, values in columns.items():
         differences = (
-            {} if name == baseline else {m: asdict(difference(values[m], columns[baseline][m])) for m in metrics}
+            {} if name == baseline else {m: asdict(difference(values[m], columns[baseline][m], units)) for m in metrics}
         )
         completed = [r for r in records[name] if not r.get("error")]
         failures: Counter[str] = Counter()
@@ -60,8 +61,9 @@ def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRec
             cut.update({stage: sum(len(m) >= max_tokens for m in messages) for stage, messages in r["tokens"].items()})
         errors = [r["error"] for r in records[name] if r.get("error")]
         conditions[name] = {
-            "scores": {m: asdict(mean(values[m])) for m in metrics},
+            "scores": {m: asdict(mean(values[m], units)) for m in metrics},
             "differences": differences,
+            "order": order_effect(examples[0].kind, values, units),
             "unparseable": dict(failures),
             "cut": {stage: n for stage, n in cut.items() if n},
             "calls": dict(calls),
@@ -80,6 +82,38 @@ def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRec
         "baseline": baseline,
         "conditions": conditions,
     }
+
+
+def order_effect(kind: str, values: Mapping[str, Sequence[float]], units: Units) -> dict[str, Any] | None:
+    """Return which of two stories, or questions, a condition favours.
+
+    `share` is that of examples in which the first one scores higher minus that in which the second
+    one does, with McNemar's exact p; `difference` is that of the mean scores. None for other kinds of examples.
+    """
+    metrics = ORDERED_METRICS.get(kind)
+    if metrics is None or not all(metric in values for metric in metrics):
+        return None
+    first, second = (values[metric] for metric in metrics)
+    more, less = (sum(a > b for a, b in zip(*pair, strict=True)) for pair in ((first, second), (second, first)))
+    return {
+        "first": more,
+        "second": less,
+        "equal": len(first) - more - less,
+        "share": asdict(matched_pairs(more, less, len(first))),
+        "difference": asdict(difference(first, second, units)),
+    }
+
+
+def order_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of which story or question is favoured."""
+    rows = []
+    for name, condition in summary["conditions"].items():
+        if order := condition["order"]:
+            counts = [str(order[key]) for key in ("first", "second", "equal")]
+            share, gap = order["share"], order["difference"]
+            cells = [format_p_value(share), format_estimate(gap, 100, sign=True)]
+            rows.append([name, *counts, *cells])
+    return ["condition", "first favoured", "second", "equal", "p (McNemar)", "first - second, points"], rows
 
 
 def describe_scoring(report: Summary, earlier: Summary | None) -> list[str]:
@@ -138,21 +172,6 @@ def format_estimate(
     return value if values.get("n") == 1 and values["low"] == values["high"] else f"{value} ({low}, {high})"
 
 
-def examples_for(
-    workflow: WorkflowFunction, source: str, *, limit: int | None, seed: int | None, split: str
-) -> list[Example]:
-    """Load examples of one kind; pair them if the workflow takes pairs."""
-    examples = load(source, limit=limit, seed=seed, split=split)
-    if takes_pairs(workflow) and any(e.kind != "pair" for e in examples):
-        examples = make_pairs(examples, seed or 0)
-    kinds = sorted({e.kind for e in examples})
-    if not kinds:
-        raise DataError(f"{source}: no examples")
-    if len(kinds) > 1:
-        raise DataError(f"{source}: records of several kinds {kinds}: split the file")
-    return examples
-
-
 def select_conditions(workflow: WorkflowFunction, names: Sequence[str]) -> dict[str, Condition]:
     """Return the baseline and the named conditions; all without names."""
     conditions = conditions_of(workflow)
@@ -188,10 +207,13 @@ def evaluate(
     concurrency: int,
     fidelity: int = 0,
     judge: Engine | None = None,
+    direct: str | None = None,
 ) -> Summary:
     """Run or continue an evaluation; print tables and write `report.json`.
 
     Args:
+        direct: Adapter of the engine that gives final answers in a single call. Adds the conditions "direct"
+            and "direct + FT" on the same examples.
         fidelity: Number of baseline runs to measure divergence on.
         judge: Compares the answers of each condition with the baseline's.
     """
@@ -203,6 +225,9 @@ def evaluate(
         engine, console, name, workflow, examples, conditions, RunDirectory(out, settings),
         sampling=sampling, seed=seed, options=options, concurrency=concurrency,
     )  # fmt: skip
+    if direct is not None:
+        extra, more = _run_direct(engine, console, direct, examples, out, sampling, seed, options, concurrency)
+        records, num_new = records | extra, num_new + more
     report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens)}
     earlier = read_json_object(out / "report.json") if (out / "report.json").exists() else None
     if earlier and not num_new and earlier.get("settings") == json.loads(json.dumps(settings)):
@@ -212,6 +237,8 @@ def evaluate(
     for line in describe_scoring(report, earlier):
         print_text(console, line)
     print_table(console, f"{name}, {len(examples)} examples, 95% intervals", *score_table(report))
+    if (order := order_table(report))[1]:
+        print_table(console, f"{name}: which of two comes off better", *order)
     for label, condition in report["conditions"].items():
         for key, what in (("unparseable", "could not be parsed"), ("cut", "cut at the limit of tokens")):
             if counts := condition[key]:
@@ -229,13 +256,38 @@ def evaluate(
             ):
                 divergences.append(divergence)
                 tick()
-        report["fidelity"] = print_divergence(console, name, divergences)
+        units = [shared_units(e) for e in examples if e.id in {task.id for task in subset}]
+        report["fidelity"] = print_divergence(console, name, divergences, units)
         write_json(out / "report.json", report)
     if judge is not None:
         report["judge"] = judge.model_info.name
         report["win rates"] = win_rates(judge, console, examples, records)
         write_json(out / "report.json", report)
     return report
+
+
+def _run_direct(
+    engine: Engine,
+    console: "Console",
+    adapter: str,
+    examples: Sequence[Example],
+    out: Path,
+    sampling: SamplingParams,
+    seed: int,
+    options: Mapping[str, Any],
+    concurrency: int,
+) -> tuple[dict[str, list[RunRecord]], int]:
+    """Run `single_call`, plain and with an adapter (Table 4's distilled baseline)."""
+    workflow = find("single_call")
+    conditions = {"direct": Condition("prefix"), "direct + FT": Condition("prefix", model=adapter)}
+    known = {key: value for key, value in options.items() if key in options_of(workflow)}
+    settings = make_run_config(
+        engine, "single_call", workflow, examples, conditions, sampling=sampling, seed=seed, options=known
+    )
+    return _run(
+        engine, console, "direct", workflow, examples, conditions, RunDirectory(out / "direct", settings),
+        sampling=sampling, seed=seed, options=known, concurrency=concurrency,
+    )  # fmt: skip
 
 
 def _require_libraries() -> None:
@@ -273,10 +325,10 @@ def ensure_some_succeeded(report: Summary) -> None:
 
 
 def print_divergence(
-    console: "Console", name: str, divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]]
+    console: "Console", name: str, divergences: Sequence[Mapping[str, Sequence[TokenDivergence]]], units: Units
 ) -> list[dict[str, Any]]:
     """Print the divergence by condition and stage; return the rows as JSON."""
-    summaries = summarize_divergence(divergences)
+    summaries = summarize_divergence(divergences, units)
     rows = []
     for s in summaries:
         before, after, kl = (format_estimate(e, places=3) for e in (s.before, s.after, s.divergence))
@@ -307,21 +359,16 @@ def win_rates(
         unread = sum(v.unparsed for v in verdicts.values())
         if errors := [v.error for _, v in sorted(verdicts.items()) if v.error]:
             print_text(console, f"{name}: {len(errors)} pairs could not be asked, the first: {errors[0]}")
-        result[name] = {"lost": asdict(lost), "won": asdict(won), "unread": unread}
-        rows.append([name, format_estimate(lost, 100), format_estimate(won, 100), str(unread), str(len(pairs))])
-    header = ["condition", "baseline wins %", "condition wins %", "unread votes", "n"]
+        scores = [v.score for v in verdicts.values()]
+        net = matched_pairs(scores.count(1), scores.count(-1), len(pairs))
+        same = sum(v.same_letter for v in verdicts.values())
+        result[name] = {"lost": asdict(lost), "won": asdict(won), "net": asdict(net), "same letter": same}
+        result[name]["unread"] = unread
+        counts = [str(same), str(unread), str(len(pairs))]
+        rows.append([name, format_estimate(lost, 100), format_estimate(won, 100), format_p_value(asdict(net)), *counts])
+    header = ["condition", "baseline wins %", "condition wins %", "p", "same letter twice", "unread votes", "n"]
     print_table(console, "Win rates, asked in both orders", header, rows)
     return result
-
-
-def judge_prompt(e: Example) -> str:
-    """Return the task text that the judge model reads.
-
-    Excludes the workflow's prompts.
-    """
-    task = e.task if isinstance(e.task, str) else "; ".join(map(str, e.task))
-    prompts = {"concepts": f"Write a story that uses these concepts: {task}.", "pair": f"Answer both: {task}"}
-    return prompts.get(e.kind, task)
 
 
 def bench(
@@ -381,62 +428,3 @@ def bench(
     speedup_over_tokens({name: report["points"]}, out / "speed.svg")
     write_json(out / "speed.json", report)
     return report
-
-
-JUDGE_PROMPT = (
-    "Two answers to one request follow. Which one is better: more complete, more coherent, better written?\n\n"
-    "Request: {request}\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\nReply with A or B."
-)
-ANSWER_HEADER = "The better answer is"
-
-
-class Verdict(NamedTuple):
-    """The judge's verdict on one pair of answers."""
-
-    score: int  # 1 if the second answer wins in both orders, -1 if the first does, 0 for a tie
-    unparsed: int  # orders whose reply names no letter, 0 to 2
-    error: str = ""  # why the judge could not be asked
-
-
-def judge_pairs(
-    engine: Engine,
-    requests: Sequence[str],
-    first: Sequence[Mapping[str, Any]],
-    second: Sequence[Mapping[str, Any]],
-    *,
-    concurrency: int = 32,
-) -> Iterator[tuple[int, Verdict]]:
-    """Yield (pair number, verdict) as the pairs of records are judged.
-
-    Raises the first error if no pair could be judged, for example because the answers are too long together.
-    """
-
-    def ask(request: str, a: str, b: str) -> str | None:
-        """Return the letter that the judge names first, with greedy sampling."""
-        with engine.session(mode="prefix") as session:
-            question = session.prefill(session.user(JUDGE_PROMPT.format(request=request, a=a, b=b)))
-            sampling = SamplingParams(temperature=0, max_tokens=8)
-            text = session.decode(session.assistant(ANSWER_HEADER), [question], sampling=sampling).text
-        letter = re.search(r"\b([AB])\b", text)
-        return letter and letter[1]
-
-    def program(request: str, a: str, b: str):
-        def run() -> Verdict:
-            votes = [ask(request, a, b), ask(request, b, a)]
-            return Verdict(1 if votes == ["B", "A"] else -1 if votes == ["A", "B"] else 0, votes.count(None))
-
-        return run
-
-    programs = (program(q, a["answer"], b["answer"]) for q, a, b in zip(requests, first, second, strict=True))
-    first_error, num_judged = None, 0
-    for outcome in run_concurrently(engine, programs, max_programs=concurrency):
-        if outcome.error is None:
-            num_judged += 1
-            yield outcome.index, outcome.value
-        elif isinstance(outcome.error, ChoreographError):
-            first_error = first_error or outcome.error
-            yield outcome.index, Verdict(0, 2, f"{type(outcome.error).__name__}: {outcome.error}")
-        else:
-            raise outcome.error
-    if first_error is not None and not num_judged:
-        raise first_error

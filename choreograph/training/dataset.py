@@ -15,6 +15,7 @@ from ..errors import ConfigError, DataError
 from ..evaluation.datasets import Example
 from ..evaluation.run_dir import RunDirectory, RunRecord, read_json_object, read_lines
 from ..evaluation.runner import evaluate_conditions, example_seed, make_run_config
+from ..evaluation.splits import check_disjoint, shared_units, units_of
 from ..models.hf_model import HFModel
 from ..outputs import Mode
 from ..sampling_params import SamplingParams
@@ -41,13 +42,15 @@ TRACE_FILE = "traces"
 class Trace:
     """One run of a workflow on its baseline; one line of `traces.jsonl`."""
 
-    version: Literal[2]  # of the file format
+    version: Literal[3]  # of the file format
     id: str
     task: Any
     seed: int
     calls: tuple[TracedCall, ...]
     answer: int  # index of the call that generated the final answer
     outputs: dict[str, Any]  # what the workflow recorded
+    split: Literal["train", "validation"]
+    units: tuple[str, ...]  # hashes of the questions, concepts or game, which no other split may contain
 
     @model_validator(mode="after")
     def _check_calls(self) -> "Trace":
@@ -85,6 +88,7 @@ def collect_traces(
     examples: Sequence[Example],
     out: Path,
     *,
+    validation: Sequence[Example] = (),
     sampling: SamplingParams | None = None,
     top: int = 0,
     seed: int = 0,
@@ -95,15 +99,19 @@ def collect_traces(
     """Run a workflow's baseline over examples and store the traces; resumable.
 
     Args:
+        validation: further examples, whose traces `train_from_traces` validates on.
         sampling: defaults to temperature 1.
         top: likeliest tokens to keep at every generated token, for the divergence loss.
     """
+    check_disjoint({"training": units_of(examples), "validation": units_of(validation)})
+    validation_ids = {e.id for e in validation}
+    examples = [*examples, *validation]
     sampling = replace(sampling or SamplingParams(), logprobs=top)
     baseline = {TRACE_FILE: next(iter(conditions_of(workflow).values()))}
     options = options or {}
     settings = make_run_config(
         engine, name, workflow, examples, baseline, sampling=sampling, seed=seed, options=options
-    )
+    ) | {"validation": len(validation)}
 
     def record(example: Example, run: WorkflowRun, answer: Message) -> RunRecord:
         calls = trace_calls(run.calls)
@@ -112,13 +120,15 @@ def collect_traces(
         if answer.id not in ids:
             raise DataError(f"{example.id}: the answer of a workflow must be one of its {len(ids)} decodes")
         trace = Trace(
-            version=2,
+            version=3,
             id=example.id,
             task=example.task,
             seed=example_seed(seed, example.id),
             calls=tuple(calls),
             answer=decodes[ids.index(answer.id)],
             outputs=dict(run.outputs),
+            split="validation" if example.id in validation_ids else "train",
+            units=tuple(sorted(shared_units(example))),
         )
         return TRACE_ADAPTER.dump_python(trace, mode="json")
 

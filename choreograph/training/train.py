@@ -10,11 +10,11 @@ import random
 import resource
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,10 @@ from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
 from ..errors import ConfigError, DataError
+from ..evaluation.datasets import Example
 from ..evaluation.run_dir import exclusive_dir
 from ..evaluation.runner import source_hash
+from ..evaluation.splits import check_disjoint, split_off, units_of
 from ..models.hf_model import HFModel
 from ..sampling_params import SamplingParams
 from ..utils import atomic_write_text, require
@@ -44,8 +46,6 @@ from .train_config import AdapterUsage, TrainConfig, TrainManifest, TrainReport,
 ATTENTION_MODULE_NAMES = ("self_attn", "self_attention", "attention", "attn", "attn_module")  # of all architectures
 
 USAGE_FILE = "adapter_usage.json"  # in the folder of an adapter
-
-T = TypeVar("T", Trace, TrainingExample)
 
 
 def train(
@@ -253,7 +253,7 @@ def train_from_traces(
     adapter_stages: Sequence[str] = (),
     stages: Sequence[str] = (),
     workflow: str | None = None,
-    validation: float = 0.1,
+    validation: float | None = None,
     on_update: Callable[[int, int], None] | None = None,
 ) -> TrainReport:
     """Train an adapter on a folder of traces.
@@ -265,7 +265,7 @@ def train_from_traces(
         stages: stages whose decodes are learned, with those they attend to; empty: all. Validation covers all decodes
             of the adapter.
         workflow: file of a user's workflow, whose code is run; traces alone never run code.
-        validation: share of the traces.
+        validation: as in `split_traces`.
     """
     settings, loaded = load_traces(traces)
     name = hf_model.model_info.name
@@ -288,10 +288,12 @@ def train_from_traces(
             )
         answer_run = find(answer_workflow)
         options = {key: value for key, value in settings["options"].items() if key in options_of(answer_run)}
-        answers = answer_examples(hf_model, answer_run, loaded, options=options)
-        examples, checks = train_val_split(answers, validation, seed)
+        examples, checks = (
+            answer_examples(hf_model, answer_run, part, options=options)
+            for part in split_traces(loaded, validation, seed)
+        )
         report = train(hf_model, examples, checks, out, config, on_update=on_update)
-        _write_usage(out, hf_model, workflow=answer_workflow)
+        _write_usage(out, hf_model, workflow=answer_workflow, units=_trace_units(loaded))
         return report
     run = _find_trace_workflow(traces, settings, workflow)
     conditions = conditions_of(run)
@@ -305,7 +307,7 @@ def train_from_traces(
     check_stages(stages, loaded, chosen)
     if learned := set(stages or adapter_stages):  # some runs may lack these stages
         loaded = [trace for trace in loaded if learned & trace.transcript.keys()]
-    learn, check = train_val_split(loaded, validation, seed)
+    learn, check = split_traces(loaded, validation, seed)
     args: dict[str, Any] = {
         "sampling": SamplingParams.from_dict({k: v for k, v in settings["sampling"].items() if k != "logprobs"}),
         "options": settings["options"],
@@ -321,6 +323,7 @@ def train_from_traces(
         workflow=settings["workflow"],
         adapter_stages=sorted(set(adapter_stages)),
         stages=sorted(set(stages)),
+        units=_trace_units(loaded),
     )
     return report
 
@@ -355,12 +358,16 @@ def _write_usage(out: Path, hf_model: HFModel, **usage: Any) -> None:
     atomic_write_text(out / USAGE_FILE, record.model_dump_json(indent=1))
 
 
-def check_adapter_usage(source: str, adapter_stages: Sequence[str], base: HFModel) -> None:
-    """Raise ConfigError if an adapter was trained for other stages or weights."""
+def check_adapter_usage(
+    source: str, adapter_stages: Sequence[str], base: HFModel, *, workflow: str | None = None
+) -> None:
+    """Raise ConfigError if an adapter was trained for another use."""
     file = Path(source) / USAGE_FILE
     if not file.is_file() and not file.with_name("learned.json").is_file():  # name in earlier versions
         return
     usage = read_record(AdapterUsage, file, ConfigError)
+    if workflow is not None and usage.workflow != workflow:
+        raise ConfigError(f"{source}: trained for the workflow {usage.workflow!r}: give an adapter of {workflow!r}")
     if sorted(set(adapter_stages)) != usage.adapter_stages:
         learned = usage.adapter_stages
         hint = " ".join(f"--adapter-stage {json.dumps(stage)}" for stage in learned) or "no --adapter-stage"
@@ -373,13 +380,26 @@ def check_adapter_usage(source: str, adapter_stages: Sequence[str], base: HFMode
         )
 
 
-def train_val_split(traces: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:
-    """Split randomly into a training and a non-empty validation subset."""
-    if not 0 < fraction < 1:
-        raise ConfigError(f"validation={fraction}: use a share between 0 and 1")
-    if len(traces) < 2:
-        raise DataError(f"{len(traces)} traces: training and validation need at least one each")
-    shuffled = list(traces)
-    random.Random(seed).shuffle(shuffled)
-    num_validation = min(len(shuffled) - 1, max(1, round(fraction * len(shuffled))))
-    return shuffled[num_validation:], shuffled[:num_validation]
+def check_unseen(source: str, examples: Sequence[Example]) -> None:
+    """Raise DataError if an adapter has seen any of the examples."""
+    file = Path(source) / USAGE_FILE
+    units = read_record(AdapterUsage, file, ConfigError).units if file.is_file() else []
+    check_disjoint({f"the training of {source}": units, "the evaluation": units_of(examples)})
+
+
+def split_traces(traces: Sequence[Trace], validation: float | None, seed: int) -> tuple[list[Trace], list[Trace]]:
+    """Return disjoint traces for training and for validation.
+
+    Args:
+        validation: share of the traces; None takes the split in which they were made, or a tenth
+            if they were made without one.
+    """
+    splits = {name: [trace for trace in traces if trace.split == name] for name in ("train", "validation")}
+    if validation is not None or not splits["validation"]:
+        return split_off(traces, 0.1 if validation is None else validation, seed, lambda trace: trace.units)
+    check_disjoint({name: _trace_units(split) for name, split in splits.items()})
+    return splits["train"], splits["validation"]
+
+
+def _trace_units(traces: Iterable[Trace]) -> list[str]:
+    return sorted({unit for trace in traces for unit in trace.units})

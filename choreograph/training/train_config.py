@@ -108,6 +108,7 @@ class AdapterUsage(BaseModel):
     stages: list[str] = []  # stages that were learned; empty: all
     weights: str  # hash of the base weights
     dtype: str  # of the base weights
+    units: list[str] = []  # hashes of the questions or games of training and validation
 
 
 M = TypeVar("M", bound=BaseModel)

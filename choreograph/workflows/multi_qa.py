@@ -14,27 +14,40 @@ from .run import BASELINE, Condition, WorkflowRun
 
 SYSTEM = "Read the questions and answer all of them."
 
+PAPER_SYSTEM = "Answer all questions."  # verbatim
+
 CLOSING = "Now answer all of the questions above, each in one short sentence."
 
 TASK_KIND = "pair"
+
+FORMS = ("guided", "paper")
 
 TOPOLOGIES = ("serial", "parallel")
 
 CONDITIONS = BASELINE | {name: Condition("choreographed", {"topology": name}) for name in TOPOLOGIES}
 
 
-def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial") -> Message:
-    """Answer all questions of a task (a list, or one per line)."""
+def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial", form: str = "guided") -> Message:
+    """Answer all questions of a task (a list, or one per line).
+
+    Args:
+        form: "guided": a turn after the questions and the start of the answer say that all are to be
+            answered; "paper": only the system prompt does.
+    """
     questions = [line for line in task.splitlines() if line.strip()] if isinstance(task, str) else list(task)
     if not questions:
         raise ConfigError("task: give one question or more, as a list or one a line")
-    system = wf.prefill("system", wf.system(SYSTEM))
+    if form not in FORMS:
+        raise ConfigError(f"form={form!r}: use one of {list(FORMS)}")
+    is_paper = form == "paper"
+    system = wf.prefill("system", wf.system(PAPER_SYSTEM if is_paper else SYSTEM))
     question_messages = [wf.prefill("question", wf.user(question), [system]) for question in questions]
-    closing = wf.prefill("closing", wf.user(CLOSING), [system])
-    offsets = topology_offsets(topology, [system], question_messages, [closing])
-    return wf.decode(
-        "answer", wf.assistant("Answers to all questions:\n-"), [system, *question_messages, closing], offsets=offsets
-    )
+    closing = [] if is_paper else [wf.prefill("closing", wf.user(CLOSING), [system])]
+    parts = [[system], question_messages, closing]
+    offsets = topology_offsets(topology, *parts)
+    header = wf.assistant("" if is_paper else "Answers to all questions:\n-")
+    end = sum(max((m.length for m in part), default=0) for part in parts) if topology == "parallel" else None
+    return wf.decode("answer", header, [m for part in parts for m in part], offsets=offsets, new_offset=end)
 
 
 def topology_offsets(topology: str, *parts: Sequence[Message]) -> list[int | None]:

@@ -3,13 +3,16 @@
 import json
 import math
 import re
+from dataclasses import asdict
 
 import pytest
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli.main import app
+from choreograph.console import make_console
 from choreograph.errors import ChoreographError, ConfigError, DataError, RequestFailedError
+from choreograph.evaluation import report
 from choreograph.evaluation.datasets import Example, make_games
 from choreograph.evaluation.fidelity import (
     measure_divergence,
@@ -18,10 +21,12 @@ from choreograph.evaluation.fidelity import (
     time_conditions,
     transcripts,
 )
+from choreograph.evaluation.judge import Verdict, judge_pairs, judge_prompt
 from choreograph.evaluation.metrics import SCORING_VERSION
-from choreograph.evaluation.report import ensure_some_succeeded, judge_pairs, judge_prompt, score_table, summarize
+from choreograph.evaluation.report import ensure_some_succeeded, order_effect, score_table, summarize
 from choreograph.evaluation.run_dir import RunDirectory, exclusive_dir
 from choreograph.evaluation.runner import evaluate_conditions, example_seed, make_run_config
+from choreograph.evaluation.statistics import matched_pairs
 from choreograph.training.dry_run import TaskTranscript, dry_run
 from choreograph.workflows import Condition, WorkflowRun, conditions_of, find
 
@@ -305,6 +310,28 @@ def test_a_judge_that_always_says_the_same_letter_sees_only_ties(talker):
         dict(judge_pairs(talker, ["2 + 2?"], [endless], answers[:1]))
 
 
+def test_a_judge_that_prefers_a_place_is_counted(talker, monkeypatch):
+    """Letters that are the same in both orders are ties; wins are tested by the exact test of matched pairs."""
+    verdicts = [Verdict(1, 0), Verdict(1, 0), Verdict(-1, 0), Verdict(0, 0, same_letter=True)]
+    monkeypatch.setattr(report, "judge_pairs", lambda judge, *columns: enumerate(verdicts))
+    examples = [Example(str(i), "text", "Say.") for i in range(4)]
+    records = [{"answer": key} for key in "xyxy"]
+    result = report.win_rates(talker, make_console(quiet=True), examples, {"baseline": records, "after": records})
+    assert (result["after"]["won"]["value"], result["after"]["lost"]["value"]) == (0.5, 0.25)
+    assert result["after"]["same letter"] == 1 and result["after"]["net"] == asdict(matched_pairs(2, 1, 4))
+
+
+def test_the_favoured_story_is_told_by_matched_pairs():
+    """Of ten merges that differ, the first story is better covered in nine."""
+    first, second = [1.0] * 9 + [0.0] + [0.5] * 2, [0.5] * 9 + [0.5] + [0.5] * 2
+    result = order_effect("concepts", {"story 1": first, "story 2": second}, [])
+    assert (result["first"], result["second"], result["equal"]) == (9, 1, 2)
+    assert result["share"] == asdict(matched_pairs(9, 1, 12)) and result["share"]["p"] < 0.05
+    assert result["difference"]["value"] == pytest.approx((9 * 0.5 - 0.5) / 12)
+    assert order_effect("math", {"right": first}, []) is None
+    assert order_effect("pair", {"first": [1.0, 0.0], "second": [0.0, 0.0]}, [])["first"] == 1
+
+
 def test_judges_are_told_what_was_asked():
     assert judge_prompt(MATH[0]) == MATH[0].task
     assert judge_prompt(Example("a", "concepts", ["sea", "dog"])) == "Write a story that uses these concepts: sea; dog."
@@ -352,6 +379,8 @@ def test_eval_on_the_command_line(data, tmp_path):
         "4",
         "--option",
         "agents=2",
+        "--split",
+        "all",
     ]
     result = CliRunner().invoke(app, [*arguments, "--fidelity", "1"])
     assert result.exit_code == 0, result.output
@@ -366,7 +395,7 @@ def test_eval_on_the_command_line(data, tmp_path):
 def test_results_of_older_rules_are_scored_again(data, tmp_path, talker_folder):
     out = tmp_path / "out"
     arguments = ["eval", "single_call", "--data", str(data), "--out", str(out), "--max-tokens", "4"]
-    arguments += ["--model", talker_folder, "--condition", "choreographed"]
+    arguments += ["--model", talker_folder, "--condition", "choreographed", "--split", "all"]
     assert "version" not in CliRunner().invoke(app, arguments).output
     report = json.loads((out / "report.json").read_text())
     assert report["scoring"] == {"version": SCORING_VERSION, "records": {str(SCORING_VERSION): 4}}

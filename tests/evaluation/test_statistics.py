@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from choreograph.evaluation import statistics
 from choreograph.evaluation.statistics import difference, matched_pairs, mean, ratio
 
 
@@ -69,6 +70,15 @@ def test_ratios_are_of_sums_and_repeat_themselves():
     assert same.low == same.high == 2
 
 
+def test_ratios_of_pairs_resample_their_questions():
+    draw = np.random.default_rng(3)
+    questions, below = draw.normal(size=60), draw.uniform(1, 2, size=60)
+    above = list(2 * below + questions + np.roll(questions, -1))
+    alone, shared = ratio(above, list(below)), ratio(above, list(below), ring(60))
+    assert shared.value == pytest.approx(alone.value)
+    assert shared.low < alone.low < alone.high < shared.high
+
+
 def test_equal_values_and_single_ones_have_no_width():
     assert mean([0.3, 0.3]).low == mean([0.3, 0.3]).high == 0.3
     assert ratio([2.0], [4.0]).high == 0.5
@@ -76,3 +86,49 @@ def test_equal_values_and_single_ones_have_no_width():
         mean([])
     with pytest.raises(ValueError, match="as many"):
         difference([1, 0], [1])
+
+
+def ring(n):
+    """The questions of n pairs, each of which stands in two of them."""
+    return [(f"q{i}", f"q{(i + 1) % n}") for i in range(n)]
+
+
+@pytest.mark.parametrize(("noise", "effect"), [(1.0, 0.0), (0.3, 1.0), (0.0, 1.0)])
+def test_intervals_of_pairs_cover_the_truth_whatever_their_questions_share(noise, effect, monkeypatch):
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 600)
+    draw, hits, naive = np.random.default_rng(2), 0, 0
+    for _ in range(150):
+        questions = draw.normal(size=60) * effect
+        values = questions + np.roll(questions, -1) + draw.normal(size=60) * noise
+        result = mean(list(values), ring(60))
+        hits += result.low <= 0 <= result.high
+        alone = 1.96 * values.std() / 60**0.5
+        naive += abs(values.mean()) <= alone
+    assert hits >= 0.87 * 150
+    assert naive < hits - 10 or not effect, "as if pairs were independent, the intervals are too narrow"
+
+
+def test_shares_of_pairs_count_their_questions():
+    values = [1.0] * 30 + [0.0] * 30
+    alone, shared = mean(values), mean(values, ring(60))
+    assert shared.value == alone.value == 0.5 and shared.n == 60
+    assert shared.low < alone.low < alone.high < shared.high == pytest.approx(1 - shared.low)
+    assert mean(values, [(f"q{i}",) for i in range(60)]) == alone, "nothing is shared"
+    none, at_all = mean([0.0] * 60, ring(60)), mean([0.0] * 30)
+    assert (none.low, none.high) == (at_all.low, at_all.high), "30 of the 60 pairs have no question in common"
+    with pytest.raises(ValueError, match="units of 2 rows for 3 values"):
+        mean([0, 1, 0.5], [("a",), ("b",)])
+
+
+def test_a_difference_between_pairs_resamples_questions():
+    """Two pairs of one question are lost together: that is one observation and not two."""
+    before, after = [1.0] * 40, [1.0] * 40
+    for pair in (0, 1, 10, 11, 20, 21):
+        after[pair] = 0.0
+    alone, shared = difference(after, before), difference(after, before, ring(40))
+    assert alone.value == shared.value == -0.15
+    assert alone.p < 0.05 < shared.p and shared.low < alone.low < alone.high < 0 < shared.high
+    halves = [value / 2 for value in after]
+    assert difference(halves, before, ring(40)).low < difference(halves, before).low, "the bootstrap draws questions"
+    same = difference(before, before, ring(40))
+    assert same.low < 0 < same.high and same.p == 1 and same.n == 40

@@ -56,14 +56,17 @@ def test_a_trace_goes_to_json_and_back(talker):
         calls = trace_calls(p.calls)
     assert any(call.top for call in calls)
     answer = calls.index([call for call in calls if call.generated][-1])
-    trace = Trace(version=2, id="one", task="", seed=1, calls=tuple(calls), answer=answer, outputs={})
+    trace = Trace(
+        version=3, id="one", task="", seed=1, calls=tuple(calls), answer=answer, outputs={}, split="train", units=()
+    )
     text = json.dumps(TRACE_ADAPTER.dump_python(trace, mode="json"))
     assert TRACE_ADAPTER.validate_python(json.loads(text)) == trace
 
 
 def test_what_is_no_trace_is_refused(talker):
     call = {"stage": "x", "prompt": [1], "start": 0, "generated": [2], "footer": [], "logprobs": [], "top": []}
-    trace = {"version": 2, "id": "x", "task": "", "seed": 0, "calls": [call], "answer": 0, "outputs": {}}
+    trace = {"version": 3, "id": "x", "task": "", "seed": 0, "calls": [call], "answer": 0, "outputs": {}}
+    trace |= {"split": "train", "units": []}
     assert TRACE_ADAPTER.validate_python(trace).calls[0].tokens == [1, 2]
     ahead = [{"call": 0, "first": 0, "last": 1, "offset": 0}]
     for change, words in (

@@ -23,7 +23,7 @@ from choreograph.training import (
 from choreograph.training.dataset import baseline_examples
 from choreograph.training.losses import example_losses
 from choreograph.training.trace import trace_calls
-from choreograph.training.train import train_val_split
+from choreograph.training.train import split_traces
 from choreograph.workflows import StageCall, conditions_of, find
 
 PAIRS = [
@@ -144,19 +144,23 @@ def test_damaged_traces_are_refused(traces, tmp_path):
 
 def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path, talker_folder):
     data = tmp_path / "data.jsonl"
-    rows = [{"id": f"q{i}", "question": f"What is {i} plus {i}?", "answers": [str(2 * i)]} for i in range(4)]
+    rows = [{"id": f"q{i}", "question": f"What is {i} plus {i}?", "answers": [str(2 * i)]} for i in range(20)]
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))
     runner, traced, out = CliRunner(), tmp_path / "traces", tmp_path / "adapter"
     model = ["--model", talker_folder]
     common = ["--max-tokens", "4", "--dtype", "float32", *model]
     result = runner.invoke(app, ["trace", "multi_qa", "--data", str(data), "--out", str(traced), *common])
     assert result.exit_code == 0, result.output
-    assert "4 traces" in result.output
-    command = ["train", str(traced), "--out", str(out), "--epochs", "1", "--rank", "2", "--validation", "0.25", *model]
+    assert "10 traces (2 for validation)" in result.output
+    command = ["train", str(traced), "--out", str(out), "--epochs", "1", "--rank", "2", *model]
     result = runner.invoke(app, [*command, "--condition", "parallel", "--batch-size", "2"])
     assert result.exit_code == 0, result.output
     assert "gap closed" in result.output and "trained share" in result.output
     assert (out / "adapter_model.safetensors").is_file()
+    learned, check = (
+        {u for t in load_traces(traced)[1] if t.split == s for u in t.units} for s in ("train", "validation")
+    )
+    assert (len(learned), len(check)) == (8, 2) and not learned & check, "a question is in one split alone"
     evaluated = ["eval", "multi_qa", "--data", str(data), "--out", str(tmp_path / "eval"), "--adapter", str(out)]
     result = runner.invoke(app, [*evaluated, *common, "--condition", "parallel", "--fidelity", "2", "--json"])
     assert result.exit_code == 0, result.output
@@ -164,12 +168,28 @@ def test_from_a_workflow_to_an_adapter_on_the_command_line(tmp_path, talker_fold
     assert list(report["conditions"]) == ["baseline", "parallel", "parallel + FT"]
     drift = {r["condition"]: r["after"]["value"] for r in report["fidelity"] if r["stage"] == "all"}
     assert drift["parallel + FT"] != drift["parallel"]
+    assert report["n"] == 10, "the test split alone"
+    for seen in (["--split", "all"], ["--split", "validation"], ["--split-seed", "1"]):
+        result = runner.invoke(app, [*evaluated, *common, *seen])
+        assert isinstance(result.exception, DataError) and "questions or games: use disjoint" in str(result.exception)
     result = runner.invoke(app, [*command[:2], *model, "--out", str(tmp_path / "x")])
     assert isinstance(result.exception, ConfigError) and "['serial', 'parallel']" in str(result.exception)
     result = runner.invoke(app, [*command[:2], *model, "--condition", "sideways", "--out", str(tmp_path / "x")])
     assert isinstance(result.exception, ConfigError) and "sideways" in str(result.exception)
     result = runner.invoke(app, [*command, "--direct", "single_call"])
     assert isinstance(result.exception, ConfigError) and "another setting" in str(result.exception)
+    direct = [*command[:2], "--out", str(tmp_path / "direct"), *command[4:], "--direct", "single_call"]
+    assert runner.invoke(app, direct).exit_code == 0
+    few = ["--limit", "2", "--condition", "serial", "--out", str(tmp_path / "few"), *common]
+    compared = ["eval", "multi_qa", "--data", str(data), *few, "--direct"]
+    result = runner.invoke(app, [*compared, str(tmp_path / "direct"), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert list(report["conditions"]) == ["baseline", "serial", "direct", "direct + FT"]
+    assert report["conditions"]["direct + FT"]["differences"]["both"]["n"] == 2, "paired with the workflow's baseline"
+    assert report["conditions"]["direct"]["calls"] == {"answer": 2}
+    result = runner.invoke(app, [*compared, str(out)])
+    assert isinstance(result.exception, ConfigError) and "trained for the workflow 'multi_qa'" in str(result.exception)
 
 
 def test_traces_of_a_workflow_that_has_changed_are_refused(talker, tmp_path):
@@ -197,7 +217,7 @@ def test_a_baseline_that_reuses_is_measured_as_it_was_computed(talker, tmp_path)
     config = TrainConfig(lora_rank=2, epochs=1)
     adapter = talker.core.hf_model
     report = train_from_traces(adapter, tmp_path / "traces", tmp_path / "adapter", config, workflow=str(file))
-    heard = [value for trace in train_val_split(made, 0.1, 0)[1] for value in trace.logprobs]
+    heard = [value for trace in split_traces(made, None, 0)[1] for value in trace.logprobs]
     assert report.baseline == pytest.approx(-sum(heard) / len(heard), abs=1e-4)
     assert abs(report.loss_before - report.baseline) > 1e-3
 
@@ -260,7 +280,8 @@ def test_one_process_at_a_time_works_in_a_folder(talker, traces, tmp_path):
 
 def test_runs_that_all_fail_say_why(tmp_path, talker_folder):
     (tmp_path / "own.py").write_text("def run(p, task):\n    raise ValueError('no such thing')\n")
-    (tmp_path / "data.jsonl").write_text('{"id": "a", "question": "What?", "answers": ["x"]}\n')
+    rows = [{"id": word, "question": f"{word}?", "answers": ["x"]} for word in ("What", "Who", "Where")]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["trace", str(tmp_path / "own.py"), "--data", str(tmp_path / "data.jsonl"), "--model", talker_folder]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
     assert result.exit_code == 1 and "no such thing" in result.output

@@ -6,6 +6,8 @@ from choreograph import SamplingParams
 from choreograph.errors import ChoreographError, ConfigError, DataError, InvalidRequestError
 from choreograph.evaluation.runner import source_hash
 from choreograph.workflows import Condition, WorkflowRun, conditions_of, find, names, takes_pairs
+from choreograph.workflows.debate_iterative import read_verdict
+from choreograph.workflows.tree_of_thoughts import last_conclusion
 
 TASKS = {
     "single_call": "What is 3 + 4?",
@@ -44,6 +46,21 @@ def play(talker):
     talker.clear_cache()
 
 
+FORMS = [
+    ("tree_of_thoughts", "paper"),
+    ("tree_of_thoughts", "short"),
+    ("debate_iterative", "paper"),
+    ("debate_iterative", "short"),
+    ("debate_parallel", "guided"),
+    ("debate_parallel", "paper"),
+    ("multi_qa", "guided"),
+    ("multi_qa", "paper"),
+]
+WITH_FORMS = [(name, {}) for name in TASKS if name not in dict(FORMS)] + [
+    (name, {"form": form}) for name, form in FORMS
+]
+
+
 def steps(p, stage):
     return [message for name, message in p.calls if name == stage]
 
@@ -63,13 +80,13 @@ def test_every_workflow_is_tested():
     assert set(TASKS) == set(names())
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_all_modes_use_the_same_texts_and_naive_equals_prefix(name, play):
-    runs = {mode: play(name, mode) for mode in ("naive", "prefix")}
+@pytest.mark.parametrize(("name", "form"), WITH_FORMS)
+def test_all_modes_use_the_same_texts_and_naive_equals_prefix(name, form, play):
+    runs = {mode: play(name, mode, **form) for mode in ("naive", "prefix")}
     assert runs["naive"].transcript() == runs["prefix"].transcript()
     content = runs["prefix"].transcript()
     for options in ({}, {"topology": "parallel"}) if name in ("multi_qa", "branch_solve_merge") else ({},):
-        forced = play(name, "choreographed", content, **options)
+        forced = play(name, "choreographed", content, **form, **options)
         assert forced.transcript() == content
         assert forced.outputs == runs["prefix"].outputs, "what is found out is what was said"
         assert [s for s, _ in forced.calls] == [s for s, _ in runs["prefix"].calls]
@@ -121,12 +138,122 @@ def test_a_debate_ends_with_a_yes_and_goes_on_with_anything_else(play, talker):
     def ids(text):
         return talker.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    stopped = play("debate_iterative", forced={"verdict": [ids(" Yes, they do.")] * 3}, rounds=3)
+    short = {"rounds": 3, "form": "short"}
+    stopped = play("debate_iterative", forced={"verdict": [ids(" Yes, they do.")] * 3}, **short)
     assert (len(steps(stopped, "affirmative")), stopped.outputs["rounds"]) == (1, 1)
-    whole = play("debate_iterative", forced={"verdict": [ids(" No."), ids(" Perhaps.")]}, rounds=3)
+    whole = play("debate_iterative", forced={"verdict": [ids(" No."), ids(" Perhaps.")]}, **short)
     assert (len(steps(whole, "negative")), whole.outputs["rounds"]) == (3, 3)
     assert whole.parse_failures == {"verdict": 1}
     assert len(steps(whole, "affirmative")[-1].parents) == 1 + 4
+
+
+def test_the_moderator_speaks_in_every_round_and_nobody_attends_to_its_verdicts(play):
+    """Figure 6 of Prompt Choreography: parents are the role's prompt, then all turns of both sides."""
+    p = play("debate_iterative", rounds=3)
+    prompts = {role: steps(p, f"{role} prompt")[0] for role in ("affirmative", "negative", "moderator")}
+    turns = [m for stage, m in p.calls if stage in ("affirmative", "negative")]
+    assert len(turns) == 6 and len(steps(p, "verdict")) == 3
+    for number, turn in enumerate(turns):
+        assert turn.parents == (prompts[("affirmative", "negative")[number % 2]], *turns[:number])
+    for number, verdict in enumerate(steps(p, "verdict"), 1):
+        assert verdict.parents == (prompts["moderator"], *turns[: 2 * number])
+    (conclude,) = steps(p, "conclude prompt")
+    assert conclude.parents == (prompts["moderator"],)
+    assert p.answer.parents == (prompts["moderator"], *turns, conclude)
+    order = [stage for stage, m in p.calls if m.kind == "decode"]
+    assert order == ["affirmative", "negative", "verdict"] * 3 + ["answer"]
+    assert p.parse_failures == {"verdict": 3} and p.outputs["rounds"] == 3
+
+
+def test_a_short_debate_has_no_verdict_in_its_last_round(play):
+    p = play("debate_iterative", rounds=3, form="short")
+    moderator = steps(p, "moderator prompt")[0]
+    turns = [m for stage, m in p.calls if stage in ("affirmative", "negative")]
+    assert [v.parents for v in steps(p, "verdict")] == [(moderator, *turns[:2]), (moderator, *turns[:4])]
+    assert p.answer.parents == (moderator, *turns)
+
+
+def test_a_verdict_with_a_preference_and_an_answer_ends_the_debate_and_is_its_answer(play, talker):
+    def ids(text):
+        return talker.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    yes = ids('They agree.", "Whether there is a preference": "Yes", "debate_answer": "7"}')
+    empty = ids('Who knows.", "Whether there is a preference": "Yes", "debate_answer": ""}')
+    p = play("debate_iterative", forced={"verdict": [empty, yes]}, rounds=3)
+    assert p.answer is steps(p, "verdict")[1] and not steps(p, "answer")
+    assert p.outputs == {"rounds": 2, "answer": "7"} and not p.parse_failures
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ('Both say 7.", "Whether there is a preference": "Yes", "debate_answer": "7"}', (True, "7")),
+        (
+            'A preference: yes would be early.", "Whether there is a preference": "No", "debate_answer": ""}',
+            (False, None),
+        ),
+        ('x", "Whether there is a preference": "No", "Supported Side": "", "debate_answer": "12"', (False, "12")),
+        ('x", "Preference": Yes, "Answer": 3.5}', (True, "3.5")),
+        (r'x", "Whether there is a preference": "Yes", "debate_answer": "\\frac{1}{2}"}', (True, r"\frac{1}{2}")),
+        ('x", "Whether there is a preference": "Yes", "debate_answer": "The answer is $18$."}', (True, "18")),
+        ("I agree with the affirmative side, and the", (None, None)),
+    ],
+)
+def test_verdicts_are_read_whether_or_not_they_are_json(text, verdict):
+    assert read_verdict(text) == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Solution 1 adds wrongly. Solution 2 is right.\nThe best solution is 2.", 2),
+        ('The best solution is "3".', 3),
+        ("**The best choice is solution 1**, not 2", 1),
+        ("At first the best solution is 1. Checked again, the best solution is 3", 3),
+        ("The best solution is number 4", None),
+        ("The best solution is {s}. Solution 2", None),
+        ("Solution 2 is right", None),
+    ],
+)
+def test_a_vote_that_reasons_counts_by_its_conclusion_alone(text, number):
+    assert last_conclusion(text, 3) == number
+
+
+@pytest.mark.parametrize("form", ["paper", "short"])
+def test_voters_attend_to_all_branches_and_the_answer_to_the_best_one(form, play, talker):
+    text = " 2" if form == "short" else " Solution 1 is wrong. The best solution is 2"
+    vote = talker.tokenizer(text, add_special_tokens=False)["input_ids"]
+    p = play("tree_of_thoughts", forced={"vote": [vote, vote]}, form=form)
+    (problem,), solutions = steps(p, "problem"), steps(p, "solve")
+    assert [m.parents for m in solutions] == [(problem,)] * 3
+    assert [m.parents for m in steps(p, "vote")] == [(steps(p, "vote prompt")[0], *solutions)] * 2
+    assert p.answer.parents == (steps(p, "answer prompt")[0], solutions[1])
+    assert not p.parse_failures and p.outputs["best"] == 2
+
+
+@pytest.mark.parametrize("form", ["guided", "paper"])
+def test_the_instruction_of_a_parallel_debate_precedes_the_answers_in_the_papers_form(form, play):
+    p = play("debate_parallel", agents=3, rounds=3, form=form)
+    (question,), (update,) = steps(p, "question"), steps(p, "update prompt")
+    for number in (2, 3):
+        earlier = steps(p, f"round {number - 1}")
+        for i, message in enumerate(steps(p, f"round {number}")):
+            others = [*earlier[:i], *earlier[i + 1 :]]
+            expected = [question, update, *others] if form == "paper" else [question, *others, update]
+            assert message.parents == tuple(expected)
+
+
+def test_questions_in_the_papers_form_have_a_system_prompt_and_nothing_else(play):
+    for topology in ("serial", "parallel"):
+        p = play("multi_qa", form="paper", topology=topology)
+        (system,), questions, (answer,) = steps(p, "system"), steps(p, "question"), steps(p, "answer")
+        assert "Answer all questions." in system.text and not steps(p, "closing")
+        assert answer.parents == (system, *questions)
+        first, second = questions
+        start = system.length if topology == "parallel" else system.length + first.length
+        assert answer.offsets == (0, system.length, start)
+        longest = max(first.length, second.length) if topology == "parallel" else first.length + second.length
+        assert answer.position == system.length + longest, "right behind the last token of a question"
 
 
 def test_votes_that_cannot_be_read_are_counted_and_the_first_branch_goes_on(play, talker):
@@ -221,6 +348,7 @@ def test_plans_are_copied_and_the_talk_is_free(play):
     [
         ("tree_of_thoughts", {"branches": 0}, "branches=0"),
         ("debate_iterative", {"rounds": 0}, "rounds=0"),
+        *((name, {"form": "long"}, r"form='long': use one of \[.*'paper'") for name, form in FORMS if form == "paper"),
         ("debate_parallel", {"agents": 0}, "agents=0"),
         ("multi_qa", {"topology": "ring"}, "ring"),
         ("branch_solve_merge", {"task": "one"}, "two concepts"),
