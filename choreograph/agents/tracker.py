@@ -4,11 +4,10 @@ The KV cache gets only numbers: the steps to the next use of each fixed entry, a
 other entries vary. Hints change which entries are in memory, never a result.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from ..config import check_count
 from ..engine.message import Message, MessageSlice, unwrap_slice
@@ -17,10 +16,8 @@ from ..engine.session import PromptInput, Session
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event
 from ..kv_cache.eviction import EvictionHints
+from .fixed_prefix import FixedPrefix, content_hashes
 from .step_graph import UNREACHABLE, Progress, StepGraph, TransitionStats
-
-SPACE_EVENTS = {"loaded", "offloaded", "admitted", "finished", "failed", "cancelled", "released"}  # may free capacity
-FINISH_EVENTS = {"generated", "finished", "failed", "cancelled"}  # a decode ends with its last token
 
 
 @dataclass(eq=False)
@@ -36,6 +33,7 @@ class AgentTurn:
     unfinished: set[int] = field(default_factory=set)  # ids of messages
     is_open: bool = True  # the block is still running
     has_started: bool = False
+    observed: set[int] = field(default_factory=set)  # ids of prefix-mode decodes whose fixed part was looked for
 
     @property
     def decodes(self) -> list[Request]:
@@ -43,37 +41,7 @@ class AgentTurn:
 
     def context_hashes(self) -> dict[bytes, None]:
         """Return the content hashes of all parents of the decodes."""
-        return _content_hashes(parent for request in self.decodes for parent in request.parents)
-
-
-@dataclass
-class FixedPrefix:
-    """Content of an agent's prompt that is the same in every turn."""
-
-    marked: dict[int, Message] = field(default_factory=dict)  # marked since the last turn, by id
-    hashes: dict[bytes, None] = field(default_factory=dict)  # content hashes, which outlive the messages
-    is_explicit: bool = False  # messages were marked, so nothing is inferred
-    last_context: dict[bytes, None] = field(default_factory=dict)  # content hashes of the last turn's context
-
-    def all_hashes(self) -> dict[bytes, None]:
-        return self.hashes | _content_hashes(message._request for message in self.marked.values())
-
-    def update(self, turn: AgentTurn, infer: bool) -> None:
-        """Update the fixed content after a turn.
-
-        Adds marked content. If nothing was ever marked and `infer` is set, adds content that this
-        turn and the previous one attended to. A turn with decodes removes older content that it did
-        not attend to.
-        """
-        context = turn.context_hashes()
-        marked = _content_hashes(message._request for message in self.marked.values())
-        self.marked, self.is_explicit = {}, self.is_explicit or bool(marked)
-        self.hashes |= marked
-        if infer and not self.is_explicit:
-            self.hashes |= {key: None for key in context if key in self.last_context}
-        if turn.decodes:
-            self.hashes = {key: None for key in self.hashes if key in context or key in marked}
-            self.last_context = context
+        return content_hashes(parent for request in self.decodes for parent in request.parents)
 
 
 class Agent:
@@ -129,12 +97,11 @@ class Workflow:
         self._core = session._core
         self._turns: list[AgentTurn] = []
         self._num_finished_turns = 0
-        self._fixed: defaultdict[str, FixedPrefix] = defaultdict(FixedPrefix)  # by agent
+        self._fixed: dict[str, FixedPrefix] = {}  # by agent
         self._last_context: dict[bytes, None] = {}  # content hashes that the last finished turn attended to
         self._unread: dict[bytes, int] = {}  # content hashes that no later turn attended to; number of their turn
-        self._prefetch_queue: list[bytes] = []  # fixed content of agents at most one step away, the nearest first
+        self._agent_keys: dict[str, tuple[str, str]] = {}  # of the agents with a fixed part
         self._closed = False
-        self._unsubscribe = session.engine.events.subscribe(self._on_event)
         session.on_close.append(self.close)
         self._update_hints()
 
@@ -149,8 +116,10 @@ class Workflow:
         with self._core.lock:
             self._closed = True
             self._core.cache_manager.hints.update(self, None)
-        self._unsubscribe()
-        self._unsubscribe = lambda: None
+            self._core.cache_manager.prefetcher.update(self, (), 0)
+            for turn in self._turns:
+                for message_id in turn.unfinished:
+                    self._core.events.unwatch(message_id)
         if self.close in self.session.on_close:
             self.session.on_close.remove(self.close)
 
@@ -168,8 +137,9 @@ class Workflow:
         def add_message(message: Message) -> None:
             with self._core.lock:  # the request may end in another thread
                 turn.messages[message.id] = message
-                if not message._request.is_finished:
+                if not message._request.is_finished and not self._closed:
                     turn.unfinished.add(message.id)
+                    self._core.events.watch(message.id, partial(self._on_event, turn, message._request))
 
         try:
             with tag_requests(RequestTag(self.session, (self.session.client_id, name), add_message)):
@@ -178,22 +148,28 @@ class Workflow:
             turn.is_open = False
             with self._core.lock:
                 self._finish_turn(turn)
-            self._update_hints()
+                self._update_hints()
 
     def mark_fixed(self, agent: str, messages: Iterable[Message | MessageSlice]) -> None:
         """Mark messages as the fixed part of an agent's prompt.
 
-        A slice marks its whole message.
+        The fixed part of a message of which a slice is marked ends with the slice.
         """
         self._check_declared(agent)
         if isinstance(messages, (Message, MessageSlice)):
             raise InvalidRequestError("messages is one message: put it into a list")
-        fixed = [unwrap_slice(message) for message in messages]
-        for message in fixed:
-            if not isinstance(message, Message):
+        marks = []
+        for message in messages:
+            if not isinstance(message, (Message, MessageSlice)):
                 raise NotAMessageError(f"{message!r} is not a message: mark what prefill or decode returned")
+            end = message.stop if isinstance(message, MessageSlice) else None
+            marks.append((unwrap_slice(message)._request, end))
         with self._core.lock:
-            self._fixed[agent].marked |= {message.id: message for message in fixed}
+            for request, end in marks:
+                self._fixed_prefix(agent).mark(request, end)
+
+    def _fixed_prefix(self, agent: str) -> FixedPrefix:
+        return self._fixed.setdefault(agent, FixedPrefix(self.session))
 
     def _check_declared(self, agent: str) -> None:
         if self.graph is not None and agent not in self.graph.dependencies:
@@ -201,20 +177,27 @@ class Workflow:
 
     # -- progress -----------------------------------------------------------------------------------------
 
-    def _on_event(self, event: Event) -> None:
-        request: Any = event.data.get("request")
-        with self._core.lock:
-            turn = next((turn for turn in self._turns if request in turn.unfinished), None)
-            if turn is None or event.kind not in {"admitted", *FINISH_EVENTS}:
-                if event.kind in SPACE_EVENTS:
-                    self._prefetch()
+    def _on_event(self, turn: AgentTurn, request: Request, event: Event) -> None:
+        """Follow a request of a turn: it is admitted, and ends with its last token or its last computed KV."""
+        if event.kind == "admitted":
+            if not request.is_decode or turn.has_started:
                 return
-            if event.kind in FINISH_EVENTS:
-                turn.unfinished.discard(request)
-                self._finish_turn(turn)
-            elif turn.messages[request].kind == "decode":
+            with self._core.lock:
                 self._start_turn(turn)
-        self._update_hints()
+                self._update_hints()
+            return
+        self._core.events.unwatch(request.id)
+        with self._core.lock:
+            turn.unfinished.discard(request.id)
+            self._observe_prompt(turn, request)
+            self._finish_turn(turn)
+            self._update_hints()
+
+    def _observe_prompt(self, turn: AgentTurn, request: Request) -> None:
+        """Find the fixed part of a prefix-mode prompt, which exists only in the prefix tree."""
+        if request.mode == "prefix" and request.is_decode and request.id not in turn.observed:
+            turn.observed.add(request.id)
+            self._fixed_prefix(turn.agent).observe_prompt(request, infer=self._infer_fixed_prefix)
 
     def _start_turn(self, turn: AgentTurn) -> None:
         if not turn.has_started:
@@ -227,14 +210,16 @@ class Workflow:
         if turn.is_open or turn.unfinished or turn not in self._turns:
             return
         self._turns.remove(turn)
+        for request in turn.decodes:
+            self._observe_prompt(turn, request)
         self._start_turn(turn)
         self.progress.end(turn.agent)
         self._num_finished_turns += 1
         self._last_context = turn.context_hashes()
-        made = _content_hashes(message._request for message in turn.messages.values())
+        made = content_hashes(message._request for message in turn.messages.values())
         self._unread |= dict.fromkeys(made, self._num_finished_turns)
         self._unread = {key: number for key, number in self._unread.items() if key not in self._last_context}
-        self._fixed[turn.agent].update(turn, self._infer_fixed_prefix)
+        self._fixed_prefix(turn.agent).finish_turn(turn.decodes, infer=self._infer_fixed_prefix)
 
     # -- hints --------------------------------------------------------------------------------------------
 
@@ -249,25 +234,31 @@ class Workflow:
         return steps
 
     def fixed_prefix_hashes(self, agent: str) -> list[bytes]:
-        """Content hashes of an agent's fixed entries."""
-        return list(self._fixed[agent].all_hashes())
+        """Keys of an agent's fixed parts in the KV cache: content hashes, or hashes of the start of a prompt."""
+        return list(self._fixed[agent].keys()) if agent in self._fixed else []
 
     def _update_hints(self) -> None:
         if self._closed:
             return
         with self._core.lock:
-            expected: dict[bytes, float] = {}
-            agents = set()
-            for agent, steps in self.steps.items():
-                for key in self.fixed_prefix_hashes(agent):
-                    expected[key] = min(steps, expected.get(key, UNREACHABLE))
-                    agents.add((self.session.client_id, agent))
-            self._prefetch_queue = sorted(
-                (key for key in expected if expected[key] <= 1), key=lambda key: expected[key]
-            )
-            hints = EvictionHints(expected, self._ephemeral_hints(), frozenset(agents))
-            self._core.cache_manager.hints.update(self, hints)
-        self._prefetch()
+            steps, expected = self.steps, dict[bytes, float]()
+            for agent, prefix in self._fixed.items():
+                keys = prefix.keys()
+                if keys and agent in steps:
+                    self._agent_keys[agent] = self.session.client_id, agent
+                    for key in keys:
+                        expected[key] = min(steps[agent], expected.get(key, UNREACHABLE))
+                else:
+                    self._agent_keys.pop(agent, None)
+            hints = EvictionHints(expected, self._ephemeral_hints(), frozenset(self._agent_keys.values()))
+            manager = self._core.cache_manager
+            manager.hints.update(self, hints)
+            if self._max_prefetch and manager.offload_manager.tiers:
+                next_keys = [key for key in expected if expected[key] <= 1]
+                next_keys.sort(key=expected.__getitem__)  # those of running agents first
+                manager.prefetcher.update(self, next_keys, self._max_prefetch)
+                if manager.prefetcher.missing:
+                    self._core.prefetch()
 
     def _ephemeral_hints(self) -> dict[bytes, float]:
         """Return the expected steps to the use of varying content.
@@ -279,22 +270,5 @@ class Workflow:
         ages = {key: self._num_finished_turns - number + 1.0 for key, number in self._unread.items()}
         self._unread = {key: n for key, n in self._unread.items() if ages[key] <= len(self.progress.started)}
         messages = (message for turn in self._turns for message in turn.messages.values())
-        next_used = self._last_context | _content_hashes(message._request for message in messages)
+        next_used = self._last_context | content_hashes(message._request for message in messages)
         return {key: ages[key] for key in self._unread} | dict.fromkeys(next_used, 1.0)
-
-    def _prefetch(self) -> None:
-        """Load fixed content of agents that may run next.
-
-        Does nothing while a request waits for capacity.
-        """
-        with self._core.lock:
-            if self._closed or not self._max_prefetch or self._core.scheduler.blocked_on_memory:
-                return
-            for key in self._prefetch_queue:
-                self._core.cache_manager.prefetch(key, self._max_prefetch)
-
-
-def _content_hashes(requests: Iterable[Request]) -> dict[bytes, None]:
-    """Return the unique content hashes of admitted requests, in order."""
-    entries = (request.entry for request in requests)
-    return {e.content_hash: None for e in entries if e is not None and e.content_hash is not None}
