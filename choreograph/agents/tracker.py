@@ -4,7 +4,7 @@ The KV cache gets only numbers: the steps to the next use of each fixed entry, a
 other entries vary. Hints change which entries are in memory, never a result.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +66,8 @@ class Workflow:
     """The agents of one session.
 
     Args:
-        graph: declared dependencies of the agents; None: steps are learned from the turns.
+        graph: declared dependencies of the agents; None: steps are learned from the turns. May be replaced
+            at any time; what has run counts by the agents' names.
         learned: statistics to continue, which several workflows may share; None: new ones.
         prefetch: maximum concurrent loads for agents that may run next; 0: none.
         infer_fixed_prefix: if nothing is marked, treat content that an agent attended to in two
@@ -83,13 +84,11 @@ class Workflow:
         infer_fixed_prefix: bool = True,
     ) -> None:
         check_count(prefetch, "prefetch", 0)
-        if graph is not None and not isinstance(graph, StepGraph):
-            raise GraphError(f"graph={graph!r}: use a StepGraph; StepGraph.read makes one of a dict or a YAML file")
         if learned is not None and not isinstance(learned, TransitionStats):
             raise ConfigError(f"learned={learned!r}: use TransitionStats()")
         session._check_open()
         self.session = session
-        self.graph = graph
+        self._graph = _check_graph(graph)
         self.learned = TransitionStats() if learned is None else learned
         self.progress = Progress()
         self._max_prefetch = prefetch
@@ -100,6 +99,8 @@ class Workflow:
         self._fixed: dict[str, FixedPrefix] = {}  # by agent
         self._last_context: dict[bytes, None] = {}  # content hashes that the last finished turn attended to
         self._unread: dict[bytes, int] = {}  # content hashes that no later turn attended to; number of their turn
+        self._client_steps: dict[str, float] | None = None  # as the client of the last turn gave them
+        self._cached_steps: tuple[object, dict[str, float]] = None, {}  # what they were computed from
         self._agent_keys: dict[str, tuple[str, str]] = {}  # of the agents with a fixed part
         self._closed = False
         session.on_close.append(self.close)
@@ -123,13 +124,31 @@ class Workflow:
         if self.close in self.session.on_close:
             self.session.on_close.remove(self.close)
 
+    @property
+    def graph(self) -> StepGraph | None:
+        return self._graph
+
+    @graph.setter
+    def graph(self, graph: StepGraph | None) -> None:
+        self._graph = _check_graph(graph)
+        self._client_steps = None
+        self._update_hints()
+
     @contextmanager
-    def agent(self, name: str) -> Iterator[Agent]:
+    def agent(self, name: str, *, steps: Mapping[str, float | None] | None = None) -> Iterator[Agent]:
         """Attribute the session's requests inside the block to an agent.
 
         Covers the block's own task or thread, and the tasks that it starts.
+
+        Args:
+            steps: steps to the next execution of every agent, None for never, as a client of a server
+                sends them with a request (KVFlow §3.3). They replace those of the graph until a
+                later turn brings others, or the graph is replaced.
         """
-        self._check_declared(name)
+        if steps is not None:
+            self._client_steps = _check_steps(steps)
+        else:
+            self._check_declared(name)
         turn = AgentTurn(name)
         self._turns.append(turn)
         self._update_hints()
@@ -226,8 +245,13 @@ class Workflow:
     @property
     def steps(self) -> dict[str, float]:
         """Steps to the next execution of every agent."""
-        source = self.graph or self.learned
-        steps = source.steps(self.progress)
+        if self._client_steps is not None:
+            return self._client_steps | {turn.agent: 0.0 for turn in self._turns}
+        source = self._graph or self.learned
+        version = source, self.learned.num_observed, self.progress.now
+        if self._cached_steps[0] != version:
+            self._cached_steps = version, source.steps(self.progress)
+        steps = dict(self._cached_steps[1])
         if not self.progress.running:  # an open turn runs next
             for turn in self._turns:
                 steps[turn.agent] = min(1.0, steps.get(turn.agent, UNREACHABLE))
@@ -272,3 +296,22 @@ class Workflow:
         messages = (message for turn in self._turns for message in turn.messages.values())
         next_used = self._last_context | content_hashes(message._request for message in messages)
         return {key: ages[key] for key in self._unread} | dict.fromkeys(next_used, 1.0)
+
+
+def _check_graph(graph: StepGraph | None) -> StepGraph | None:
+    if graph is not None and not isinstance(graph, StepGraph):
+        raise GraphError(f"graph={graph!r}: use a StepGraph; StepGraph.read makes one of a dict or a YAML file")
+    return graph
+
+
+def _check_steps(steps: Mapping[str, float | None]) -> dict[str, float]:
+    """Return steps as sent by a client, with infinity for None."""
+    if not isinstance(steps, Mapping):
+        raise GraphError(f"steps={steps!r}: map agents to steps")
+    result = {}
+    for agent, value in steps.items():
+        number = UNREACHABLE if value is None else value
+        if not isinstance(agent, str) or isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
+            raise GraphError(f"steps of agent {agent!r}: {value!r}: use a name and a number from 0 on, or None for never")
+        result[agent] = float(number)
+    return result
