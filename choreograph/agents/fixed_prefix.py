@@ -31,7 +31,7 @@ class FixedPrefix:
         self._marks: dict[int, tuple[Request, int | None]] = {}  # by message ID: end of the fixed part; None: all
         self._unresolved: dict[int, tuple[Request, int | None]] = {}  # marks whose message has no key yet
         self._parts: dict[bytes, FixedPart] = {}
-        self._keys: dict[bytes, None] | None = {}  # of `keys`; None: to be computed again
+        self.keys: dict[bytes, None] | None = {}  # None: to be computed again
         self._is_explicit = False  # something was marked, so nothing is inferred
         self._last_parents: list[tuple[Request, ...]] = []  # of each decode of the last turn
         self._last_prompts: list[list[int]] = []  # tokens of each decode of the last turn, in prefix mode
@@ -41,16 +41,17 @@ class FixedPrefix:
     def mark(self, request: Request, end: int | None) -> None:
         """Mark a message, or its tokens before `end`."""
         self._marks[request.id] = self._unresolved[request.id] = request, end
+        self.keys = None
         self._is_explicit = True
 
-    def keys(self) -> dict[bytes, None]:
-        """Return the keys of all fixed parts and of everything that these attend to."""
+    def resolve(self) -> dict[bytes, None]:
+        """Compute `keys`: those of all fixed parts and of everything that these attend to."""
         for request, end in list(self._unresolved.values()):
             if self._add(request, end) is not None:
                 del self._unresolved[request.id]
-        if self._keys is None:
-            self._keys = {key: None for part, (_, context) in self._parts.items() for key in (part, *context)}
-        return self._keys
+        if self.keys is None:
+            self.keys = {key: None for part, (_, context) in self._parts.items() for key in (part, *context)}
+        return self.keys
 
     def observe_prompt(self, decode: Request, *, infer: bool) -> None:
         """Find the fixed part of a prefix-mode prompt, which is in the prefix tree.
@@ -71,7 +72,7 @@ class FixedPrefix:
         if end:
             key, cache_manager = prefix_key(decode.cache_salt, tokens[:end]), self._core.cache_manager
             cache_manager.fixed_parts.add_prefix(key, cache_manager.prefix_tree(decode.cache_salt).match(tokens[:end]))
-            self._parts[key], self._keys = FixedPart(key, ()), None
+            self._parts[key], self.keys = FixedPart(key, ()), None
             self._turn_keys.add(key)
 
     def finish_turn(self, decodes: Sequence[Request], *, infer: bool) -> None:
@@ -81,7 +82,7 @@ class FixedPrefix:
                 return
             seen = {parent.id for decode in decodes for parent in decode.parents}
             self._marks = {id: mark for id, mark in self._marks.items() if id in seen}
-            self._parts, self._keys = {key: self._parts[key] for key in self._turn_keys}, None
+            self._parts, self.keys = {key: self._parts[key] for key in self._turn_keys}, None
             self._unresolved = {}
             self._last_prompts = self._turn_prompts
             self._turn_prompts, self._turn_keys = [], set()
@@ -96,7 +97,7 @@ class FixedPrefix:
             self._parts = {
                 key: part for key, part in self._parts.items() if key in attended or part.message_hash in attended
             }
-            self._keys = None
+            self.keys = None
             self._last_parents = [decode.parents for decode in decodes]
 
     def _infer(self, parents: Sequence[Request]) -> None:
@@ -127,7 +128,7 @@ class FixedPrefix:
             salt = cache_salt(request, self._core.hf_model.model_info)
             key = content_hash(salt, entry.tokens[:end], entry.base_position, entry.context)
             self._core.cache_manager.fixed_parts.add(key, entry, end)
-        self._parts[key], self._keys = FixedPart(entry.content_hash, _context_hashes(entry)), None
+        self._parts[key], self.keys = FixedPart(entry.content_hash, _context_hashes(entry)), None
         return key
 
 

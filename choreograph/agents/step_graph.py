@@ -227,18 +227,22 @@ class StepGraph:
                 continue
             waits[agent] = dict.fromkeys(self._predecessors[agent], UNREACHABLE)
             for before in waits[agent]:
+                if before not in progress.started:
+                    continue
                 is_stale = (agent, before) in self._alternatives and progress.is_stale(agent, before)
                 if not is_stale and self._is_satisfied(agent, before, progress):
                     waits[agent][before] = 0.0
                 if waits[agent][before] == 0 or before in progress.running:
                     settled.add((agent, before))
-            steps[agent] = min(steps[agent], self._effective[agent].steps(waits[agent]) + 1)
+            if 0.0 in waits[agent].values():  # else it waits for an agent that is not settled yet
+                steps[agent] = min(steps[agent], self._effective[agent].steps(waits[agent]) + 1)
         queue = [agent for agent, value in steps.items() if 0 < value < UNREACHABLE]  # all have 1
         for before in queue:  # grows during iteration
             for agent in self._dependents.get(before, ()):
                 if agent in waits and (agent, before) not in settled:
                     waits[agent][before] = steps[before]
-                    value = self._effective[agent].steps(waits[agent]) + 1
+                    is_single = len(waits[agent]) == 1
+                    value = (steps[before] if is_single else self._effective[agent].steps(waits[agent])) + 1
                     if value < steps[agent]:
                         steps[agent] = value
                         queue.append(agent)
@@ -250,11 +254,11 @@ class StepGraph:
         If only one dependent of `predecessor` may run and another one has started since, `agent` waits
         for the next execution of `predecessor`.
         """
-        if not progress.is_satisfied(agent, predecessor):
-            return False
-        if predecessor not in self.exclusive_branches or predecessor in progress.running:
+        if predecessor in progress.running:
             return True
         ended = progress.ended.get(predecessor, 0)
+        if ended <= progress.started.get(agent, 0) or predecessor not in self.exclusive_branches:
+            return ended > progress.started.get(agent, 0)
         siblings = self._dependents[predecessor]
         return not any(progress.started.get(sibling, 0) > ended for sibling in siblings if sibling != agent)
 

@@ -151,14 +151,17 @@ class Workflow:
             self._check_declared(name)
         turn = AgentTurn(name)
         self._turns.append(turn)
-        self._update_hints()
+        if not self.progress.running or steps is not None:
+            self._update_hints()
 
         def add_message(message: Message) -> None:
-            with self._core.lock:  # the request may end in another thread
-                turn.messages[message.id] = message
-                if not message._request.is_finished and not self._closed:
-                    turn.unfinished.add(message.id)
-                    self._core.events.watch(message.id, partial(self._on_event, turn, message._request))
+            request = message._request
+            turn.messages[request.id] = message
+            turn.unfinished.add(request.id)
+            self._core.events.watch(request.id, partial(self._on_event, turn, request))
+            if request.is_finished or self._closed:  # perhaps in another thread, before it was watched
+                self._core.events.unwatch(request.id)
+                turn.unfinished.discard(request.id)
 
         try:
             with tag_requests(RequestTag(self.session, (self.session.client_id, name), add_message)):
@@ -209,6 +212,10 @@ class Workflow:
         with self._core.lock:
             turn.unfinished.discard(request.id)
             self._observe_prompt(turn, request)
+            if turn.is_open or turn.unfinished:
+                if request.entry is not None and request.entry.content_hash is not None and not self._closed:
+                    self._core.cache_manager.hints.add_referenced(self, request.entry.content_hash, 1.0)
+                return
             self._finish_turn(turn)
             self._update_hints()
 
@@ -259,7 +266,7 @@ class Workflow:
 
     def fixed_prefix_hashes(self, agent: str) -> list[bytes]:
         """Keys of an agent's fixed parts in the KV cache: content hashes, or hashes of the start of a prompt."""
-        return list(self._fixed[agent].keys()) if agent in self._fixed else []
+        return list(self._fixed[agent].resolve()) if agent in self._fixed else []
 
     def _update_hints(self) -> None:
         if self._closed:
@@ -267,7 +274,7 @@ class Workflow:
         with self._core.lock:
             steps, expected = self.steps, dict[bytes, float]()
             for agent, prefix in self._fixed.items():
-                keys = prefix.keys()
+                keys = prefix.resolve() if prefix.keys is None else prefix.keys
                 if keys and agent in steps:
                     self._agent_keys[agent] = self.session.client_id, agent
                     for key in keys:
@@ -291,11 +298,18 @@ class Workflow:
         yet gets the number of turns it has waited, plus 1; it is removed when every agent could
         have had a turn.
         """
-        ages = {key: self._num_finished_turns - number + 1.0 for key, number in self._unread.items()}
-        self._unread = {key: n for key, n in self._unread.items() if ages[key] <= len(self.progress.started)}
-        messages = (message for turn in self._turns for message in turn.messages.values())
-        next_used = self._last_context | content_hashes(message._request for message in messages)
-        return {key: ages[key] for key in self._unread} | dict.fromkeys(next_used, 1.0)
+        hints, oldest = {}, self._num_finished_turns - len(self.progress.started) + 1
+        for key, number in list(self._unread.items()):
+            if number < oldest:
+                del self._unread[key]
+            else:
+                hints[key] = self._num_finished_turns - number + 1.0
+        for key in self._last_context:
+            hints[key] = 1.0
+        for turn in self._turns:
+            for key in content_hashes(message._request for message in turn.messages.values()):
+                hints[key] = 1.0
+        return hints
 
 
 def _check_graph(graph: StepGraph | None) -> StepGraph | None:

@@ -150,6 +150,12 @@ class HintRegistry:
             self._ephemeral_groups.update(new.ephemeral_groups)
             self._ephemeral_groups -= Counter(old.ephemeral_groups)
 
+    def add_referenced(self, source: object, key: bytes, steps: float) -> None:
+        """Add a number to the `while_referenced` of a source that has hints."""
+        self._while_referenced.replace(source, {}, {key: steps})
+        hints = self._hints[source]
+        self._hints[source] = hints._replace(while_referenced={**hints.while_referenced, key: steps})
+
     def candidate(self, entry: KVEntry) -> EvictionCandidate:
         """Return the policy inputs of an entry."""
         steps = None
