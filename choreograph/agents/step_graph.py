@@ -2,8 +2,9 @@
 
 An agent runs one step after its dependencies: after the last of `all_of`, or the first of `any_of`.
 A dependency on an agent is satisfied while that agent runs, or if it ended after the dependent
-agent last started. Of an `any_of`, the others that had started by then no longer count. Steps are the least solution of these rules, also in cyclic graphs; an agent
-that cannot run again has infinitely many.
+agent last started. Of an `any_of`, the others that had started by then no longer count. Steps are
+the least solution of these rules, also in cyclic graphs; an agent that cannot run again has
+infinitely many.
 """
 
 import json
@@ -153,7 +154,9 @@ class StepGraph:
             for before in predecessors:
                 self._dependents.setdefault(before, []).append(agent)
         # pairs (agent, predecessor) of which any of several suffices
-        self._alternatives = {(agent, before) for agent, join in self._effective.items() for before in join.alternatives}
+        self._alternatives = {
+            (agent, before) for agent, join in self._effective.items() for before in join.alternatives
+        }
 
     @classmethod
     def read(cls, source: Mapping[str, Any] | str | PathLike[str]) -> "StepGraph":
@@ -363,9 +366,7 @@ class TransitionStats:
         names = list(self.counts)
         rows = [names.index(source) for source in sources if source in self.counts]
         times = self.hitting_times()[rows].min(axis=0, initial=UNREACHABLE).tolist() if names else []
-        return {
-            agent: 0.0 if agent in progress.running else value for agent, value in zip(names, times, strict=True)
-        }
+        return {agent: 0.0 if agent in progress.running else value for agent, value in zip(names, times, strict=True)}
 
     def hitting_times(self) -> np.ndarray:
         """Return the expected steps to the agents' next starts, (A, A) float64 (from, to).

@@ -325,7 +325,14 @@ def _check_steps(steps: Mapping[str, float | None]) -> dict[str, float]:
     result = {}
     for agent, value in steps.items():
         number = UNREACHABLE if value is None else value
-        if not isinstance(agent, str) or isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
-            raise GraphError(f"steps of agent {agent!r}: {value!r}: use a name and a number from 0 on, or None for never")
+        if (
+            not isinstance(agent, str)
+            or isinstance(number, bool)
+            or not isinstance(number, (int, float))
+            or not number >= 0
+        ):
+            raise GraphError(
+                f"steps of agent {agent!r}: {value!r}: use a name and a number from 0 on, or None for never"
+            )
         result[agent] = float(number)
     return result
