@@ -1,4 +1,4 @@
-"""Fixed parts of an agent's prompts: marked, or the same in consecutive turns (KVFlow §3.3)."""
+"""Fixed parts of agents' prompts, marked or inferred (KVFlow §3.3)."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from ..kv_cache.prefix_tree import MIN_SHARED_PREFILL_TOKENS, common_prefix_len
 
 
 class FixedPart(NamedTuple):
-    """Fixed part of a prompt: a message, or the first tokens of one."""
+    """Fixed part of a prompt: a message or its first tokens."""
 
     message_hash: bytes  # content hash of the whole message
     context: tuple[bytes, ...]  # content hashes of everything that it attends to
@@ -23,7 +23,7 @@ class FixedPrefix:
     """Fixed part of one agent's prompts, as keys of the KV cache.
 
     In choreographed mode a key is the content hash of a message or of its first tokens; in prefix
-    mode it stands for the first tokens of the whole prompt.
+    mode the hash of the first tokens of the whole prompt.
     """
 
     def __init__(self, session: Session) -> None:
@@ -45,7 +45,7 @@ class FixedPrefix:
         self._is_explicit = True
 
     def resolve(self) -> dict[bytes, None]:
-        """Compute `keys`: those of all fixed parts and of everything that these attend to."""
+        """Compute `keys`: all fixed parts and everything that these attend to."""
         for request, end in list(self._unresolved.values()):
             if self._add(request, end) is not None:
                 del self._unresolved[request.id]
@@ -54,7 +54,7 @@ class FixedPrefix:
         return self.keys
 
     def observe_prompt(self, decode: Request, *, infer: bool) -> None:
-        """Find the fixed part of a prefix-mode prompt, which is in the prefix tree.
+        """Find the fixed part of a prefix-mode prompt.
 
         It ends with the last marked token. If nothing was ever marked and `infer` is set, it is the
         longest start that the prompt shares with one of the last turn.
@@ -76,7 +76,7 @@ class FixedPrefix:
             self._turn_keys.add(key)
 
     def finish_turn(self, decodes: Sequence[Request], *, infer: bool) -> None:
-        """Update the fixed parts after a turn, which drops those that its decodes did not attend to."""
+        """Update the fixed parts by what a turn attended to."""
         if self._mode == "prefix":
             if not decodes:
                 return
@@ -101,7 +101,7 @@ class FixedPrefix:
             self._last_parents = [decode.parents for decode in decodes]
 
     def _infer(self, parents: Sequence[Request]) -> None:
-        """Add the messages that the last turn attended to, and the first tokens of one after them that changed."""
+        """Add messages of the last turn, and equal first tokens after them."""
         last = content_hashes(parent for others in self._last_parents for parent in others)
         is_start = True
         for index, parent in enumerate(parents):
@@ -119,7 +119,7 @@ class FixedPrefix:
                     self._add(parent, end)
 
     def _add(self, request: Request, end: int | None) -> bytes | None:
-        """Add a fixed part and return its key; None before the message is admitted."""
+        """Add a fixed part; return its key, None before admission."""
         entry = request.entry
         if entry is None or entry.content_hash is None:
             return None

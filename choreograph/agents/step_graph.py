@@ -369,7 +369,7 @@ class TransitionStats:
         return {agent: 0.0 if agent in progress.running else value for agent, value in zip(names, times, strict=True)}
 
     def hitting_times(self) -> np.ndarray:
-        """Return the expected steps to the agents' next starts, (A, A) float64 (from, to).
+        """Return the expected steps to next starts, (A, A) float64 (from, to).
 
         Computed again when a transition is new, or an agent with several successors has been
         followed an eighth more often.

@@ -200,7 +200,7 @@ class Workflow:
     # -- progress -----------------------------------------------------------------------------------------
 
     def _on_event(self, turn: AgentTurn, request: Request, event: Event) -> None:
-        """Follow a request of a turn: it is admitted, and ends with its last token or its last computed KV."""
+        """Process the admission or the end of a request of a turn."""
         if event.kind == "admitted":
             if not request.is_decode or turn.has_started:
                 return
@@ -220,7 +220,7 @@ class Workflow:
             self._update_hints()
 
     def _observe_prompt(self, turn: AgentTurn, request: Request) -> None:
-        """Find the fixed part of a prefix-mode prompt, which exists only in the prefix tree."""
+        """Find the fixed part of a prefix-mode prompt in the prefix tree."""
         if request.mode == "prefix" and request.is_decode and request.id not in turn.observed:
             turn.observed.add(request.id)
             self._fixed_prefix(turn.agent).observe_prompt(request, infer=self._infer_fixed_prefix)
@@ -265,7 +265,7 @@ class Workflow:
         return steps
 
     def fixed_prefix_hashes(self, agent: str) -> list[bytes]:
-        """Keys of an agent's fixed parts in the KV cache: content hashes, or hashes of the start of a prompt."""
+        """Hashes of an agent's fixed messages, or of its prompt's start."""
         return list(self._fixed[agent].resolve()) if agent in self._fixed else []
 
     def _update_hints(self) -> None:

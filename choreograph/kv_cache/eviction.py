@@ -99,13 +99,13 @@ class EvictionHints(NamedTuple):
 
 
 class MinBySource:
-    """Numbers by key, of which the minimum over all sources counts (KVFlow §3.1)."""
+    """Numbers by key, merged by minimum over all sources (KVFlow §3.1)."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, dict[object, float]] = {}  # by key and source
 
     def replace(self, source: object, old: Mapping[bytes, float], new: Mapping[bytes, float]) -> None:
-        """Replace the numbers of a source; the cost does not depend on the others."""
+        """Replace the numbers of a source, at a cost independent of others."""
         for key in old.keys() - new.keys():
             values = self._values[key]
             del values[source]

@@ -1,4 +1,4 @@
-"""Fixed parts of prompts in KV entries: where they end, and entries cut at those ends (KVFlow §3.1).
+"""Fixed parts of prompts in KV entries (KVFlow §3.1).
 
 An entry may hold more than the fixed part of a prompt: in prefix mode the varying rest, and the
 fixed parts of several agents. `fixed_ends` of an entry has the keys of all fixed parts that go
@@ -28,12 +28,12 @@ class FixedPartIndex:
         self._entries: dict[bytes, dict[KVEntry, None]] = {}
 
     def add(self, key: bytes, entry: KVEntry, end: int) -> None:
-        """Note that a fixed part ends at token `end` of an entry, or leaves it there."""
+        """Add an entry that has a fixed part up to token `end`."""
         entry.fixed_ends.setdefault(end, set()).add(key)
         self._entries.setdefault(key, {})[entry] = None
 
     def add_prefix(self, key: bytes, path: Iterable[KVSlice]) -> None:
-        """Note a fixed part of a prefix-mode prompt; `path` are its slices in the prefix tree."""
+        """Add the slices in the prefix tree of a fixed part."""
         for entry, token_start, num_tokens, *_ in path:
             self.add(key, entry, token_start + num_tokens)
 
@@ -69,7 +69,7 @@ def prefix_key(cache_salt: str, tokens: Sequence[int]) -> bytes:
 
 
 def split_unused(cache_manager: "KVCacheManager", entries: Iterable[KVEntry]) -> None:
-    """Cut unused entries where prompts diverge in the prefix tree and where a fixed part ends.
+    """Cut unused entries where prompts diverge and fixed parts end.
 
     Cuts of prefix-mode entries are rounded up to whole pages, so nothing is copied. Of a message of
     which only the first tokens are fixed, the rest is dropped.
@@ -89,7 +89,7 @@ def split_unused(cache_manager: "KVCacheManager", entries: Iterable[KVEntry]) ->
 
 
 def _split(cache_manager: "KVCacheManager", tree: "PrefixTree", entry: KVEntry, cut: int) -> None:
-    """Move the tokens of an entry from `cut` on, whole pages, to an entry of their own."""
+    """Move the tokens from `cut` on, in whole pages, to another entry."""
     for copy in list(entry.tier_copies.values()):
         cache_manager.offload_manager.free(entry, copy)
     num_pages = cut // entry.page_size
@@ -113,7 +113,7 @@ def _split(cache_manager: "KVCacheManager", tree: "PrefixTree", entry: KVEntry, 
 
 
 def _trim(cache_manager: "KVCacheManager", entry: KVEntry) -> None:
-    """Replace a message by its longest fixed part, unless another entry already is that part."""
+    """Replace a message by its longest fixed part, unless that is cached."""
     hints, parts = cache_manager.hints.steps_to_execution, cache_manager.fixed_parts
     ends = sorted(end for end, keys in entry.fixed_ends.items() if any(hints.get(key) is not None for key in keys))
     if not ends or entry.content_hash is None or hints.get(entry.content_hash) is not None:

@@ -203,8 +203,8 @@ class KVCacheManager:
     def lookup(self, content_hash: bytes) -> KVEntry | None:
         return self._by_hash.get(content_hash)
 
-    def holders(self, key: bytes) -> list[KVEntry]:
-        """Return the entries that hold a fixed part, in token order: a message, or the parts of a prompt."""
+    def entries_with(self, key: bytes) -> list[KVEntry]:
+        """Return the entries that have a fixed part, in token order."""
         entry = self._by_hash.get(key)
         return self.fixed_parts.get(key) if entry is None else [entry]
 
@@ -302,7 +302,7 @@ class KVCacheManager:
                     progress |= self.evict_entry(entry, with_descendants)
 
     def can_evict(self, entry: KVEntry, reserved: Counter[str]) -> bool:
-        """Return whether `evict_entry` could free the pages, and add the tokens it would take on a tier."""
+        """Return whether `evict_entry` could free the pages; update `reserved` tier tokens."""
         if entry.tier_copies:
             return True
         if entry.owners or not self.hints.candidate(entry).ephemeral:

@@ -1,4 +1,4 @@
-"""Prefetch: offloaded fixed parts are loaded before the agents that need them run (KVFlow §3.2)."""
+"""Prefetch of the fixed parts of agents that run next (KVFlow §3.2)."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Prefetcher:
-    """Fixed parts that agents need next and that are not on the device.
+    """Loads fixed parts that agents need next.
 
     Loads take free pages and those of entries that are needed later. Nothing is evicted unless
     enough can be.
@@ -29,23 +29,23 @@ class Prefetcher:
 
     @property
     def is_pending(self) -> bool:
-        """True if a part is missing and there may be room for it."""
+        """True if a part is missing and may fit."""
         return bool(self.missing) and self.num_usable_pages >= self._retry_at
 
     def update(self, source: object, keys: Iterable[bytes], max_loads: int) -> None:
-        """Replace what a source needs next, the nearest part first; no keys: nothing."""
-        missing = [key for key in keys if any(_is_missing(entry) for entry in self._cache_manager.holders(key))]
+        """Replace the parts that a source needs next, the nearest first."""
+        missing = [key for key in keys if any(_is_missing(entry) for entry in self._cache_manager.entries_with(key))]
         self.missing.pop(source, None)
         if missing and max_loads:
             self.missing[source] = missing, max_loads
             self._retry_at = 0  # with other steps, other entries may be evicted
 
     def run(self) -> None:
-        """Start loads, at most as many at a time as each source allows."""
+        """Start as many loads as each source allows at a time."""
         for source, (keys, max_loads) in list(self.missing.items()):
             rest = []
             for key in keys:
-                entries = [entry for entry in self._cache_manager.holders(key) if _is_missing(entry)]
+                entries = [entry for entry in self._cache_manager.entries_with(key) if _is_missing(entry)]
                 for entry in entries:  # in token order
                     if entry.transfer is None and self.is_pending and self._has_load(max_loads):
                         self._load(entry)
@@ -69,7 +69,7 @@ class Prefetcher:
             manager.load(entry)
 
     def _evict(self, incoming: KVEntry, num_pages: int) -> int:
-        """Evict for an entry what is needed later, or nothing; return how many pages are still missing."""
+        """Evict what is needed later, or nothing; return the missing pages."""
         manager = self._cache_manager
         num_needed = num_pages - manager.num_free(partial=False)
         if num_needed <= 0:
@@ -94,7 +94,7 @@ class Prefetcher:
 
 
 def _is_missing(entry: KVEntry) -> bool:
-    """Return whether an entry is, or soon will be, on a lower tier only."""
+    """Return whether an entry is, or soon is, on lower tiers only."""
     if entry.transfer is not None:
         return entry.transfer.direction == "offloading"
     return not entry.pages and bool(entry.tier_copies)

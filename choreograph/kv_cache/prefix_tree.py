@@ -91,19 +91,19 @@ class PrefixTree:
         return self._children.get(entry, ())
 
     def can_split(self, entry: KVEntry, index: int) -> bool:
-        """Return whether `split` can move the tokens from `index` on to an entry of their own."""
+        """Return whether `split` can cut an entry at token `index`."""
         first = self._first_token(entry)
         if not first < index < len(entry.tokens):
             return False
         return entry.tokens[index] not in self._children.get(entry, {}).get(index, {})
 
     def _first_token(self, entry: KVEntry) -> int:
-        """Return the first token of an entry that its parent does not have."""
+        """Return an entry's first token that its parent lacks."""
         parent, index, token = self._attached_at[entry]
         return self._children[parent][index][token][1]
 
     def split(self, entry: KVEntry, index: int, tail: KVEntry) -> None:
-        """Attach `tail`, which has the tokens of `entry` from `index` on, and its children there.
+        """Attach `tail`, the tokens of `entry` from `index` on, with their children.
 
         Contexts that refer to these tokens are rewritten. No request may use the entry.
         """
@@ -160,7 +160,7 @@ def _end_of(path: list[KVSlice]) -> tuple[KVEntry | None, int, int]:
 
 
 def _split_slice(kv_slice: KVSlice, entry: KVEntry, index: int, tail: KVEntry) -> Iterator[KVSlice]:
-    """Yield a slice with the tokens of `entry` from `index` on taken from `tail`."""
+    """Yield a slice, with `tail` in place of `entry` from `index` on."""
     _, start, count, position, layers = kv_slice
     if kv_slice.entry is not entry or start + count <= index:
         yield kv_slice
@@ -190,7 +190,7 @@ _HeaderKey = tuple[bytes, int, tuple[int, ...]]  # context, base position, first
 
 
 class SharedHeaderIndex:
-    """Index of decodes, and of prefills, by context, base position and first tokens.
+    """Index of messages by context, base position and first tokens.
 
     Messages with equal parents often start with equal tokens (branches, voters, agents). The first
     one computes them; the others read its tokens and copy them.
@@ -242,7 +242,7 @@ class SharedHeaderIndex:
 
 
 def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
-    """Skip first tokens that another message of its kind over the same context has."""
+    """Skip first tokens that another message over the same context has."""
     entry = request.entry
     min_length = MIN_SHARED_TOKENS if request.is_decode else MIN_SHARED_PREFILL_TOKENS
     result = cache_manager.shared_headers.add(request.cache_salt, entry, min_length)
@@ -270,7 +270,7 @@ def copy_headers(cache_manager: "KVCacheManager", requests: Iterable["Request"])
 
 
 def _copy_tokens(cache_manager: "KVCacheManager", copies: Iterable[tuple[KVSlice, KVEntry]]) -> None:
-    """Copy each slice, which starts with the first token of its entry, to the start of another entry."""
+    """Copy each slice to the start of another entry."""
     slots: list[int] = []
     target_slots: list[int] = []
     for kv_slice, target in copies:

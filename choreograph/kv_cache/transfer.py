@@ -108,7 +108,7 @@ class TransferError(Exception):
 
 
 class _Lane:
-    """Transfers of one direction, run in order on a thread that stops when idle."""
+    """Transfers of one direction, in order on one thread, stopped when idle."""
 
     def __init__(self, execute: Callable[[Transfer], None], idle_seconds: float) -> None:
         self.queue: deque[Transfer] = deque()  # the first one is running
@@ -150,7 +150,7 @@ class _Lane:
 
 
 class ThreadExecutor:
-    """Executor with a thread for each direction: a load never waits for an offload (KVFlow §3.2)."""
+    """Executor with one thread for each direction of transfer (KVFlow §3.2)."""
 
     def __init__(self, idle_seconds: float = 5.0) -> None:
         self._idle_seconds = idle_seconds

@@ -1,7 +1,7 @@
-"""Plan, execute, express, review (PEER, Wang et al. 2024), as agents that the KV cache knows (KVFlow, Figure 1).
+"""Plan, execute, express, review, with a step graph of the agents.
 
-The agents share an introduction and have a role each, which stay the same in every turn; the step
-graph tells the cache which role is needed next. The reviewer may send the answer back.
+PEER (Wang et al. 2024); KVFlow, Figure 1. The agents share an introduction and have a role each, which stay the same in every
+turn; the step graph predicts which role is needed next. The reviewer may send the answer back.
 """
 
 from ..agents import StepGraph, Workflow
@@ -15,7 +15,7 @@ INTRODUCTION = (
     "You are one of four agents who answer a question together: a planner, an executor, a writer and a reviewer."
 )
 ROLES = {
-    "planner": "You are the planner. Take the question apart into the steps that answer it, one a line. Do not answer it.",
+    "planner": "You are the planner. Divide the question into the steps that answer it, one a line. Do not answer it.",
     "executor": "You are the executor. Carry out every step of the plan, in order, with its result.",
     "writer": "You are the writer. From the results, write the answer to the question, in the form that it asks for.",
     "reviewer": "You are the reviewer. Check the answer. Write ACCEPT if it is right, else REVISE and what is wrong.",
@@ -29,7 +29,7 @@ AGENTS = {
 
 
 def run(wf: WorkflowRun, task: str, *, rounds: int = 2, prompt: str = "plain") -> Message:
-    """Answer a question; return the last answer of the writer, after at most `rounds` of them."""
+    """Return the writer's last answer, after at most `rounds` of them."""
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
     team = Workflow(wf.session, StepGraph.read({"agents": AGENTS, "name": "peer"}))
