@@ -1,4 +1,4 @@
-"""KVFlow's headline settings on machines that are not at hand, on a virtual clock (`evaluation/virtual.py`).
+"""KVFlow's headline settings on machines that are not at hand, on a virtual clock (`simulator.py`).
 
 `make bench NAME=kvflow_machines`. Peak rates are the makers'; what is reached of them is assumed, and stands beside the
 figures. The link of the A10G is the paper's 2 GB/s.
@@ -49,7 +49,10 @@ CONCURRENT_SHAPES = ((512, 64), (1024, 32), (1024, 64))
 
 
 def simulated_engines(hardware: HardwareModel) -> EngineFactory:
-    return lambda config: simulated_engine(hardware, EngineConfig(config.cache, config.scheduler, backend="reference"))
+    """Engines on a virtual clock that also charges the host's processor time, as measured on this machine."""
+    return lambda config: simulated_engine(
+        hardware, EngineConfig(config.cache, config.scheduler, backend="reference"), charge_host=True
+    )
 
 
 def main() -> None:

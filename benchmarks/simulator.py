@@ -5,10 +5,13 @@ computed and moved, and when, is the code that runs elsewhere. Nothing is learnt
 
 A step costs the longer of its arithmetic (2 a parameter and token, 4 * width * layers a token and one that it sees) and
 of what it reads (the weights, and every sampled call's context), plus a fixed overhead. Loads go one after the other
-over a link, offloads over it the other way, and neither slows a step.
+over a link, offloads over it the other way, and neither slows a step. With `charge_host`, the processor time that this
+process spends between two steps, on scheduling, the cache and the workflows, passes on the clock too.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -57,16 +60,49 @@ class HardwareModel:
 
 
 class SimClock:
-    """Seconds that pass only where something takes time."""
+    """Seconds that pass only where something takes time.
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    charge_host: also the processor time of this thread outside of `uncharged` blocks.
+    """
+
+    def __init__(self, charge_host: bool = False) -> None:
+        self._simulated = 0.0
+        self._charge_host = charge_host
+        self._host_offset = time.thread_time()
+        self._num_uncharged = 0
+
+    @property
+    def now(self) -> float:
+        self._charge()
+        return self._simulated
+
+    def _charge(self) -> None:
+        if self._charge_host and not self._num_uncharged:
+            host = time.thread_time()
+            self._simulated += host - self._host_offset
+            self._host_offset = host
 
     def __call__(self) -> float:
         return self.now
 
-    def advance_to(self, time: float) -> None:
-        self.now = max(self.now, time)
+    def advance(self, seconds: float) -> None:
+        self._charge()
+        self._simulated += seconds
+
+    def advance_to(self, moment: float) -> None:
+        self._charge()
+        self._simulated = max(self._simulated, moment)
+
+    @contextmanager
+    def uncharged(self) -> Iterator[None]:
+        """Do not charge what the simulation itself costs."""
+        self._charge()
+        self._num_uncharged += 1
+        try:
+            yield
+        finally:
+            self._num_uncharged -= 1
+            self._host_offset = time.thread_time()
 
 
 class SimTransferExecutor:
@@ -84,9 +120,11 @@ class SimTransferExecutor:
         self._times[transfer] = begin, end
 
     def tick(self) -> None:
-        for transfer in [t for t, (_, end) in self._times.items() if end <= self._clock.now]:
+        now = self._clock.now
+        for transfer in [t for t, (_, end) in self._times.items() if end <= now]:
             del self._times[transfer]
-            transfer.run()
+            with self._clock.uncharged():
+                transfer.run()
 
     def wait(self, transfer: Transfer) -> None:
         if transfer in self._times:
@@ -138,13 +176,14 @@ class SimModel(HFModel):
         logits_indices: list[int],
         models: Sequence[str] = (),
     ) -> torch.Tensor:
-        seconds = self.hardware.step_seconds(positions, logits_indices)
-        for layer in range(self.hardware.layers):
-            for arrive in forward_context.layer_waiters:
-                arrive(layer)
-            self.clock.now += seconds / self.hardware.layers
-        self.executor.tick()
-        return torch.zeros(1, VOCAB_SIZE).expand(len(logits_indices), -1)
+        with self.clock.uncharged():
+            seconds = self.hardware.step_seconds(positions, logits_indices)
+            for layer in range(self.hardware.layers):
+                for arrive in forward_context.layer_waiters:
+                    arrive(layer)
+                self.clock.advance(seconds / self.hardware.layers)
+            self.executor.tick()
+            return torch.zeros(1, VOCAB_SIZE).expand(len(logits_indices), -1)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -152,14 +191,14 @@ class SimModel(HFModel):
 
 
 def simulated_engine(
-    hardware: HardwareModel, config: EngineConfig, *, max_positions: int = 131072
+    hardware: HardwareModel, config: EngineConfig, *, max_positions: int = 131072, charge_host: bool = False
 ) -> tuple[Engine, SimClock]:
     """An engine as `config` says on a machine that is not there, and its clock."""
-    clock = SimClock()
+    clock = SimClock(charge_host)
     model = SimModel(hardware, clock, max_positions)
     engine = Engine(model, config)
     engine.core.cache_manager.offload_manager.executor = model.executor
     engine.core.cache_manager.pins.clock = clock
     engine.core.wall_clock = False
-    engine.core.cache_manager.sleep = lambda seconds: clock.advance_to(clock.now + seconds)
+    engine.core.cache_manager.sleep = clock.advance
     return engine, clock

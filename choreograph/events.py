@@ -26,6 +26,10 @@ class Event(NamedTuple):
     data: dict[str, object]  # ids and counts only, so that an event keeps nothing alive
 
 
+# Kinds of events in the life of a request that `EventBus.watch` reports.
+WATCHED_KINDS = frozenset({"admitted", "generated", "finished", "failed", "cancelled"})
+
+
 class EventBus:
     """Recent events, counts by kind, and listeners that are called between steps."""
 
@@ -33,6 +37,7 @@ class EventBus:
         self.recent: deque[Event] = deque(maxlen=max_recent)
         self.counts: Counter[str] = Counter()
         self._listeners: dict[object, Callable[[Event], None]] = {}
+        self._watchers: dict[object, Callable[[Event], None]] = {}  # by request ID
         self._pending: deque[Event] = deque()
         self._dispatch_lock = threading.Lock()
 
@@ -41,7 +46,7 @@ class EventBus:
         event = Event(kind, time.perf_counter(), data)
         self.counts[kind] += 1
         self.recent.append(event)
-        if self._listeners:
+        if self._listeners or (kind in WATCHED_KINDS and data.get("request") in self._watchers):
             self._pending.append(event)
 
     def dispatch(self) -> None:
@@ -56,7 +61,10 @@ class EventBus:
             try:
                 while self._pending:
                     event = self._pending.popleft()
-                    errors += call_all(partial(listener, event) for listener in list(self._listeners.values()))
+                    listeners = list(self._listeners.values())
+                    if event.kind in WATCHED_KINDS and (watcher := self._watchers.get(event.data.get("request"))):
+                        listeners.append(watcher)
+                    errors += call_all(partial(listener, event) for listener in listeners)
             finally:
                 self._dispatch_lock.release()
         if errors:
@@ -71,3 +79,14 @@ class EventBus:
             self._listeners.pop(key, None)
 
         return unsubscribe
+
+    def watch(self, request_id: int, listener: Callable[[Event], None]) -> None:
+        """Call a listener for events of `WATCHED_KINDS` of one request, until `unwatch`.
+
+        The cost of other events does not depend on the number of watched requests.
+        """
+        self._watchers[request_id] = listener
+
+    def unwatch(self, request_id: int) -> None:
+        """Remove the listener of a request (idempotent)."""
+        self._watchers.pop(request_id, None)

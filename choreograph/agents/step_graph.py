@@ -2,8 +2,9 @@
 
 An agent runs one step after its dependencies: after the last of `all_of`, or the first of `any_of`.
 A dependency on an agent is satisfied while that agent runs, or if it ended after the dependent
-agent last started. Steps are the least solution of these rules, also in cyclic graphs; an agent
-that cannot run again has infinitely many.
+agent last started. Of an `any_of`, the others that had started by then no longer count. Steps are
+the least solution of these rules, also in cyclic graphs; an agent that cannot run again has
+infinitely many.
 """
 
 import json
@@ -37,8 +38,20 @@ class Dependency(NamedTuple):
             else:
                 yield operand
 
+    @property
+    def alternatives(self) -> Iterator[str]:
+        """Agents below an `any_of` of several operands."""
+        is_choice = self.kind == "any_of" and len(self.operands) > 1
+        for operand in self.operands:
+            if isinstance(operand, Dependency):
+                yield from operand.agents if is_choice else operand.alternatives
+            elif is_choice:
+                yield operand
+
     def steps(self, agent_steps: Mapping[str, float]) -> float:
         """Return the steps until the dependency is satisfied."""
+        if len(self.operands) == 1 and isinstance(self.operands[0], str):
+            return agent_steps[self.operands[0]]
         values = [
             operand.steps(agent_steps) if isinstance(operand, Dependency) else agent_steps[operand]
             for operand in self.operands
@@ -91,6 +104,14 @@ class Progress:
         """
         return predecessor in self.running or self.ended.get(predecessor, 0) > self.started.get(agent, 0)
 
+    def is_stale(self, agent: str, predecessor: str) -> bool:
+        """Return whether `agent` started after the last start of `predecessor`.
+
+        As one of several alternatives, that execution no longer satisfies `agent`, which has run
+        for another one.
+        """
+        return self.started.get(predecessor, 0) < self.started.get(agent, 0)
+
 
 class StepGraph:
     """Declared dependencies between agents.
@@ -127,6 +148,15 @@ class StepGraph:
             self._effective[agent] = join or Dependency("any_of", ())
             if cyclic and agent in self.entry_agents:
                 self._effective[agent] = Dependency("any_of", (*((join,) if join else ()), *last_agents))
+        self._predecessors = {agent: tuple(dict.fromkeys(join.agents)) for agent, join in self._effective.items()}
+        self._dependents: dict[str, list[str]] = {}
+        for agent, predecessors in self._predecessors.items():
+            for before in predecessors:
+                self._dependents.setdefault(before, []).append(agent)
+        # pairs (agent, predecessor) of which any of several suffices
+        self._alternatives = {
+            (agent, before) for agent, join in self._effective.items() for before in join.alternatives
+        }
 
     @classmethod
     def read(cls, source: Mapping[str, Any] | str | PathLike[str]) -> "StepGraph":
@@ -181,43 +211,59 @@ class StepGraph:
     @property
     def edges(self) -> list[tuple[str, str]]:
         """Unique pairs (predecessor, agent), in the order of declaration."""
-        pairs = ((before, agent) for agent, join in self._effective.items() for before in join.agents)
-        return list(dict.fromkeys(pairs))
+        return [(before, agent) for agent, predecessors in self._predecessors.items() for before in predecessors]
 
     def steps(self, progress: Progress) -> dict[str, float]:
         """Return the steps to the next execution of every agent.
 
-        0 for running agents, infinite for agents that cannot run again.
+        0 for running agents, infinite for agents that cannot run again. Agents are settled in the
+        order of their steps, so that each dependency is looked at once.
         """
         steps = {agent: 0.0 if agent in progress.running else UNREACHABLE for agent in self.agents}
         for agent in self.entry_agents:
             if agent not in progress.started:
                 steps[agent] = 1.0
-        changed = True
-        while changed:  # the smallest value falls into place first, so there are at most as many rounds as agents
-            changed = False
-            for agent, join in self._effective.items():
-                waits = {before: self._steps_until(agent, before, steps, progress) for before in join.agents}
-                if join.steps(waits) + 1 < steps[agent]:  # never true for a running agent, which has 0
-                    steps[agent], changed = join.steps(waits) + 1, True
+        waits: dict[str, dict[str, float]] = {}  # steps until each predecessor satisfies a dependency, by agent
+        settled: set[tuple[str, str]] = set()  # dependencies (agent, predecessor) whose steps are final
+        for agent in self.agents:
+            if steps[agent] == 0:
+                continue
+            waits[agent] = dict.fromkeys(self._predecessors[agent], UNREACHABLE)
+            for before in waits[agent]:
+                if before not in progress.started:
+                    continue
+                is_stale = (agent, before) in self._alternatives and progress.is_stale(agent, before)
+                if not is_stale and self._is_satisfied(agent, before, progress):
+                    waits[agent][before] = 0.0
+                if waits[agent][before] == 0 or before in progress.running:
+                    settled.add((agent, before))
+            if 0.0 in waits[agent].values():  # else it waits for an agent that is not settled yet
+                steps[agent] = min(steps[agent], self._effective[agent].steps(waits[agent]) + 1)
+        queue = [agent for agent, value in steps.items() if 0 < value < UNREACHABLE]  # all have 1
+        for before in queue:  # grows during iteration
+            for agent in self._dependents.get(before, ()):
+                if agent in waits and (agent, before) not in settled:
+                    waits[agent][before] = steps[before]
+                    is_single = len(waits[agent]) == 1
+                    value = (steps[before] if is_single else self._effective[agent].steps(waits[agent])) + 1
+                    if value < steps[agent]:
+                        steps[agent] = value
+                        queue.append(agent)
         return steps
 
-    def _steps_until(self, agent: str, predecessor: str, steps: Mapping[str, float], progress: Progress) -> float:
-        """Return the steps until `predecessor` satisfies the dependency of `agent`.
+    def _is_satisfied(self, agent: str, predecessor: str, progress: Progress) -> bool:
+        """Return whether `predecessor` runs, or ended after `agent` last started.
 
-        0 if `predecessor` runs, or ended after `agent` last started. If only one dependent of
-        `predecessor` may run and another one has started, `agent` waits for the next execution of
-        `predecessor`.
+        If only one dependent of `predecessor` may run and another one has started since, `agent` waits
+        for the next execution of `predecessor`.
         """
-        is_running = predecessor in progress.running
-        is_taken = False  # True: another branch has started since the predecessor ended
-        if predecessor in self.exclusive_branches and not is_running:
-            ended = progress.ended.get(predecessor, 0)
-            siblings = [after for before, after in self.edges if before == predecessor and after != agent]
-            is_taken = any(progress.started.get(sibling, 0) > ended for sibling in siblings)
-        if is_running or (progress.is_satisfied(agent, predecessor) and not is_taken):
-            return 0.0
-        return steps[predecessor]
+        if predecessor in progress.running:
+            return True
+        ended = progress.ended.get(predecessor, 0)
+        if ended <= progress.started.get(agent, 0) or predecessor not in self.exclusive_branches:
+            return ended > progress.started.get(agent, 0)
+        siblings = self._dependents[predecessor]
+        return not any(progress.started.get(sibling, 0) > ended for sibling in siblings if sibling != agent)
 
 
 def _load_file(path: Path) -> Mapping[str, Any]:
@@ -288,7 +334,9 @@ class TransitionStats:
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {}  # starts that followed directly, by agent
-        self._hitting_times: dict[str, dict[str, float]] | None = None  # cached until the counts change
+        self.num_observed = 0  # starts
+        self._hitting_times: np.ndarray | None = None  # cached until the probabilities change
+        self._num_counted: dict[str, int] = {}  # transitions from each agent when they were computed
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -296,10 +344,17 @@ class TransitionStats:
 
     def observe(self, previous: str | None, agent: str) -> None:
         """Count a start of `agent` after the start of `previous`."""
-        self._hitting_times = None
+        self.num_observed += 1
+        is_new = agent not in self.counts
         self.counts.setdefault(agent, Counter())
         if previous is not None:
-            self.counts.setdefault(previous, Counter())[agent] += 1
+            row = self.counts.setdefault(previous, Counter())
+            row[agent] += 1
+            is_new |= row[agent] == 1
+            # the probabilities of a row with one transition stay, those of a long row change little
+            is_new |= len(row) > 1 and row.total() > RECOMPUTE_GROWTH * self._num_counted.get(previous, 0)
+        if is_new:
+            self._hitting_times = None
 
     def steps(self, progress: Progress) -> dict[str, float]:
         """Return the expected steps to the next execution of every agent.
@@ -308,27 +363,37 @@ class TransitionStats:
         last.
         """
         sources = set(progress.running) or ({progress.last_started} if progress.last_started else set())
-        times = [self.hitting_times()[source] for source in sources if source in self.counts]
-        return {
-            agent: 0.0 if agent in progress.running else min((row[agent] for row in times), default=UNREACHABLE)
-            for agent in self.counts
-        }
+        names = list(self.counts)
+        rows = [names.index(source) for source in sources if source in self.counts]
+        times = self.hitting_times()[rows].min(axis=0, initial=UNREACHABLE).tolist() if names else []
+        return {agent: 0.0 if agent in progress.running else value for agent, value in zip(names, times, strict=True)}
 
-    def hitting_times(self) -> dict[str, dict[str, float]]:
-        """Return the expected steps (from, to) to the agents' next starts."""
+    def hitting_times(self) -> np.ndarray:
+        """Return the expected steps to next starts, (A, A) float64 (from, to).
+
+        Computed again when a transition is new, or an agent with several successors has been
+        followed an eighth more often.
+        """
         if self._hitting_times is None:
             names = list(self.counts)
             counts = np.array([[self.counts[name][after] for after in names] for name in names], dtype=float)
             counts = counts.reshape(len(names), len(names))  # also without agents
             totals = counts.sum(axis=1, keepdims=True)
-            times = _compute_hitting_times(counts / np.maximum(totals, 1))
-            rows = (dict(zip(names, row.tolist(), strict=True)) for row in times)
-            self._hitting_times = dict(zip(names, rows, strict=True))
+            self._num_counted = {name: row.total() for name, row in self.counts.items()}
+            self._hitting_times = compute_hitting_times(counts / np.maximum(totals, 1))
         return self._hitting_times
 
 
-def _compute_hitting_times(probabilities: np.ndarray) -> np.ndarray:
+DISCOUNT = 1 - 1e-6  # of each step: times are exact in a cycle, else too low by a millionth of their variance
+RECOMPUTE_GROWTH = 1.125
+
+
+def compute_hitting_times(probabilities: np.ndarray) -> np.ndarray:
     """Return the expected steps between states of a Markov chain.
+
+    With N = (I - gP)^-1 for a discount g close to 1, the generating function of the steps from s to t
+    is F(g) = (N - I)[s, t] / N[t, t], and their expectation is g F'(g) / F(g), where dN/dg is
+    N (N - I) / g. This is one inverse for all pairs, in O(A^3).
 
     Args:
         probabilities: (A, A) float64, transitions (from, to).
@@ -341,13 +406,11 @@ def _compute_hitting_times(probabilities: np.ndarray) -> np.ndarray:
     for _ in range(num_states.bit_length()):  # paths of twice as many steps each time
         paths = reachable.astype(np.float32)
         reachable = reachable | (paths @ paths > 0)
-    times = np.full((num_states, num_states), UNREACHABLE)
-    for target in range(num_states):
-        sources = np.flatnonzero(reachable[:, target])
-        onward = probabilities[np.ix_(sources, sources)]
-        onward[:, sources == target] = 0.0  # the chain ends at the target
-        identity = np.eye(len(sources))
-        reach = np.linalg.solve(identity - onward, probabilities[sources, target])  # probability of reaching it
-        conditional = onward * reach[None, :] / reach[:, None]  # the chain, given that the target is reached
-        times[sources, target] = np.linalg.solve(identity - conditional, np.ones(len(sources)))
-    return times
+    identity = np.eye(num_states)
+    visits = np.linalg.inv(identity - DISCOUNT * probabilities)
+    after_start = visits - identity
+    slope = visits @ after_start  # g dN/dg
+    own, own_slope = np.diag(visits), np.diag(slope)
+    reach = np.where(reachable, after_start / own, 1.0)
+    times = (slope - reach * own_slope) / own / reach
+    return np.where(reachable, times, UNREACHABLE)

@@ -4,11 +4,10 @@ The KV cache gets only numbers: the steps to the next use of each fixed entry, a
 other entries vary. Hints change which entries are in memory, never a result.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from ..config import check_count
 from ..engine.message import Message, MessageSlice, unwrap_slice
@@ -17,10 +16,8 @@ from ..engine.session import PromptInput, Session
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event
 from ..kv_cache.eviction import EvictionHints
+from .fixed_prefix import FixedPrefix, content_hashes
 from .step_graph import UNREACHABLE, Progress, StepGraph, TransitionStats
-
-SPACE_EVENTS = {"loaded", "offloaded", "admitted", "finished", "failed", "cancelled", "released"}  # may free capacity
-FINISH_EVENTS = {"generated", "finished", "failed", "cancelled"}  # a decode ends with its last token
 
 
 @dataclass(eq=False)
@@ -36,6 +33,7 @@ class AgentTurn:
     unfinished: set[int] = field(default_factory=set)  # ids of messages
     is_open: bool = True  # the block is still running
     has_started: bool = False
+    observed: set[int] = field(default_factory=set)  # ids of prefix-mode decodes whose fixed part was looked for
 
     @property
     def decodes(self) -> list[Request]:
@@ -43,37 +41,7 @@ class AgentTurn:
 
     def context_hashes(self) -> dict[bytes, None]:
         """Return the content hashes of all parents of the decodes."""
-        return _content_hashes(parent for request in self.decodes for parent in request.parents)
-
-
-@dataclass
-class FixedPrefix:
-    """Content of an agent's prompt that is the same in every turn."""
-
-    marked: dict[int, Message] = field(default_factory=dict)  # marked since the last turn, by id
-    hashes: dict[bytes, None] = field(default_factory=dict)  # content hashes, which outlive the messages
-    is_explicit: bool = False  # messages were marked, so nothing is inferred
-    last_context: dict[bytes, None] = field(default_factory=dict)  # content hashes of the last turn's context
-
-    def all_hashes(self) -> dict[bytes, None]:
-        return self.hashes | _content_hashes(message._request for message in self.marked.values())
-
-    def update(self, turn: AgentTurn, infer: bool) -> None:
-        """Update the fixed content after a turn.
-
-        Adds marked content. If nothing was ever marked and `infer` is set, adds content that this
-        turn and the previous one attended to. A turn with decodes removes older content that it did
-        not attend to.
-        """
-        context = turn.context_hashes()
-        marked = _content_hashes(message._request for message in self.marked.values())
-        self.marked, self.is_explicit = {}, self.is_explicit or bool(marked)
-        self.hashes |= marked
-        if infer and not self.is_explicit:
-            self.hashes |= {key: None for key in context if key in self.last_context}
-        if turn.decodes:
-            self.hashes = {key: None for key in self.hashes if key in context or key in marked}
-            self.last_context = context
+        return content_hashes(parent for request in self.decodes for parent in request.parents)
 
 
 class Agent:
@@ -98,7 +66,8 @@ class Workflow:
     """The agents of one session.
 
     Args:
-        graph: declared dependencies of the agents; None: steps are learned from the turns.
+        graph: declared dependencies of the agents; None: steps are learned from the turns. May be replaced
+            at any time; what has run counts by the agents' names.
         learned: statistics to continue, which several workflows may share; None: new ones.
         prefetch: maximum concurrent loads for agents that may run next; 0: none.
         infer_fixed_prefix: if nothing is marked, treat content that an agent attended to in two
@@ -115,13 +84,11 @@ class Workflow:
         infer_fixed_prefix: bool = True,
     ) -> None:
         check_count(prefetch, "prefetch", 0)
-        if graph is not None and not isinstance(graph, StepGraph):
-            raise GraphError(f"graph={graph!r}: use a StepGraph; StepGraph.read makes one of a dict or a YAML file")
         if learned is not None and not isinstance(learned, TransitionStats):
             raise ConfigError(f"learned={learned!r}: use TransitionStats()")
         session._check_open()
         self.session = session
-        self.graph = graph
+        self._graph = _check_graph(graph)
         self.learned = TransitionStats() if learned is None else learned
         self.progress = Progress()
         self._max_prefetch = prefetch
@@ -129,12 +96,13 @@ class Workflow:
         self._core = session._core
         self._turns: list[AgentTurn] = []
         self._num_finished_turns = 0
-        self._fixed: defaultdict[str, FixedPrefix] = defaultdict(FixedPrefix)  # by agent
+        self._fixed: dict[str, FixedPrefix] = {}  # by agent
         self._last_context: dict[bytes, None] = {}  # content hashes that the last finished turn attended to
         self._unread: dict[bytes, int] = {}  # content hashes that no later turn attended to; number of their turn
-        self._prefetch_queue: list[bytes] = []  # fixed content of agents at most one step away, the nearest first
+        self._client_steps: dict[str, float] | None = None  # as the client of the last turn gave them
+        self._cached_steps: tuple[object, dict[str, float]] = None, {}  # what they were computed from
+        self._agent_keys: dict[str, tuple[str, str]] = {}  # of the agents with a fixed part
         self._closed = False
-        self._unsubscribe = session.engine.events.subscribe(self._on_event)
         session.on_close.append(self.close)
         self._update_hints()
 
@@ -149,27 +117,51 @@ class Workflow:
         with self._core.lock:
             self._closed = True
             self._core.cache_manager.hints.update(self, None)
-        self._unsubscribe()
-        self._unsubscribe = lambda: None
+            self._core.cache_manager.prefetcher.update(self, (), 0)
+            for turn in self._turns:
+                for message_id in turn.unfinished:
+                    self._core.events.unwatch(message_id)
         if self.close in self.session.on_close:
             self.session.on_close.remove(self.close)
 
+    @property
+    def graph(self) -> StepGraph | None:
+        return self._graph
+
+    @graph.setter
+    def graph(self, graph: StepGraph | None) -> None:
+        self._graph = _check_graph(graph)
+        self._client_steps = None
+        self._update_hints()
+
     @contextmanager
-    def agent(self, name: str) -> Iterator[Agent]:
+    def agent(self, name: str, *, steps: Mapping[str, float | None] | None = None) -> Iterator[Agent]:
         """Attribute the session's requests inside the block to an agent.
 
         Covers the block's own task or thread, and the tasks that it starts.
+
+        Args:
+            steps: steps to the next execution of every agent, None for never, as a client of a server
+                sends them with a request (KVFlow §3.3). They replace those of the graph until a
+                later turn brings others, or the graph is replaced.
         """
-        self._check_declared(name)
+        if steps is not None:
+            self._client_steps = _check_steps(steps)
+        else:
+            self._check_declared(name)
         turn = AgentTurn(name)
         self._turns.append(turn)
-        self._update_hints()
+        if not self.progress.running or steps is not None:
+            self._update_hints()
 
         def add_message(message: Message) -> None:
-            with self._core.lock:  # the request may end in another thread
-                turn.messages[message.id] = message
-                if not message._request.is_finished:
-                    turn.unfinished.add(message.id)
+            request = message._request
+            turn.messages[request.id] = message
+            turn.unfinished.add(request.id)
+            self._core.events.watch(request.id, partial(self._on_event, turn, request))
+            if request.is_finished or self._closed:  # perhaps in another thread, before it was watched
+                self._core.events.unwatch(request.id)
+                turn.unfinished.discard(request.id)
 
         try:
             with tag_requests(RequestTag(self.session, (self.session.client_id, name), add_message)):
@@ -178,22 +170,28 @@ class Workflow:
             turn.is_open = False
             with self._core.lock:
                 self._finish_turn(turn)
-            self._update_hints()
+                self._update_hints()
 
     def mark_fixed(self, agent: str, messages: Iterable[Message | MessageSlice]) -> None:
         """Mark messages as the fixed part of an agent's prompt.
 
-        A slice marks its whole message.
+        The fixed part of a message of which a slice is marked ends with the slice.
         """
         self._check_declared(agent)
         if isinstance(messages, (Message, MessageSlice)):
             raise InvalidRequestError("messages is one message: put it into a list")
-        fixed = [unwrap_slice(message) for message in messages]
-        for message in fixed:
-            if not isinstance(message, Message):
+        marks = []
+        for message in messages:
+            if not isinstance(message, (Message, MessageSlice)):
                 raise NotAMessageError(f"{message!r} is not a message: mark what prefill or decode returned")
+            end = message.stop if isinstance(message, MessageSlice) else None
+            marks.append((unwrap_slice(message)._request, end))
         with self._core.lock:
-            self._fixed[agent].marked |= {message.id: message for message in fixed}
+            for request, end in marks:
+                self._fixed_prefix(agent).mark(request, end)
+
+    def _fixed_prefix(self, agent: str) -> FixedPrefix:
+        return self._fixed.setdefault(agent, FixedPrefix(self.session))
 
     def _check_declared(self, agent: str) -> None:
         if self.graph is not None and agent not in self.graph.dependencies:
@@ -201,20 +199,31 @@ class Workflow:
 
     # -- progress -----------------------------------------------------------------------------------------
 
-    def _on_event(self, event: Event) -> None:
-        request: Any = event.data.get("request")
-        with self._core.lock:
-            turn = next((turn for turn in self._turns if request in turn.unfinished), None)
-            if turn is None or event.kind not in {"admitted", *FINISH_EVENTS}:
-                if event.kind in SPACE_EVENTS:
-                    self._prefetch()
+    def _on_event(self, turn: AgentTurn, request: Request, event: Event) -> None:
+        """Process the admission or the end of a request of a turn."""
+        if event.kind == "admitted":
+            if not request.is_decode or turn.has_started:
                 return
-            if event.kind in FINISH_EVENTS:
-                turn.unfinished.discard(request)
-                self._finish_turn(turn)
-            elif turn.messages[request].kind == "decode":
+            with self._core.lock:
                 self._start_turn(turn)
-        self._update_hints()
+                self._update_hints()
+            return
+        self._core.events.unwatch(request.id)
+        with self._core.lock:
+            turn.unfinished.discard(request.id)
+            self._observe_prompt(turn, request)
+            if turn.is_open or turn.unfinished:
+                if request.entry is not None and request.entry.content_hash is not None and not self._closed:
+                    self._core.cache_manager.hints.add_referenced(self, request.entry.content_hash, 1.0)
+                return
+            self._finish_turn(turn)
+            self._update_hints()
+
+    def _observe_prompt(self, turn: AgentTurn, request: Request) -> None:
+        """Find the fixed part of a prefix-mode prompt in the prefix tree."""
+        if request.mode == "prefix" and request.is_decode and request.id not in turn.observed:
+            turn.observed.add(request.id)
+            self._fixed_prefix(turn.agent).observe_prompt(request, infer=self._infer_fixed_prefix)
 
     def _start_turn(self, turn: AgentTurn) -> None:
         if not turn.has_started:
@@ -227,47 +236,60 @@ class Workflow:
         if turn.is_open or turn.unfinished or turn not in self._turns:
             return
         self._turns.remove(turn)
+        for request in turn.decodes:
+            self._observe_prompt(turn, request)
         self._start_turn(turn)
         self.progress.end(turn.agent)
         self._num_finished_turns += 1
         self._last_context = turn.context_hashes()
-        made = _content_hashes(message._request for message in turn.messages.values())
+        made = content_hashes(message._request for message in turn.messages.values())
         self._unread |= dict.fromkeys(made, self._num_finished_turns)
         self._unread = {key: number for key, number in self._unread.items() if key not in self._last_context}
-        self._fixed[turn.agent].update(turn, self._infer_fixed_prefix)
+        self._fixed_prefix(turn.agent).finish_turn(turn.decodes, infer=self._infer_fixed_prefix)
 
     # -- hints --------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> dict[str, float]:
         """Steps to the next execution of every agent."""
-        source = self.graph or self.learned
-        steps = source.steps(self.progress)
+        if self._client_steps is not None:
+            return self._client_steps | {turn.agent: 0.0 for turn in self._turns}
+        source = self._graph or self.learned
+        version = source, self.learned.num_observed, self.progress.now
+        if self._cached_steps[0] != version:
+            self._cached_steps = version, source.steps(self.progress)
+        steps = dict(self._cached_steps[1])
         if not self.progress.running:  # an open turn runs next
             for turn in self._turns:
                 steps[turn.agent] = min(1.0, steps.get(turn.agent, UNREACHABLE))
         return steps
 
     def fixed_prefix_hashes(self, agent: str) -> list[bytes]:
-        """Content hashes of an agent's fixed entries."""
-        return list(self._fixed[agent].all_hashes())
+        """Hashes of an agent's fixed messages, or of its prompt's start."""
+        return list(self._fixed[agent].resolve()) if agent in self._fixed else []
 
     def _update_hints(self) -> None:
         if self._closed:
             return
         with self._core.lock:
-            expected: dict[bytes, float] = {}
-            agents = set()
-            for agent, steps in self.steps.items():
-                for key in self.fixed_prefix_hashes(agent):
-                    expected[key] = min(steps, expected.get(key, UNREACHABLE))
-                    agents.add((self.session.client_id, agent))
-            self._prefetch_queue = sorted(
-                (key for key in expected if expected[key] <= 1), key=lambda key: expected[key]
-            )
-            hints = EvictionHints(expected, self._ephemeral_hints(), frozenset(agents))
-            self._core.cache_manager.hints.update(self, hints)
-        self._prefetch()
+            steps, expected = self.steps, dict[bytes, float]()
+            for agent, prefix in self._fixed.items():
+                keys = prefix.resolve() if prefix.keys is None else prefix.keys
+                if keys and agent in steps:
+                    self._agent_keys[agent] = self.session.client_id, agent
+                    for key in keys:
+                        expected[key] = min(steps[agent], expected.get(key, UNREACHABLE))
+                else:
+                    self._agent_keys.pop(agent, None)
+            hints = EvictionHints(expected, self._ephemeral_hints(), frozenset(self._agent_keys.values()))
+            manager = self._core.cache_manager
+            manager.hints.update(self, hints)
+            if self._max_prefetch and manager.offload_manager.tiers:
+                next_keys = [key for key in expected if expected[key] <= 1]
+                next_keys.sort(key=expected.__getitem__)  # those of running agents first
+                manager.prefetcher.update(self, next_keys, self._max_prefetch)
+                if manager.prefetcher.missing:
+                    self._core.prefetch()
 
     def _ephemeral_hints(self) -> dict[bytes, float]:
         """Return the expected steps to the use of varying content.
@@ -276,25 +298,41 @@ class Workflow:
         yet gets the number of turns it has waited, plus 1; it is removed when every agent could
         have had a turn.
         """
-        ages = {key: self._num_finished_turns - number + 1.0 for key, number in self._unread.items()}
-        self._unread = {key: n for key, n in self._unread.items() if ages[key] <= len(self.progress.started)}
-        messages = (message for turn in self._turns for message in turn.messages.values())
-        next_used = self._last_context | _content_hashes(message._request for message in messages)
-        return {key: ages[key] for key in self._unread} | dict.fromkeys(next_used, 1.0)
-
-    def _prefetch(self) -> None:
-        """Load fixed content of agents that may run next.
-
-        Does nothing while a request waits for capacity.
-        """
-        with self._core.lock:
-            if self._closed or not self._max_prefetch or self._core.scheduler.blocked_on_memory:
-                return
-            for key in self._prefetch_queue:
-                self._core.cache_manager.prefetch(key, self._max_prefetch)
+        hints, oldest = {}, self._num_finished_turns - len(self.progress.started) + 1
+        for key, number in list(self._unread.items()):
+            if number < oldest:
+                del self._unread[key]
+            else:
+                hints[key] = self._num_finished_turns - number + 1.0
+        for key in self._last_context:
+            hints[key] = 1.0
+        for turn in self._turns:
+            for key in content_hashes(message._request for message in turn.messages.values()):
+                hints[key] = 1.0
+        return hints
 
 
-def _content_hashes(requests: Iterable[Request]) -> dict[bytes, None]:
-    """Return the unique content hashes of admitted requests, in order."""
-    entries = (request.entry for request in requests)
-    return {e.content_hash: None for e in entries if e is not None and e.content_hash is not None}
+def _check_graph(graph: StepGraph | None) -> StepGraph | None:
+    if graph is not None and not isinstance(graph, StepGraph):
+        raise GraphError(f"graph={graph!r}: use a StepGraph; StepGraph.read makes one of a dict or a YAML file")
+    return graph
+
+
+def _check_steps(steps: Mapping[str, float | None]) -> dict[str, float]:
+    """Return steps as sent by a client, with infinity for None."""
+    if not isinstance(steps, Mapping):
+        raise GraphError(f"steps={steps!r}: map agents to steps")
+    result = {}
+    for agent, value in steps.items():
+        number = UNREACHABLE if value is None else value
+        if (
+            not isinstance(agent, str)
+            or isinstance(number, bool)
+            or not isinstance(number, (int, float))
+            or not number >= 0
+        ):
+            raise GraphError(
+                f"steps of agent {agent!r}: {value!r}: use a name and a number from 0 on, or None for never"
+            )
+        result[agent] = float(number)
+    return result

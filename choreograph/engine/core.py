@@ -134,6 +134,8 @@ class EngineCore:
                 batch = self._next_batch(wait)
                 if batch is not None:
                     self._run_batch(batch)
+                if self.cache_manager.prefetcher.missing:
+                    self.prefetch()
             except TransferError:  # the lost KV is recomputed; the step is retried
                 self.scheduler.rollback()
                 return True
@@ -214,6 +216,11 @@ class EngineCore:
                 if found is None or found[0].is_finished:
                     return scheduler.schedule()  # raises what no request causes
                 self.fail_incomplete(found[0], wrap_error(found[0], "scheduling it raised", found[1]))
+
+    def prefetch(self) -> None:
+        """Load what agents need next, unless a request waits for capacity."""
+        if self.cache_manager.prefetcher.is_pending and not self.scheduler.blocked_on_memory:
+            self.cache_manager.prefetcher.run()
 
     def poll_transfers(self) -> None:
         """Process completed transfers; requests whose context failed to load wait again."""

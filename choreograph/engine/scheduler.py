@@ -239,7 +239,7 @@ class Scheduler:
             cached=request.usage.cached_tokens,
             num_tokens=len(entry.tokens),
         )
-        if request.mode == "choreographed" and request.is_decode:
+        if request.mode == "choreographed" and request.computed_layers is None:
             reuse_header(cache, request)
 
     def add_recompute(self, entry: KVEntry) -> None:
@@ -479,7 +479,8 @@ def _is_ready(request: Request, allow_loading: bool) -> bool:
     """True if every context token is computed or scheduled in this step.
 
     With `allow_loading`, tokens still being loaded count too: each layer waits for its copy. Of the
-    source entry of a partial prefill, the inputs alone are needed.
+    source entry of a partial prefill, the inputs alone are needed. An entry whose first tokens are
+    still read from another one has readers only after the step that copies them.
     """
     if request.entry.computed_layers is not None:
         source = request.entry.source_entry
@@ -488,5 +489,7 @@ def _is_ready(request: Request, allow_loading: bool) -> bool:
                 return False
     for entry, first, count, *_ in request.context:
         if entry.num_scheduled_tokens < first + count and not (allow_loading and entry.location == "loading"):
+            return False
+        if entry.is_aliased:
             return False
     return True

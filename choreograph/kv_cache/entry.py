@@ -75,6 +75,8 @@ class KVEntry:
     is_aliased: bool = False  # its first tokens are still read from another entry's slots
     failed_tiers: "set[str]" = field(default_factory=set)  # tiers where writing a copy failed
     agent_key: object = None  # key of the agent that created it, for eviction hints
+    # keys of the fixed parts of prompts that go through this entry, by the token where they end or leave it
+    fixed_ends: "dict[int, set[bytes]]" = field(default_factory=dict)
     model: str = BASE_MODEL  # model or adapter that computes it
     computed_layers: frozenset[int] | None = None  # layers it is computed in; None for all
     cached_hidden_layers: frozenset[int] = frozenset()  # layers whose inputs are cached too

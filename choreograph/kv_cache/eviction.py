@@ -1,9 +1,9 @@
 """Eviction policies, eviction hints and pins.
 
 Call path: `KVCacheManager._allocate` calls `_reclaim` when the device has too few free pages.
-`_reclaim` calls `_evict`, as does `prefetch` for the entry that it loads. `_evict_one` offloads an
-entry or frees its pages. `_reclaim_tier` evicts copies from the host and disk tiers in the same
-way.
+`_reclaim` cuts unused entries into pieces of one priority (`fixed_parts.split_unused`) and calls
+`_evict`; `evict_entry` offloads an entry or frees its pages. `Prefetcher` evicts in the same order
+for the entry that it loads, and `_reclaim_tier` evicts copies from the host and disk tiers.
 
 Candidates: on the device, complete entries that are not in use and have no running transfer.
 Running requests and pins exclude an entry before the policy is called. The policy that
@@ -16,6 +16,7 @@ extend.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -97,14 +98,42 @@ class EvictionHints(NamedTuple):
     ephemeral_groups: frozenset[object] = frozenset()  # agent keys whose other entries are ephemeral
 
 
+class MinBySource:
+    """Numbers by key, merged by minimum over all sources (KVFlow §3.1)."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, dict[object, float]] = {}  # by key and source
+
+    def replace(self, source: object, old: Mapping[bytes, float], new: Mapping[bytes, float]) -> None:
+        """Replace the numbers of a source, at a cost independent of others."""
+        for key in old.keys() - new.keys():
+            values = self._values[key]
+            del values[source]
+            if not values:
+                del self._values[key]
+        for key, value in new.items():
+            if old.get(key) != value:
+                self._values.setdefault(key, {})[source] = value
+
+    def get(self, key: bytes) -> float | None:
+        values = self._values.get(key)
+        return None if values is None else min(values.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+NO_HINTS = EvictionHints({})
+
+
 class HintRegistry:
     """Eviction hints of all workflows, merged by minimum (KVFlow §3.1)."""
 
     def __init__(self) -> None:
         self._hints: dict[object, EvictionHints] = {}
-        self._steps_to_execution: dict[bytes, float] = {}
-        self._while_referenced: dict[bytes, float] = {}
-        self._ephemeral_groups: frozenset[object] = frozenset()
+        self.steps_to_execution = MinBySource()
+        self._while_referenced = MinBySource()
+        self._ephemeral_groups: Counter[object] = Counter()  # number of sources that name each
 
     @property
     def num_sources(self) -> int:
@@ -112,31 +141,37 @@ class HintRegistry:
 
     def update(self, source: object, hints: EvictionHints | None) -> None:
         """Replace the hints of a source; None removes them."""
-        self._hints.pop(source, None)
+        old, new = self._hints.pop(source, NO_HINTS), hints or NO_HINTS
         if hints is not None:
             self._hints[source] = hints
-        self._steps_to_execution = _min_steps(item.steps_to_execution for item in self._hints.values())
-        self._while_referenced = _min_steps(item.while_referenced for item in self._hints.values())
-        self._ephemeral_groups = frozenset().union(*(item.ephemeral_groups for item in self._hints.values()))
+        self.steps_to_execution.replace(source, old.steps_to_execution, new.steps_to_execution)
+        self._while_referenced.replace(source, old.while_referenced, new.while_referenced)
+        if old.ephemeral_groups != new.ephemeral_groups:
+            self._ephemeral_groups.update(new.ephemeral_groups)
+            self._ephemeral_groups -= Counter(old.ephemeral_groups)
+
+    def add_referenced(self, source: object, key: bytes, steps: float) -> None:
+        """Add a number to the `while_referenced` of a source that has hints."""
+        self._while_referenced.replace(source, {}, {key: steps})
+        hints = self._hints[source]
+        self._hints[source] = hints._replace(while_referenced={**hints.while_referenced, key: steps})
 
     def candidate(self, entry: KVEntry) -> EvictionCandidate:
         """Return the policy inputs of an entry."""
         steps = None
         if entry.content_hash is not None:
-            default = self._while_referenced.get(entry.content_hash) if entry.owners else None
-            steps = self._steps_to_execution.get(entry.content_hash, default)
+            steps = self.steps_to_execution.get(entry.content_hash)
+            if steps is None and entry.owners:
+                steps = self._while_referenced.get(entry.content_hash)
+        for keys in entry.fixed_ends.values():
+            for key in keys:
+                value = self.steps_to_execution.get(key)
+                if value is not None and (steps is None or value < steps):
+                    steps = value
         ephemeral = steps is None and entry.agent_key is not None and entry.agent_key in self._ephemeral_groups
         return EvictionCandidate(
             entry.id, entry.id, entry.last_access, entry.hit_count, bool(entry.owners), steps, ephemeral
         )
-
-
-def _min_steps(mappings: Iterable[Mapping[bytes, float]]) -> dict[bytes, float]:
-    result: dict[bytes, float] = {}
-    for item in mappings:
-        for key, steps in item.items():
-            result[key] = min(steps, result.get(key, steps))
-    return result
 
 
 class PinTable:

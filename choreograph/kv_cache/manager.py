@@ -2,20 +2,23 @@
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from ..errors import CacheBusyError, CacheFullError
 from ..events import EventBus
 from ..outputs import BASE_MODEL
 from .entry import KVEntry, KVSlice
 from .eviction import EVICTION_POLICIES, HintRegistry, PinTable
+from .fixed_parts import FixedPartIndex, split_unused
 from .pool import KVPool
+from .prefetch import EVICTION_SLACK_DIVISOR, Prefetcher
 from .prefix_tree import PrefixTree, SharedHeaderIndex
 from .tiers import HostTier, OffloadManager, Tier
 from .transfer import ThreadExecutor, make_executor
 
 POLL_SECONDS = 0.02  # maximum sleep while waiting for a pin to expire
-EVICTION_SLACK_DIVISOR = 32  # evict 1/32 of the pool more than required: not every allocation sorts the candidates
 
 
 class KVCacheManager:
@@ -52,6 +55,8 @@ class KVCacheManager:
         self.pins = PinTable(self, clock)
         self.hints = HintRegistry()
         self.shared_headers = SharedHeaderIndex()
+        self.fixed_parts = FixedPartIndex()
+        self.prefetcher = Prefetcher(self, events)
 
     # -- lifetime -----------------------------------------------------------------------------------------
 
@@ -78,20 +83,19 @@ class KVCacheManager:
             CacheBusyError: if pages become free only when a transfer completes.
         """
         pages = self._allocate(self.pool.num_pages_for(capacity), partial=computed_layers is not None)
-        entry_id = next(self._clock)
-        entry = KVEntry(
-            entry_id,
-            tokens,
-            base_position,
-            tuple(context),
-            pages,
-            self.pool.page_size,
-            num_final_tokens=len(tokens),
-            owners={owner},
-            last_access=entry_id,
-            model=model,
-            computed_layers=computed_layers,
+        entry = self.add_entry(
+            tokens, base_position, tuple(context), pages, model=model, computed_layers=computed_layers
         )
+        entry.owners.add(owner)
+        return entry
+
+    def add_entry(
+        self, tokens: list[int], base_position: int, context: tuple[KVSlice, ...], pages: list[int], **fields: Any
+    ) -> KVEntry:
+        """Create an entry without owners in allocated pages. For `fields` see `KVEntry`."""
+        entry_id, page_size = next(self._clock), self.pool.page_size
+        entry = KVEntry(entry_id, tokens, base_position, context, pages, page_size, last_access=entry_id, **fields)
+        entry.num_final_tokens = len(tokens)
         self.entries[entry.id] = entry
         return entry
 
@@ -114,6 +118,8 @@ class KVCacheManager:
             return
         entry.owners.discard(owner)
         entry.last_access = next(self._clock)
+        if not entry.in_use:
+            self.prefetcher.num_usable_pages += len(entry.pages)
         if not entry.owners and not (entry.is_indexed and entry.has_data):
             self._delete(entry)
 
@@ -161,6 +167,7 @@ class KVCacheManager:
     def _truncate_pages(self, entry: KVEntry, count: int) -> None:
         unused = entry.pages[count:]
         entry.set_pages(entry.pages[:count])
+        self.prefetcher.num_usable_pages += len(unused)
         self.pool.release(unused)
 
     def _delete(self, entry: KVEntry) -> None:
@@ -185,6 +192,7 @@ class KVCacheManager:
             if tree.is_empty:
                 self._prefix_trees.pop(tree.cache_salt, None)
         self.shared_headers.remove(entry)
+        self.fixed_parts.remove(entry)
         for copy in list(entry.tier_copies.values()):
             self.offload_manager.free(entry, copy)
         self._free_pages(entry)
@@ -194,6 +202,11 @@ class KVCacheManager:
 
     def lookup(self, content_hash: bytes) -> KVEntry | None:
         return self._by_hash.get(content_hash)
+
+    def entries_with(self, key: bytes) -> list[KVEntry]:
+        """Return the entries that have a fixed part, in token order."""
+        entry = self._by_hash.get(key)
+        return self.fixed_parts.get(key) if entry is None else [entry]
 
     def register(self, entry: KVEntry, content_hash: bytes) -> None:
         """Set the content hash; `lookup` returns its first registered entry."""
@@ -229,14 +242,15 @@ class KVCacheManager:
     def _reclaim(self, num_pages: int, partial: bool) -> None:
         """Evict entries until `num_pages` pages are free, or raise."""
         pool, jobs = self.pool, self.offload_manager.jobs
-        reclaimable = self._num_free(partial) + sum(len(entry.pages) for entry in self._evictable(partial))
+        split_unused(self, self.evictable(partial))
+        reclaimable = self.num_free(partial) + sum(len(entry.pages) for entry in self.evictable(partial))
         if reclaimable < num_pages:
             raise CacheFullError(
                 f"needs {num_pages} pages of {pool.page_size} tokens; {pool.num_free(partial)} of "
                 f"{pool.num_pages(partial)} are free and {reclaimable - pool.num_free(partial)} can be evicted: "
                 "release messages or raise " + ("the partial-layer capacity" if partial else "CacheConfig.capacity")
             )
-        self._evict(num_pages, slack=pool.num_pages(partial) // EVICTION_SLACK_DIVISOR, partial=partial)
+        self._evict(num_pages + pool.num_pages(partial) // EVICTION_SLACK_DIVISOR, partial=partial)
         if pool.num_free(partial) < num_pages and not jobs:
             # The rest has children on lower tiers, which cannot be evicted first.
             self._evict(num_pages, with_descendants=True, partial=partial)
@@ -246,11 +260,11 @@ class KVCacheManager:
                 raise CacheBusyError(f"{shortage}, wait for the running transfers")
             raise CacheFullError(f"{shortage}, the remaining unused pages are pinned")
 
-    def _num_free(self, partial: bool) -> int:
+    def num_free(self, partial: bool) -> int:
         """Return the pages that are free or being freed by offloads."""
         return self.pool.num_free(partial) + (0 if partial else self.offload_manager.pages_being_freed)
 
-    def _evictable(self, partial: bool) -> list[KVEntry]:
+    def evictable(self, partial: bool) -> list[KVEntry]:
         """Return the evictable entries of the main or of the partial-layer pool."""
         return [
             entry
@@ -262,7 +276,7 @@ class KVCacheManager:
             and entry.is_complete
         ]
 
-    def _victims(self, entries: Iterable[KVEntry], incoming: KVEntry | None) -> Iterator[KVEntry]:
+    def victims(self, entries: Iterable[KVEntry], incoming: KVEntry | None = None) -> Iterator[KVEntry]:
         """Yield entries in policy order, up to `incoming` if given."""
         candidates = {entry.id: entry for entry in (*entries, incoming) if entry is not None}
         for entry_id in self._policy([self.hints.candidate(entry) for entry in candidates.values()]):
@@ -270,40 +284,36 @@ class KVCacheManager:
                 break
             yield candidates[entry_id]
 
-    def _evict(
-        self,
-        num_pages: int,
-        *,
-        slack: int = 0,
-        incoming: KVEntry | None = None,
-        with_descendants: bool = False,
-        partial: bool = False,
-    ) -> None:
+    def _evict(self, num_pages: int, *, with_descendants: bool = False, partial: bool = False) -> None:
         """Evict entries until `num_pages` pages are free or being freed.
 
         Args:
             num_pages: Pages required.
-            slack: Pages to free beyond that.
-            incoming: Evict only entries that the policy ranks below this one and that are not
-                needed as soon (used by prefetch).
             with_descendants: Also evict entries that have unreferenced children in the prefix tree.
             partial: Evict from the partial-layer pool.
         """
-        needed_in = None if incoming is None else self.hints.candidate(incoming).steps_to_execution
         progress = True
-        while progress and self._num_free(partial) < num_pages + slack:
+        while progress and self.num_free(partial) < num_pages:
             progress = False
-            for entry in self._victims(self._evictable(partial), incoming):
-                if self._num_free(partial) >= num_pages + slack:
+            for entry in self.victims(self.evictable(partial)):
+                if self.num_free(partial) >= num_pages:
                     break
-                if needed_in is not None:
-                    steps = self.hints.candidate(entry).steps_to_execution
-                    if steps is not None and steps <= needed_in:
-                        continue
                 if entry.id in self.entries:  # else it was deleted with its parent in the prefix tree
-                    progress |= self._evict_one(entry, with_descendants)
+                    progress |= self.evict_entry(entry, with_descendants)
 
-    def _evict_one(self, entry: KVEntry, with_descendants: bool) -> bool:
+    def can_evict(self, entry: KVEntry, reserved: Counter[str]) -> bool:
+        """Return whether `evict_entry` could free the pages; update `reserved` tier tokens."""
+        if entry.tier_copies:
+            return True
+        if entry.owners or not self.hints.candidate(entry).ephemeral:
+            for tier in self.offload_manager.tiers:
+                num_tokens = reserved[tier.name] + len(entry.tokens)
+                if self.offload_manager.accepts(tier, entry) and tier.fits(num_tokens):
+                    reserved[tier.name] = num_tokens
+                    return True
+        return not entry.num_tree_children and (not entry.owners or entry.can_recompute)
+
+    def evict_entry(self, entry: KVEntry, with_descendants: bool = False) -> bool:
         """Offload an entry or free its pages; return whether either was possible."""
         is_worth_copying = entry.owners or not self.hints.candidate(entry).ephemeral
         if not entry.tier_copies and entry.computed_layers is None and is_worth_copying:
@@ -347,7 +357,7 @@ class KVCacheManager:
             return True
         entries = [e for e in self.entries.values() if tier.name in e.tier_copies and e.transfer is None]
         evictable = [e for e in entries if e.is_complete or not e.in_use]  # requests wait for the others
-        for entry in self._victims(evictable, incoming):
+        for entry in self.victims(evictable, incoming):
             if tier.fits(size) or self.offload_manager.tokens_being_freed(tier) >= size:
                 break
             self._evict_from_tier(depth, entry)
@@ -386,24 +396,6 @@ class KVCacheManager:
         except BaseException:
             self._free_pages(entry)
             raise
-
-    def prefetch(self, content_hash: bytes, max_loads: int) -> bool:
-        """Start loading an offloaded entry, evicting only entries needed later.
-
-        Return whether a load was started; at most `max_loads` run at a time.
-        """
-        entry = self._by_hash.get(content_hash)
-        if entry is None or entry.pages or not entry.tier_copies or entry.transfer is not None:
-            return False
-        if self.offload_manager.num_loads >= max_loads:
-            return False
-        num_pages = self.pool.num_pages_for(len(entry.tokens))
-        self._evict(num_pages, incoming=entry)
-        if self.pool.free_pages < num_pages:
-            return False
-        self._events.emit("prefetch", entry=entry.id, tokens=len(entry.tokens))
-        self.load(entry)
-        return True
 
     def poll_transfers(self) -> list[KVEntry]:
         """Process completed transfers and expired pins; return entries whose load failed.
@@ -476,5 +468,6 @@ class KVCacheManager:
             assert e.content_hash == key and e.id in self.entries
         self.pins.check()
         self.offload_manager.check(entries)
+        self.fixed_parts.check(entries)
         for tree in self._prefix_trees.values():
             tree.check()

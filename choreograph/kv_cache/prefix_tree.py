@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from .manager import KVCacheManager
 
 MIN_SHARED_TOKENS = 4  # shorter headers are cheaper to compute than to copy
+MIN_SHARED_PREFILL_TOKENS = 16  # likewise for prefills: sharing may delay their readers by a step
 
 
 class PrefixTree:
     """Prefix tree of one cache salt; matches a prompt's longest cached prefix.
 
     Baseline of Prompt Choreography (§3.1): text is concatenated and the longest cached prefix is
-    reused. An entry is attached to another at the token where they diverge, so entries are never
-    split. Entries may still be growing: only final or computed tokens are matched.
+    reused. An entry is attached to another at the token where they diverge, and split there once no
+    request uses it (`split`). Entries may still be growing: only final or computed tokens are
+    matched.
     """
 
     def __init__(self, cache_salt: str = "") -> None:
@@ -84,6 +86,45 @@ class PrefixTree:
                 ancestors += children
                 yield from children
 
+    def branch_points(self, entry: KVEntry) -> Iterable[int]:
+        """Return the tokens of an entry at which others are attached."""
+        return self._children.get(entry, ())
+
+    def can_split(self, entry: KVEntry, index: int) -> bool:
+        """Return whether `split` can cut an entry at token `index`."""
+        first = self._first_token(entry)
+        if not first < index < len(entry.tokens):
+            return False
+        return entry.tokens[index] not in self._children.get(entry, {}).get(index, {})
+
+    def _first_token(self, entry: KVEntry) -> int:
+        """Return an entry's first token that its parent lacks."""
+        parent, index, token = self._attached_at[entry]
+        return self._children[parent][index][token][1]
+
+    def split(self, entry: KVEntry, index: int, tail: KVEntry) -> None:
+        """Attach `tail`, the tokens of `entry` from `index` on, with their children.
+
+        Contexts that refer to these tokens are rewritten. No request may use the entry.
+        """
+        first_token = tail.tokens[0]
+        by_index = self._children.setdefault(entry, {})
+        moved = {i - index: by_index.pop(i) for i in [i for i in by_index if i > index]}
+        by_index.setdefault(index, {})[first_token] = (tail, 0)
+        self._attached_at[tail] = (entry, index, first_token)
+        tail.prefix_tree = self
+        if moved:
+            self._children[tail] = moved
+        for i, siblings in moved.items():
+            for token, (child, _) in siblings.items():
+                self._attached_at[child] = (tail, i, token)
+                tail.num_tree_children += 1
+        entry.num_tree_children += 1 - tail.num_tree_children
+        for descendant in self.descendants(tail):
+            descendant.context = tuple(
+                part for kv_slice in descendant.context for part in _split_slice(kv_slice, entry, index, tail)
+            )
+
     def remove(self, entry: KVEntry) -> None:
         """Detach an entry without children; no-op if it is not attached."""
         if entry not in self._attached_at:
@@ -118,6 +159,23 @@ def _end_of(path: list[KVSlice]) -> tuple[KVEntry | None, int, int]:
     return entry, token_start + num_tokens, position + num_tokens
 
 
+def _split_slice(kv_slice: KVSlice, entry: KVEntry, index: int, tail: KVEntry) -> Iterator[KVSlice]:
+    """Yield a slice, with `tail` in place of `entry` from `index` on."""
+    _, start, count, position, layers = kv_slice
+    if kv_slice.entry is not entry or start + count <= index:
+        yield kv_slice
+        return
+    num_before = max(0, index - start)
+    if num_before:
+        yield KVSlice(entry, start, num_before, position, layers)
+    yield KVSlice(tail, start + num_before - index, count - num_before, position + num_before, layers)
+
+
+def common_prefix_len(a: list[int], b: list[int]) -> int:
+    """Return the length of the common start of two token lists."""
+    return _common_prefix_len(a, 0, len(a), b, 0, len(b))
+
+
 def _common_prefix_len(
     cached_tokens: list[int], start: int, end: int, tokens: list[int], offset: int, limit: int
 ) -> int:
@@ -128,36 +186,52 @@ def _common_prefix_len(
     return next(i for i in range(max_len) if cached_tokens[start + i] != tokens[offset + i])
 
 
-class SharedHeaderIndex:
-    """Index of decodes by context and base position.
+_HeaderKey = tuple[bytes, int, tuple[int, ...]]  # context, base position, first tokens
 
-    Decodes with equal parents often start with equal headers (branches, voters, agents). The first
-    decode computes the header; the others read its tokens and copy them.
+
+class SharedHeaderIndex:
+    """Index of messages by context, base position and first tokens.
+
+    Messages with equal parents often start with equal tokens (branches, voters, agents). The first
+    one computes them; the others read its tokens and copy them.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[bytes, int], list[KVEntry]] = {}
-        self._keys: dict[KVEntry, tuple[bytes, int]] = {}
+        self._entries: dict[_HeaderKey, list[KVEntry]] = {}
+        self._keys: dict[KVEntry, _HeaderKey] = {}
 
-    def add(self, cache_salt: str, entry: KVEntry) -> KVSlice | None:
+    def add(self, cache_salt: str, entry: KVEntry, min_length: int) -> KVSlice | None:
         """Index an entry; return the longest proper prefix in another entry.
 
-        None if no prefix is long enough. Its tokens are computed by the next step at the latest.
+        None if no prefix of `min_length` tokens was found. Its tokens are computed by the next step
+        at the latest.
         """
+        max_length = len(entry.tokens) - 1
+        if max_length < min_length:
+            return None
         position = entry.base_position  # keys are stored rotated to it
-        key = self._keys[entry] = (content_hash(cache_salt, (), position, entry.context), position)
-        best, max_length = None, len(entry.tokens) - 1
+        first_tokens = tuple(entry.tokens[:min_length])
+        key = self._keys[entry] = (content_hash(cache_salt, (), position, entry.context), position, first_tokens)
+        best = None
         for other in self._entries.setdefault(key, []):
             if other.is_aliased or not other.pages:
                 continue
             num_ready = other.num_computed_tokens or other.num_final_tokens
             count = _common_prefix_len(other.tokens, 0, num_ready, entry.tokens, 0, max_length)
-            if count >= MIN_SHARED_TOKENS and (best is None or count > best.num_tokens):
+            if count >= min_length and (best is None or count > best.num_tokens):
                 best = KVSlice(other, 0, count, position)
             if count == max_length:
                 break  # no longer match is possible
         self._entries[key].append(entry)
         return best
+
+    def replace(self, entry: KVEntry, head: KVEntry) -> None:
+        """Index `head`, the first tokens of an entry, in its place."""
+        key = self._keys.get(entry)
+        self.remove(entry)
+        if key is not None and len(head.tokens) >= len(key[2]):
+            self._keys[head] = key
+            self._entries.setdefault(key, []).append(head)
 
     def remove(self, entry: KVEntry) -> None:
         key = self._keys.pop(entry, None)
@@ -168,32 +242,38 @@ class SharedHeaderIndex:
 
 
 def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
-    """Skip header tokens that another decode over the same context has."""
+    """Skip first tokens that another message over the same context has."""
     entry = request.entry
-    result = cache_manager.shared_headers.add(request.cache_salt, entry)
+    min_length = MIN_SHARED_TOKENS if request.is_decode else MIN_SHARED_PREFILL_TOKENS
+    result = cache_manager.shared_headers.add(request.cache_salt, entry, min_length)
     if result is None:
         return
-    cache_manager.acquire(result.entry, request.request_owner)
+    source, num_tokens = result.entry, result.num_tokens
+    entry.num_scheduled_tokens = entry.num_computed_tokens = num_tokens
+    entry.cached_hidden_layers &= source.cached_hidden_layers
+    request.usage = Usage(request.usage.cached_tokens + num_tokens, request.usage.computed_tokens - num_tokens)
+    if not request.is_decode and source.num_computed_tokens >= num_tokens:  # else the next step computes them
+        _copy_tokens(cache_manager, [(result, entry)])
+        return
+    cache_manager.acquire(source, request.request_owner)
     request.shared_header, request.context = result, (*request.context, result)
-    entry.num_scheduled_tokens = entry.num_computed_tokens = result.num_tokens
     entry.is_aliased = True
-    entry.cached_hidden_layers &= result.entry.cached_hidden_layers
-    request.usage = Usage(
-        request.usage.cached_tokens + result.num_tokens, request.usage.computed_tokens - result.num_tokens
-    )
 
 
 def copy_headers(cache_manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
     """Copy shared headers into the requests' own slots after a step."""
-    slots: list[int] = []
-    target_slots: list[int] = []
-    for request in requests:
-        assert request.shared_header is not None
-        for token in range(request.shared_header.num_tokens):
-            slots.append(request.shared_header.entry.slot(token))
-            target_slots.append(request.entry.slot(token))
-    cache_manager.pool.copy_slots(slots, target_slots)
+    _copy_tokens(cache_manager, [(r.shared_header, r.entry) for r in requests if r.shared_header is not None])
     for request in requests:
         assert request.shared_header is not None
         cache_manager.release(request.shared_header.entry, request.request_owner)
         request.shared_header, request.context, request.entry.is_aliased = None, request.entry.context, False
+
+
+def _copy_tokens(cache_manager: "KVCacheManager", copies: Iterable[tuple[KVSlice, KVEntry]]) -> None:
+    """Copy each slice to the start of another entry."""
+    slots: list[int] = []
+    target_slots: list[int] = []
+    for kv_slice, target in copies:
+        slots += map(kv_slice.entry.slot, range(kv_slice.num_tokens))
+        target_slots += map(target.slot, range(kv_slice.num_tokens))
+    cache_manager.pool.copy_slots(slots, target_slots)

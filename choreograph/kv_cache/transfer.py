@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 TransferDirection = Literal["loading", "offloading"]
+DIRECTIONS: tuple[TransferDirection, ...] = ("loading", "offloading")
 
 
 @dataclass(eq=False)
@@ -106,35 +107,61 @@ class TransferError(Exception):
         self.transfer = transfer
 
 
-class ThreadExecutor:
-    """Executor that runs transfers in order on one thread, stopped when idle."""
+class _Lane:
+    """Transfers of one direction, in order on one thread, stopped when idle."""
 
-    def __init__(self, idle_seconds: float = 5.0) -> None:
-        self._queue: deque[Transfer] = deque()  # the first one is running
+    def __init__(self, execute: Callable[[Transfer], None], idle_seconds: float) -> None:
+        self.queue: deque[Transfer] = deque()  # the first one is running
+        self._execute, self._idle_seconds = execute, idle_seconds
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._idle_seconds = idle_seconds
-        _EXECUTORS.add(self)
 
     def start(self, transfer: Transfer) -> None:
         with self._changed:
-            self._queue.append(transfer)
+            self.queue.append(transfer)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="choreograph-transfers", daemon=True)
+                name = f"choreograph-{transfer.direction}"
+                self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closed, self._idle_seconds)
-                if not self._queue:
+                self._changed.wait_for(lambda: bool(self.queue) or self._closed, self._idle_seconds)
+                if not self.queue:
                     self._thread = None
                     return
-            self._execute(self._queue[0])
+            self._execute(self.queue[0])
             with self._changed:
-                self._queue.popleft()
+                self.queue.popleft()
+
+    def close(self) -> None:
+        """Cancel all transfers and join the thread."""
+        with self._changed:
+            for transfer in self.queue:
+                transfer.cancel()
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+
+
+class ThreadExecutor:
+    """Executor with one thread for each direction of transfer (KVFlow §3.2)."""
+
+    def __init__(self, idle_seconds: float = 5.0) -> None:
+        self._idle_seconds = idle_seconds
+        self._create_lanes()
+        _EXECUTORS.add(self)
+
+    def _create_lanes(self) -> None:
+        self._lanes = {name: _Lane(self._execute, self._idle_seconds) for name in DIRECTIONS}
+
+    def start(self, transfer: Transfer) -> None:
+        self._lanes[transfer.direction].start(transfer)
 
     def _execute(self, transfer: Transfer) -> None:
         transfer.run()
@@ -152,23 +179,17 @@ class ThreadExecutor:
         transfer.wait_for(layer)
 
     def close(self) -> None:
-        """Cancel all transfers and join the thread."""
-        with self._changed:
-            for transfer in self._queue:
-                transfer.cancel()
-            self._closed = True
-            thread = self._thread
-            self._changed.notify_all()
-        if thread is not None:
-            thread.join()
+        """Cancel all transfers and join the threads."""
+        for lane in self._lanes.values():
+            lane.close()
 
     def reset_after_fork(self) -> None:
-        """Fail all transfers in a forked child, which has no thread."""
-        for transfer in self._queue:
-            transfer.error, transfer.is_finished = InterruptedError("the process was forked"), True
-            transfer._changed = threading.Condition()  # the thread may have held the old lock
-        self._queue.clear()
-        self._changed, self._thread = threading.Condition(), None
+        """Fail all transfers in a forked child, which has no threads."""
+        for lane in self._lanes.values():
+            for transfer in lane.queue:
+                transfer.error, transfer.is_finished = InterruptedError("the process was forked"), True
+                transfer._changed = threading.Condition()  # the thread may have held the old lock
+        self._create_lanes()
 
 
 _EXECUTORS: weakref.WeakSet[ThreadExecutor] = weakref.WeakSet()
@@ -185,9 +206,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class CudaStreamExecutor(ThreadExecutor):
-    """Executor that runs transfers on a separate CUDA stream.
+    """Executor that runs transfers on separate CUDA streams, one for each direction.
 
-    A step that needs a layer makes the device wait for it, not the host. The thread launches
+    A step that needs a layer makes the device wait for it, not the host. A thread launches
     copies, reads and writes files, and waits for the stream, so that pages are freed only after the
     copy. Host memory should be pinned.
 
@@ -198,7 +219,7 @@ class CudaStreamExecutor(ThreadExecutor):
     def __init__(self, device: torch.device, idle_seconds: float = 5.0, *, cuda: Any = torch.cuda) -> None:
         super().__init__(idle_seconds)
         self._device, self._cuda = device, cuda
-        self._copy_stream = cuda.Stream(device)
+        self._copy_streams = {name: cuda.Stream(device) for name in DIRECTIONS}
         self._start_events: dict[Transfer, Any] = {}
 
     def start(self, transfer: Transfer) -> None:
@@ -210,9 +231,10 @@ class CudaStreamExecutor(ThreadExecutor):
         super().start(transfer)
 
     def _execute(self, transfer: Transfer) -> None:
-        with self._cuda.stream(self._copy_stream):
-            self._copy_stream.wait_event(self._start_events.pop(transfer))
-            transfer.run(self._copy_stream.record_event, self._copy_stream.synchronize)
+        stream = self._copy_streams[transfer.direction]
+        with self._cuda.stream(stream):
+            stream.wait_event(self._start_events.pop(transfer))
+            transfer.run(stream.record_event, stream.synchronize)
 
     def wait_for(self, transfer: Transfer, layer: int) -> None:
         transfer.wait_for(layer)

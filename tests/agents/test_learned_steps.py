@@ -3,9 +3,14 @@
 import math
 import random
 
+import numpy as np
 import pytest
+from helpers.hypothesis_profile import many
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from choreograph.agents import Progress, StepGraph, TransitionStats
+from choreograph.agents.step_graph import compute_hitting_times
 
 
 def observed(*agents: str) -> tuple[TransitionStats, Progress]:
@@ -33,7 +38,32 @@ def test_a_large_cycle_is_computed_once_for_each_start():
     learned.steps(progress)
     assert learned.hitting_times() is known
     learned.observe(progress.last_started, names[0])
+    assert learned.hitting_times() is known  # the only successor so far
+    learned.observe(names[0], names[2])
     assert learned.hitting_times() is not known
+
+
+def slow_hitting_times(probabilities: np.ndarray) -> np.ndarray:
+    """One linear system for each target, over the states from which it is reached."""
+    num_states = len(probabilities)
+    reachable = np.linalg.matrix_power(np.eye(num_states) + (probabilities > 0), num_states) @ probabilities > 0
+    times = np.full((num_states, num_states), math.inf)
+    for target in range(num_states):
+        sources = np.flatnonzero(reachable[:, target])
+        onward = probabilities[np.ix_(sources, sources)]
+        onward[:, sources == target] = 0.0  # the chain ends at the target
+        identity = np.eye(len(sources))
+        reach = np.linalg.solve(identity - onward, probabilities[sources, target])
+        times[sources, target] = np.linalg.solve(identity - onward, reach) / reach
+    return times
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 0, 0, 1, 2, 7]), min_size=6, max_size=6), min_size=6, max_size=6))
+@settings(max_examples=many(60), deadline=None)
+def test_expected_steps_equal_those_of_a_linear_system_for_each_target(counts):
+    matrix = np.array(counts, dtype=float)
+    matrix /= np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    assert compute_hitting_times(matrix) == pytest.approx(slow_hitting_times(matrix), rel=1e-2)
 
 
 def test_what_never_followed_is_never_expected():

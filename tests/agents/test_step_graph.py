@@ -59,6 +59,16 @@ def test_after_a_choice_the_other_branch_waits_for_the_next_round():
     assert chosen == {"router": 2, "left": 0, "right": 3, "end": 1}
 
 
+def test_an_alternative_that_started_before_the_last_run_no_longer_counts():
+    graph = StepGraph.read(
+        {"agents": {"p": None, "fast": "p", "slow": "p", "x": {"any_of": ["fast", "slow"]}}, "repeats": True}
+    )
+    late = ("+p", "-p", "+fast", "+slow", "-fast", "+x", "-x", "-slow")
+    assert graph.steps(after(*late)) == {"p": 1, "fast": 2, "slow": 2, "x": 3}
+    assert graph.steps(after(*late[:-1]))["x"] == 3  # the slow one still runs
+    assert graph.steps(after(*late, "+p", "-p", "+slow"))["x"] == 1
+
+
 def test_joins_nest():
     graph = StepGraph.read({"a": None, "b": "a", "c": "b", "d": {"any_of": [{"all_of": ["b", "c"]}, "c"]}})
     assert graph.steps(after("+a"))["d"] == 3
@@ -89,6 +99,10 @@ def simulated(graph: StepGraph, progress: Progress) -> dict[str, float]:
     when = {name: 0.0 if name in progress.running else NEVER for name in graph.agents}
 
     def there(agent: str, before: str, now: int) -> bool:
+        join = graph.dependencies[agent]
+        is_choice = join is not None and join.kind == "any_of" and len(join.operands) > 1
+        if is_choice and progress.is_stale(agent, before):  # only another execution counts
+            return before not in progress.running and when[before] < now
         return progress.is_satisfied(agent, before) or when[before] < now
 
     for now in range(1, len(when) + 2):

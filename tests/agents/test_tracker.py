@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from helpers import tiny_models
+from helpers.call_counts import count_calls
 from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,6 +146,18 @@ def test_clients_with_equal_names_do_not_meet():
     assert all(one.value == alone for one in outcomes)
 
 
+def test_the_cost_of_tracking_a_workflow_does_not_depend_on_the_others():
+    def calls(num_workflows: int) -> float:
+        engine = tiny_models.engine(tokens=8192)  # nothing is evicted
+        programs = [lambda i=i: rounds(engine, client=str(i))[0] for i in range(num_workflows)]
+        counted = count_calls(lambda: list(run_concurrently(engine, programs)))
+        return (
+            sum(n for name, n in counted.items() if name.startswith(("agents/", "kv_cache/eviction"))) / num_workflows
+        )
+
+    assert calls(12) <= 1.02 * calls(2)
+
+
 def made_by(message) -> str | None:
     return message._request.agent_key and message._request.agent_key[1]
 
@@ -233,14 +246,41 @@ def test_what_was_said_to_the_cache_goes_with_the_session():
     engine = small(host_capacity=400)
     rounds(engine, 2)
     store = engine.core.cache_manager
-    assert not store.hints.num_sources and not store.hints._steps_to_execution
+    assert not store.hints.num_sources and not len(store.hints.steps_to_execution)
     session = engine.session()
     team = Workflow(session, CYCLE)
     with team.agent("a") as agent:
-        agent.prefill_fixed(fixed_of(0)).result()
-    assert math.inf not in store.hints._steps_to_execution.values() and len(store.hints._steps_to_execution) == 1
+        role = agent.prefill_fixed(fixed_of(0)).result()
+    assert store.hints.candidate(role._request.entry).steps_to_execution < math.inf
+    assert len(store.hints.steps_to_execution) == 1
     session.close()
-    assert not store.hints.num_sources and not engine.events._listeners
+    assert not store.hints.num_sources and not engine.events._watchers
+
+
+def test_steps_may_come_from_a_client_with_each_turn():
+    engine = tiny_models.engine(eviction="workflow")
+    with engine.session(seed=0) as s, Workflow(s) as team:
+        with team.agent("planner", steps={"planner": 0, "coder": 1, "tester": 7, "judge": None}) as agent:
+            role = agent.prefill_fixed(fixed_of(0))
+            s.decode([1], [role], sampling=BRIEF).result()
+            assert team.steps == {"planner": 0, "coder": 1, "tester": 7, "judge": math.inf}
+        with team.agent("coder", steps={"planner": 5, "coder": 0}) as agent:
+            s.decode([2], [agent.prefill_fixed(fixed_of(1))], sampling=BRIEF).result()
+        assert engine.core.cache_manager.hints.candidate(role._request.entry).steps_to_execution == 5
+        for steps in ({"a": -1}, {"a": "soon"}, {1: 1}, {"a": math.nan}, {"a": True}, [1]):
+            with pytest.raises(GraphError, match="steps"), team.agent("a", steps=steps):
+                pass
+
+
+def test_another_graph_counts_at_once():
+    with tiny_models.engine().session(seed=0) as s, Workflow(s, CYCLE) as team:
+        with team.agent("a"):
+            s.decode([1], sampling=BRIEF).result()
+        assert team.steps == {"b": 1, "c": 2, "d": 3, "a": 4}
+        team.graph = StepGraph.read({"a": None, "d": "a", "b": "d"})
+        assert team.steps == {"a": math.inf, "d": 1, "b": 2}
+        with pytest.raises(GraphError, match="use a StepGraph"):
+            team.graph = {"a": None}
 
 
 def test_errors_name_what_is_wrong():
@@ -260,19 +300,9 @@ def test_errors_name_what_is_wrong():
             Workflow(s, {"agents": {"a": None}})
         with pytest.raises(ConfigError, match="learned="):
             Workflow(s, learned={})
-        assert len(engine.events._listeners) == 1
     with pytest.raises(SessionClosedError):
         Workflow(s, CYCLE)
-    assert not engine.events._listeners
-
-
-def test_a_part_stands_for_its_message_where_it_is_marked():
-    with tiny_models.engine().session() as s, Workflow(s, CYCLE) as team:
-        with team.agent("a") as agent:
-            role = s.prefill(fixed_of(0))
-            agent.mark_fixed(role[0:5])
-            s.decode([50], [role], sampling=BRIEF).result()
-        assert team.fixed_prefix_hashes("a") == [role._request.entry.content_hash]
+    assert not engine.core.cache_manager.hints.num_sources
 
 
 def test_a_turn_that_fails_is_over_too():

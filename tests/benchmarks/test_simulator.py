@@ -1,8 +1,10 @@
 """The virtual clock: steps, loads and their overlap take what one works out by hand."""
 
+import time
+
 import pytest
 
-from benchmarks.simulator import HardwareModel, simulated_engine
+from benchmarks.simulator import HardwareModel, SimClock, simulated_engine
 from choreograph import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
 
 MACHINE = HardwareModel(
@@ -72,3 +74,19 @@ def test_others_compute_while_a_context_is_loading():
         late.result()
         assert clock.now - before == pytest.approx(5, rel=3e-2)
         assert soon.output_token_ids == [0, 0, 0]
+
+
+def test_processor_time_of_the_host_passes_too_where_it_is_charged():
+    clock = SimClock(charge_host=True)
+    spend = time.thread_time() + 0.02
+    while time.thread_time() < spend:
+        pass
+    charged = clock.now
+    assert charged >= 0.02
+    with clock.uncharged():
+        spend = time.thread_time() + 0.02
+        while time.thread_time() < spend:
+            pass
+    assert clock.now < charged + 0.02
+    clock.advance(5)
+    assert clock.now >= charged + 5

@@ -131,3 +131,17 @@ def test_what_a_failed_transfer_had_begun_is_over_before_its_end_is_known():
 
 def test_the_host_has_a_thread_alone():
     assert type(make_executor(torch.device("cpu"))) is ThreadExecutor
+
+
+def test_a_load_does_not_wait_for_an_offload():
+    release, executor = threading.Event(), ThreadExecutor()
+    offload = Transfer("offloading", 1, 1, lambda layer: release.wait(20) and None)
+    load = Transfer("loading", LAYERS, 1, lambda layer: None)
+    executor.start(offload)
+    executor.start(load)
+    executor.wait(load)
+    assert not offload.is_finished
+    release.set()
+    executor.wait(offload)
+    assert offload.error is None
+    executor.close()

@@ -17,6 +17,7 @@ TASKS = {
     "multi_qa": ["What is the capital of France?", "Who wrote Hamlet?"],
     "branch_solve_merge": ["dog", "run", "sea", "stone"],
     "prisoners_dilemma": "Alice",
+    "peer": "What is 3 + 4?",
 }
 SMALL = {
     "tree_of_thoughts": {"branches": 3, "voters": 2},
@@ -476,3 +477,19 @@ def test_conditions_that_are_none_are_refused_before_anything_runs(conditions, s
     file.write_text(OWN + f"CONDITIONS = {conditions}")
     with pytest.raises(ConfigError, match=said):
         conditions_of(find(str(file)))
+
+
+@pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
+def test_the_reviewer_of_peer_may_send_the_answer_back(play, mode):
+    first = play("peer", mode, rounds=3)
+    if mode == "choreographed":
+        assert sum(role.usage.computed_tokens > 0 for role in steps(first, "role")) == 4  # one for each agent
+    script = dict(first.transcript())
+    tokenizer = first.session.engine.tokenizer
+    script["reviewer"] = [tokenizer.encode("REVISE: the sum is wrong.", add_special_tokens=False)] * 2
+    for name in ("executor", "writer"):
+        script[name] = script[name][:1] * 3
+    again = play("peer", mode, forced=script, rounds=3)
+    stages = [stage for stage, message in again.calls if message.kind == "decode"]
+    assert stages == ["planner", *["executor", "writer", "reviewer"] * 2, "executor", "writer"]
+    assert again.answer is again.calls[-1].message and len(steps(again, "role")) == len(stages)
