@@ -25,7 +25,8 @@ struct Reader { int32_t row0, row1, shift, limit, step, position; };
 // D: head dimension. V = D / LANES vectors per head.
 template <class T, int D>
 struct Kernel {
-  static constexpr int V = D / LANES, FEW = 6, TILE = DOTS<T> ? 128 : 64;
+  static constexpr int V = D / LANES, TILE = DOTS<T> ? 128 : 64;
+  static constexpr int FEW = DOTS<T> ? 2 : 6;  // queries up to which packing a tile does not pay
 
   // s[m][j] = query m . key j, with keys transposed to (D, TILE)
   template <int M>

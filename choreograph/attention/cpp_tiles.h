@@ -144,6 +144,9 @@ struct PackedTile {
   // Packs n <= TILE slots; slots from n to `width` become zeros.
   void pack(const bf16* k, const bf16* v, int64_t stride, int n) {
     width = (n + 31) / 32 * 32;
+    for (const bf16* rows : {k, v})  // of a decode, they come from memory
+      for (int j = 0; j < n; j++)
+        for (int c = 0; c < D; c += 2 * LANES) __builtin_prefetch(rows + j * stride + c);
     for (int j = 0; j < width; j += LANES)
       for (int c = 0; c < D / 2; c += LANES) {
         constexpr int REST = D / 2 % LANES;  // pairs in the last columns; 0 or 8
@@ -157,13 +160,22 @@ struct PackedTile {
         for (int i = 0; i < (whole ? LANES : REST); i++) store((float*)&keys[(c + i) * TILE + j], r[i]);
       }
     for (int j = 0; j < width; j += 2)
-      for (int c = 0; c < D; c += LANES) {
-        __m512i low = j < n ? row(v + j * stride + c) : _mm512_setzero_si512();
-        __m512i high = j + 1 < n ? row(v + (j + 1) * stride + c) : _mm512_setzero_si512();
-        _mm512_storeu_si512(&values[j / 2 * D + c], _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-      }
+      for (int c = 0; c < D; c += 2 * LANES)
+        pack_pair(v + j * stride + c, v + (j + 1) * stride + c, n - j, D - c, &values[j / 2 * D + c]);
   }
-  static __m512i row(const bf16* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+  // Up to 32 columns of two rows, of which `rows` hold values.
+  static void pack_pair(const bf16* a, const bf16* b, int rows, int columns, uint32_t* to) {
+    alignas(64) static constexpr uint16_t ORDER[64] = {  // indices of x, and from 32 on of y
+        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+        11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+        22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    __mmask32 inside = columns >= 2 * LANES ? 0xffffffff : 0xffff;
+    __m512i x = _mm512_maskz_loadu_epi16(rows > 0 ? inside : 0, a);
+    __m512i y = _mm512_maskz_loadu_epi16(rows > 1 ? inside : 0, b);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, _mm512_load_si512(ORDER), y));
+    if (columns >= 2 * LANES)
+      _mm512_storeu_si512(to + LANES, _mm512_permutex2var_epi16(x, _mm512_load_si512(ORDER + 32), y));
+  }
 
   void score(int rows, const bf16* queries) {
     multiply<false, D, TILE, TILE>(rows, width, queries, keys.data(), D / 2, scores.data());
