@@ -6,6 +6,7 @@ import torch
 from helpers import tiny_models
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.models.torch_compile import CompiledForward
 
 
 def run(compile: bool) -> list[list[int]]:
@@ -30,8 +31,6 @@ def test_compiled_steps_equal_eager_ones():
 
 
 def test_compiled_steps_without_inductors_private_options(monkeypatch):
-    from choreograph.models.torch_compile import CompiledForward
-
     engine = Engine.from_pretrained(tiny_models.model(), config=EngineConfig(cache=CacheConfig(capacity=1024)))
     hf_model = engine.core.hf_model
     with monkeypatch.context() as patch:
@@ -43,3 +42,18 @@ def test_compiled_steps_without_inductors_private_options(monkeypatch):
         assert options is None
     assert talk(engine) == run(compile=False)
     assert list(hf_model.compiled._graphs) == [4]
+
+
+def test_one_graph_serves_larger_batches_of_any_size():
+    """It is traced with as many logits as tokens, which it must not take as one size."""
+    config = EngineConfig(cache=CacheConfig(capacity=1024, poison_freed_pages=True))
+    engine, eager = (Engine.from_pretrained(tiny_models.model(), config=config) for _ in range(2))
+    compiled = engine.core.hf_model.compiled = CompiledForward(engine.core.hf_model, (2,), compiles_larger=True)
+    results = []
+    for each in (engine, eager):
+        with each.session(seed=0) as session:
+            asked = [session.decode([5 + i], sampling=SamplingParams(max_tokens=3)) for i in range(3)]
+            tokens = [message.tokens for message in asked]
+        results.append([*tokens, *talk(each)])
+    assert results[0] == results[1]
+    assert set(compiled._graphs) == {2, None}
