@@ -95,8 +95,16 @@ class CompiledForward:
             if size is None:
                 for tensor, dim in zip(inputs, (1, 1, 0), strict=True):
                     torch._dynamo.mark_dynamic(tensor, dim)
-        with use_forward_context(forward_context), nullcontext() if is_traced else self._tracing():
-            logits: Tensor = graph(*inputs)[0]
+        try:
+            with use_forward_context(forward_context), nullcontext() if is_traced else self._tracing():
+                logits: Tensor = graph(*inputs)[0]
+        except Exception as exc:
+            if is_traced or size is not None:
+                raise
+            # some models trace with fixed sizes only; an error of the step itself is raised by the eager step again
+            warnings.warn(f"steps of more than {self.sizes[-1]} tokens stay eager: {str(exc)[:300]}", stacklevel=2)
+            self._compiles_larger = False
+            return None
         self._graphs[size] = graph
         return logits[: len(logits_indices)].float() if size is None else logits[logits_indices].float()
 

@@ -2,10 +2,12 @@
 
 import sys
 
+import pytest
 import torch
 from helpers import tiny_models
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.models import torch_compile
 from choreograph.models.torch_compile import CompiledForward
 
 
@@ -57,3 +59,18 @@ def test_one_graph_serves_larger_batches_of_any_size():
         results.append([*tokens, *talk(each)])
     assert results[0] == results[1]
     assert set(compiled._graphs) == {2, None}
+
+
+def test_larger_steps_stay_eager_where_no_graph_of_any_size_can_be_traced(monkeypatch):
+    def fail(*_, **options):
+        raise RuntimeError("specialized")
+
+    config = EngineConfig(cache=CacheConfig(capacity=1024))
+    engine = Engine.from_pretrained(tiny_models.model(), config=config)
+    hf_model = engine.core.hf_model
+    hf_model.compiled = CompiledForward(hf_model, (1,), compiles_larger=True)
+    monkeypatch.setattr(torch_compile, "compile_model", lambda *_, dynamic, **__: fail)
+    with engine.session() as session, pytest.warns(UserWarning, match="more than 1 tokens stay eager: specialized"):
+        session.prefill(list(range(30))).result()
+        session.prefill(list(range(40))).result()
+    assert engine.stats().num_batched_tokens == 70
