@@ -23,14 +23,15 @@ class Side(Protocol):
 
     def text(self, tokens: list[int]) -> Any: ...
     def ask(self, calls: Calls, count: int) -> list[Any]: ...
+    def close(self) -> None: ...
 
 
 class Choreograph:
     """A session of ours."""
 
     def __init__(self, engine: Engine, mode: Mode) -> None:
-        engine.clear_cache()
-        self._session, self.first_tokens = engine.session(mode=mode, seed=0), list[float]()
+        self._engine, self._session = engine, engine.session(mode=mode, seed=0)
+        self.first_tokens: list[float] = []
 
     def text(self, tokens: list[int]) -> Message:
         return self._session.prefill(tokens)
@@ -40,13 +41,18 @@ class Choreograph:
         self.first_tokens += [float(message.result().timing.ttft or 0) for message in messages]
         return messages
 
+    def close(self) -> None:
+        """Release the messages, so that the next run finds nothing in the cache."""
+        self._session.close()
+        self._engine.clear_cache()
+
 
 class Concatenated:
     """Prompts joined from parts, on vLLM."""
 
     def __init__(self, engine: VLLM) -> None:
-        engine.reset()
-        self._engine, self.first_tokens = engine, list[float]()
+        self._engine = engine
+        self.first_tokens: list[float] = []
 
     def text(self, tokens: list[int]) -> list[int]:
         return tokens
@@ -56,6 +62,9 @@ class Concatenated:
         outputs, times = self._engine.generate(prompts, count)
         self.first_tokens += [column[0] for column in times]
         return [[*header, *output] for (header, _), output in zip(calls, outputs, strict=True)]
+
+    def close(self) -> None:
+        self._engine.reset()
 
 
 def tree_of_thoughts(side: Side) -> None:
