@@ -26,7 +26,7 @@ from .common import (
     row_from_record,
     save,
 )
-from .peers import HuggingFace, LlamaCpp
+from .peer_engines import HuggingFace, LlamaCpp
 
 CONTEXT, STEPS, ROUNDS, WARMUP_STEPS = 512, 40, 12, 4
 EXACT = "float32"

@@ -1,129 +1,166 @@
-"""The peers: Hugging Face in this process, llama.cpp (its batch API) in a child of its own. Bench-only.
+"""The engine against vLLM's CPU build, llama.cpp and Hugging Face: one model, the same prompts, counts and threads.
 
-llama.cpp lives in another process so that two thread pools never spin for the same cores; the parent waits while
-the child works and the other way round, and both are asked in turns.
+All sides run in turns in one run. The first run installs vLLM into out/vllm. Weights are bfloat16, llama.cpp's are
+Q4_1. `--only decode` (or prefill, programs) measures a part and keeps the other results; `--rounds` sets how often.
 """
 
-import ctypes
-import multiprocessing
+import argparse
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from statistics import fmean, median
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
 
-from choreograph.models.loader import bundled_gguf, convert_gguf
+from choreograph import Engine
 
-from .common import random_tokens
+from .common import (
+    Row,
+    engine,
+    greedy,
+    interleaved,
+    last_result,
+    median_row,
+    random_tokens,
+    ratio_row,
+    row_from_record,
+    save,
+    seconds,
+)
+from .peer_engines import VLLM, HuggingFace, LlamaCpp
+from .peer_programs import PROGRAMS, Choreograph, Concatenated, Side
+
+STEPS, WARMUP_STEPS = 32, 4
+DECODES = {  # name -> (context, requests, whether each has its own context), must, aim
+    "decode, 1 request behind 512": ((512, 1, False), 1.0, 1.3),
+    "decode, 8 requests over one context of 512": ((512, 8, False), 1.3, 2.0),
+    "decode, 32 requests with own contexts of 256": ((256, 32, True), 1.1, 1.5),
+}
+PREFILLS = {  # name -> (tokens, prompts)
+    "prefill of 1024": (1024, 1),
+    "prefill of 8000": (8000, 1),
+    "prefill of 16 prompts of 512": (512, 16),
+}
+OURS = "choreograph compiled"  # what ratios are of
+PARTS = ("decode", "prefill", "programs")
 
 
-class HuggingFace:
-    """transformers, eager, with its own cache: one sequence or a batch of separate ones."""
+def decode_ours(e: Engine, context: int, batch: int, own: bool) -> float:
+    """Median seconds of a decode step of `batch` requests."""
+    e.clear_cache()
+    with e.session(seed=0) as session:
+        parents = [session.prefill(random_tokens(context, seed=i)) for i in range(batch if own else 1)]
+        for parent in parents:
+            parent.result()
+        for i in range(batch):
+            session.decode([5 + i], [parents[i * own]], sampling=greedy(STEPS + 1))
+        taken = [seconds(e.step) for _ in range(STEPS)]
+    return median(taken[WARMUP_STEPS:])
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(convert_gguf(bundled_gguf()), dtype=dtype).eval()
 
-    @torch.no_grad()
-    def decode(self, context: int, batch: int, steps: int) -> list[float]:
-        """Seconds of each step behind `context` tokens."""
-        ids = torch.tensor([random_tokens(context)] * batch)
-        cache = DynamicCache(config=self.model.config)
-        token = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
-        taken = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            token = self.model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-            taken.append(time.perf_counter() - began)
-        return taken
+def decode_peer(peer: HuggingFace | LlamaCpp | VLLM, context: int, batch: int, own: bool) -> float:
+    return median(peer.decode(context, batch, STEPS, own)[WARMUP_STEPS:])
 
-    @torch.no_grad()
-    def prefill(self, count: int) -> float:
-        ids = torch.tensor([random_tokens(count)])
+
+def prefill_ours(e: Engine, count: int, prompts: int) -> float:
+    e.clear_cache()
+    with e.session() as session:
+        tokens = [random_tokens(count, seed=i) for i in range(prompts)]
         began = time.perf_counter()
-        self.model(ids, use_cache=True, logits_to_keep=1)
+        # a first token is part of a prefill, as the peers compute logits
+        messages = [session.decode(prompt, sampling=greedy(1)) for prompt in tokens]
+        for message in messages:
+            message.result()
         return time.perf_counter() - began
 
 
-class LlamaCpp:
-    """llama.cpp on the same GGUF file with the same number of threads."""
-
-    def __init__(self, threads: int) -> None:
-        here, there = multiprocessing.get_context("spawn").Pipe()
-        self._pipe = here
-        self._child = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(there, str(bundled_gguf()), threads), daemon=True
-        )
-        self._child.start()
-        self._pipe.recv()
-
-    def _call(self, command: str, *args: int) -> Any:
-        self._pipe.send((command, *args))
-        return self._pipe.recv()
-
-    def decode(self, context: int, batch: int, steps: int) -> list[float]:
-        return self._call("decode", context, batch, steps)
-
-    def prefill(self, count: int) -> float:
-        return self._call("prefill", count)
-
-    def close(self) -> None:
-        self._pipe.send(None)
-        self._child.join(10)
+def run_program(program: Callable[[Side], None], make: Callable[[], Side]) -> tuple[float, float]:
+    """Return seconds end to end and the mean seconds to the first token of a call."""
+    # every engine starts with an empty cache, since the sides before closed theirs
+    side = make()
+    taken = seconds(lambda: program(side))
+    side.close()
+    return taken, fmean(side.first_tokens)
 
 
-def _serve(pipe: Any, path: str, threads: int) -> None:
-    native = _Native(path, threads)
-    work: dict[str, Callable[..., Any]] = {"decode": native.decode, "prefill": native.prefill}
-    pipe.send("ready")
-    while (asked := pipe.recv()) is not None:
-        pipe.send(work[asked[0]](*asked[1:]))
+def compare(name: str, sides: dict[str, Callable[[], float]], rounds: int, unit: str, **goals: float) -> list[Row]:
+    """Measure all sides in turns; return their times and the speed of ours against each peer."""
+    interleaved(1, *sides.values())
+    taken = dict(zip(sides, interleaved(rounds, *sides.values()), strict=True))
+    factor = 1e3 if unit == "ms" else 1
+    rows = [
+        median_row(f"{name}: {side}", [t * factor for t in times], unit, better="lower")
+        for side, times in taken.items()
+    ]
+    for side in taken:
+        if not side.startswith("choreograph"):
+            facts = goals if side == "vLLM" else {}
+            rows.append(ratio_row(name, taken[side], taken[OURS], peer=side, **facts))
+    return rows
 
 
-class _Native:
-    """The C interface directly: no Python wrapper cost inside the timed part."""
+def compare_programs(e: Engine, vllm: VLLM, rounds: int) -> list[Row]:
+    rows: list[Row] = []
+    sides: dict[str, Callable[[], Side]] = {
+        "choreograph prefix": lambda: Choreograph(e, "prefix"),
+        "choreograph choreographed": lambda: Choreograph(e, "choreographed"),
+        "vLLM": lambda: Concatenated(vllm),
+    }
+    for name, program in PROGRAMS.items():
+        runs: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+        for i in range(rounds + 1):
+            for side, make in sides.items():
+                measured = run_program(program, make)
+                runs[side] += [measured] if i else []  # the first one compiles
+        must, aim = (1.5, 2.0) if name == "Tree of Thoughts" else (1.25, 2.0)
+        for column, (measure, required, target) in enumerate((("end to end", must, aim), ("first token", 4, 8))):
+            times = {side: [pair[column] for pair in pairs] for side, pairs in runs.items()}
+            rows += [median_row(f"{name}: {measure}, {side}", t, "s", better="lower") for side, t in times.items()]
+            for side in list(sides)[:2]:
+                goals = {"required": required, "target": target} if side.endswith("choreographed") else {}
+                rows.append(ratio_row(f"{name}: {measure}, {side}", times["vLLM"], times[side], peer="vLLM", **goals))
+    return rows
 
-    def __init__(self, path: str, threads: int) -> None:
-        import llama_cpp
 
-        self.l = l = llama_cpp  # noqa: E741
-        self._quiet = l.llama_log_callback(lambda *_: None)
-        l.llama_log_set(self._quiet, ctypes.c_void_p(0))
-        l.llama_backend_init()
-        self.model = l.llama_model_load_from_file(path.encode(), l.llama_model_default_params())
-        p = l.llama_context_default_params()
-        p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = 8192, 2048, 512, 8
-        p.n_threads = p.n_threads_batch = threads
-        p.kv_unified = True
-        self.context = l.llama_init_from_model(self.model, p)
-        self.memory = l.llama_get_memory(self.context)
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--peers", nargs="*", default=["vLLM", "llama.cpp Q4_1", "Hugging Face"])
+    given = options.parse_args()
+    threads = torch.get_num_threads()
+    compiled, eager = engine(tokens=16384), engine(tokens=16384, compile=False)
+    ours = {OURS: compiled, "choreograph eager": eager}
+    makers: dict[str, Callable[[], HuggingFace | LlamaCpp | VLLM]] = {
+        "vLLM": lambda: VLLM(threads),
+        "llama.cpp Q4_1": lambda: LlamaCpp(threads),
+        "Hugging Face": HuggingFace,
+    }
+    peers = {name: makers[name]() for name in given.peers}
+    parts: dict[str, list[Row]] = {part: [] for part in PARTS}
+    for row in last_result("peers").get("rows", []):
+        part = next((p for p in ("decode", "prefill") if row["measure"].startswith(p)), "programs")
+        parts[part].append(row_from_record(row))
+    if "decode" in given.only:
+        parts["decode"] = []
+        for name, (shape, must, aim) in DECODES.items():
+            sides = {label: partial(decode_ours, e, *shape) for label, e in ours.items()}
+            sides |= {label: partial(decode_peer, peer, *shape) for label, peer in peers.items()}
+            parts["decode"] += compare(name, sides, given.rounds, "ms", required=must, target=aim)
+    if "prefill" in given.only:
+        parts["prefill"] = []
+        for name, shape in PREFILLS.items():
+            sides = {label: partial(prefill_ours, e, *shape) for label, e in ours.items()}
+            sides |= {label: partial(peer.prefill, *shape) for label, peer in peers.items()}
+            parts["prefill"] += compare(name, sides, given.rounds, "s", required=1.1, target=1.5)
+    vllm = peers.get("vLLM")
+    if "programs" in given.only and isinstance(vllm, VLLM):
+        parts["programs"] = compare_programs(compiled, vllm, given.rounds)
+    for peer in peers.values():
+        if not isinstance(peer, HuggingFace):
+            peer.close()
+    save("peers", [row for part in PARTS for row in parts[part]])
 
-    def _run(self, tokens: list[int], positions: list[int], sequences: list[int], logits: list[bool]) -> float:
-        batch = self.l.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for i, (token, position, sequence, expected) in enumerate(
-            zip(tokens, positions, sequences, logits, strict=True)
-        ):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, expected
-            batch.seq_id[i][0] = sequence
-        began = time.perf_counter()
-        status = self.l.llama_decode(self.context, batch)
-        self.l.llama_get_logits(self.context)
-        taken = time.perf_counter() - began
-        self.l.llama_batch_free(batch)
-        if status:
-            raise RuntimeError(f"llama_decode gave {status}")
-        return taken
 
-    def prefill(self, count: int) -> float:
-        self.l.llama_memory_clear(self.memory, True)
-        return self._run(random_tokens(count), list(range(count)), [0] * count, [False] * (count - 1) + [True])
-
-    def decode(self, context: int, batch: int, steps: int) -> list[float]:
-        self.prefill(context)
-        for sequence in range(1, batch):
-            self.l.llama_memory_seq_cp(self.memory, 0, sequence, -1, -1)
-        token, taken = random_tokens(steps, seed=1), []
-        for i in range(steps):
-            taken.append(self._run([token[i]] * batch, [context + i] * batch, list(range(batch)), [True] * batch))
-        return taken
+if __name__ == "__main__":
+    main()

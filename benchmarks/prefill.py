@@ -5,7 +5,7 @@ import torch
 from choreograph import Engine
 
 from .common import engine, interleaved, median_row, random_tokens, ratio_row, save, seconds
-from .peers import HuggingFace, LlamaCpp
+from .peer_engines import HuggingFace, LlamaCpp
 
 COUNT, ROUNDS = 1024, 15
 

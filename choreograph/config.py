@@ -215,8 +215,8 @@ class EngineConfig:
         default_factory=SchedulerConfig
     )
     backend: BackendName = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
-    compile: StrictBool = False  # run small steps through torch.compile, on a GPU as CUDA graphs
-    # batch sizes in tokens to compile; None: 1 to 16, on a GPU 2 to 256
+    compile: StrictBool = False  # run steps through torch.compile, on a GPU small ones as CUDA graphs
+    # batch sizes in tokens to compile; None: 1 to 16 and one graph of all larger sizes, on a GPU 2 to 256
     compile_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=True), AfterValidator(_check_ascending)] | None = (
         None
     )

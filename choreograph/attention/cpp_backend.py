@@ -150,8 +150,9 @@ def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) ->
     if not compiler:
         raise BackendUnavailableError("no C++ compiler: install g++ or name one in CXX")
     source = Path(__file__).with_name("cpp_kernel.cpp")
+    code = [source.with_name(name).read_text() for name in (source.name, "cpp_tiles.h", "cpp_vector.h")]
     flags = (*FLAGS, f"-DWIDTH={head_dim}", f"-DELEMENT={C_TYPES[dtype]}", *extra_flags)
-    identity = "\0".join((source.read_text(), *flags, compiler, platform.machine(), _cpu_flags()))
+    identity = "\0".join((*code, *flags, compiler, platform.machine(), _cpu_flags()))
     target = folder / f"attend-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if target.exists():
         return target

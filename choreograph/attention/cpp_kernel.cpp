@@ -2,82 +2,13 @@
 // All memory is freed when the call returns.
 //
 // Stored keys are not modified: to read a range at another position, the queries are rotated by -shift.
-// A tile of TILE slots is converted to float32 once and used by every reader of the range, so a context
-// shared by many requests is read once. Work is split by KV head, block of query rows and KV split
+// A tile of TILE slots is converted to float32, or packed for dot products (cpp_tiles.h), once and used by every
+// reader of the range, so a context shared by many requests is read once. Work is split by KV head, block of query rows and KV split
 // (every `stripes`-th tile); KV splits are merged by their log-sum-exp. Scores are in base 2.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include "cpp_tiles.h"
 
 namespace {
-
-constexpr float BASE2 = 1.4426950408889634f;  // log2(e)
-#if !defined(REGISTER) && defined(__AVX512F__)
-#define REGISTER 16
-#elif !defined(REGISTER)
-#define REGISTER 8
-#endif
-constexpr int LANES = REGISTER;            // floats per vector register
-constexpr int SIDE = LANES == 16 ? 4 : 2;  // adjacent registers per accumulator row
-constexpr int TILE = 64, FEW = 6;
-constexpr int WIDE = 6;  // queries per block: WIDE * SIDE accumulators and their operands fit in registers
-typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef int ivec __attribute__((vector_size(LANES * 4)));
-typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2)));
-
-inline vec load(const float* p) { return *(const vec*)p; }
-inline void store(float* p, vec x) { *(vec*)p = x; }
-inline vec splat(float x) { return x - vec{}; }
-inline vec larger(vec a, vec b) { return a < b ? b : a; }
-
-struct bf16 { uint16_t bits; };
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) { uint32_t b = (uint32_t)x.bits << 16; float f; memcpy(&f, &b, 4); return f; }
-inline void from_float(float x, float& out) { out = x; }
-inline void from_float(float x, bf16& out) {
-  uint32_t b; memcpy(&b, &x, 4);
-  out.bits = (x != x) ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-}
-inline vec widen(const float* p) { return load(p); }
-inline vec widen(const bf16* p) {
-  ivec wide = __builtin_convertvector(*(const hvec*)p, ivec) << 16;
-  return (vec)wide;
-}
-
-inline vec exp2_fast(vec x) {  // error at most 2 ulp for x in [-126, 0]; 0 below
-  const vec least = splat(-126.0f), big = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
-  vec r = larger(x, least), whole = (r + big) - big, f = r - whole;
-  vec p = splat(1.535336188319500e-4f);
-  p = p * f + 1.339887440266574e-3f;
-  p = p * f + 9.618437357674640e-3f;
-  p = p * f + 5.550332471162809e-2f;
-  p = p * f + 2.402264791363012e-1f;
-  p = p * f + 6.931472028550421e-1f;
-  p = p * f + 1.0f;
-  ivec scale = (__builtin_convertvector(whole, ivec) + 127) << 23;
-  return x < least ? vec{} : p * (vec)scale;
-}
-inline float exp2_fast(float x) { return exp2_fast(splat(x))[0]; }
-
-inline void transpose(vec r[LANES]) {  // LANES x LANES, by interleaving rows i and i + LANES / 2
-#if REGISTER == 16
-  const ivec low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  const ivec high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-#else
-  const ivec low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
-#endif
-  for (int width = LANES; width > 1; width /= 2) {
-    vec t[LANES];
-    for (int i = 0; i < LANES / 2; i++) {
-      t[2 * i] = __builtin_shuffle(r[i], r[i + LANES / 2], low);
-      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + LANES / 2], high);
-    }
-    for (int i = 0; i < LANES; i++) r[i] = t[i];
-  }
-}
 
 // window: 0 for none. cap: 0 for none. slopes, sinks: one per head, or null.
 struct Shape {
@@ -94,7 +25,8 @@ struct Reader { int32_t row0, row1, shift, limit, step, position; };
 // D: head dimension. V = D / LANES vectors per head.
 template <class T, int D>
 struct Kernel {
-  static constexpr int V = D / LANES;
+  static constexpr int V = D / LANES, TILE = DOTS<T> ? 128 : 64;
+  static constexpr int FEW = DOTS<T> ? 2 : 6;  // queries up to which packing a tile does not pay
 
   // s[m][j] = query m . key j, with keys transposed to (D, TILE)
   template <int M>
@@ -191,7 +123,14 @@ struct Kernel {
     }
   }
 
-  struct Work { std::vector<float> query, turned, keys, values, scores; };
+  // query: scaled. plain: as they came. turned and turned_plain: rotated for the readers of a range.
+  struct Work {
+    std::vector<float> query, turned, keys, values, scores;
+#if HAS_DOTS
+    std::vector<bf16> plain, turned_plain;
+    PackedTile<D, TILE> tile;
+#endif
+  };
 
   static int seen(const Reader& r, int row) { return r.limit + r.step * (row - r.row0); }
 
@@ -225,6 +164,12 @@ struct Kernel {
       for (int h = 0; h < s.share; h++)
         for (int d = 0; d < D; d++)
           w.query[((r - b0) * s.share + h) * D + d] = to_float(q[r * q_row + (g * s.share + h) * q_head + d]) * s.scale;
+#if HAS_DOTS
+    if constexpr (DOTS<T>)
+      for (int r = b0; r < b1; r++)
+        for (int h = 0; h < s.share; h++)
+          memcpy(&w.plain[((r - b0) * s.share + h) * D], q + r * q_row + (g * s.share + h) * q_head, D * sizeof(T));
+#endif
     std::fill(acc, acc + (int64_t)nq * D, 0.0f);
     std::fill(top, top + nq, -INFINITY);
     std::fill(norm, norm + nq, 0.0f);
@@ -244,11 +189,19 @@ struct Kernel {
       bool turned = false;
       for (int t = length ? begin / TILE * TILE : 0; t < length; t += TILE) {
         if (tile++ % stripes != stripe) continue;
-        if (!turned) { rotate(s, rot, rd, first, end, b0, b1, w); turned = true; }
+        bool wide = active > FEW;
         int n = std::min(TILE, length - t);
         const T* k = K + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
         const T* v = Vs + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
-        bool wide = active > FEW;
+#if HAS_DOTS
+        if constexpr (DOTS<T>) if (wide) {
+          if (!turned) { rotate_plain(s, rot, rd, first, end, b0, b1, w); turned = true; }
+          w.tile.pack(k, v, s.slot_stride, n);
+          for (int e = first; e < end; e++) packed_reader(s, rd[e], g, b0, b1, t, n, w, acc, top, norm);
+          continue;
+        }
+#endif
+        if (!turned) { rotate(s, rot, rd, first, end, b0, b1, w); turned = true; }
         if (wide) widen_keys(k, s.slot_stride, n, w.keys.data());
         Rows values = widen_values(v, s.slot_stride, n, w.values.data());
         for (int e = first; e < end; e++)
@@ -270,6 +223,47 @@ struct Kernel {
     }
   }
 
+#if HAS_DOTS
+  static void rotate_plain(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1,
+                           Work& w) {
+    for (int e = first; e < end; e++) {
+      int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
+      int64_t row = (int64_t)rd[e].shift * rot.half;
+      for (int m = (r0 - b0) * s.share; m < (r1 - b0) * s.share && rd[e].shift; m++) {
+        float x[D], y[D];
+        for (int d = 0; d < D; d++) x[d] = to_float(w.plain[(int64_t)m * D + d]);
+        turn(x, y, rot.cos + row, rot.sin + row, rot);
+        for (int d = 0; d < D; d++) from_float(y[d], w.turned_plain[(int64_t)m * D + d]);
+      }
+    }
+  }
+
+  static void packed_reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, Work& w, float* acc,
+                            float* top, float* norm) {
+    int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
+    trim(s, r, t, n, r0, r1);
+    const bf16* q = r.shift ? w.turned_plain.data() : w.plain.data();
+    int end = (r1 - b0) * s.share, block = w.tile.BLOCK;
+    for (int m = (r0 - b0) * s.share; m < end; m += block) {
+      int count = std::min(block, end - m);
+      w.tile.score(count, q + (int64_t)m * D);
+      for (int a = 0; a < count; a++) {
+        int row = b0 + (m + a) / s.share;
+        Range x = range(s, r, row);
+        int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // may be empty
+        float scale = s.scale, *scores = &w.tile.scores[a * TILE];
+        if (s.cap || s.slopes) {
+          for (int j = 0; j < n; j++) scores[j] *= scale;
+          shape(s, r, row, g * s.share + (m + a) % s.share, t, n, scores);
+          scale = 1;
+        }
+        w.tile.soften(a, from, to, scale, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
+      }
+      w.tile.mix(count, acc + (int64_t)m * D);
+    }
+  }
+#endif
+
   static void widen_keys(const T* k, int64_t stride, int n, float* kt) {
     for (int j = 0; j < TILE; j += LANES)
       for (int c = 0; c < V; c++) {
@@ -289,12 +283,17 @@ struct Kernel {
     return {to, D};
   }
 
-  static void reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, bool wide,
-                     const Rows& values, Work& w, float* acc, float* top, float* norm) {
-    int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
+  // Drops rows that see none of the slots t <= j < t + n of a range from both ends of [r0, r1).
+  static void trim(const Shape& s, const Reader& r, int t, int n, int& r0, int& r1) {
     auto blind = [&](int row) { Range x = range(s, r, row); return x.to <= t || x.from >= t + n; };
     while (r0 < r1 && blind(r0)) r0++;
     while (s.window && r0 < r1 && blind(r1 - 1)) r1--;
+  }
+
+  static void reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, bool wide,
+                     const Rows& values, Work& w, float* acc, float* top, float* norm) {
+    int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
+    trim(s, r, t, n, r0, r1);
     int end = (r1 - b0) * s.share;
     for (int m = (r0 - b0) * s.share; m < end; m += WIDE) {
       int count = std::min(WIDE, end - m);
@@ -350,6 +349,10 @@ struct Kernel {
       w.query.resize(nq * D); w.turned.resize(nq * D); w.keys.resize(TILE * D);
       if (sizeof(T) < sizeof(float)) w.values.resize(TILE * D);
       w.scores.resize(WIDE * TILE);
+#if HAS_DOTS
+      if (DOTS<T>) { w.plain.resize(nq * D); w.turned_plain.resize(nq * D); }
+#endif
+      enter_amx();
 #pragma omp for schedule(dynamic, 1)
       for (int i = 0; i < items; i++) {
         int stripe = i % stripes, g = i / stripes % s.groups, b = blocks - 1 - i / stripes / s.groups;
@@ -357,6 +360,7 @@ struct Kernel {
         item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, b0, b1, stripe, stripes, w,
              &acc[(int64_t)i * nq * D], &top[(int64_t)i * nq], &norm[(int64_t)i * nq]);
       }
+      leave_amx();
 #pragma omp for schedule(static)
       for (int i = 0; i < items / stripes; i++) {
         int g = i % s.groups, b = blocks - 1 - i / s.groups;

@@ -348,7 +348,8 @@ def _enable_compile(hf_model: HFModel, config: EngineConfig) -> None:
     else:
         from ..models.torch_compile import CompiledForward
 
-        hf_model.compiled = CompiledForward(hf_model, config.compile_sizes or (1, 2, 4, 8, 16))
+        sizes = config.compile_sizes
+        hf_model.compiled = CompiledForward(hf_model, sizes or (1, 2, 4, 8, 16), compiles_larger=sizes is None)
 
 
 def _create_cache_manager(

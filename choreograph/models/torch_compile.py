@@ -1,10 +1,10 @@
-"""Small batches through `torch.compile`, with one graph per batch size.
+"""Batches through `torch.compile`: a graph per small size, one beyond.
 
 The model is unchanged: the graph is what transformers' own forward traces to, with weights folded in
-and prepacked (inductor freezing). A batch is padded to the next size; padding tokens write to the null
-page and read nothing. Attention is one opaque operator. It gets its forward context from a context
-variable, so graphs have only tensors as inputs. Graphs with packed weights are not cached on disk: every
-process compiles them.
+and prepacked (inductor freezing). A small batch is padded to the next size; padding tokens write to the
+null page and read nothing. The graph of larger batches takes any number of tokens. Attention is one
+opaque operator. It gets its forward context from a context variable, so graphs have only tensors as
+inputs. Graphs with packed weights are not cached on disk: every process compiles them.
 """
 
 import warnings
@@ -55,12 +55,13 @@ def use_forward_context(forward_context: Any) -> Iterator[None]:
 
 
 class CompiledForward:
-    """Compiled `HFModel.forward`; returns None for batches above the largest size."""
+    """Compiled `HFModel.forward`; returns None for batches without a graph."""
 
-    def __init__(self, hf_model: HFModel, sizes: tuple[int, ...]) -> None:
+    def __init__(self, hf_model: HFModel, sizes: tuple[int, ...], *, compiles_larger: bool = False) -> None:
         self._hf_model = hf_model
         self.sizes = sizes  # batch sizes in tokens, ascending
-        self._graphs: dict[int, Any] = {}
+        self._compiles_larger = compiles_larger  # whether larger batches have a graph too
+        self._graphs: dict[int | None, Any] = {}  # by size; None: of larger batches
         self._tracing_options: Callable[[], AbstractContextManager[Any]] = nullcontext
         try:
             from torch._inductor import config
@@ -73,19 +74,39 @@ class CompiledForward:
         self, tokens: list[int], positions: list[int], forward_context: ForwardContext, logits_indices: list[int]
     ) -> Tensor | None:
         size = next((size for size in self.sizes if size >= len(tokens)), None)
-        if size is None:
+        if size is None and not self._compiles_larger:
             return None
-        padding = [0] * (size - len(tokens))
-        device = self._hf_model.model_info.device
-        inputs = [torch.tensor([numbers + padding], device=device) for numbers in (tokens, positions)]
         graph = self._graphs.get(size)
         is_traced = graph is not None
+        device = self._hf_model.model_info.device
+        if size is None:
+            # dynamo fixes sizes of 0 and 1, and takes equal sizes as one: they must differ while it traces
+            rows = logits_indices + logits_indices[:1] * (
+                1 + (not is_traced and len(logits_indices) + 1 == len(tokens))
+            )
+            rows = rows or [0, 0]
+            inputs = [torch.tensor(numbers, device=device) for numbers in ([tokens], [positions], rows)]
+        else:
+            padding = [0] * (size - len(tokens))
+            inputs = [torch.tensor([numbers + padding], device=device) for numbers in (tokens, positions)]
+            forward_context = forward_context.pad_to(size)
         if graph is None:
-            graph = compile_model(self._hf_model, f"forward_{size}")
-        with use_forward_context(forward_context.pad_to(size)), nullcontext() if is_traced else self._tracing():
-            logits: Tensor = graph(*inputs)[0, logits_indices].float()
+            graph = compile_model(self._hf_model, f"forward_{size}", dynamic=size is None)
+            if size is None:
+                for tensor, dim in zip(inputs, (1, 1, 0), strict=True):
+                    torch._dynamo.mark_dynamic(tensor, dim)
+        try:
+            with use_forward_context(forward_context), nullcontext() if is_traced else self._tracing():
+                logits: Tensor = graph(*inputs)[0]
+        except Exception as exc:
+            if is_traced or size is not None:
+                raise
+            # some models trace with fixed sizes only; an error of the step itself is raised by the eager step again
+            warnings.warn(f"steps of more than {self.sizes[-1]} tokens stay eager: {str(exc)[:300]}", stacklevel=2)
+            self._compiles_larger = False
+            return None
         self._graphs[size] = graph
-        return logits
+        return logits[: len(logits_indices)].float() if size is None else logits[logits_indices].float()
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -116,17 +137,18 @@ def compile_model(
 ) -> Any:
     """Compile the model into one graph.
 
-    The graph maps (1, N) token ids and positions to (1, N, V) logits.
+    The graph maps (1, N) token ids and positions to (1, N, V) logits. With a third input, (R,) indices,
+    it returns the logits of those tokens, (1, R, V).
 
     Args:
         name: distinct name of the code object; dynamo keeps one list of graphs per code object.
-        dynamic: accept any number of tokens.
+        dynamic: accept any number of tokens and indices.
         graph_pass: changes the graph before it is lowered.
     """
     model = hf_model.model
 
-    def forward(ids: Tensor, positions: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    def forward(ids: Tensor, positions: Tensor, rows: Tensor | int = 0) -> Tensor:
+        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows).logits
         return logits
 
     forward.__code__ = forward.__code__.replace(co_name=name)

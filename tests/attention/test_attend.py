@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,19 +99,35 @@ def test_backends_equal_the_reference(backend, heads, groups, width, dtype, call
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("register", [8, 16])
-def test_the_kernel_is_the_same_for_registers_of_both_sizes(register, dtype, tmp_path):
-    """A processor builds one of them. A head of five registers leaves a rest of one."""
-    built = native.build(80, dtype, tmp_path, f"-DREGISTER={register}")
-    work = native.CppBackend(ctypes.CDLL(str(built)), 80, dtype)
-    plan = build([(1, [(0, 130, 3), (200, 17, -9)], 5), (33, [(300, 64, 0)], 2)])
-    (q, k, v), (keys, values) = tensors(plan, 4, 2, 80, dtype)
-    kind, sinks = special(4, Rope(tuple(1e4 ** -(np.arange(0, 80, 2) / 80)), True), (90, 30.0, True, True))
-    call = AttentionCall(plan, q, k, v, keys, values, 80**-0.5, kind, sinks)
-    got, expected = work(call), reference_of(call)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+EMULATED_AMX = ("-include", str(Path(__file__).parents[1] / "helpers" / "amx_emulation.h"), "-D__AMX_BF16__")
+needs_dot_products = pytest.mark.skipif("avx512_bf16" not in native._cpu_flags(), reason="no AVX-512 bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "flags"),
+    [
+        (torch.float32, 80, ("-DREGISTER=8",)),
+        (torch.bfloat16, 80, ("-DREGISTER=8",)),
+        (torch.float32, 80, ("-DREGISTER=16",)),
+        (torch.bfloat16, 80, ("-DREGISTER=16", "-U__AVX512BF16__")),
+        pytest.param(torch.bfloat16, 64, EMULATED_AMX, marks=needs_dot_products),
+        pytest.param(torch.bfloat16, 80, EMULATED_AMX, marks=needs_dot_products),
+    ],
+)
+def test_the_kernel_is_the_same_for_every_instruction_set(dtype, width, flags, tmp_path):
+    """A processor builds one of them. A head of 80 leaves a rest of one register."""
+    built = native.build(width, dtype, tmp_path, *flags)
+    work = native.CppBackend(ctypes.CDLL(str(built)), width, dtype)
+    plan = build(
+        [(1, [(0, 130, 3), (200, 17, -9)], 5), (33, [(300, 64, 0), (40, 150, 11)], 2), (67, [(300, 64, 5)], 0)]
+    )
+    (q, k, v), (keys, values) = tensors(plan, 4, 2, width, dtype)
+    rotary = Rope(tuple(1e4 ** -(np.arange(0, width, 2) / width)), True)
+    for asked in ((None, None, False, False), (90, 30.0, True, True)):
+        kind, sinks = special(4, rotary, asked)
+        call = AttentionCall(plan, q, k, v, keys, values, width**-0.5, kind, sinks)
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(work(call).float(), reference_of(call), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa"])

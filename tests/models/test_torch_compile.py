@@ -2,10 +2,13 @@
 
 import sys
 
+import pytest
 import torch
 from helpers import tiny_models
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.models import torch_compile
+from choreograph.models.torch_compile import CompiledForward
 
 
 def run(compile: bool) -> list[list[int]]:
@@ -30,8 +33,6 @@ def test_compiled_steps_equal_eager_ones():
 
 
 def test_compiled_steps_without_inductors_private_options(monkeypatch):
-    from choreograph.models.torch_compile import CompiledForward
-
     engine = Engine.from_pretrained(tiny_models.model(), config=EngineConfig(cache=CacheConfig(capacity=1024)))
     hf_model = engine.core.hf_model
     with monkeypatch.context() as patch:
@@ -43,3 +44,34 @@ def test_compiled_steps_without_inductors_private_options(monkeypatch):
         assert options is None
     assert talk(engine) == run(compile=False)
     assert list(hf_model.compiled._graphs) == [4]
+
+
+def test_one_graph_serves_larger_batches_of_any_size():
+    """It is traced with as many logits as tokens, which it must not take as one size."""
+    config = EngineConfig(cache=CacheConfig(capacity=1024, poison_freed_pages=True))
+    engine, eager = (Engine.from_pretrained(tiny_models.model(), config=config) for _ in range(2))
+    compiled = engine.core.hf_model.compiled = CompiledForward(engine.core.hf_model, (2,), compiles_larger=True)
+    results = []
+    for each in (engine, eager):
+        with each.session(seed=0) as session:
+            asked = [session.decode([5 + i], sampling=SamplingParams(max_tokens=3)) for i in range(3)]
+            tokens = [message.tokens for message in asked]
+        results.append([*tokens, *talk(each)])
+    assert results[0] == results[1]
+    assert set(compiled._graphs) == {2, None}
+
+
+def test_larger_steps_stay_eager_where_no_graph_of_any_size_can_be_traced(monkeypatch):
+    def fail(*_, **options):
+        raise RuntimeError("specialized")
+
+    config = EngineConfig(cache=CacheConfig(capacity=1024))
+    engine = Engine.from_pretrained(tiny_models.model(), config=config)
+    hf_model = engine.core.hf_model
+    hf_model.compiled = CompiledForward(hf_model, (1,), compiles_larger=True)
+    monkeypatch.setattr(torch_compile, "compile_model", lambda *_, dynamic, **__: fail)
+    with engine.session() as session:
+        with pytest.warns(UserWarning, match="more than 1 tokens stay eager: specialized"):
+            session.prefill(list(range(30))).result()
+        session.prefill(list(range(40))).result()
+    assert engine.stats().num_batched_tokens == 70

@@ -1,0 +1,77 @@
+// Vector registers, bfloat16, exp2 and transposition: what the CPU kernel computes with.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr float BASE2 = 1.4426950408889634f;  // log2(e)
+#if !defined(REGISTER) && defined(__AVX512F__)
+#define REGISTER 16
+#elif !defined(REGISTER)
+#define REGISTER 8
+#endif
+constexpr int LANES = REGISTER;            // floats per vector register
+constexpr int SIDE = LANES == 16 ? 4 : 2;  // adjacent registers per accumulator row
+constexpr int WIDE = 6;  // queries per block: WIDE * SIDE accumulators and their operands fit in registers
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef int ivec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2)));
+
+inline vec load(const float* p) { return *(const vec*)p; }
+inline void store(float* p, vec x) { *(vec*)p = x; }
+inline vec splat(float x) { return x - vec{}; }
+inline vec larger(vec a, vec b) { return a < b ? b : a; }
+
+struct bf16 { uint16_t bits; };
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { uint32_t b = (uint32_t)x.bits << 16; float f; memcpy(&f, &b, 4); return f; }
+inline void from_float(float x, float& out) { out = x; }
+inline void from_float(float x, bf16& out) {
+  uint32_t b; memcpy(&b, &x, 4);
+  out.bits = (x != x) ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+inline vec widen(const float* p) { return load(p); }
+inline vec widen(const bf16* p) {
+  ivec wide = __builtin_convertvector(*(const hvec*)p, ivec) << 16;
+  return (vec)wide;
+}
+
+inline vec exp2_fast(vec x) {  // error at most 2 ulp for x in [-126, 0]; 0 below
+  const vec least = splat(-126.0f), big = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
+  vec r = larger(x, least), whole = (r + big) - big, f = r - whole;
+  vec p = splat(1.535336188319500e-4f);
+  p = p * f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  ivec scale = (__builtin_convertvector(whole, ivec) + 127) << 23;
+  return x < least ? vec{} : p * (vec)scale;
+}
+inline float exp2_fast(float x) { return exp2_fast(splat(x))[0]; }
+
+inline void transpose(vec r[LANES]) {  // LANES x LANES, by interleaving rows i and i + LANES / 2
+#if REGISTER == 16
+  const ivec low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  const ivec high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+#else
+  const ivec low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
+#endif
+  for (int width = LANES; width > 1; width /= 2) {
+    vec t[LANES];
+    for (int i = 0; i < LANES / 2; i++) {
+      t[2 * i] = __builtin_shuffle(r[i], r[i + LANES / 2], low);
+      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + LANES / 2], high);
+    }
+    for (int i = 0; i < LANES; i++) r[i] = t[i];
+  }
+}
+
+}  // namespace
