@@ -13,11 +13,9 @@ from typing import Any
 
 import jinja2
 
-from ..engine.text import ChatTemplate
-from ..errors import InvalidRequestError
+from ..engine.text import ChatTemplate, Turn
+from ..errors import ConfigError, InvalidRequestError
 from ..models.template_sandbox import render_chat
-
-_MARKER = "\u2063answer\u2063"
 
 _TOOL_NAME = "choreograph_probe"
 
@@ -115,7 +113,14 @@ class ChatRenderer:
             InvalidRequestError: if the template rejects the chat.
         """
         variables = dict(variables or {})
-        turns = list(turns) if self.knows_tools else _tools_as_text(turns, tools)
+        turns = [
+            turn | {"answer_key": answer_key(turn["content"], turn.get("tool_calls") or ())}
+            if turn["role"] == "assistant"
+            else turn
+            for turn in turns
+        ]
+        if not self.knows_tools:
+            turns = _tools_as_text(turns, tools)
         native_tools = list(tools) if tools and self.knows_tools else None
         text = self._render(turns, add_generation_prompt, native_tools, variables)
         tokens = self.tokenize(text)
@@ -128,29 +133,19 @@ class ChatRenderer:
             except InvalidRequestError:
                 continue  # the next cut includes this message
             if end < len(start_text) < len(text) and text.startswith(start_text):
-                piece, turn = text[end : len(start_text)], turns[count - 1]
-                key = answer_key(turn["content"], turn.get("tool_calls") or ()) if turn["role"] == "assistant" else None
-                segments.append(Segment(tuple(self.tokenize(piece)), key))
+                tokens_of_turn = tuple(self.tokenize(text[end : len(start_text)]))
+                segments.append(Segment(tokens_of_turn, turns[count - 1].get("answer_key")))
                 end = len(start_text)
         header = text[end:]
-        return ChatPrompt(tokens, segments, self.tokenize(header), self._footer(turns, native_tools, variables), header)
+        return ChatPrompt(tokens, segments, self.tokenize(header), self._footer, header)
 
-    def _footer(self, turns: list[ChatTurnDict], tools: Any, variables: dict[str, Any]) -> list[int]:
-        """Return the tokens after an answer, as the template writes them."""
-        answered = [*turns, {"role": "assistant", "content": _MARKER}]
-        for chat in ([*answered, {"role": "user", "content": _MARKER}], answered):
-            try:
-                parts = self._render(chat, False, tools, variables).split(_MARKER)
-            except InvalidRequestError:
-                continue
-            if len(parts) == 2:
-                return self.tokenize(parts[1])
-            if len(parts) == 3:  # up to the header of the next message
-                user_alone = self._render([{"role": "user", "content": _MARKER}], False, None, {}).split(_MARKER)[0]
-                for start in range(len(parts[1]) + 1):
-                    if user_alone.endswith(parts[1][start:]):
-                        return self.tokenize(parts[1][:start])
-        return []
+    @cached_property
+    def _footer(self) -> list[int]:
+        """Tokens that the template writes after an answer."""
+        try:
+            return self._template.open_turn(Turn("assistant", ""), opening=False)[1]
+        except ConfigError:  # no place for an answer that others follow
+            return []
 
     def _render(self, turns: Sequence[ChatTurnDict], add_generation_prompt: bool, tools: Any, variables: Any) -> str:
         if not self._template.has_template:

@@ -76,6 +76,8 @@ class OutputParser:
         self._form, self._names, self._thinks = tool_form, tool_names, thinks
         self._state: Literal["start", "thinking", "content", "call", "json"] = "start"
         self._pending = ""
+        self._skips_newlines = False  # at the start of what follows
+        self._newlines = ""  # before the last tag
         self.num_calls = 0
         if starts_thinking:
             self._state = "thinking"
@@ -97,12 +99,14 @@ class OutputParser:
 
     def _advance(self, deltas: list[OutputDelta], is_last: bool) -> bool:
         """Parse up to the next state; False if text is missing."""
+        if self._skips_newlines:
+            self._pending = self._pending.lstrip("\n")
+            self._skips_newlines = not self._pending
         if self._state == "start":
             return self._choose_state(is_last)
         if self._state == "thinking":
             if self._emit_until(THINK_END, "reasoning", deltas, is_last):
-                self._pending, self._state = self._pending.lstrip("\n"), "start"
-                self._thinks = False
+                self._state, self._skips_newlines, self._thinks = "start", True, False
                 return True
             return False
         if self._state == "content":
@@ -116,8 +120,8 @@ class OutputParser:
             body, end, rest = self._pending.partition(CALL_END)
             if not end and not is_last:
                 return False
-            self._emit_call(body, f"{CALL_START}{body}{end}", deltas)
-            self._pending, self._state = rest.lstrip("\n") if self.num_calls else rest, "content"
+            self._emit_call(body, f"{self._newlines}{CALL_START}{body}{end}", deltas)
+            self._pending, self._state = rest, "content"
             return bool(rest)
         return self._parse_json(deltas, is_last)
 
@@ -127,7 +131,7 @@ class OutputParser:
         starts = [THINK_START] * self._thinks + [PYTHON_TAG] * (self._form == "llama3_json")
         for start in starts:
             if text.startswith(start):
-                self._pending = text[len(start) :].lstrip("\n")
+                self._pending, self._skips_newlines = text[len(start) :], True
                 self._state = "thinking" if start == THINK_START else "json"
                 return True
         if not is_last and (not text or any(start.startswith(text) for start in starts)):
@@ -140,8 +144,11 @@ class OutputParser:
         text, found, rest = self._pending.partition(tag) if tag else (self._pending, "", "")
         if not found and tag and not is_last:
             num_held = next((n for n in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-            text, rest = text[: len(text) - num_held], text[len(text) - num_held :]
+            kept = text[: len(text) - num_held]
+            kept = kept.rstrip("\n") if tag == CALL_START else kept
+            text, rest = kept, text[len(kept) :]
         if found == CALL_START:
+            self._newlines = text[len(text.rstrip("\n")) :]
             text = text.rstrip("\n")
         if text:
             deltas.append(OutputDelta(kind, text))
@@ -154,6 +161,7 @@ class OutputParser:
             deltas.append(OutputDelta("content", source))
         else:
             self.num_calls += 1
+            self._skips_newlines = True
             deltas.append(OutputDelta("tool_call", call=call))
 
     def _parse_json(self, deltas: list[OutputDelta], is_last: bool) -> bool:

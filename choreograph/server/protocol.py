@@ -285,7 +285,7 @@ def as_turn(message: ChatMessage) -> dict[str, Any]:
 
 
 def arguments_of(call: ToolCall) -> Any:
-    """Return the arguments of a call as an object, if they are JSON."""
+    """Return the arguments of a call, as an object if possible."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:

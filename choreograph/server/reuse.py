@@ -6,7 +6,7 @@ All functions run in the engine's thread.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -147,6 +147,11 @@ class MessageStore:
         """Mark a message as recently used."""
         self._stored.move_to_end(stored)
 
+    def clear(self) -> None:
+        """Drop all messages and close their sessions."""
+        while self._stored:
+            self._drop(next(iter(self._stored)))
+
     def _drop(self, stored: StoredMessage) -> None:
         key, workflow = self._stored.pop(stored), stored.workflow
         self.num_tokens -= len(stored.tokens)
@@ -238,11 +243,15 @@ def plan_auto(store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers
     builder = _PlanBuilder(store, key, with_spans=True)
     tokens, limit = prompt.tokens, len(prompt.tokens) - 1  # at least one token is computed
     try:
-        position = builder.reuse_prefix(tokens, limit)
-        for span in builder.workflow.spans.find(tokens, position, builder.used, limit):
+        position = builder.reuse_prefix(tokens, 0, limit)
+        spans = builder.workflow.spans.find(tokens, position, builder.used, limit)
+        for number, span in enumerate(spans):
+            later = {other.key for other in spans[number:]}
+            position = builder.reuse_prefix(tokens, position, span.start, later)
             builder.compute(tokens[position : span.start])
-            builder.reuse_span(span.key, span.source_start, span.source_start + span.stop - span.start, "quoted")
+            builder.reuse_span(span.key, span.source_start, span.source_start + span.stop - span.start)
             position = span.stop
+        position = builder.reuse_prefix(tokens, position, limit)
         return builder.decode(tokens[position:], [], answers)
     except BaseException:
         builder.abort()
@@ -267,25 +276,31 @@ class _PlanBuilder:
         self._is_prefix &= stored.lineage == self._lineage
         self._append(stored, 0, len(stored.tokens), "prefix" if self._is_prefix else "message")
 
-    def reuse_prefix(self, tokens: list[int], limit: int) -> int:
-        """Append stored messages that continue each other; return their length in tokens."""
-        position = 0
+    def reuse_prefix(
+        self, tokens: list[int], position: int, limit: int, excluded: Collection[StoredMessage] = ()
+    ) -> int:
+        """Append stored messages that followed the same context.
+
+        Args:
+            position: of the next token; the result is the one after these messages.
+            excluded: messages that a later part of the context uses.
+        """
         while position < limit:
             best, best_length = None, 0
             for stored in self.workflow.children.get((self._lineage, tokens[position]), ()):
                 length = _common_length(stored.tokens, tokens, position, limit)
-                if length > best_length and stored.message.error is None:
+                if length > best_length and stored.message.error is None and stored not in excluded:
                     best, best_length = stored, length
             if best is None or best_length < min(MIN_PARTIAL, len(best.tokens)):
                 break
-            self._append(best, 0, best_length, "prefix")
+            self._append(best, 0, best_length, "prefix" if self._is_prefix else "message")
             position += best_length
         return position
 
-    def reuse_span(self, stored: StoredMessage, start: int, stop: int, source: str) -> None:
-        """Append tokens [start, stop) of a stored message."""
+    def reuse_span(self, stored: StoredMessage, start: int, stop: int) -> None:
+        """Append tokens [start, stop) of a stored message that is quoted."""
         self._is_prefix = False
-        self._append(stored, start, stop, source)
+        self._append(stored, start, stop, "quoted")
 
     def _append(self, stored: StoredMessage, start: int, stop: int, source: str) -> None:
         self._store.use(stored)

@@ -88,6 +88,7 @@ class InferenceService:
         """End running requests and the engine's thread."""
         self.is_draining = True
         await self.thread.stop()
+        self.planner.store.clear()
         if self._compiler is not None:
             self._compiler.close()
 
@@ -224,12 +225,12 @@ class RunningRequest:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts, and ours."""
         counts, spec = self.counts, self.spec
-        num_prompt, num_generated = sum(len(prompt.tokens) for prompt in spec.prompts), sum(self.num_generated)
+        num_prompt, num_generated = counts.cached + counts.computed, sum(self.num_generated)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {"cached_tokens": min(counts.cached, num_prompt)},
+            "prompt_tokens_details": {"cached_tokens": counts.cached},
             "choreography": {
                 "reuse": spec.reuse,
                 "workflow": spec.key.workflow,

@@ -14,6 +14,9 @@ from ..utils import require
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
 
+# separators as most models write them; free whitespace lets small models fill an answer with it
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 class Constraint(NamedTuple):
     """Grammar of an answer, in the form that llguidance compiles."""
@@ -35,7 +38,7 @@ def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint
         text = json.dumps(value)
         if not isinstance(value, (dict, bool)) or len(text) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"use a JSON Schema of at most {MAX_GRAMMAR_CHARS} characters")
-        return _checked(Constraint(kind, llguidance.LLMatcher.grammar_from_json_schema(text)))
+        return _checked(Constraint(kind, llguidance.LLMatcher.grammar_from_json_schema(text, JSON_STYLE)))
     except (ValueError, RecursionError) as exc:
         raise InvalidRequestError(f"{kind}: {exc}") from None
 
