@@ -94,7 +94,7 @@ class GrammarCompiler:
         Args:
             starts_after: token that ends the reasoning, before which any token is allowed.
         """
-        matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequestError(f"{constraint.kind}: {matcher.get_error().strip()[:500]}")
         return GrammarMask(matcher, self._vocab_size, self._executor, starts_after)
