@@ -30,6 +30,7 @@ from .protocol import (
     as_turn,
     tool_dicts,
 )
+from .remote_sessions import add_remote_routes
 from .responses_api import ResponseAnswer, ResponseStore, to_chat
 from .server_config import ServerConfig
 from .service import InferenceService
@@ -243,6 +244,8 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         """Forget a stored response."""
         store.remove(tenant, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
+
+    add_remote_routes(app, service, authenticate, ERRORS)
 
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, tenant: str = tenant_of) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class InferenceService:
         self.model_name = config.served_model_name or engine.model_info.name
         self.metrics = ServerMetrics(self.model_name)
         self.is_draining = False
+        self.on_stop: list[Callable[[], object]] = []  # called after the last step
         self._page_size = engine.core.config.cache.page_size
         self._capacity = engine.stats().num_pages * self._page_size  # tokens
         self.max_model_len = min(engine.model_info.max_positions, self._capacity)
@@ -89,6 +90,8 @@ class InferenceService:
         self.is_draining = True
         await self.thread.stop()
         self.planner.store.clear()
+        for callback in self.on_stop:
+            callback()
         if self._compiler is not None:
             self._compiler.close()
 
