@@ -83,7 +83,7 @@ class RemoteSlice:
 
 
 class RemoteMessage:
-    """Handle of one message of a server; reading a value waits until it is complete."""
+    """Handle of one message of a server, complete or not."""
 
     def __init__(self, session: "RemoteSession", kind: str, parents: tuple[Any, ...], reply: Mapping[str, Any]) -> None:
         self._session, self.kind, self.parents = session, kind, parents

@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse
 from ..errors import (
     CacheFullError,
     ChoreographError,
-    ConfigError,
     InvalidPositionError,
     InvalidRequestError,
     SamplingError,
@@ -74,7 +73,7 @@ def to_api_error(exc: Exception) -> ApiError:
         return ApiError(503, str(exc), type="service_unavailable", headers={"Retry-After": "5"})
     if isinstance(exc, (InvalidPositionError, CacheFullError)):
         return ApiError(400, str(exc), code="context_length_exceeded")
-    if isinstance(exc, (InvalidRequestError, ConfigError)):
+    if isinstance(exc, ChoreographError) and isinstance(exc, ValueError):
         name = re.match(r"(\w+)\s*[=:]", str(exc)) if isinstance(exc, (SamplingError, InvalidRequestError)) else None
         return ApiError(400, str(exc), param=name and name[1])
     if isinstance(exc.__cause__, InvalidRequestError):  # of a grammar, while it ran

@@ -11,11 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
+from ..agents import StepGraph
 from ..engine.engine import Engine
 from ..errors import ChoreographError
 from . import text_completions
@@ -246,6 +247,19 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         return {"id": response_id, "object": "response", "deleted": True}
 
     add_remote_routes(app, service, authenticate, ERRORS)
+
+    @app.put("/v1/workflows/{workflow}", responses=ERRORS)
+    async def put_workflow(workflow: str, body: dict[str, JsonValue], tenant: str = tenant_of) -> dict[str, Any]:
+        """Declare the step graph of a workflow, as `StepGraph.read`."""
+        graph = StepGraph.read(body)
+        await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, graph))
+        return {"id": workflow, "agents": list(graph.agents)}
+
+    @app.delete("/v1/workflows/{workflow}", responses=ERRORS)
+    async def delete_workflow(workflow: str, tenant: str = tenant_of) -> dict[str, Any]:
+        """Forget the step graph of a workflow, to learn it again."""
+        await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, None))
+        return {"id": workflow, "deleted": True}
 
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, tenant: str = tenant_of) -> dict[str, Any]:

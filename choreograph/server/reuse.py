@@ -7,9 +7,11 @@ All functions run in the engine's thread.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..agents import StepGraph, Workflow
 from ..engine.engine import Engine
 from ..engine.message import Message, MessageSlice
 from ..engine.request import TokenMask
@@ -33,6 +35,10 @@ class WorkflowKey(NamedTuple):
     client_id: str  # tenant and cache salt
     workflow: str
     model: str
+
+    @property
+    def tenant(self) -> str:
+        return self.client_id.partition("\0")[0]
 
 
 class Answer(NamedTuple):
@@ -71,8 +77,9 @@ class StoredMessage:
 class StoredWorkflow:
     """Stored messages of one workflow, and their session."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, tracker: Workflow | None) -> None:
         self.session = session
+        self.tracker = tracker  # of the agents, for eviction by steps to the next use
         self.num_active = 0  # requests that run
         self.by_content: dict[object, StoredMessage] = {}  # by (content, number among equal ones)
         self.children: dict[tuple[int, int], list[StoredMessage]] = {}  # by lineage and first token
@@ -100,6 +107,11 @@ class MessageStore:
         self._workflows: dict[WorkflowKey, StoredWorkflow] = {}
         self._stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()  # least recently used first
         self.num_tokens = 0
+        self.graphs: dict[tuple[str, str], StepGraph] = {}  # declared ones, by tenant and workflow
+
+    @property
+    def workflows(self) -> list[StoredWorkflow]:
+        return list(self._workflows.values())
 
     @property
     def num_workflows(self) -> int:
@@ -110,9 +122,25 @@ class MessageStore:
         workflow = self._workflows.get(key)
         if workflow is None:
             session = self._engine.session(seed=0, client_id=key.client_id, model=key.model)
-            workflow = self._workflows[key] = StoredWorkflow(session)
+            workflow = self._workflows[key] = StoredWorkflow(session, self._track(key, session))
         workflow.num_active += 1
         return workflow
+
+    def _track(self, key: WorkflowKey, session: Session) -> Workflow | None:
+        """Track the agents of a workflow if the eviction policy uses it."""
+        if self._engine.core.config.cache.eviction != "workflow":
+            return None
+        return Workflow(session, self.graphs.get((key.tenant, key.workflow)))
+
+    def set_graph(self, tenant: str, name: str, graph: StepGraph | None) -> None:
+        """Declare the step graph of a workflow; None: learn it."""
+        self.graphs.pop((tenant, name), None)
+        if graph is not None:
+            self.graphs[tenant, name] = graph
+        for key, workflow in self._workflows.items():
+            if (key.tenant, key.workflow) == (tenant, name) and workflow.tracker is not None:
+                workflow.tracker.close()
+                workflow.tracker = self._track(key, workflow.session)
 
     def close(self, key: WorkflowKey) -> None:
         """End a request's use of a workflow; drop what exceeds the limit."""
@@ -212,9 +240,11 @@ def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Se
     return Plan(messages, counts, close)
 
 
-def plan_messages(store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
+def plan_messages(
+    store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
+) -> Plan:
     """Submit a chat whose messages are found by their content."""
-    builder = _PlanBuilder(store, key)
+    builder = _PlanBuilder(store, key, agent)
     occurrences: Counter[object] = Counter()  # a message cannot be at two places of one context
     try:
         for segment in prompt.segments:
@@ -238,9 +268,11 @@ def plan_messages(store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, ans
         raise
 
 
-def plan_auto(store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
+def plan_auto(
+    store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
+) -> Plan:
     """Submit a prompt whose quotes of stored messages are reused in place."""
-    builder = _PlanBuilder(store, key, with_spans=True)
+    builder = _PlanBuilder(store, key, agent, with_spans=True)
     tokens, limit = prompt.tokens, len(prompt.tokens) - 1  # at least one token is computed
     try:
         position = builder.reuse_prefix(tokens, 0, limit)
@@ -261,9 +293,16 @@ def plan_auto(store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers
 class _PlanBuilder:
     """Context of a request in choreographed mode, built from left to right."""
 
-    def __init__(self, store: MessageStore, key: WorkflowKey, *, with_spans: bool = False) -> None:
+    def __init__(self, store: MessageStore, key: WorkflowKey, agent: str | None, *, with_spans: bool = False) -> None:
         self._store, self._key, self._with_spans = store, key, with_spans
         self.workflow = store.open(key)
+        self._turn = ExitStack()  # of the agent
+        if agent is not None and self.workflow.tracker is not None:
+            try:
+                self._turn.enter_context(self.workflow.tracker.agent(agent))
+            except BaseException:
+                self.abort()
+                raise
         self.parents: list[Message | MessageSlice] = []
         self.used: list[tuple[StoredMessage, int, int]] = []  # stored tokens in the context
         self.counts = SourceCounts()
@@ -327,6 +366,7 @@ class _PlanBuilder:
     def decode(self, header: list[int], footer: list[int], answers: Sequence[Answer]) -> Plan:
         """Submit the answers over the context."""
         messages = _decode_all(self.workflow.session, header, self.parents, footer, answers)
+        self._turn.close()
         lineage = self._lineage
 
         def close(is_complete: bool) -> None:
@@ -346,6 +386,7 @@ class _PlanBuilder:
 
     def abort(self) -> None:
         """End the request after an error; messages that were submitted stay stored."""
+        self._turn.close()
         self._store.close(self._key)
 
 
@@ -391,8 +432,15 @@ class ReusePlanner:
             name = self._engine.model_info.name
             raise InvalidRequestError(f"reuse={mode!r}: the positions of {name} cannot be moved; use 'exact'")
 
-    def plan(self, mode: ReuseMode, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
+    def plan(
+        self,
+        mode: ReuseMode,
+        key: WorkflowKey,
+        prompt: ChatPrompt,
+        answers: Sequence[Answer],
+        agent: str | None = None,
+    ) -> Plan:
         """Submit the answers to one prompt."""
         if mode == "exact":
             return plan_exact(self._engine, key, prompt, answers)
-        return (plan_messages if mode == "messages" else plan_auto)(self.store, key, prompt, answers)
+        return (plan_messages if mode == "messages" else plan_auto)(self.store, key, prompt, answers, agent)

@@ -301,7 +301,7 @@ class RunningRequest:
                 if spec.constraint is not None:
                     mask = service.compiler().mask(spec.constraint, spec.constraint_starts_after)
                 answers.append(Answer(sampling, mask, spec.keys_of))
-            plan = service.planner.plan(spec.reuse, spec.key, prompt, answers)
+            plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
             self._plans.append(plan)
             messages += plan.messages
         return messages

@@ -35,8 +35,8 @@ class LiveServer:
             time.sleep(0.01)
 
 
-def make_engine(folder: str, tokens: int = 8192) -> Engine:
-    config = EngineConfig(cache=CacheConfig(capacity=tokens, poison_freed_pages=True))
+def make_engine(folder: str, tokens: int = 8192, **cache: Any) -> Engine:
+    config = EngineConfig(cache=CacheConfig(capacity=tokens, poison_freed_pages=True, **cache))
     return Engine.from_pretrained(folder, config=config, dtype="float32", device="cpu")
 
 

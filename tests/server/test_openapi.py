@@ -15,6 +15,7 @@ NUM_EXAMPLES = many(8)
     [
         "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /tokenize", "POST /detokenize",
         "GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}", "GET /v1/models/{model}",
+        "PUT /v1/workflows/{workflow}", "POST /v1/choreograph/sessions/{session_id}/calls",
     ],
 )  # fmt: skip
 def test_no_request_of_the_document_is_a_server_error(live, path):

@@ -15,7 +15,13 @@ from choreograph.errors import (
 from choreograph.workflows import find
 from choreograph.workflows.run import WorkflowRun
 
-VALUES = ("tokens", "text", "output_token_ids", "finish_reason", "position", "offsets", "logprobs", "length")
+VALUES = ("tokens", "text", "output_token_ids", "finish_reason", "position", "offsets", "length")
+
+
+def logprobs_of(messages):
+    """Log-probabilities of all tokens and of the most likely ones."""
+    items = [item for message in messages for item in message.logprobs or ()]
+    return [value for item in items for value in (item.logprob, *item.top.values())]
 
 
 def program(session):
@@ -43,13 +49,16 @@ def test_a_remote_session_gives_the_values_of_one_in_process(live, mode):
     with connect(live.url) as remote, remote.session(mode=mode, seed=3) as session:
         messages = program(session)
         got = [[getattr(message, name) for name in VALUES] for message in messages]
-        usage = session.usage
+        logprobs, usage = logprobs_of(messages), session.usage
         assert all(message.timing.e2e is not None for message in messages if message.kind == "decode")
     live.wait_until_idle()
     with live.engine.session(mode=mode, seed=3, client_id="in process") as session:
         messages = program(session)
         assert got == [[getattr(message, name) for name in VALUES] for message in messages]
-        assert usage == session.usage
+        assert logprobs == pytest.approx(logprobs_of(messages), abs=1e-3) and len(logprobs) == 12
+        same = session.usage  # what is cached depends on which requests overlap
+        assert usage.completion_tokens == same.completion_tokens
+        assert usage.cached_tokens + usage.computed_tokens == same.cached_tokens + same.computed_tokens
 
 
 def test_a_workflow_of_the_package_runs_against_a_server(live):

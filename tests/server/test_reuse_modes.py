@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import openai
 import pytest
 from helpers.live_server import make_engine, serving
@@ -22,14 +23,14 @@ class Caller:
 
     def __init__(self, live, client, reuse, workflow):
         self._live, self._client = live, client
-        self._options = {"choreography": {"reuse": reuse, "workflow": workflow, "agent": "tester"}}
+        self.options = {"choreography": {"reuse": reuse, "workflow": workflow, "agent": "tester"}}
 
     def ask(self, messages, max_tokens=8, **options):
         """Return (answer, usage by source, prompt tokens that the engine computed)."""
         self._live.wait_until_idle()
         before = self._live.engine.stats().num_batched_tokens
         answer = self._client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=self._options | options
+            model="tiny", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=self.options | options
         )
         self._live.wait_until_idle()
         self._live.engine.check()
@@ -126,6 +127,24 @@ def test_headers_choose_the_mode_and_the_workflow(live, client):
     answer = client.chat.completions.create(model="tiny", messages=TOPICS[:1], max_tokens=1, extra_headers=headers)
     found = answer.usage.model_extra["choreography"]
     assert (found["reuse"], found["workflow"], found["agent"]) == ("messages", "s-1", "judge")
+
+
+def test_a_declared_step_graph_says_which_agent_is_next(talker_folder):
+    engine = make_engine(talker_folder, eviction="workflow")
+    with serving(engine) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        agents = {"planner": None, "coder": "planner", "tester": {"any_of": ["coder"]}}
+        assert httpx.put(f"{live.url}/v1/workflows/w", json={"agents": agents}).json()["agents"] == list(agents)
+        assert httpx.put(f"{live.url}/v1/workflows/w", json={"agents": {"a": "missing"}}).status_code == 400
+        caller = Caller(live, client, "messages", "w")
+        caller.options["choreography"]["agent"] = "planner"
+        caller.ask([SYSTEM, TOPICS[0]])
+        (workflow,) = live.app.state.service.planner.store.workflows
+        assert (workflow.tracker.steps["coder"], workflow.tracker.steps["tester"]) == (1, 2)
+        caller.options["choreography"]["agent"] = "stranger"
+        with pytest.raises(openai.BadRequestError, match="'stranger' is not declared"):
+            caller.ask([SYSTEM])
+        assert httpx.delete(f"{live.url}/v1/workflows/w").status_code == 200
+        caller.ask([SYSTEM])
 
 
 def test_stored_messages_are_bounded(talker_folder):
