@@ -143,6 +143,7 @@ class EngineThread:
             except Exception as exc:  # no request's fault: all of them end with it
                 for generation in list(self._active):
                     self._end(generation, exc)
+                timeout = POLL_SECONDS  # it may raise again
                 continue
             timeout = 0.0 if has_stepped else POLL_SECONDS
             self._deliver()
