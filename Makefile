@@ -1,4 +1,4 @@
-# make setup | demo | test | check | docs | bench NAME=... [ARGS=...]   Everything runs inside .venv.
+# make setup | demo | serve | test | check | docs | bench NAME=... [ARGS=...]   Everything runs inside .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup demo test test-all check format docs bench wheel clean
+.PHONY: setup demo serve test test-all check format docs bench wheel clean
 
 setup: $(READY)
 
@@ -20,6 +20,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/choreograph demo
+
+# An OpenAI-compatible server of the bundled model on port 8000; ARGS="--port 9000" changes it.
+serve: $(READY)
+	$(BIN)/choreograph serve $(ARGS)
 
 # Two files at a time, each on one thread: on few cores, threads of two processes would starve each other.
 test: $(READY)

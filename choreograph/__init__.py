@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine.text import Turn
     from .errors import ChoreographError
     from .outputs import Timing, TokenLogprob, Usage
+    from .remote_session import connect
     from .sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "TokenLogprob",
     "Turn",
     "Usage",
+    "connect",
 ]
 
 # Names are imported on first use: `import choreograph` takes milliseconds, torch is imported with the engine.
@@ -51,6 +53,7 @@ _MODULES = {
     "TokenLogprob": "outputs",
     "Turn": "engine.text",
     "Usage": "outputs",
+    "connect": "remote_session",
 }
 
 

@@ -25,6 +25,7 @@ NAMES = [
     "TokenLogprob",
     "Turn",
     "Usage",
+    "connect",
 ]
 
 

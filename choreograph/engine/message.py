@@ -7,7 +7,7 @@ requests submitted before that run in the same steps, so sequential code is batc
 import asyncio
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import as_int
 from ..errors import ConfigError, InvalidPositionError, InvalidRequestError
@@ -16,7 +16,7 @@ from ..outputs import FinishReason, KVReuse, Timing, TokenLogprob, Usage
 from .core import EngineCore
 from .kv_export import KVSnapshot, export_kv, pin, unpin
 from .placement import resolve_offsets
-from .request import Request, RequestState
+from .request import Request, RequestState, TokenMask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,15 @@ class MessageSlice:
     def position(self) -> int:
         """Logical position of the slice's first token in its message."""
         return self.message.position + self.start
+
+
+class DecodeProgress(NamedTuple):
+    """What a decode has generated since the last look at it."""
+
+    text: str  # that no stop string can truncate anymore
+    token_ids: list[int]  # the stop token included
+    logprobs: list[TokenLogprob]  # of these tokens, if requested
+    is_final: bool  # nothing follows
 
 
 class Message:
@@ -170,6 +179,30 @@ class Message:
         if decode_state is None or decode_state.tokens:
             raise InvalidRequestError(f"message {self.id}: watch a decode before anything of it is generated")
         decode_state.on_logprobs = callback
+
+    def constrain(self, mask: TokenMask) -> None:
+        """Sample only tokens that `mask` allows, as for structured outputs.
+
+        Raises:
+            InvalidRequestError: if the message is no decode, or has generated tokens already.
+        """
+        decode_state = self._request.decode_state
+        if decode_state is None or decode_state.tokens:
+            raise InvalidRequestError(f"message {self.id}: constrain a decode before anything of it is generated")
+        decode_state.token_mask = mask
+
+    def progress(self, num_chars: int = 0, num_tokens: int = 0) -> DecodeProgress:
+        """Return what a decode generated after a prefix; never runs the engine.
+
+        Args:
+            num_chars: characters to leave out.
+            num_tokens: tokens to leave out.
+        """
+        state, is_final = self._request.decode_state, self._tokens_final()
+        if state is None:
+            raise InvalidRequestError(f"message {self.id} is a prefill: only a decode generates")
+        text = state.text if is_final else state.stable_text
+        return DecodeProgress(text[num_chars:], state.tokens[num_tokens:], state.logprobs[num_tokens:], is_final)
 
     @property
     def finish_reason(self) -> FinishReason | None:

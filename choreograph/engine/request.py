@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from jaxtyping import Bool
 
 from ..errors import ChoreographError, RequestFailedError
 from ..kv_cache.entry import KVEntry, KVSlice
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
     from .message import Message
 
 UNIFORM_BATCH = 16  # random numbers drawn at once
+
+
+class TokenMask(Protocol):
+    """Restriction of the next token of one decode, for structured outputs."""
+
+    def allowed(self) -> Bool[torch.Tensor, " V"]:
+        """Return the tokens that may come next, on the host."""
+
+    def advance(self, token: int) -> None:
+        """Append a token; may start computing the next mask meanwhile."""
 
 
 @dataclass
@@ -43,6 +54,7 @@ class DecodeState:
     # receives float32 (V,) for every token
     on_logprobs: Callable[[torch.Tensor], None] | None = None
     pending_logprobs: torch.Tensor | None = None  # (V,) float32, not delivered yet
+    token_mask: TokenMask | None = None  # tokens that may be sampled next; None: all
     needs_host_sampling: bool = False  # the last token could not be sampled on the device
     _uniforms: list[float] = field(default_factory=list)  # drawn but unused, the next one last
 
@@ -70,6 +82,8 @@ class DecodeState:
         """
         stop_allowed = len(self.tokens) >= self.sampling.min_tokens
         self.tokens.append(token)
+        if self.token_mask is not None:
+            self.token_mask.advance(token)
         if self.next_logprob is not None:
             self.logprobs.append(self.next_logprob)
         self.next_logprob = self.pending_logprobs = None

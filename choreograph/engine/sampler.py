@@ -41,10 +41,13 @@ def sample(logits: Float[Tensor, "B V"], decode_states: list[DecodeState]) -> "S
     for i, state in enumerate(decode_states):
         if state.forced_tokens is not None:
             forced[i] = state.forced_tokens[len(state.tokens)]
-        elif _needs_no_processors(state):
+        elif state.token_mask is None and _needs_no_processors(state):
             plain.append(i)
         else:
             processed[i] = _apply_penalties(logits[i].float(), state)
+            if state.token_mask is not None:
+                allowed = state.token_mask.allowed().to(logits.device, non_blocking=True)
+                processed[i].masked_fill_(~allowed, float("-inf"))
     tokens = _sample_batch(logits, decode_states, plain)
     if processed:
         sampled = _sample_batch(

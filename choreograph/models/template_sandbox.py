@@ -176,20 +176,26 @@ def render_template(source: str, **variables: Any) -> str:
     return "".join(parts)
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
     """Render a conversation as `tokenizer.apply_chat_template` does, within the bounds.
 
     Args:
         messages: turns with `role` and `content`.
+        tools: JSON schemas of the functions that the model may call.
+        variables: further variables of the template, as `enable_thinking`.
     """
     if not isinstance(tokenizer.chat_template, str):  # several templates: the tokenizer chooses
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
         return text
-    return render_template(
-        tokenizer.chat_template,
-        messages=messages,
-        tools=None,
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
-        **getattr(tokenizer, "special_tokens_map", {}),
-    )
+    options = getattr(tokenizer, "special_tokens_map", {}) | variables
+    options |= {"messages": messages, "tools": tools, "documents": None}
+    return render_template(tokenizer.chat_template, add_generation_prompt=add_generation_prompt, **options)

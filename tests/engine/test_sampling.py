@@ -444,3 +444,33 @@ def test_options_do_not_follow_their_source():
     stops.append("y")
     bias[2] = 2.0
     assert options == SamplingParams(stop=["x"], logit_bias={1: 1.0})
+
+
+class EvenTokens:
+    """A mask of the even tokens that records what it is given."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.tokens = size, []
+
+    def allowed(self) -> torch.Tensor:
+        return torch.arange(self.size) % 2 == 0
+
+    def advance(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 1.3}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 3}]
+)
+@pytest.mark.parametrize("size", [61, CANDIDATES + 99])
+def test_a_mask_excludes_tokens_of_its_own_row_alone(options, size):
+    logits = torch.stack([logits_of(size, seed) for seed in (1, 2, 1)])
+    masked, free = generation(seed=5, **options), generation(seed=6, **options)
+    masked.token_mask = mask = EvenTokens(size)
+    alone = take(logits[1:2], [generation(seed=6, **options)])
+    tokens = take(logits[:2], [masked, free]) + [take(logits[2:], [masked])[0] for _ in range(8)]
+    assert tokens[1] == alone[0]
+    assert all(token % 2 == 0 for token in [tokens[0], *tokens[2:]])
+    assert mask.tokens == masked.tokens  # every token once, in order
+    if options == {"temperature": 0}:
+        assert tokens[0] == 2 * int(logits[0, ::2].argmax())

@@ -1,0 +1,135 @@
+"""`choreograph serve`: the OpenAI-compatible server."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import ConfigError
+from ..utils import require
+from . import common
+
+KeyOption = Annotated[list[str] | None, typer.Option("--api-key", help="A key that clients may use; each is a tenant.")]
+KeyFileOption = Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="A YAML file of these options; options given here win.")]
+ReuseOption = Annotated[str | None, typer.Option(help="Reuse of requests that choose none: exact, messages, auto.")]
+AdaptersOption = Annotated[
+    list[str] | None, typer.Option("--adapter", help="A LoRA adapter to serve as a model, as name=folder.")
+]
+
+DEFAULTS: dict[str, Any] = {
+    "model": common.DEFAULT_MODEL,
+    "host": "127.0.0.1",
+    "port": 8000,
+    "dtype": "auto",
+    "device": "cpu",
+    "compile": False,
+}
+
+ENGINE_OPTIONS = ("capacity", "host_capacity", "disk_capacity", "eviction")  # of CacheConfig
+
+
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A name, a Hub id, a model folder or a .gguf file.")] = None,
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.  [default: 8000]")] = None,
+    api_key: KeyOption = None,
+    api_key_file: KeyFileOption = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
+    adapter: AdaptersOption = None,
+    reuse: ReuseOption = None,
+    dtype: Annotated[str | None, typer.Option(help="The type to compute in.  [default: auto]")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda.  [default: cpu]")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile", help="Compile small steps.")] = None,
+    capacity: Annotated[str | None, typer.Option(help="KV cache: tokens, or a size like 4GiB.")] = None,
+    host_capacity: Annotated[str | None, typer.Option(help="Host tier: tokens, or a size.")] = None,
+    disk_capacity: Annotated[str | None, typer.Option(help="Disk tier: tokens, or a size.")] = None,
+    eviction: Annotated[str | None, typer.Option(help="Eviction policy: lru, lfu, fifo, workflow.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Positions to use at most.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Length of answers whose request gives none.")] = None,
+    max_requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests at once; more are answered with 429.")
+    ] = None,
+    max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Largest body of a request.")] = None,
+    max_workflow_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of stored messages to keep.")] = None,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds until a request is cancelled.")] = None,
+    drain_timeout: Annotated[int | None, typer.Option(help="Seconds for running requests after SIGTERM.")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="An origin that browsers may call from; * is all.")
+    ] = None,
+    tool_parser: Annotated[str | None, typer.Option(help="Form of tool calls: auto, hermes, llama3_json.")] = None,
+    thinks: Annotated[bool | None, typer.Option(help="The model reasons in <think> tags.")] = None,
+    log_level: Annotated[str, typer.Option(help="Level of the log: debug, info, warning, error.")] = "info",
+) -> None:
+    """Serve models over HTTP as OpenAI does, with reuse of messages."""
+    given = {
+        name: value for name, value in locals().items() if value is not None and name not in ("config", "log_level")
+    }
+    options = DEFAULTS | (_read_config(config, _option_names()) if config is not None else {}) | given
+    for module in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+        require(module, "serve")
+    from ..server.app import create_app
+    from ..server.server_config import ServerConfig
+
+    keys = tuple(options.pop("api_key", None) or ())
+    if (file := options.pop("api_key_file", None)) is not None:
+        keys += _read_keys(Path(file))
+    address = {name: options.pop(name) for name in ("host", "port")}
+    engine = _open_engine(options)
+    options["cors_origins"] = tuple(options.pop("cors_origin", None) or ())
+    server_config = ServerConfig(api_keys=keys, **options)
+    uvicorn: Any = require("uvicorn", "serve")
+    uvicorn.run(
+        create_app(engine, server_config),
+        **address,
+        log_level=log_level,
+        timeout_graceful_shutdown=server_config.drain_timeout,
+        server_header=False,
+    )
+
+
+def _option_names() -> set[str]:
+    import inspect
+
+    return set(inspect.signature(serve).parameters) - {"config", "log_level"}
+
+
+def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
+    """Read options from a YAML file; names may be written with hyphens."""
+    yaml: Any = require("yaml", "serve")
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{path}: is not YAML: {exc}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: holds no options: write name: value")
+    options = {str(name).replace("-", "_"): value for name, value in loaded.items()}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{path}: {name}: no such option; known: {sorted(known)}")
+    return options
+
+
+def _read_keys(path: Path) -> tuple[str, ...]:
+    from ..server.server_config import read_api_keys
+
+    return read_api_keys(path)
+
+
+def _open_engine(options: dict[str, Any]) -> Any:
+    """Take the engine's options out of `options` and load the models."""
+    adapters = common.parse_options(options.pop("adapter", None))
+    cache = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
+    for name in ("capacity", "host_capacity", "disk_capacity"):
+        if str(cache.get(name, "")).isdigit():
+            cache[name] = int(cache[name])
+    model, dtype, device, compile = (options.pop(name) for name in ("model", "dtype", "device", "compile"))
+    if model.lower() != common.DEFAULT_MODEL:
+        common.check_on_hub(model)
+    from ..config import CacheConfig, EngineConfig
+    from ..engine.engine import Engine
+
+    common.quiet_transformers()
+    config = EngineConfig(cache=CacheConfig(**cache), compile=compile, max_model_len=options.pop("max_model_len", None))
+    return Engine.from_pretrained(model, dtype=dtype, device=device, config=config, adapters=adapters)

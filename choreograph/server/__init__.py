@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP server with reuse of messages and quotes (extra `serve`)."""

@@ -1,0 +1,321 @@
+"""FastAPI application: routes, authentication, limits and errors."""
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, JsonValue
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import __version__
+from ..agents import StepGraph
+from ..engine.engine import Engine
+from ..errors import ChoreographError
+from . import text_completions
+from .api_errors import ApiError, to_api_error
+from .chat_completions import ChatAnswer, prepare, sse
+from .protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    as_turn,
+    tool_dicts,
+)
+from .remote_sessions import add_remote_routes
+from .responses_api import ResponseAnswer, ResponseStore, to_chat
+from .server_config import ServerConfig
+from .service import InferenceService
+
+MAX_REQUEST_ID_CHARS = 128
+
+
+class ErrorDetail(BaseModel):
+    """What was wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """Body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "Invalid, unauthorized, unknown, too large or too many"},
+    "5XX": {"model": ErrorResponse, "description": "Failed, or shutting down"},
+}
+
+
+class AsciiJSONResponse(JSONResponse):
+    """JSON that any text can be written to, unpaired surrogates included."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+class RequestGuard:
+    """ASGI middleware: request ids, and a limit on the size of bodies."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app, self._max_body_bytes = app, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex.encode()
+        num_bytes = 0
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise HTTPException(413, self._too_large())
+            return message
+
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            response = ApiError(413, self._too_large(), code="request_too_large").response()
+            await response(scope, receive, send_with_id)
+            return
+        await self._app(scope, receive_limited, send_with_id)
+
+    def _too_large(self) -> str:
+        return f"the body has more than {self._max_body_bytes} bytes: send a shorter one"
+
+
+def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
+    """Create the application that serves an engine."""
+    config = config or ServerConfig()
+    service = InferenceService(engine, config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.stop()
+
+    app = FastAPI(
+        title="Choreograph",
+        version=__version__,
+        description="OpenAI-compatible inference with reuse of messages.",
+        lifespan=lifespan,
+        default_response_class=AsciiJSONResponse,
+        docs_url=None,  # the pages load scripts from another server
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.add_middleware(RequestGuard, max_body_bytes=config.max_body_bytes)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    _add_error_handlers(app, service)
+    _add_status_routes(app, service)
+    _add_inference_routes(app, service)
+    return app
+
+
+def _add_error_handlers(app: FastAPI, service: InferenceService) -> None:
+    async def handle(request: Request, exc: Exception) -> Response:
+        error = to_api_error(exc)
+        if isinstance(exc, HTTPException):
+            error = ApiError(exc.status_code, str(exc.detail), headers=exc.headers)
+        service.metrics.observe_error(error.status)
+        return AsciiJSONResponse(error.body, error.status, error.headers)
+
+    for kind in (ApiError, ChoreographError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _add_status_routes(app: FastAPI, service: InferenceService) -> None:
+    @app.get("/health", responses=ERRORS)
+    async def health() -> dict[str, str]:
+        """Say whether the engine's thread runs."""
+        if not service.thread.is_running:
+            raise ApiError(503, "the engine has stopped", type="service_unavailable")
+        return {"status": "ok"}
+
+    @app.get("/ready", responses=ERRORS)
+    async def ready() -> dict[str, str]:
+        """Say whether new requests are accepted."""
+        if service.is_draining or not service.thread.is_running:
+            raise ApiError(503, "the server is shutting down", type="service_unavailable")
+        return {"status": "ready"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Return the version of the package."""
+        return {"version": __version__}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Return metrics for Prometheus."""
+        stats = await service.thread.call(service.engine.stats) if service.thread.is_running else None
+        store = service.planner.store
+        service.metrics.num_workflows, service.metrics.num_stored_tokens = store.num_workflows, store.num_tokens
+        return Response(service.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
+    bearer = HTTPBearer(auto_error=False)
+
+    async def authenticate(
+        request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)] = None
+    ) -> str:
+        return service.tenant(request.headers.get("authorization"))
+
+    tenant_of = Depends(authenticate)
+    store = ResponseStore(service.config.max_stored_responses)
+    models = {"object": "list", "data": [_model_entry(service, name) for name in service.model_names]}
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def list_models(tenant: str = tenant_of) -> dict[str, Any]:
+        """List the models: the base model, adapters and siblings."""
+        return models
+
+    @app.get("/v1/models/{model}", responses=ERRORS)
+    async def get_model(model: str, tenant: str = tenant_of) -> dict[str, Any]:
+        """Describe one model."""
+        service.resolve_model(model)
+        return _model_entry(service, model)
+
+    @app.post("/v1/chat/completions", responses=ERRORS)
+    async def chat_completions(body: ChatCompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
+        """Answer a chat."""
+        spec, parser_options = prepare(service, body, request, tenant)
+        answer = ChatAnswer(service, body, service.submit(request, spec), parser_options)
+        return await _stream(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
+
+    @app.post("/v1/completions", responses=ERRORS)
+    async def completions(body: CompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
+        """Continue prompts."""
+        spec = text_completions.prepare_completion(service, body, request, tenant)
+        answer = text_completions.CompletionAnswer(service, body, service.submit(request, spec))
+        return await _stream(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
+
+    @app.post("/v1/responses", responses=ERRORS)
+    async def responses(body: ResponsesRequest, request: Request, tenant: str = tenant_of) -> Response:
+        """Answer items, optionally after an earlier response."""
+        previous = None
+        if body.previous_response_id is not None:
+            previous = store.get(tenant, body.previous_response_id, "previous_response_id")
+        chat, messages = to_chat(body, previous)
+        spec, parser_options = prepare(service, chat, request, tenant)
+        answer = ResponseAnswer(body, service.submit(request, spec), parser_options, messages)
+
+        def keep(response: dict[str, Any]) -> None:
+            if body.store is not False:
+                store.add(tenant, answer.stored(response))
+
+        if body.stream:
+            return await _stream(answer.events(keep))
+        response = await answer.whole()
+        keep(response)
+        return AsciiJSONResponse(response)
+
+    @app.get("/v1/responses/{response_id}", responses=ERRORS)
+    async def get_response(response_id: str, tenant: str = tenant_of) -> dict[str, Any]:
+        """Return a stored response."""
+        return store.get(tenant, response_id).response
+
+    @app.delete("/v1/responses/{response_id}", responses=ERRORS)
+    async def delete_response(response_id: str, tenant: str = tenant_of) -> dict[str, Any]:
+        """Forget a stored response."""
+        store.remove(tenant, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    add_remote_routes(app, service, authenticate, ERRORS)
+
+    @app.put("/v1/workflows/{workflow}", responses=ERRORS)
+    async def put_workflow(workflow: str, body: dict[str, JsonValue], tenant: str = tenant_of) -> dict[str, Any]:
+        """Declare the step graph of a workflow, as `StepGraph.read`."""
+        graph = StepGraph.read(body)
+        await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, graph))
+        return {"id": workflow, "agents": list(graph.agents)}
+
+    @app.delete("/v1/workflows/{workflow}", responses=ERRORS)
+    async def delete_workflow(workflow: str, tenant: str = tenant_of) -> dict[str, Any]:
+        """Forget the step graph of a workflow, to learn it again."""
+        await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, None))
+        return {"id": workflow, "deleted": True}
+
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest, tenant: str = tenant_of) -> dict[str, Any]:
+        """Return the token ids of a prompt or a chat."""
+        if body.messages:
+            tokens = service.renderer.prompt(
+                [as_turn(message) for message in body.messages],
+                tool_dicts(body.tools),
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+            ).tokens
+        else:
+            tokens = service.renderer.tokenize(body.prompt or "", opening=body.add_special_tokens)
+        result = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            result["token_strs"] = service.engine.tokenizer.convert_ids_to_tokens(tokens)
+        return result
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest, tenant: str = tenant_of) -> dict[str, str]:
+        """Return the text of token ids."""
+        vocab_size = len(service.engine.tokenizer)
+        for token in body.tokens:
+            if not 0 <= token < vocab_size:
+                raise ApiError(400, f"tokens: {token} is outside of the vocabulary of {vocab_size}", param="tokens")
+        return {"prompt": service.engine.tokenizer.decode(body.tokens)}
+
+
+def _model_entry(service: InferenceService, name: str) -> dict[str, Any]:
+    is_base = name == service.model_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "choreograph",
+        "root": service.engine.model_info.name if is_base else name,
+        "parent": None if is_base else service.model_name,
+        "max_model_len": service.max_model_len,
+    }
+
+
+async def _stream(events: AsyncIterator[str]) -> StreamingResponse:
+    """Return a streaming response, or raise what precedes its first event."""
+    first = await anext(events)
+
+    async def body() -> AsyncIterator[str]:
+        try:
+            yield first
+            async for event in events:
+                yield event
+        except Exception as exc:
+            yield sse(to_api_error(exc).body, "error")
+        finally:
+            close: Callable[[], Any] | None = getattr(events, "aclose", None)
+            if close is not None:
+                await close()
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)

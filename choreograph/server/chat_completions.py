@@ -1,0 +1,267 @@
+"""/v1/chat/completions: preparation of requests, and answers whole or streamed."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+
+from ..errors import InvalidRequestError
+from ..outputs import TokenLogprob
+from .chat_prompt import answer_key
+from .engine_thread import ChoiceUpdate
+from .output_parser import THINK_START, FunctionCall, OutputParser
+from .protocol import ChatCompletionRequest, NamedToolChoice, ResponseFormat, StructuredOutputs, tool_dicts
+from .service import GenerationSpec, InferenceService, RunningRequest
+from .structured import Constraint, choice_constraint, grammar_constraint, json_constraint, regex_constraint
+
+SSE_END = "data: [DONE]\n\n"
+
+
+def sse(data: Mapping[str, Any], event: str | None = None) -> str:
+    """Return a server-sent event."""
+    prefix = f"event: {event}\n" if event else ""
+    return f"{prefix}data: {json.dumps(data)}\n\n"
+
+
+def constraint_of(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> Constraint | None:
+    """Return the grammar that a request asks for."""
+    constraints: list[Constraint] = []
+    if response_format is not None and response_format.type == "json_object":
+        constraints.append(json_constraint(None))
+    elif response_format is not None and response_format.json_schema is not None and response_format.type != "text":
+        constraints.append(json_constraint(response_format.json_schema.schema_))
+    if structured_outputs is not None:
+        outputs = structured_outputs
+        if outputs.json_object:
+            constraints.append(json_constraint(None))
+        elif outputs.json_ is not None:
+            constraints.append(json_constraint(outputs.json_))
+        elif outputs.regex is not None:
+            constraints.append(regex_constraint(outputs.regex))
+        elif outputs.choice is not None:
+            constraints.append(choice_constraint(outputs.choice))
+        elif outputs.grammar is not None:
+            constraints.append(grammar_constraint(outputs.grammar))
+    if len(constraints) > 1:
+        raise InvalidRequestError("structured_outputs: give either response_format or structured_outputs")
+    return constraints[0] if constraints else None
+
+
+@dataclass(frozen=True)
+class ParserOptions:
+    """How the answers of a request are parsed."""
+
+    tool_form: str | None  # of tool calls; None: no tools
+    tool_names: frozenset[str]
+    thinks: bool
+    starts_thinking: bool
+
+    def create(self) -> OutputParser:
+        return OutputParser(self.tool_form, self.tool_names, thinks=self.thinks, starts_thinking=self.starts_thinking)
+
+    def keys_of(self, text: str) -> list[str]:
+        """Return what a client may send back of an answer."""
+        parser = self.create()
+        deltas = parser.feed(text) + parser.finish()
+        content = "".join(delta.text for delta in deltas if delta.kind == "content")
+        calls = [tool_call_dict(delta.call) for delta in deltas if delta.call is not None]
+        return list(dict.fromkeys([answer_key(content, calls), answer_key(text, [])]))
+
+
+def tool_call_dict(call: FunctionCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def prepare(
+    service: InferenceService, body: ChatCompletionRequest, http_request: Request, tenant: str
+) -> tuple[GenerationSpec, ParserOptions]:
+    """Render the chat and check all options.
+
+    Raises:
+        InvalidRequestError, ApiError: if the request cannot be served.
+    """
+    key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
+    tools, choice = tool_dicts(body.tools), body.tool_choice
+    names = frozenset(tool["function"]["name"] for tool in tools)
+    if choice not in (None, "none", "auto") and not tools:
+        raise InvalidRequestError("tool_choice: give the tools that may be called")
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        raise InvalidRequestError(f"tool_choice: no tool has the name {choice.function.name!r:.80}")
+    constraint = constraint_of(body.response_format, body.structured_outputs)
+    tool_form: str | None = service.tool_form if tools and choice != "none" else None
+    if tools and choice not in (None, "none", "auto"):
+        if constraint is not None:
+            raise InvalidRequestError("tool_choice: a required call has its own grammar; leave out the other one")
+        constraint, tool_form = _call_constraint(tools, choice), "llama3_json"
+    prompt = service.renderer.prompt(
+        body.turns, () if choice == "none" else tools, body.chat_template_kwargs, with_segments=True
+    )
+    max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt])
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs: needs logprobs=true")
+    seed = service.random_seed() if body.seed is None else body.seed
+    sampling = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None, seed)
+    starts_thinking = service.thinks and prompt.header_text.rstrip().endswith(THINK_START)
+    parser_options = ParserOptions(tool_form, names, service.thinks, starts_thinking)
+    spec = GenerationSpec(
+        key,
+        reuse,
+        [prompt],
+        sampling,
+        body.n or 1,
+        agent,
+        constraint,
+        service.end_of_thinking if starts_thinking else None,
+        parser_options.keys_of,
+    )
+    return spec, parser_options
+
+
+def _call_constraint(tools: list[Mapping[str, Any]], choice: Any) -> Constraint:
+    """Return the grammar of one call of the allowed tools."""
+    functions = [tool["function"] for tool in tools]
+    if isinstance(choice, NamedToolChoice):
+        functions = [function for function in functions if function["name"] == choice.function.name]
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    return json_constraint(calls[0] if len(calls) == 1 else {"anyOf": calls})
+
+
+@dataclass
+class ChoiceState:
+    """Parsed answer so far."""
+
+    parser: OutputParser
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # not sent yet
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def feed(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        """Parse an update; return OpenAI's deltas."""
+        is_last = update.finish_reason is not None
+        deltas = self.parser.feed(update.text) + (self.parser.finish() if is_last else [])
+        self.token_ids += update.token_ids
+        result: list[dict[str, Any]] = []
+        for delta in deltas:
+            if delta.call is not None:
+                call = tool_call_dict(delta.call)
+                result.append({"tool_calls": [{"index": len(self.tool_calls), **call}]})
+                self.tool_calls.append(call)
+            elif delta.kind == "reasoning":
+                self.reasoning += delta.text
+                result.append({"reasoning_content": delta.text})
+            else:
+                self.content += delta.text
+                result.append({"content": delta.text})
+        if is_last:
+            self.finish_reason = "tool_calls" if self.tool_calls else update.finish_reason
+        return result
+
+
+class ChatAnswer:
+    """Answer of one chat request, whole or streamed."""
+
+    def __init__(
+        self,
+        service: InferenceService,
+        body: ChatCompletionRequest,
+        running: RunningRequest,
+        parser_options: ParserOptions,
+    ) -> None:
+        self._service, self._body, self._running = service, body, running
+        self._choices = [ChoiceState(parser_options.create()) for _ in range(running.num_choices)]
+        self._has_logprobs, self._top = bool(body.logprobs), body.top_logprobs or 0
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response of a request that does not stream."""
+        async for updates in self._running.updates():
+            for update in updates:
+                self._choices[update.index].logprobs += self._logprobs(update.logprobs)
+                self._choices[update.index].feed(update)
+        choices = []
+        for index, choice in enumerate(self._choices):
+            content = choice.content if choice.content or not choice.tool_calls else None
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if choice.reasoning and self._body.include_reasoning is not False:
+                message["reasoning_content"] = choice.reasoning
+            if choice.tool_calls:
+                message["tool_calls"] = choice.tool_calls
+            entry: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
+            entry["logprobs"] = {"content": choice.logprobs, "refusal": None} if self._has_logprobs else None
+            if self._body.return_token_ids:
+                entry["token_ids"] = choice.token_ids
+            choices.append(entry)
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._running.usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the server-sent events of a streamed request."""
+        options = self._body.stream_options
+        include_usage = options is not None and options.include_usage
+        is_first = True
+        async for updates in self._running.updates():
+            if is_first:
+                for index in range(len(self._choices)):
+                    yield self._chunk(index, {"role": "assistant", "content": ""}, include_usage)
+                is_first = False
+            for update in updates:
+                choice = self._choices[update.index]
+                choice.logprobs += self._logprobs(update.logprobs)
+                for delta in choice.feed(update):
+                    if "reasoning_content" in delta and self._body.include_reasoning is False:
+                        continue
+                    yield self._chunk(update.index, delta, include_usage)
+                if choice.finish_reason is not None:
+                    yield self._chunk(update.index, {}, include_usage, choice.finish_reason)
+        if include_usage:
+            yield sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._running.usage()})
+        yield SSE_END
+
+    def _chunk(
+        self, index: int, delta: Mapping[str, Any], include_usage: bool, finish_reason: str | None = None
+    ) -> str:
+        choice, state = {"index": index, "delta": delta, "finish_reason": finish_reason}, self._choices[index]
+        choice["logprobs"] = None
+        if self._has_logprobs and state.logprobs:
+            choice["logprobs"] = {"content": state.logprobs, "refusal": None}
+            state.logprobs = []
+        if self._body.return_token_ids and state.token_ids:
+            choice["token_ids"], state.token_ids = state.token_ids, []
+        usage = {"usage": None} if include_usage else {}
+        return sse({**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage})
+
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
+        """Return log-probabilities in OpenAI's form, without special tokens."""
+        tokenizer, result = self._service.engine.tokenizer, []
+        for item in logprobs:
+            if not tokenizer.decode([item.token], skip_special_tokens=True):
+                continue
+            top = sorted(item.top.items(), key=lambda pair: -pair[1])[: self._top]
+            entry = token_logprob(tokenizer, item.token, item.logprob)
+            result.append({**entry, "top_logprobs": [token_logprob(tokenizer, *pair) for pair in top]})
+        return result
+
+
+def token_logprob(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
+    """Return one token and its log-probability."""
+    text = tokenizer.decode([token])
+    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}

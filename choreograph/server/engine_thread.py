@@ -1,0 +1,218 @@
+"""Engine thread, and its connection to the event loop.
+
+Requests enter by a queue that is read between steps. After each step, all new text is handed to the
+event loop in one call, so the loop wakes up once a step however many requests run.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from ..engine.engine import Engine
+from ..engine.message import Message
+from ..errors import RequestFailedError, SessionClosedError
+from ..kv_cache.manager import POLL_SECONDS
+from ..outputs import FinishReason, Timing, TokenLogprob
+from ..utils import call_all
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ChoiceUpdate:
+    """What a step added to one answer."""
+
+    index: int  # of the answer in its request
+    text: str  # new text
+    token_ids: list[int]  # new tokens
+    logprobs: list[TokenLogprob]  # of these tokens, if requested
+    finish_reason: FinishReason | None = None  # set in the last update
+    timing: Timing | None = None  # set in the last update
+
+
+@dataclass(eq=False)
+class Generation:
+    """Answers of one request, and their updates for the event loop."""
+
+    submit: Callable[[], Sequence[Message]]  # runs in the engine's thread; returns one decode an answer
+    close: Callable[[bool], object]  # runs there at the end, with whether all answers are complete
+    updates: "asyncio.Queue[list[ChoiceUpdate] | Exception]" = field(default_factory=asyncio.Queue)
+    messages: Sequence[Message] = ()
+    num_sent: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) of every answer
+    open_choices: set[int] = field(default_factory=set)  # answers that are not complete
+
+    def collect(self) -> list[ChoiceUpdate]:
+        """Return what was generated since the last call; raise an answer's error."""
+        updates = []
+        for index in sorted(self.open_choices):
+            message = self.messages[index]
+            if message.error is not None:
+                raise message.error
+            num_chars, num_tokens = self.num_sent[index]
+            text, token_ids, logprobs, is_final = message.progress(num_chars, num_tokens)
+            self.num_sent[index] = num_chars + len(text), num_tokens + len(token_ids)
+            if is_final:
+                self.open_choices.discard(index)
+                updates.append(ChoiceUpdate(index, text, token_ids, logprobs, message.finish_reason, message.timing))
+            elif token_ids:
+                updates.append(ChoiceUpdate(index, text, token_ids, logprobs))
+        return updates
+
+
+class EngineThread:
+    """Owner of an engine: the only thread that steps it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.num_generations = 0  # submitted and not ended, as the event loop knows
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._active: dict[Generation, None] = {}  # in order of submission
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._is_stopping = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive() and not self._is_stopping
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start stepping; updates are delivered in `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End all generations and the thread."""
+        self._is_stopping = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # -- for the event loop ---------------------------------------------------------------------------------
+
+    def submit(self, generation: Generation) -> None:
+        """Start a generation before the next step."""
+        if not self.is_running:
+            raise SessionClosedError("the server is shutting down: send the request to another one")
+        self.num_generations += 1
+        self._inbox.put(lambda: self._submit(generation))
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation before the next step, unless it has ended."""
+        self._inbox.put(lambda: self._end(generation, RequestFailedError("the request was cancelled")))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps and return its result."""
+        if not self.is_running:
+            raise SessionClosedError("the server is shutting down: send the request to another one")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def finish(result: T | None, exc: Exception | None) -> None:
+            if future.done():  # the caller was cancelled
+                return
+            if exc is not None:
+                future.set_exception(exc)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as exc:
+                loop.call_soon_threadsafe(finish, None, exc)
+            else:
+                loop.call_soon_threadsafe(finish, result, None)
+
+        self._inbox.put(run)
+        return await future
+
+    # -- the engine's thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        core, timeout = self.engine.core, 0.0
+        while True:
+            is_idle = not self._active and not core.scheduler.num_unfinished
+            if not self._handle_inbox(None if is_idle else timeout):
+                break
+            is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
+            try:
+                has_stepped = core.step(wait=False)
+            except Exception as exc:  # no request's fault: all of them end with it
+                for generation in list(self._active):
+                    self._end(generation, exc)
+                timeout = POLL_SECONDS  # it may raise again
+                continue
+            timeout = 0.0 if has_stepped else POLL_SECONDS
+            self._deliver()
+            if not has_stepped and is_stuck:
+                for generation in list(self._active):
+                    self._end(
+                        generation, RequestFailedError("the request cannot run: nothing can be computed any more")
+                    )
+        for generation in list(self._active):
+            self._end(generation, SessionClosedError("the server is shutting down: send the request to another one"))
+
+    def _handle_inbox(self, timeout: float | None) -> bool:
+        """Run what was queued; False if the thread has to end.
+
+        Args:
+            timeout: seconds to wait for something; None: until something comes.
+        """
+        try:
+            command = self._inbox.get(timeout is None or timeout > 0, timeout)
+            while command is not None:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _submit(self, generation: Generation) -> None:
+        try:
+            generation.messages = generation.submit()
+        except Exception as exc:
+            self._end(generation, exc, is_submitted=False)
+            return
+        generation.num_sent = [(0, 0)] * len(generation.messages)
+        generation.open_choices = set(range(len(generation.messages)))
+        self._active[generation] = None
+
+    def _deliver(self) -> None:
+        """Hand what the last step generated to the event loop."""
+        batch: list[tuple[Generation, list[ChoiceUpdate]]] = []
+        for generation in list(self._active):
+            try:
+                updates = generation.collect()
+            except Exception as exc:
+                self._end(generation, exc)
+                continue
+            if not generation.open_choices:
+                del self._active[generation]
+                errors = call_all([partial(generation.close, True)])
+                self._post(self._put, [(generation, errors[0] if errors else updates)], 1)
+            elif updates:
+                batch.append((generation, updates))
+        if batch:
+            self._post(self._put, batch, 0)
+
+    def _end(self, generation: Generation, exc: Exception, *, is_submitted: bool = True) -> None:
+        """End a generation with an error."""
+        if is_submitted and generation not in self._active:
+            return
+        self._active.pop(generation, None)
+        call_all([partial(generation.close, False)])
+        self._post(self._put, [(generation, exc)], 1)
+
+    def _post(self, function: Callable[..., object], *args: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _put(self, batch: list[tuple[Generation, Any]], num_ended: int) -> None:
+        """Queue updates; runs in the event loop."""
+        self.num_generations -= num_ended
+        for generation, updates in batch:
+            generation.updates.put_nowait(updates)

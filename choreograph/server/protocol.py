@@ -1,0 +1,374 @@
+"""Requests of the HTTP interface, with OpenAI's and vLLM's field names."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from ..sampling_params import SamplingParams
+from .server_config import ReuseMode
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+
+MAX_TOP_LOGPROBS = 20
+
+
+class _Body(BaseModel):
+    """Body in which unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class _Part(BaseModel):
+    """Part of a body in which fields of newer clients are ignored."""
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+
+class ChoreographyOptions(_Body):
+    """Reuse of messages that are not a prefix."""
+
+    reuse: ReuseMode | None = None  # None: the server's default
+    workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
+    agent: Annotated[str, Field(max_length=256)] | None = None  # name of the caller, for reports
+
+
+class StreamOptions(_Part):
+    """Options of streamed answers."""
+
+    include_usage: bool = False  # end with a chunk of token counts
+    continuous_usage_stats: bool = False  # token counts in every chunk
+
+
+class TextPart(_Part):
+    """Part of a message's content; only text is accepted."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(_Part):
+    """Function and arguments of a call."""
+
+    name: str
+    arguments: str | dict[str, JsonValue] = "{}"
+
+
+class ToolCall(_Part):
+    """Call of a tool in an assistant message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(_Part):
+    """Message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the content."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        return "".join(part.text or part.refusal or "" for part in self.content)
+
+    @field_validator("content")
+    @classmethod
+    def _check_parts(cls, content: object) -> object:
+        for part in content if isinstance(content, list) else ():
+            if part.type not in ("text", "input_text", "output_text", "refusal", "summary_text"):
+                raise ValueError(f"content part of type {part.type!r}: the model reads text alone")
+        return content
+
+
+class FunctionDefinition(_Part):
+    """Function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Part):
+    """Tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class NamedFunction(_Part):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(_Part):
+    """Tool that the model has to call."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class JsonSchemaFormat(_Part):
+    """JSON Schema of an answer."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, JsonValue] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Part):
+    """Form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise ValueError("json_schema: give an object with a schema")
+        return self
+
+
+class StructuredOutputs(_Part):
+    """Grammar of an answer; exactly one of the fields."""
+
+    json_: dict[str, JsonValue] | bool | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "StructuredOutputs":
+        values = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(value is not None for value in values) != 1:
+            raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+
+class _GenerationBody(_Body):
+    """Fields that all requests for answers have."""
+
+    model: str
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    choreography: ChoreographyOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None  # separates the cache within a tenant
+    return_token_ids: bool | None = None
+    # accepted for clients of other servers, without effect
+    user: str | None = None
+    metadata: dict[str, JsonValue] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: JsonValue = None
+    priority: int | None = None
+    request_id: str | None = None
+    rid: str | list[str] | None = None
+    session_id: str | None = None
+    nvext: JsonValue = None
+    vllm_xargs: JsonValue = None
+
+    def sampling(self, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
+        """Return the sampling parameters of one answer.
+
+        Raises:
+            SamplingError: if a parameter is out of range.
+        """
+        options: dict[str, Any] = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        options = {name: value for name, value in options.items() if value is not None}
+        options["stop"] = tuple(text for text in _as_list(options.pop("stop", ())) if text)
+        if "logit_bias" in options:
+            options["logit_bias"] = {_token_id(token): bias for token, bias in options["logit_bias"].items()}
+        return SamplingParams(**options | {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed})
+
+
+def _as_list(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _token_id(text: str) -> int | str:
+    """Return a token id; other keys unchanged, which `SamplingParams` rejects."""
+    return int(text) if text.isdecimal() and len(text) < 20 else text
+
+
+class ChatCompletionRequest(_GenerationBody):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    n: Annotated[int, Field(ge=1)] | None = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    include_reasoning: bool | None = True
+    # accepted without effect
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[str] | None = None
+    prediction: JsonValue = None
+    session_params: JsonValue = None
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """Messages as chat templates read them."""
+        return [as_turn(message) for message in self.messages]
+
+
+def as_turn(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as chat templates read it."""
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    turn: dict[str, Any] = {"role": role, "content": message.text}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments_of(call)},
+            }
+            for call in message.tool_calls
+        ]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            turn[name] = getattr(message, name)
+    return turn
+
+
+def arguments_of(call: ToolCall) -> Any:
+    """Return the arguments of a call, as an object if possible."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+    return arguments
+
+
+class CompletionRequest(_GenerationBody):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    n: Annotated[int, Field(ge=1)] | None = 1
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Prompts of the request."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        prompts: Any = [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt
+        return list(prompts)
+
+
+class ResponsesRequest(_GenerationBody):
+    """Body of /v1/responses."""
+
+    input: str | list[dict[str, JsonValue]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict[str, JsonValue]] | None = None
+    tool_choice: JsonValue = None
+    text: dict[str, JsonValue] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include: list[str] | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    # accepted without effect
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, JsonValue] | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    max_tool_calls: int | None = None
+    stream_options: StreamOptions | None = None
+    conversation: JsonValue = None
+    prompt: JsonValue = None
+
+
+class TokenizeRequest(_Body):
+    """Body of /tokenize: a prompt or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def tool_dicts(tools: list[Tool] | None) -> list[Mapping[str, Any]]:
+    """Return tool definitions as chat templates read them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()]

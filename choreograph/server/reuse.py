@@ -1,0 +1,446 @@
+"""Reuse modes: how a prompt becomes decodes of the engine.
+
+exact: prefix mode of the engine. messages: every message of a chat is one message of a choreographed
+session, found again by its content. auto: quotes of stored messages are found anywhere in a prompt.
+All functions run in the engine's thread.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..agents import StepGraph, Workflow
+from ..engine.engine import Engine
+from ..engine.message import Message, MessageSlice
+from ..engine.request import TokenMask
+from ..engine.session import Session
+from ..errors import InvalidRequestError
+from ..sampling_params import SamplingParams
+from .chat_prompt import ChatPrompt
+from .server_config import ReuseMode
+from .span_index import SpanIndex
+
+MIN_PARTIAL = 16  # tokens of the shortest part of a stored message that is reused as a prefix
+
+MAX_EQUAL = 8  # stored messages of equal content
+
+ROOT = 0  # lineage of a prompt that starts anew
+
+
+class WorkflowKey(NamedTuple):
+    """What separates stored messages: nothing is found under another key."""
+
+    client_id: str  # tenant and cache salt
+    workflow: str
+    model: str
+
+    @property
+    def tenant(self) -> str:
+        return self.client_id.partition("\0")[0]
+
+
+class Answer(NamedTuple):
+    """Sampling of one answer of a request."""
+
+    sampling: SamplingParams
+    mask: TokenMask | None = None
+    keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of the generated text
+
+
+@dataclass
+class SourceCounts:
+    """Prompt tokens of one request by source."""
+
+    prefix: int = 0  # cached as the start of an earlier prompt: exact
+    message: int = 0  # of a message that was encoded after other messages
+    quoted: int = 0  # of a message that is quoted inside another text
+    computed: int = 0
+
+    @property
+    def cached(self) -> int:
+        return self.prefix + self.message + self.quoted
+
+
+@dataclass(eq=False)
+class StoredMessage:
+    """Message kept for later requests of its workflow."""
+
+    message: Message
+    workflow: "StoredWorkflow"
+    tokens: list[int]
+    lineage: int  # of the messages before it
+    content_keys: list[object] = field(default_factory=list)  # under which `by_content` has it
+
+
+class StoredWorkflow:
+    """Stored messages of one workflow, and their session."""
+
+    def __init__(self, session: Session, tracker: Workflow | None) -> None:
+        self.session = session
+        self.tracker = tracker  # of the agents, for eviction by steps to the next use
+        self.num_active = 0  # requests that run
+        self.by_content: dict[object, StoredMessage] = {}  # by (content, number among equal ones)
+        self.children: dict[tuple[int, int], list[StoredMessage]] = {}  # by lineage and first token
+        self.spans: SpanIndex[StoredMessage] = SpanIndex()
+        self.num_stored = 0
+
+    def find_content(self, key: object) -> StoredMessage | None:
+        stored = self.by_content.get(key)
+        return stored if stored is not None and stored.message.error is None else None
+
+    def unused_key(self, content: object) -> object:
+        """Return a key of `content` in `by_content` that no message has.
+
+        Messages of equal content get several, since a message cannot be twice in one context.
+        """
+        keys = ((content, number) for number in range(MAX_EQUAL))
+        return next((key for key in keys if self.find_content(key) is None), (content, 0))
+
+
+class MessageStore:
+    """Stored messages of all workflows; the least recently used are dropped."""
+
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
+        self._engine, self._max_tokens = engine, max_tokens
+        self._workflows: dict[WorkflowKey, StoredWorkflow] = {}
+        self._stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()  # least recently used first
+        self.num_tokens = 0
+        self.graphs: dict[tuple[str, str], StepGraph] = {}  # declared ones, by tenant and workflow
+
+    @property
+    def workflows(self) -> list[StoredWorkflow]:
+        return list(self._workflows.values())
+
+    @property
+    def num_workflows(self) -> int:
+        return len(self._workflows)
+
+    def open(self, key: WorkflowKey) -> StoredWorkflow:
+        """Return a workflow for a request; `close` it when the request ends."""
+        workflow = self._workflows.get(key)
+        if workflow is None:
+            session = self._engine.session(seed=0, client_id=key.client_id, model=key.model)
+            workflow = self._workflows[key] = StoredWorkflow(session, self._track(key, session))
+        workflow.num_active += 1
+        return workflow
+
+    def _track(self, key: WorkflowKey, session: Session) -> Workflow | None:
+        """Track the agents of a workflow if the eviction policy uses it."""
+        if self._engine.core.config.cache.eviction != "workflow":
+            return None
+        return Workflow(session, self.graphs.get((key.tenant, key.workflow)))
+
+    def set_graph(self, tenant: str, name: str, graph: StepGraph | None) -> None:
+        """Declare the step graph of a workflow; None: learn it."""
+        self.graphs.pop((tenant, name), None)
+        if graph is not None:
+            self.graphs[tenant, name] = graph
+        for key, workflow in self._workflows.items():
+            if (key.tenant, key.workflow) == (tenant, name) and workflow.tracker is not None:
+                workflow.tracker.close()
+                workflow.tracker = self._track(key, workflow.session)
+
+    def close(self, key: WorkflowKey) -> None:
+        """End a request's use of a workflow; drop what exceeds the limit."""
+        self._workflows[key].num_active -= 1
+        while self.num_tokens > self._max_tokens and self._stored:
+            self._drop(next(iter(self._stored)))
+        self._close_if_unused(key)
+
+    def add(
+        self,
+        key: WorkflowKey,
+        message: Message,
+        lineage: int,
+        content_keys: Sequence[object] = (),
+        *,
+        with_spans: bool = False,
+    ) -> StoredMessage:
+        """Keep a message for later requests."""
+        workflow = self._workflows[key]
+        stored = StoredMessage(message, workflow, message.tokens, lineage, list(content_keys))
+        for content_key in content_keys:
+            workflow.by_content[content_key] = stored
+        workflow.children.setdefault((lineage, stored.tokens[0]), []).append(stored)
+        if with_spans:
+            workflow.spans.add(stored, stored.tokens)
+        workflow.num_stored += 1
+        self._stored[stored] = key
+        self.num_tokens += len(stored.tokens)
+        return stored
+
+    def use(self, stored: StoredMessage) -> None:
+        """Mark a message as recently used."""
+        self._stored.move_to_end(stored)
+
+    def clear(self) -> None:
+        """Drop all messages and close their sessions."""
+        while self._stored:
+            self._drop(next(iter(self._stored)))
+
+    def _drop(self, stored: StoredMessage) -> None:
+        key, workflow = self._stored.pop(stored), stored.workflow
+        self.num_tokens -= len(stored.tokens)
+        workflow.num_stored -= 1
+        for content_key in stored.content_keys:
+            if workflow.by_content.get(content_key) is stored:
+                del workflow.by_content[content_key]
+        branch = stored.lineage, stored.tokens[0]
+        workflow.children[branch].remove(stored)
+        if not workflow.children[branch]:
+            del workflow.children[branch]
+        if stored in workflow.spans:
+            workflow.spans.remove(stored)
+        stored.message.release()
+        self._close_if_unused(key)
+
+    def _close_if_unused(self, key: WorkflowKey) -> None:
+        workflow = self._workflows.get(key)
+        if workflow is not None and not workflow.num_active and not workflow.num_stored:
+            workflow.session.close()
+            del self._workflows[key]
+
+    def check(self) -> None:
+        """Raise AssertionError if counts and indexes disagree."""
+        assert self.num_tokens == sum(len(stored.tokens) for stored in self._stored), "wrong token count"
+        for key, workflow in self._workflows.items():
+            own = [stored for stored, its_key in self._stored.items() if its_key == key]
+            assert workflow.num_stored == len(own) == sum(map(len, workflow.children.values())), "wrong message count"
+            assert {stored.message for stored in own} <= set(workflow.session.messages), "a stored message was released"
+
+
+@dataclass
+class Plan:
+    """Decodes of one prompt, and what ends them."""
+
+    messages: list[Message]  # one decode an answer
+    counts: SourceCounts
+    close: Callable[[bool], None]  # called once, with whether all answers are complete
+
+
+def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
+    """Submit a prompt in prefix mode, which reuses its longest cached prefix."""
+    session = engine.session(mode="prefix", seed=0, client_id=key.client_id, model=key.model)
+    counts = SourceCounts()
+    try:
+        messages = _decode_all(session, prompt.tokens, (), (), answers)
+    except BaseException:
+        session.close()
+        raise
+
+    def close(is_complete: bool) -> None:
+        if is_complete:
+            usage = messages[0].usage
+            counts.prefix = min(usage.cached_tokens, len(prompt.tokens))
+            counts.computed = len(prompt.tokens) - counts.prefix
+        session.close()
+
+    return Plan(messages, counts, close)
+
+
+def plan_messages(
+    store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
+) -> Plan:
+    """Submit a chat whose messages are found by their content."""
+    builder = _PlanBuilder(store, key, agent)
+    occurrences: Counter[object] = Counter()  # a message cannot be at two places of one context
+    try:
+        for segment in prompt.segments:
+            candidates: list[object] = [segment.tokens]
+            if segment.answer_key is not None:
+                candidates.insert(0, segment.answer_key)
+            stored = None
+            for content in candidates:
+                stored = stored or builder.workflow.find_content((content, occurrences[content]))
+            if stored is not None and any(stored.message is parent for parent in builder.parents):
+                stored = None
+            if stored is not None:
+                builder.reuse_message(stored)
+            else:
+                builder.compute(segment.tokens, [(segment.tokens, occurrences[segment.tokens])])
+            for content in candidates:
+                occurrences[content] += 1
+        return builder.decode(prompt.header, prompt.footer, answers)
+    except BaseException:
+        builder.abort()
+        raise
+
+
+def plan_auto(
+    store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
+) -> Plan:
+    """Submit a prompt whose quotes of stored messages are reused in place."""
+    builder = _PlanBuilder(store, key, agent, with_spans=True)
+    tokens, limit = prompt.tokens, len(prompt.tokens) - 1  # at least one token is computed
+    try:
+        position = builder.reuse_prefix(tokens, 0, limit)
+        spans = builder.workflow.spans.find(tokens, position, builder.used, limit)
+        for number, span in enumerate(spans):
+            later = {other.key for other in spans[number:]}
+            position = builder.reuse_prefix(tokens, position, span.start, later)
+            builder.compute(tokens[position : span.start])
+            builder.reuse_span(span.key, span.source_start, span.source_start + span.stop - span.start)
+            position = span.stop
+        position = builder.reuse_prefix(tokens, position, limit)
+        return builder.decode(tokens[position:], [], answers)
+    except BaseException:
+        builder.abort()
+        raise
+
+
+class _PlanBuilder:
+    """Context of a request in choreographed mode, built from left to right."""
+
+    def __init__(self, store: MessageStore, key: WorkflowKey, agent: str | None, *, with_spans: bool = False) -> None:
+        self._store, self._key, self._with_spans = store, key, with_spans
+        self.workflow = store.open(key)
+        self._turn = ExitStack()  # of the agent
+        if agent is not None and self.workflow.tracker is not None:
+            try:
+                self._turn.enter_context(self.workflow.tracker.agent(agent))
+            except BaseException:
+                self.abort()
+                raise
+        self.parents: list[Message | MessageSlice] = []
+        self.used: list[tuple[StoredMessage, int, int]] = []  # stored tokens in the context
+        self.counts = SourceCounts()
+        self._lineage = ROOT  # of the context so far
+        self._is_prefix = True  # every part was encoded after the same parts
+        self._computed: list[Message] = []
+
+    def reuse_message(self, stored: StoredMessage) -> None:
+        """Append a whole stored message."""
+        self._is_prefix &= stored.lineage == self._lineage
+        self._append(stored, 0, len(stored.tokens), "prefix" if self._is_prefix else "message")
+
+    def reuse_prefix(
+        self, tokens: list[int], position: int, limit: int, excluded: Collection[StoredMessage] = ()
+    ) -> int:
+        """Append stored messages that followed the same context.
+
+        Args:
+            position: of the next token; the result is the one after these messages.
+            excluded: messages that a later part of the context uses.
+        """
+        while position < limit:
+            best, best_length = None, 0
+            for stored in self.workflow.children.get((self._lineage, tokens[position]), ()):
+                length = _common_length(stored.tokens, tokens, position, limit)
+                if length > best_length and stored.message.error is None and stored not in excluded:
+                    best, best_length = stored, length
+            if best is None or best_length < min(MIN_PARTIAL, len(best.tokens)):
+                break
+            self._append(best, 0, best_length, "prefix" if self._is_prefix else "message")
+            position += best_length
+        return position
+
+    def reuse_span(self, stored: StoredMessage, start: int, stop: int) -> None:
+        """Append tokens [start, stop) of a stored message that is quoted."""
+        self._is_prefix = False
+        self._append(stored, start, stop, "quoted")
+
+    def _append(self, stored: StoredMessage, start: int, stop: int, source: str) -> None:
+        self._store.use(stored)
+        is_whole = stop - start == len(stored.tokens)
+        self.parents.append(stored.message if is_whole else stored.message[start:stop])
+        self.used.append((stored, start, stop))
+        setattr(self.counts, source, getattr(self.counts, source) + stop - start)
+        self._extend_lineage(stored.message, start, stop)
+
+    def _extend_lineage(self, message: Message, start: int, stop: int) -> None:
+        self._lineage = hash((self._lineage, message.id, start, stop))
+
+    def compute(self, tokens: Sequence[int], content_keys: Sequence[object] = ()) -> None:
+        """Append new tokens, which later requests can reuse."""
+        if not tokens:
+            return
+        message = self.workflow.session.prefill(list(tokens), parents=self.parents)
+        self._computed.append(message)
+        stored = self._store.add(self._key, message, self._lineage, content_keys, with_spans=self._with_spans)
+        self.used.append((stored, 0, len(stored.tokens)))
+        self.parents.append(message)
+        self._extend_lineage(message, 0, len(tokens))
+
+    def decode(self, header: list[int], footer: list[int], answers: Sequence[Answer]) -> Plan:
+        """Submit the answers over the context."""
+        messages = _decode_all(self.workflow.session, header, self.parents, footer, answers)
+        self._turn.close()
+        lineage = self._lineage
+
+        def close(is_complete: bool) -> None:
+            for message in self._computed:
+                source = "message" if is_complete and message.finish_reason == "cached" else "computed"
+                setattr(self.counts, source, getattr(self.counts, source) + len(message.tokens))
+            self.counts.computed += len(header)
+            for message, answer in zip(messages, answers, strict=True):
+                if is_complete and message.error is None:
+                    keys = [self.workflow.unused_key(content) for content in answer.keys_of(message.text)]
+                    self._store.add(self._key, message, lineage, keys, with_spans=self._with_spans)
+                else:
+                    message.release()
+            self._store.close(self._key)
+
+        return Plan(messages, self.counts, close)
+
+    def abort(self) -> None:
+        """End the request after an error; messages that were submitted stay stored."""
+        self._turn.close()
+        self._store.close(self._key)
+
+
+def _decode_all(
+    session: Session,
+    header: Sequence[int],
+    parents: Sequence[Message | MessageSlice],
+    footer: Sequence[int],
+    answers: Sequence[Answer],
+) -> list[Message]:
+    messages: list[Message] = []
+    try:
+        for answer in answers:
+            message = session.decode(list(header), parents, sampling=answer.sampling, footer=list(footer))
+            messages.append(message)
+            if answer.mask is not None:
+                message.constrain(answer.mask)
+    except BaseException:
+        for message in messages:
+            message.release()
+        raise
+    return messages
+
+
+def _common_length(stored: list[int], tokens: list[int], position: int, limit: int) -> int:
+    """Return how many tokens of `stored` equal tokens[position:limit]."""
+    end = min(len(stored), limit - position)
+    if stored[:end] == tokens[position : position + end]:
+        return end
+    return next(i for i in range(end) if stored[i] != tokens[position + i])
+
+
+class ReusePlanner:
+    """Plans requests in the reuse mode that they choose."""
+
+    def __init__(self, engine: Engine, max_stored_tokens: int) -> None:
+        self._engine = engine
+        self.store = MessageStore(engine, max_stored_tokens)
+
+    def check(self, mode: ReuseMode) -> None:
+        """Check that the model supports a reuse mode."""
+        if mode != "exact" and not self._engine.model_info.supports_shift:
+            name = self._engine.model_info.name
+            raise InvalidRequestError(f"reuse={mode!r}: the positions of {name} cannot be moved; use 'exact'")
+
+    def plan(
+        self,
+        mode: ReuseMode,
+        key: WorkflowKey,
+        prompt: ChatPrompt,
+        answers: Sequence[Answer],
+        agent: str | None = None,
+    ) -> Plan:
+        """Submit the answers to one prompt."""
+        if mode == "exact":
+            return plan_exact(self._engine, key, prompt, answers)
+        return (plan_messages if mode == "messages" else plan_auto)(self.store, key, prompt, answers, agent)

@@ -1,0 +1,47 @@
+"""Options of the server."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictBool
+
+from ..config import NonNegativeInt, PositiveInt, validated
+from ..errors import ConfigError
+
+ReuseMode = Literal["exact", "messages", "auto"]
+ToolParser = Literal["auto", "hermes", "llama3_json"]
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@validated()
+class ServerConfig:
+    """Limits, keys and defaults of one server."""
+
+    api_keys: tuple[str, ...] = ()  # each is a tenant with its own cache; empty: no authentication
+    served_model_name: str | None = None  # of the base model; None: its own name
+    reuse: ReuseMode = "exact"  # of requests that do not choose
+    max_tokens: PositiveInt | None = None  # of requests that give none; None: what the context leaves
+    max_requests: PositiveInt = 256  # running and waiting; more are answered with 429
+    max_choices: PositiveInt = 128  # most answers of one request (`n` times prompts)
+    max_body_bytes: PositiveInt = 16 << 20  # of a request; larger ones are answered with 413
+    request_timeout: Seconds = 600.0  # seconds until a request is cancelled
+    drain_timeout: PositiveInt = 60  # seconds for running requests after SIGTERM
+    max_workflow_tokens: NonNegativeInt = 1 << 20  # tokens of messages kept for later requests, of all workflows
+    max_stored_responses: NonNegativeInt = 1024  # of /v1/responses with `store`
+    cors_origins: tuple[str, ...] = ()  # that browsers may call from; ("*",): all
+    tool_parser: ToolParser = "auto"  # form of tool calls; "auto": what the chat template writes
+    thinks: StrictBool | None = None  # the model writes its reasoning in <think> tags; None: as its template says
+
+    def __post_init__(self) -> None:
+        if any(len(key) < 8 for key in self.api_keys):
+            raise ConfigError("api_keys: a key has fewer than 8 characters: use a longer one")
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Read API keys, one a line, without comments (#)."""
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{path}: holds no API key: write one a line")
+    return keys

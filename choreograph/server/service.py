@@ -1,0 +1,311 @@
+"""Inference service: from a validated request to updates of its answers."""
+
+import asyncio
+import hashlib
+import hmac
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Request
+
+from ..engine.engine import Engine
+from ..engine.message import Message
+from ..errors import ConfigError, InvalidRequestError
+from ..outputs import BASE_MODEL
+from ..sampling_params import SamplingParams
+from .api_errors import ApiError, context_exceeded, overloaded
+from .chat_prompt import ChatPrompt, ChatRenderer
+from .engine_thread import ChoiceUpdate, EngineThread, Generation
+from .output_parser import CALL_START, THINK_END, THINK_START
+from .prometheus import ServerMetrics
+from .protocol import ChoreographyOptions
+from .reuse import Answer, Plan, ReusePlanner, SourceCounts, WorkflowKey
+from .server_config import ReuseMode, ServerConfig
+from .structured import Constraint, GrammarCompiler
+
+ANONYMOUS = "anonymous"  # tenant of a server without keys
+
+DEFAULT_WORKFLOW = "default"
+
+# headers in which agents name their session, the most specific first
+SESSION_HEADERS = (
+    "x-choreography-workflow",
+    "x-claude-code-session-id",
+    "thread-id",
+    "x-session-id",
+    "x-dynamo-session-id",
+)
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """Everything that a request asks of the engine."""
+
+    key: WorkflowKey
+    reuse: ReuseMode
+    prompts: Sequence[ChatPrompt]
+    sampling: SamplingParams  # of the first answer; later ones count up its seed
+    num_answers: int = 1  # of each prompt
+    agent: str | None = None
+    constraint: Constraint | None = None
+    constraint_starts_after: int | None = None  # token that ends the reasoning
+    keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of an answer
+
+
+class InferenceService:
+    """Engine, tenants and limits of one server."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        if engine.chat is None:
+            raise ConfigError(f"{engine.model_info.name} has no tokenizer: a server needs one")
+        self.engine, self.config = engine, config
+        self.thread = EngineThread(engine)
+        self.planner = ReusePlanner(engine, config.max_workflow_tokens)
+        self.renderer = ChatRenderer(engine.chat)
+        self.model_name = config.served_model_name or engine.model_info.name
+        self.metrics = ServerMetrics(self.model_name)
+        self.is_draining = False
+        self.on_stop: list[Callable[[], object]] = []  # called after the last step
+        self._page_size = engine.core.config.cache.page_size
+        self._capacity = engine.stats().num_pages * self._page_size  # tokens
+        self.max_model_len = min(engine.model_info.max_positions, self._capacity)
+        self._tenants = {hashlib.sha256(key.encode()).digest(): f"tenant-{i}" for i, key in enumerate(config.api_keys)}
+        self._compiler: GrammarCompiler | None = None
+        template = self.renderer.template_text
+        self.thinks = THINK_START in template if config.thinks is None else config.thinks
+        is_llama = CALL_START not in template and ("python_tag" in template or '"parameters"' in template)
+        self.tool_form = config.tool_parser
+        if config.tool_parser == "auto":
+            self.tool_form = "llama3_json" if is_llama and self.renderer.knows_tools else "hermes"
+
+    # -- life cycle -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.thread.start(asyncio.get_running_loop())
+
+    async def stop(self) -> None:
+        """End running requests and the engine's thread."""
+        self.is_draining = True
+        await self.thread.stop()
+        self.planner.store.clear()
+        for callback in self.on_stop:
+            callback()
+        if self._compiler is not None:
+            self._compiler.close()
+
+    # -- who asks for what ----------------------------------------------------------------------------------
+
+    def tenant(self, authorization: str | None) -> str:
+        """Return the tenant of an Authorization header.
+
+        All keys are compared, each in constant time.
+        """
+        if not self._tenants:
+            return ANONYMOUS
+        scheme, _, key = (authorization or "").partition(" ")
+        digest, tenant = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest(), None
+        for known, name in self._tenants.items():
+            if hmac.compare_digest(known, digest):
+                tenant = name
+        if tenant is None or scheme.lower() != "bearer":
+            raise ApiError(
+                401,
+                "Incorrect API key provided: send a valid one as 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return tenant
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names that requests may use: the base model's, adapters and siblings."""
+        return [self.model_name, *(name for name in self.engine.models if name != BASE_MODEL)]
+
+    def resolve_model(self, name: str) -> str:
+        """Return the engine's name of a model.
+
+        Raises:
+            ApiError: if no model has this name.
+        """
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                f"The model '{name}' does not exist: use one of {self.model_names}.",
+                param="model",
+                code="model_not_found",
+            )
+        return BASE_MODEL if name == self.model_name else name
+
+    def workflow_key(
+        self, request: Request, tenant: str, body: Any, options: ChoreographyOptions | None
+    ) -> tuple[WorkflowKey, ReuseMode, str | None]:
+        """Return workflow, reuse mode and agent, from body or headers."""
+        options, headers = options or ChoreographyOptions(), request.headers
+        sessions = (headers.get(name) for name in SESSION_HEADERS)
+        workflow = options.workflow or next(filter(None, sessions), None) or body.session_id or DEFAULT_WORKFLOW
+        header_options = {"reuse": headers.get("x-choreography-reuse"), "agent": headers.get("x-choreography-agent")}
+        if header_options["reuse"] not in (None, "exact", "messages", "auto"):
+            raise InvalidRequestError(
+                f"x-choreography-reuse: {header_options['reuse']!r}: use 'exact', 'messages' or 'auto'"
+            )
+        reuse: Any = options.reuse or header_options["reuse"] or self.config.reuse
+        self.planner.check(reuse)
+        client_id = f"{tenant}\0{body.cache_salt or ''}"
+        key = WorkflowKey(client_id, workflow, self.resolve_model(body.model))
+        return key, reuse, options.agent or header_options["agent"]
+
+    # -- what the engine gets -------------------------------------------------------------------------------
+
+    def max_tokens(self, requested: int | None, prompts: Sequence[ChatPrompt]) -> int:
+        """Return the length limit of answers to prompts.
+
+        Raises:
+            ApiError: if a prompt leaves less than that of the context.
+        """
+        length = max(len(prompt.tokens) + len(prompt.footer) for prompt in prompts)
+        available = self.max_model_len - length
+        if available < (requested or 1):
+            raise context_exceeded(length, requested or 1, self.max_model_len)
+        if requested is not None:
+            return requested
+        # every part of a context ends in a page of its own
+        num_parts = max(len(prompt.segments) for prompt in prompts) + 3
+        available = max(1, min(available, self._capacity - length - num_parts * self._page_size))
+        return min(self.config.max_tokens or available, available)
+
+    def compiler(self) -> GrammarCompiler:
+        """Return the compiler of grammars, created on first use."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.engine.tokenizer, self.engine.model_info.vocab_size)
+        return self._compiler
+
+    @property
+    def end_of_thinking(self) -> int | None:
+        """Token that ends the reasoning, if it is one token."""
+        token: int | None = self.engine.tokenizer.get_vocab().get(THINK_END)
+        return token
+
+    def random_seed(self) -> int:
+        return random.getrandbits(62)
+
+    def submit(self, request: Request, spec: GenerationSpec) -> "RunningRequest":
+        """Start a request.
+
+        Raises:
+            ApiError: if the queue is full.
+        """
+        if self.thread.num_generations >= self.config.max_requests:
+            raise overloaded(self.config.max_requests)
+        num_choices = spec.num_answers * len(spec.prompts)
+        if num_choices > self.config.max_choices:
+            raise InvalidRequestError(f"n: {num_choices} answers in one request: use at most {self.config.max_choices}")
+        if spec.constraint is not None and spec.sampling.min_tokens:
+            raise InvalidRequestError("min_tokens: a grammar decides where an answer ends; leave it out")
+        return RunningRequest(self, request, spec)
+
+
+class RunningRequest:
+    """One request in the engine."""
+
+    def __init__(self, service: InferenceService, request: Request, spec: GenerationSpec) -> None:
+        self._service, self._request, self.spec = service, request, spec
+        self._plans: list[Plan] = []
+        self.num_choices = spec.num_answers * len(spec.prompts)
+        self.num_generated = [0] * self.num_choices  # tokens of every answer
+        self._generation = Generation(self._submit, self._close)
+        service.thread.submit(self._generation)
+
+    @property
+    def counts(self) -> SourceCounts:
+        """Prompt tokens by source, once the request is complete."""
+        plans = [plan.counts for plan in self._plans]
+        return SourceCounts(
+            *(sum(getattr(c, name) for c in plans) for name in ("prefix", "message", "quoted", "computed"))
+        )
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's token counts, and ours."""
+        counts, spec = self.counts, self.spec
+        num_prompt, num_generated = counts.cached + counts.computed, sum(self.num_generated)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": counts.cached},
+            "choreography": {
+                "reuse": spec.reuse,
+                "workflow": spec.key.workflow,
+                "agent": spec.agent,
+                "prefix_tokens": counts.prefix,
+                "message_tokens": counts.message,
+                "quoted_tokens": counts.quoted,
+                "computed_tokens": counts.computed,
+            },
+        }
+
+    async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
+        """Yield updates until every answer is complete.
+
+        A caller that stops, a client that disconnects and the time limit cancel the request.
+        """
+        num_open, limit = self.num_choices, self._service.config.request_timeout
+        deadline = asyncio.get_running_loop().time() + limit
+        watcher = asyncio.create_task(self._watch_connection())
+        try:
+            while num_open:
+                async with asyncio.timeout_at(deadline):
+                    updates = await self._generation.updates.get()
+                if isinstance(updates, Exception):
+                    raise updates
+                for update in updates:
+                    self.num_generated[update.index] += len(update.token_ids)
+                    if update.finish_reason is not None and update.timing is not None:
+                        num_open -= 1
+                        num_tokens = self.num_generated[update.index]
+                        self._service.metrics.observe_answer(update.finish_reason, num_tokens, update.timing)
+                yield updates
+            for plan in self._plans:
+                self._service.metrics.observe_prompt(plan.counts)
+        except TimeoutError:
+            raise ApiError(408, f"the request took longer than {limit:g} s", type="timeout", code="timeout") from None
+        finally:
+            watcher.cancel()
+            if num_open:
+                self._service.thread.cancel(self._generation)
+
+    async def complete(self) -> list[list[ChoiceUpdate]]:
+        """Return all updates of every answer."""
+        result: list[list[ChoiceUpdate]] = [[] for _ in range(self.num_choices)]
+        async for updates in self.updates():
+            for update in updates:
+                result[update.index].append(update)
+        return result
+
+    async def _watch_connection(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self._service.thread.cancel(self._generation)
+
+    # -- in the engine's thread -----------------------------------------------------------------------------
+
+    def _submit(self) -> list[Message]:
+        spec, service, seed = self.spec, self._service, self.spec.sampling.seed or 0
+        messages: list[Message] = []
+        for prompt in spec.prompts:
+            answers = []
+            for number in range(spec.num_answers):
+                sampling = replace(spec.sampling, seed=seed + number)
+                mask = None
+                if spec.constraint is not None:
+                    mask = service.compiler().mask(spec.constraint, spec.constraint_starts_after)
+                answers.append(Answer(sampling, mask, spec.keys_of))
+            plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
+            self._plans.append(plan)
+            messages += plan.messages
+        return messages
+
+    def _close(self, is_complete: bool) -> None:
+        for plan in self._plans:
+            plan.close(is_complete)

@@ -1,0 +1,141 @@
+"""Structured outputs: grammars compiled by llguidance to masks of the next token."""
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from ..errors import InvalidRequestError
+from ..utils import require
+
+MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
+
+# separators as most models write them; free whitespace lets small models fill an answer with it
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Constraint(NamedTuple):
+    """Grammar of an answer, in the form that llguidance compiles."""
+
+    kind: str  # json_object, json, regex, choice or grammar, for error messages
+    grammar: str
+
+
+def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint:
+    """Allow JSON of a schema; any object for None.
+
+    Raises:
+        InvalidRequestError: if the schema is none, or has a keyword that cannot be enforced.
+    """
+    llguidance = require("llguidance", "serve")
+    kind = "json_object" if schema is None else "json"
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else {"type": "object"} if schema is None else schema
+        text = json.dumps(value)
+        if not isinstance(value, (dict, bool)) or len(text) > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"use a JSON Schema of at most {MAX_GRAMMAR_CHARS} characters")
+        return _checked(Constraint(kind, llguidance.LLMatcher.grammar_from_json_schema(text, JSON_STYLE)))
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequestError(f"{kind}: {exc}") from None
+
+
+def regex_constraint(pattern: str) -> Constraint:
+    """Allow text that a regular expression matches as a whole."""
+    llguidance = require("llguidance", "serve")
+    return _checked(Constraint("regex", llguidance.LLMatcher.grammar_from_regex(pattern)))
+
+
+def choice_constraint(choices: Sequence[str]) -> Constraint:
+    """Allow one of several texts."""
+    if not choices or not all(choices):
+        raise InvalidRequestError(f"choice={list(choices)!r:.60}: use one or more texts that are not empty")
+    llguidance = require("llguidance", "serve")
+    alternatives = " | ".join(json.dumps(choice) for choice in choices)
+    return _checked(Constraint("choice", llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")))
+
+
+def grammar_constraint(grammar: str) -> Constraint:
+    """Allow text of a grammar in Lark's syntax or GBNF."""
+    llguidance = require("llguidance", "serve")
+    try:
+        lark = llguidance.gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar
+    except Exception as exc:  # the converter raises what its parser meets
+        raise InvalidRequestError(f"grammar: {exc}") from None
+    return _checked(Constraint("grammar", llguidance.LLMatcher.grammar_from_lark(lark)))
+
+
+def _checked(constraint: Constraint) -> Constraint:
+    if len(constraint.grammar) > 2 * MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"{constraint.kind}: use at most {MAX_GRAMMAR_CHARS} characters")
+    error = require("llguidance", "serve").LLMatcher.validate_grammar(constraint.grammar)
+    if error:
+        raise InvalidRequestError(f"{constraint.kind}: {error.strip()[:500]}")
+    return constraint
+
+
+class GrammarCompiler:
+    """Matchers of grammars over one tokenizer, with a thread that computes masks."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._llguidance = require("llguidance", "serve")
+        from llguidance.hf import from_tokenizer
+
+        self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
+        self._vocab_size = vocab_size
+        self._executor = ThreadPoolExecutor(1, "grammar-mask")
+
+    def mask(self, constraint: Constraint, starts_after: int | None = None) -> "GrammarMask":
+        """Return the mask of one answer, whose first values are being computed.
+
+        Args:
+            starts_after: token that ends the reasoning, before which any token is allowed.
+        """
+        matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequestError(f"{constraint.kind}: {matcher.get_error().strip()[:500]}")
+        return GrammarMask(matcher, self._vocab_size, self._executor, starts_after)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class GrammarMask:
+    """Mask of one answer: the tokens that its grammar allows next.
+
+    A mask is computed in another thread as soon as the token before it is known, while the model
+    runs. When the grammar is complete and cannot continue, only the end of the sequence is allowed.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, executor: ThreadPoolExecutor, starts_after: int | None) -> None:
+        self._matcher, self._vocab_size, self._executor = matcher, vocab_size, executor
+        self._starts_after = starts_after
+        self._next: Future[Tensor] = executor.submit(self._compute)
+
+    def allowed(self) -> Bool[Tensor, " V"]:
+        """Return the allowed tokens; see `TokenMask`."""
+        if self._starts_after is not None:
+            return torch.ones(self._vocab_size, dtype=torch.bool)
+        return self._next.result()
+
+    def advance(self, token: int) -> None:
+        """Append a token; see `TokenMask`."""
+        if self._starts_after is not None:
+            if token == self._starts_after:
+                self._starts_after = None
+            return
+        if self._matcher.is_stopped():
+            return  # the token that ends the answer
+        if not self._matcher.consume_token(token):
+            raise InvalidRequestError(f"token {token} does not follow the grammar: {self._matcher.get_error()}")
+        self._next = self._executor.submit(self._compute)
+
+    def _compute(self) -> Tensor:
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten()[: self._vocab_size]
+        if not mask.any():
+            raise InvalidRequestError(f"the grammar allows no token: {self._matcher.get_error()}")
+        return torch.nn.functional.pad(mask, (0, self._vocab_size - len(mask)))

@@ -1,0 +1,116 @@
+"""/v1/completions: prompts of text or token ids, several at once."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+
+from ..errors import InvalidRequestError
+from ..outputs import TokenLogprob
+from .chat_completions import SSE_END, constraint_of, sse
+from .chat_prompt import ChatPrompt
+from .engine_thread import ChoiceUpdate
+from .protocol import CompletionRequest
+from .service import GenerationSpec, InferenceService, RunningRequest
+
+MAX_PROMPTS = 128
+
+
+def prepare_completion(
+    service: InferenceService, body: CompletionRequest, http_request: Request, tenant: str
+) -> GenerationSpec:
+    """Tokenize the prompts and check all options.
+
+    Raises:
+        InvalidRequestError, ApiError: if the request cannot be served.
+    """
+    key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
+    if body.suffix:
+        raise InvalidRequestError("suffix: the model does not insert text; leave it out")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequestError(f"best_of={body.best_of}: use the value of n, or leave it out")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequestError("echo: the prompt has no log-probabilities; leave out logprobs")
+    if not 1 <= len(body.prompts) <= MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt: {len(body.prompts)} prompts: use 1 to {MAX_PROMPTS}")
+    prompts = []
+    for prompt in body.prompts:
+        tokens = (
+            prompt if isinstance(prompt, list) else service.renderer.tokenize(prompt, opening=body.add_special_tokens)
+        )
+        if not tokens:
+            raise InvalidRequestError("prompt: is empty: give at least one token")
+        prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
+    max_tokens = service.max_tokens(body.max_tokens, prompts)
+    seed = service.random_seed() if body.seed is None else body.seed
+    sampling = body.sampling(max_tokens, body.logprobs, seed)
+    constraint = constraint_of(body.response_format, body.structured_outputs)
+    if reuse == "messages":
+        reuse = "auto"  # a prompt has no messages
+    return GenerationSpec(key, reuse, prompts, sampling, body.n or 1, agent, constraint)
+
+
+class CompletionAnswer:
+    """Answer of one completion request, whole or streamed."""
+
+    def __init__(self, service: InferenceService, body: CompletionRequest, running: RunningRequest) -> None:
+        self._tokenizer, self._body, self._running = service.engine.tokenizer, body, running
+        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = body.model
+        self._offsets = [0] * running.num_choices  # characters sent of every answer
+
+    def _echoed(self, index: int) -> str:
+        if not self._body.echo:
+            return ""
+        prompt = self._body.prompts[index // self._running.spec.num_answers]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response of a request that does not stream."""
+        choices = []
+        for index, updates in enumerate(await self._running.complete()):
+            text = self._echoed(index) + "".join(update.text for update in updates)
+            logprobs = [item for update in updates for item in update.logprobs]
+            choice = {"index": index, "text": text, "finish_reason": updates[-1].finish_reason}
+            choice["logprobs"] = self._logprobs(index, logprobs)
+            if self._body.return_token_ids:
+                choice["token_ids"] = [token for update in updates for token in update.token_ids]
+            choices.append(choice)
+        return {**self._head, "choices": choices, "usage": self._running.usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the server-sent events of a streamed request."""
+        options, echoed = self._body.stream_options, set[int]()
+        usage: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
+        async for updates in self._running.updates():
+            for update in updates:
+                text = update.text if update.index in echoed else self._echoed(update.index) + update.text
+                echoed.add(update.index)
+                if text or update.finish_reason is not None:
+                    yield sse({**self._head, "choices": [self._choice(update, text)], **usage})
+        if usage:
+            yield sse({**self._head, "choices": [], "usage": self._running.usage()})
+        yield SSE_END
+
+    def _choice(self, update: ChoiceUpdate, text: str) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": update.index, "text": text, "finish_reason": update.finish_reason}
+        choice["logprobs"] = self._logprobs(update.index, update.logprobs)
+        if self._body.return_token_ids:
+            choice["token_ids"] = update.token_ids
+        return choice
+
+    def _logprobs(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for item in logprobs:
+            text = self._tokenizer.decode([item.token])
+            result["tokens"].append(text)
+            result["token_logprobs"].append(max(item.logprob, -9999.0))
+            top = {self._tokenizer.decode([token]): max(value, -9999.0) for token, value in item.top.items()}
+            result["top_logprobs"].append(top | {text: max(item.logprob, -9999.0)})
+            result["text_offset"].append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return result

@@ -1,0 +1,107 @@
+"""`choreograph.connect`: sessions of a server give what sessions in process give."""
+
+import pytest
+
+from choreograph import SamplingParams, connect
+from choreograph.errors import (
+    InvalidPositionError,
+    InvalidTokensError,
+    MessageReleasedError,
+    NotAMessageError,
+    RequestFailedError,
+    SamplingError,
+    SessionClosedError,
+)
+from choreograph.workflows import find
+from choreograph.workflows.run import WorkflowRun
+
+VALUES = ("tokens", "text", "output_token_ids", "finish_reason", "position", "offsets", "length")
+
+
+def logprobs_of(messages):
+    """Log-probabilities of all tokens and of the most likely ones."""
+    items = [item for message in messages for item in message.logprobs or ()]
+    return [value for item in items for value in (item.logprob, *item.top.values())]
+
+
+def program(session):
+    """Messages in several forms: turns, texts, slices, offsets, batches."""
+    rules = session.prefill(session.system("You are brief."))
+    question = session.prefill(session.user("Which river flows through Paris?"), parents=[rules])
+    first, second = session.decode(
+        [
+            {"header": session.assistant(), "parents": [rules, question], "sampling": SamplingParams(max_tokens=5)},
+            {
+                "header": session.assistant("The"),
+                "parents": [question],
+                "sampling": SamplingParams(max_tokens=4, seed=9),
+            },
+        ]
+    )
+    part = session.decode([7, 8, 9], [first[2:6], question], [30, None], temperature=0, max_tokens=4, logprobs=2)
+    moved = session.prefill([5, 6, 7], [second, part], new_offset=200)
+    forced = session.decode("Say", [moved], forced_tokens=[11, 12, 13], footer="")
+    return [rules, question, first, second, part, moved, forced]
+
+
+@pytest.mark.parametrize("mode", ["choreographed", "prefix"])
+def test_a_remote_session_gives_the_values_of_one_in_process(live, mode):
+    with connect(live.url) as remote, remote.session(mode=mode, seed=3) as session:
+        messages = program(session)
+        got = [[getattr(message, name) for name in VALUES] for message in messages]
+        logprobs, usage = logprobs_of(messages), session.usage
+        assert all(message.timing.e2e is not None for message in messages if message.kind == "decode")
+    live.wait_until_idle()
+    with live.engine.session(mode=mode, seed=3, client_id="in process") as session:
+        messages = program(session)
+        assert got == [[getattr(message, name) for name in VALUES] for message in messages]
+        assert logprobs == pytest.approx(logprobs_of(messages), abs=1e-3) and len(logprobs) == 12
+        same = session.usage  # what is cached depends on which requests overlap
+        assert usage.completion_tokens == same.completion_tokens
+        assert usage.cached_tokens + usage.computed_tokens == same.cached_tokens + same.computed_tokens
+
+
+def test_a_workflow_of_the_package_runs_against_a_server(live):
+    def play(session):
+        run = WorkflowRun(session, sampling=SamplingParams(temperature=0, max_tokens=6))
+        answer = find("debate_parallel")(run, "Should the town build a bridge?", agents=2, rounds=2)
+        return answer.text, run.transcript()
+
+    with connect(live.url) as remote, remote.session(seed=0) as session:
+        got = play(session)
+    live.wait_until_idle()
+    with live.engine.session(seed=0, client_id="in process") as session:
+        assert play(session) == got
+
+
+def test_errors_are_those_of_the_library(live):
+    with connect(live.url) as remote:
+        with remote.session() as session:
+            message = session.prefill([5, 6, 7])
+            for call, error in (
+                (lambda: session.prefill([]), InvalidTokensError),
+                (lambda: session.prefill([1], [message], [-1]), InvalidPositionError),
+                (lambda: session.prefill([1], ["x"]), NotAMessageError),
+                (lambda: session.decode([1], max_tokens=0), SamplingError),
+                (lambda: session.decode([1], [message[2:9]]).text, RequestFailedError),
+            ):
+                with pytest.raises((error, InvalidPositionError)):
+                    call()
+            assert message.tokens == [5, 6, 7]
+            message.release()
+            with pytest.raises(MessageReleasedError):
+                session.prefill([1], [message])
+        with pytest.raises(SessionClosedError):
+            session.prefill([1])
+    with pytest.raises(RequestFailedError):
+        connect("http://127.0.0.1:9").session()
+
+
+def test_a_closed_session_leaves_nothing_in_use(live):
+    live.wait_until_idle()
+    before = live.engine.stats().num_referenced_entries
+    with connect(live.url) as remote:
+        with remote.session() as session:
+            session.decode([5, 6, 7], max_tokens=2000, ignore_eos=True)  # never read
+        live.wait_until_idle()
+        assert live.engine.stats().num_referenced_entries == before

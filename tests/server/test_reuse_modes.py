@@ -1,0 +1,188 @@
+"""What the reuse modes find, by the tokens that the engine computes."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from helpers.live_server import make_engine, serving
+
+from choreograph.server.chat_prompt import ChatRenderer, answer_key
+from choreograph.server.reuse import MessageStore, WorkflowKey
+
+SYSTEM = {
+    "role": "system",
+    "content": "You are the chair of a long debate about rivers, bridges and the towns between.",
+}
+TOPICS = [{"role": "user", "content": f"Topic {n}: {word}, its history and what the town owes to it."} for n, word in
+          enumerate(["the old mill", "a stone bridge", "the ferry"])]  # fmt: skip
+
+
+class Caller:
+    """Sends chats of one workflow and counts what the engine computes."""
+
+    def __init__(self, live, client, reuse, workflow):
+        self._live, self._client = live, client
+        self.options = {"choreography": {"reuse": reuse, "workflow": workflow, "agent": "tester"}}
+
+    def ask(self, messages, max_tokens=8, **options):
+        """Return (answer, usage by source, prompt tokens that the engine computed)."""
+        self._live.wait_until_idle()
+        before = self._live.engine.stats().num_batched_tokens
+        answer = self._client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=self.options | options
+        )
+        self._live.wait_until_idle()
+        self._live.engine.check()
+        self._live.app.state.service.planner.store.check()
+        found = answer.usage.model_extra["choreography"]
+        sources = {name: found[f"{name}_tokens"] for name in ("prefix", "message", "quoted", "computed")}
+        assert sum(sources.values()) == answer.usage.prompt_tokens
+        num_computed = self._live.engine.stats().num_batched_tokens - before - answer.usage.completion_tokens
+        return answer.choices[0].message.content, sources, num_computed
+
+
+@pytest.fixture
+def caller(live, client, request):
+    return lambda reuse: Caller(live, client, reuse, request.node.name)
+
+
+def test_messages_are_found_in_any_order(caller):
+    ask = caller("messages").ask
+    first = ask([SYSTEM, *TOPICS])
+    assert first[1]["computed"] == sum(first[1].values())
+    _, sources, num_computed = ask([SYSTEM, TOPICS[2], TOPICS[0]])
+    assert sources["prefix"] > 20 and sources["message"] > 30
+    assert num_computed <= sources["computed"] + 4  # the header of the answer, and the footer that ends it
+    again = ask([SYSTEM, *TOPICS])[1]
+    assert again["computed"] == sources["computed"] and again["message"] == 0
+
+
+def test_an_edited_chat_computes_only_what_is_new(caller):
+    ask = caller("messages").ask
+    answer, *_ = ask([SYSTEM, TOPICS[0]], max_tokens=40)
+    new = {"role": "user", "content": "And now?"}
+    _, sources, num_computed = ask([SYSTEM, {"role": "assistant", "content": answer}, new])
+    assert sources["message"] >= 40  # the answer, as it was generated
+    assert sources["computed"] < 20 and num_computed <= sources["computed"] + 4
+
+
+def test_an_equal_message_twice_in_a_chat_is_two_messages(caller):
+    ask = caller("messages").ask
+    chat = [SYSTEM, TOPICS[0], {"role": "assistant", "content": "Yes."}, TOPICS[0]]
+    text, *_ = ask(chat)
+    again, sources, _ = ask(chat)
+    assert again == text and sources["message"] == 0 and sources["computed"] < 8
+
+
+def test_messages_in_their_own_order_give_the_text_of_exact(caller):
+    chat = [SYSTEM, *TOPICS]
+    texts = [caller(reuse).ask(chat, max_tokens=12)[0] for reuse in ("exact", "messages", "auto", "messages", "auto")]
+    assert len(set(texts)) == 1
+
+
+def test_a_quote_is_found_inside_another_text(caller):
+    ask = caller("auto").ask
+    speech = " ".join(f"{topic['content']} " for topic in TOPICS)
+    ask([SYSTEM, {"role": "user", "content": speech}])
+    chat = [
+        {"role": "system", "content": "You judge."},
+        {"role": "user", "content": f"Debater 1 said: {speech} Do you agree with that?"},
+    ]
+    _, sources, num_computed = ask(chat)
+    assert sources["quoted"] >= 40
+    assert num_computed <= sources["computed"] + 2
+    assert ask(chat)[1]["computed"] < 16
+
+
+def test_a_generated_answer_is_found_where_others_quote_it(embedded):
+    with serving(embedded) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        ask = Caller(live, client, "auto", "debate").ask
+        answer, *_ = ask([{"role": "user", "content": "Why do rivers bend?"}], max_tokens=40)
+        quote = {"role": "user", "content": f"A debater said:\n{answer}\nIs that right?"}
+        text, sources, num_computed = ask([quote], max_tokens=1)
+        assert sources["quoted"] >= 36 and num_computed <= sources["computed"] + 2
+        assert text
+
+
+def test_a_conversation_continues_its_own_prefix(caller):
+    ask = caller("auto").ask
+    answer, first, _ = ask([SYSTEM, TOPICS[0]], max_tokens=30)
+    chat = [SYSTEM, TOPICS[0], {"role": "assistant", "content": answer}, TOPICS[1]]
+    _, sources, num_computed = ask(chat)
+    assert sources["prefix"] >= sum(first.values())
+    assert num_computed <= sources["computed"] + 2
+
+
+@pytest.mark.parametrize("reuse", ["messages", "auto"])
+def test_workflows_find_nothing_of_each_other_but_equal_beginnings(live, client, reuse):
+    texts = [TOPICS[0] | {"content": f"{reuse}: {TOPICS[0]['content']}"}, TOPICS[1]]
+    Caller(live, client, reuse, f"{reuse} one").ask([SYSTEM, *texts])
+    _, sources, _ = Caller(live, client, reuse, f"{reuse} two").ask([TOPICS[2], texts[0]])
+    assert sources["prefix"] == sources["quoted"] == sources["message"] == 0
+
+
+def test_headers_choose_the_mode_and_the_workflow(live, client):
+    headers = {"x-choreography-reuse": "messages", "x-session-id": "s-1", "x-choreography-agent": "judge"}
+    answer = client.chat.completions.create(model="tiny", messages=TOPICS[:1], max_tokens=1, extra_headers=headers)
+    found = answer.usage.model_extra["choreography"]
+    assert (found["reuse"], found["workflow"], found["agent"]) == ("messages", "s-1", "judge")
+
+
+def test_a_declared_step_graph_says_which_agent_is_next(talker_folder):
+    engine = make_engine(talker_folder, eviction="workflow")
+    with serving(engine) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        agents = {"planner": None, "coder": "planner", "tester": {"any_of": ["coder"]}}
+        assert httpx.put(f"{live.url}/v1/workflows/w", json={"agents": agents}).json()["agents"] == list(agents)
+        assert httpx.put(f"{live.url}/v1/workflows/w", json={"agents": {"a": "missing"}}).status_code == 400
+        caller = Caller(live, client, "messages", "w")
+        caller.options["choreography"]["agent"] = "planner"
+        caller.ask([SYSTEM, TOPICS[0]])
+        (workflow,) = live.app.state.service.planner.store.workflows
+        assert (workflow.tracker.steps["coder"], workflow.tracker.steps["tester"]) == (1, 2)
+        caller.options["choreography"]["agent"] = "stranger"
+        with pytest.raises(openai.BadRequestError, match="'stranger' is not declared"):
+            caller.ask([SYSTEM])
+        assert httpx.delete(f"{live.url}/v1/workflows/w").status_code == 200
+        caller.ask([SYSTEM])
+
+
+def test_stored_messages_are_bounded(talker_folder):
+    with serving(make_engine(talker_folder), max_workflow_tokens=150) as live:
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+        for number in range(4):
+            for reuse in ("messages", "auto"):
+                Caller(live, client, reuse, f"w{number % 2}").ask([SYSTEM, *TOPICS])
+        store = live.app.state.service.planner.store
+        assert 0 < store.num_tokens <= 150
+        stats = live.engine.stats()
+        assert stats.num_referenced_entries <= 8
+
+
+def test_a_dropped_workflow_closes_its_session(talker):
+    store = MessageStore(talker, 10)
+    keys = [WorkflowKey("client", name, "base") for name in "ab"]
+    for key in keys:
+        session = store.open(key).session
+        store.add(key, session.prefill(list(range(5, 14))), 0, [("x", 0)], with_spans=True)
+        store.close(key)
+        store.check()
+    assert store.num_workflows == 1 and store.num_tokens == 9
+
+
+def test_a_chat_is_cut_at_the_ends_of_its_messages(talker):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [
+        dict(SYSTEM),
+        dict(TOPICS[0]),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+    prompt = ChatRenderer(talker.chat).prompt(turns, tools, with_segments=True)
+    pieces = [token for segment in prompt.segments for token in segment.tokens] + prompt.header
+    text = talker.tokenizer.decode(prompt.tokens)
+    assert talker.tokenizer.decode(pieces) == text and json.dumps({"name": "f", "arguments": {"a": 1}}) in text
+    assert len(prompt.segments) == 4 and prompt.segments[2].answer_key == answer_key("", [call])
+    assert talker.tokenizer.decode(prompt.footer) == "<|im_end|>\n"

@@ -1,0 +1,89 @@
+"""`choreograph serve`: options from the command line and a file, keys, and the end by SIGTERM."""
+
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from choreograph.cli import serve_command
+from choreograph.cli.main import app
+from choreograph.errors import ConfigError
+from choreograph.server.server_config import ServerConfig, read_api_keys
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Runs the command up to the start of uvicorn; returns its application and options."""
+    result: dict[str, Any] = {}
+
+    def run(application, **options):
+        result.update(options, app=application)
+
+    monkeypatch.setattr(uvicorn, "run", run)
+
+    def start(*arguments):
+        outcome = CliRunner().invoke(app, ["serve", *map(str, arguments)], catch_exceptions=False)
+        assert outcome.exit_code == 0, outcome.output
+        return result
+
+    return start
+
+
+def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_folder, tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# of two teams\nkey-of-team-one\n\nkey-of-team-two\n")
+    config = tmp_path / "serve.yaml"
+    config.write_text(
+        f"model: {talker_folder}\nport: 9001\nreuse: auto\nmax-tokens: 5\ncapacity: 512\napi-key-file: {keys}\n"
+    )
+    result = started("--config", config, "--port", 9002, "--api-key", "key-of-the-owner", "--dtype", "float32")
+    service = result["app"].state.service
+    assert (result["host"], result["port"], result["timeout_graceful_shutdown"]) == ("127.0.0.1", 9002, 60)
+    assert (service.config.reuse, service.config.max_tokens, service.max_model_len) == ("auto", 5, 512)
+    assert service.config.api_keys == ("key-of-the-owner", "key-of-team-one", "key-of-team-two")
+
+
+def test_unknown_options_and_short_keys_are_refused(tmp_path):
+    config = tmp_path / "serve.yaml"
+    config.write_text("reuse: auto\nprot: 1\n")
+    with pytest.raises(ConfigError, match="prot: no such option"):
+        serve_command.serve(config=config)
+    empty = tmp_path / "keys"
+    empty.write_text("# none\n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        read_api_keys(empty)
+    with pytest.raises(ConfigError, match="fewer than 8 characters"):
+        ServerConfig(api_keys=("short",))
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_server_after_its_requests(talker_folder):
+    command = [sys.executable, "-m", "choreograph", "serve", talker_folder, "--port", "8977", "--dtype", "float32"]
+    process = subprocess.Popen([*command, "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 120
+        while True:
+            try:
+                httpx.get("http://127.0.0.1:8977/ready").raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.2)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "stream": True}
+        body |= {"ignore_eos": True}
+        url = "http://127.0.0.1:8977/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=120) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.stderr.close()
