@@ -107,20 +107,24 @@ class Preemptor:
         """
         if not self.stalled or self._cache_manager.offload_manager.jobs or self._scheduler.is_probing:
             return False
-        last, loading = self._last_preemptible(), self._core.context_loader.request_id
+        loading, num_stalled = self._core.context_loader.request_id, len(self.stalled)
+        self._core.context_loader.release(loading)
+        last = self._last_preemptible()
         if last is not None and (len(self._scheduler.running) > 1 or loading is not None):
             self.preempt(last)
-        elif loading is not None:
-            self._core.context_loader.release(loading)
-        elif self._cache_manager.has_pending:  # a pin expires
+            return True
+        if loading is not None:  # before that request is tried again
+            self.grow(list(self.stalled))
+            if len(self.stalled) < num_stalled:
+                return True
+        if self._cache_manager.has_pending:  # a pin expires
             return False
+        request = max(self.stalled, key=attrgetter("order"))
+        if request is last and request.mode == "prefix" and request.context:
+            request.skips_prefix = True  # entries that it reads a part of may have grown
+            self.preempt(request)
         else:
-            request = max(self.stalled, key=attrgetter("order"))
-            if request is last and request.mode == "prefix" and request.context:
-                request.skips_prefix = True  # entries that it reads a part of may have grown
-                self.preempt(request)
-            else:
-                self._end(request, self.stalled[request])
+            self._end(request, self.stalled[request])
         return True
 
     def _end(self, request: Request, exc: CacheFullError) -> None:
