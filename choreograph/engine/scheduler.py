@@ -225,7 +225,7 @@ class Scheduler:
         if request.mode == "prefix" and (
             request.skips_prefix or not self._core.context_loader.fits(request, placement)
         ):
-            placement = PLACERS["naive"](request, cache, model_info)
+            placement, request.skips_prefix = PLACERS["naive"](request, cache, model_info), True
         for kv_slice in placement.context:
             error = kv_slice.entry.error
             if error is not None and kv_slice.token_start + kv_slice.num_tokens > kv_slice.entry.num_computed_tokens:
@@ -285,7 +285,7 @@ class Scheduler:
             if placement.content_hash is not None:
                 self._core.events.emit("miss", request=request.id, tokens=len(placement.tokens))
                 cache.register(entry, placement.content_hash)
-            if request.mode == "prefix":
+            if request.mode == "prefix" and not request.skips_prefix:  # else it would keep entries it does not read
                 insert_into_prefix_tree(request, cache)
         except BaseException:  # the request stays in the waiting queue
             self.preemptor.release_allocation(request)
