@@ -167,7 +167,7 @@ class Request:
     cancel_when_computed: bool = False
     priority: int = 0  # the lowest number is served first
     num_passed_over: int = 0  # later requests admitted while this one waited for capacity
-    skips_prefix: bool = False  # prefix mode: compute the whole prompt, for lack of memory beside cached entries
+    skips_prefix: bool = False  # prefix mode: compute the whole prompt, for lack of memory next to cached entries
     model: str = BASE_MODEL  # model or adapter that computes it
     weights_group: str = BASE_MODEL  # requests of one group share a batch; adapters are in their base's
     is_part_of_answer: bool = False  # encoded by the call that returns the answer, for whose usage it is not cached

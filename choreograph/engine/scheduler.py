@@ -221,7 +221,7 @@ class Scheduler:
         request.resolve_dependencies()
         self._core.cross_model_reuse.resolve(request)
         placement = PLACERS[request.mode](request, cache, model_info)
-        # beside entries of which it reads a part it may not fit
+        # it may not fit together with entries of which it reads a part
         if request.mode == "prefix" and (
             request.skips_prefix or not self._core.context_loader.fits(request, placement)
         ):
