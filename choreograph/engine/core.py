@@ -115,7 +115,7 @@ class EngineCore:
                 self.events.emit("submitted", request=request.id)
 
     def _raise_priority(self, request: Request, priority: int) -> None:
-        """Give a request and its unfinished ancestors the priority of one that waits for them."""
+        """Raise the priority of a request and its unfinished ancestors."""
         requests = [request]
         for ancestor in requests:  # grows during iteration
             if ancestor.priority > priority and not ancestor.is_finished:

@@ -151,7 +151,7 @@ def _parent_lengths(request: Request) -> list[int]:
 
 
 def _flatten_prompt(request: Request, max_positions: int) -> list[int]:
-    """Concatenate all parents, the prompt and tokens generated so far, at default positions."""
+    """Concatenate parents, prompt and generated tokens at default positions."""
     lengths = _parent_lengths(request)
     tokens = [token for parent in request.parent_tokens() for token in parent]
     request.parent_positions, request.position = resolve_offsets(lengths, (None,) * len(lengths), None)

@@ -66,7 +66,7 @@ class Preemptor:
         grow_entry(self._cache_manager, request.entry, num_tokens, max_tokens)
 
     def _free_pages_of_later(self, request: Request) -> bool:
-        """Release pages that are not used yet, or those of a request later in order.
+        """Release unused pages, or those of a request later in order.
 
         That is the one whose context is collected, else the last decode that can be preempted. Returns
         False if there is none.
@@ -100,10 +100,11 @@ class Preemptor:
         return max(filter(_is_preemptible, self._scheduler.running), key=attrgetter("order"), default=None)
 
     def resolve_stall(self) -> bool:
-        """Let the engine continue if no request can run; return whether anything changed.
+        """Let the engine continue if no request can run.
 
         The last decode in order is preempted, which an earlier one may have to wait for because it
         reads its tokens. A decode that has the cache for itself ends: the rest of it is pinned.
+        Returns whether anything changed.
         """
         if not self.stalled or self._cache_manager.offload_manager.jobs or self._scheduler.is_probing:
             return False
@@ -136,9 +137,9 @@ class Preemptor:
             self._core.fail(request, exc)
 
     def preempt(self, request: Request) -> None:
-        """Return a running decode to the waiting queue, ahead of those that were not admitted yet.
+        """Return a running decode to the waiting queue.
 
-        What it has generated is kept. In choreographed mode its entry waits too, as an entry of a
+        Later ones do not pass it. What it has generated is kept. In choreographed mode its entry waits too, as an entry of a
         message; in prefix mode the computed tokens become a cached prefix.
         """
         cache, entry = self._cache_manager, request.entry
@@ -240,12 +241,12 @@ class Preemptor:
 
 
 def _has_computed_prompt(request: Request) -> bool:
-    """True for a decode that has generated tokens, of which all but the last are computed."""
+    """True for a decode of which only the last generated token is uncomputed."""
     return request.num_generated > 0 and request.entry.num_computed_tokens >= request.entry.num_final_tokens
 
 
 def _is_preemptible(request: Request) -> bool:
-    """True for a decode that generates and whose entry only it uses."""
+    """True for a generating decode whose entry no other request uses."""
     if request.decode_state is None or request.state is not RequestState.RUNNING or request.cancel_when_computed:
         return False
     return all(owner[0] == "message" or owner == request.request_owner for owner in request.entry.owners)

@@ -208,9 +208,9 @@ class Request:
         return self.mode != "choreographed" and self.decode_state is None
 
     def token_limits(self, num_prompt_tokens: int, max_positions: int) -> tuple[int, int]:
-        """Return the length of the KV entry that must fit into an empty cache, and its maximum.
+        """Return the required and the maximum length of the KV entry.
 
-        They differ for a decode without a limit: a prompt and one token must fit.
+        The first must fit into an empty cache. They differ for a decode without a limit: a prompt and one token must fit.
         """
         if self.decode_state is None:
             return num_prompt_tokens, num_prompt_tokens

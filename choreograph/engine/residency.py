@@ -107,7 +107,7 @@ class ContextLoader:
                 )
 
     def fits(self, request: Request, placement: Placement) -> bool:
-        """True if a request and the entries of its context fit into an empty cache."""
+        """True if a request and its context fit into an empty cache."""
         num_prompt_tokens = len(placement.tokens) - request.num_generated
         num_tokens, _ = request.token_limits(num_prompt_tokens, self._max_positions)
         try:

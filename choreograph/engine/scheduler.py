@@ -1,8 +1,8 @@
 """Continuous-batching scheduler: admission, packing of the next batch, preemption.
 
 Requests are admitted in order of priority and submission; one that waits for capacity is passed over
-by a bounded number of later ones that fit. Decodes get pages as they grow (`preemption`). A token may attend to tokens of the
-same step, since each layer writes its KV before it reads. So one batch can run a chain of prefills,
+by a bounded number of later ones that fit. Decodes get pages as they grow (`preemption`). A token may attend
+to tokens of the same step, since each layer writes its KV before it reads. So one batch can run a chain of prefills,
 or the last tokens of a finished message and the header of the next one.
 """
 
@@ -344,7 +344,7 @@ class Scheduler:
                 return batch
 
     def _grow_running(self) -> None:
-        """Allocate pages for decodes that have none for their next token and the footer."""
+        """Allocate pages for decodes without room for their next token and footer."""
         growing = []
         for request in self.running:
             if request.decode_state is not None and request.state is RequestState.RUNNING:

@@ -1,4 +1,4 @@
-"""Allocation of device pages to KV entries, at admission and while an entry grows.
+"""Allocation of device pages to KV entries.
 
 A growing entry gets a chunk at a time, next to its last page where that is free, so that it remains
 few slot ranges. Chunks beyond the next token are taken from free pages only: they evict nothing.
@@ -45,9 +45,9 @@ def allocate_pages(
 
 
 def grow_entry(cache_manager: "KVCacheManager", entry: KVEntry, num_tokens: int, max_tokens: int = 0) -> None:
-    """Allocate pages for `num_tokens` tokens of an entry that may grow to `max_tokens`.
+    """Allocate the pages that an entry lacks for `num_tokens` tokens.
 
-    Raises the errors of `allocate_pages`; the entry is unchanged then.
+    Raises the errors of `allocate_pages`; the entry is unchanged then. `max_tokens` is its final length.
     """
     pool, num_pages = cache_manager.pool, len(entry.pages)
     missing = pool.num_pages_for(num_tokens) - num_pages

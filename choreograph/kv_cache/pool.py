@@ -59,7 +59,7 @@ class PageAllocator:
         return pages
 
     def _choose_run(self, count: int, after: int | None, room: int) -> tuple[int, int]:
-        """Return the index of a free run and the offset to start at in it."""
+        """Return the index of a free run and the offset in it."""
         lengths = [length for _, length in self._free_runs]
         if after is not None:
             for index, (start, _) in enumerate(self._free_runs):
