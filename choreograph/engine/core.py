@@ -309,7 +309,7 @@ class EngineCore:
     # -- the end of a request -----------------------------------------------------------------------------
 
     def finish_at_limit(self, request: Request, now: float) -> None:
-        """End a decode between two steps because the cache has no page left."""
+        """End a decode because the cache has no page left."""
         assert request.decode_state is not None
         request.decode_state.flush_text()
         self._finish_generation(request, "length", now)

@@ -241,7 +241,7 @@ class Preemptor:
 
 
 def _has_computed_prompt(request: Request) -> bool:
-    """True for a decode of which only the last generated token is uncomputed."""
+    """True for a decode with generated tokens and a computed prompt."""
     return request.num_generated > 0 and request.entry.num_computed_tokens >= request.entry.num_final_tokens
 
 

@@ -131,13 +131,13 @@ class Scheduler:
 
     @property
     def blocked_on_memory(self) -> bool:
-        """True if the next request in order, or a running decode, waits for capacity."""
+        """True if the next request or a running decode waits for capacity."""
         return self.blocked_request in self.waiting or bool(self.preemptor.stalled)
 
     # -- admission ----------------------------------------------------------------------------------------
 
     def enqueue(self, request: Request) -> None:
-        """Put a request into the waiting queue, in order of priority and submission."""
+        """Insert a request into the waiting queue, in order."""
         waiting = self.waiting
         index = len(waiting)
         while index and (waiting[index - 1].priority, waiting[index - 1].id) > (request.priority, request.id):
