@@ -111,7 +111,11 @@ class EngineCore:
                 if request.is_text_only:
                     self.finish(request, RequestState.DONE, "encoded")  # nothing to compute
                 else:
-                    self.scheduler.enqueue(request)
+                    waiting = self.scheduler.waiting
+                    if waiting and (waiting[-1].priority, waiting[-1].id) > (request.priority, request.id):
+                        self.scheduler.enqueue(request)
+                    else:
+                        waiting.append(request)
                 self.events.emit("submitted", request=request.id)
 
     def _raise_priority(self, request: Request, priority: int) -> None:

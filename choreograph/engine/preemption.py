@@ -161,7 +161,7 @@ class Preemptor:
         cache.release(entry, request.request_owner)
         request.context = ()
         self._scheduler.running.remove(request)
-        self._scheduler.requeue(request)
+        self.requeue(request)
         request.entry = entry if keeps_entry else None  # type: ignore[assignment]
 
     def preempt_readers(self, lost_entry: KVEntry) -> None:
@@ -191,7 +191,15 @@ class Preemptor:
         if request.is_recompute:
             request.state = RequestState.CANCELLED
         else:
-            self._scheduler.requeue(request)
+            self.requeue(request)
+
+    def requeue(self, request: Request) -> None:
+        """Put a request back into the waiting queue."""
+        request.state = RequestState.WAITING
+        request.entry = None  # type: ignore[assignment]
+        for parent in request.dependencies:
+            parent.num_waiting_dependents += 1
+        self._scheduler.enqueue(request)
 
     def release_allocation(self, request: Request) -> None:
         """Release all KV of an admitted request and discard its entry."""

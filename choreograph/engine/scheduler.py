@@ -144,14 +144,6 @@ class Scheduler:
             index -= 1
         waiting.insert(index, request)
 
-    def requeue(self, request: Request) -> None:
-        """Put a request back into the waiting queue."""
-        request.state = RequestState.WAITING
-        request.entry = None  # type: ignore[assignment]
-        for parent in request.dependencies:
-            parent.num_waiting_dependents += 1
-        self.enqueue(request)
-
     def _admit_waiting(self) -> None:
         """Admit the requests that fit, in order.
 
@@ -443,8 +435,6 @@ class Scheduler:
             batch.layer_waiters = offload_manager.layer_waiters(batch.context_slices)
             batch.wait_for_inputs = offload_manager.wait_for_inputs
         return batch
-
-    # -- the end of a step --------------------------------------------------------------------------------
 
     def commit(self, batch: Batch) -> None:
         """Mark the batch's tokens as computed."""
