@@ -152,7 +152,6 @@ class Scheduler:
         most MAX_PASSED_OVER of them before any one that waits.
         """
         blocked: list[Request] = []
-        self.blocked_request = None
         if self._core.model_set.remote:  # only remote entries can be lost
             self._core.cross_model_reuse.recompute_lost(self.waiting)
         for request in list(self.waiting):
@@ -176,8 +175,7 @@ class Scheduler:
                         other.num_passed_over += 1
                 if len(blocked) == MAX_BLOCKED or any(other.num_passed_over >= MAX_PASSED_OVER for other in blocked):
                     break
-        if blocked:
-            self.blocked_request = blocked[0]
+        self.blocked_request = blocked[0] if blocked else None
 
     def _try_admit(self, request: Request, is_first: bool) -> bool:
         """Admit a request; return False if it must wait for capacity.
@@ -347,9 +345,8 @@ class Scheduler:
             self.preemptor.grow(growing)
 
     def _next_batch(self, launched: Sequence[Request]) -> Batch | None:
-        stalled = self.preemptor.stalled
-        if launched and (stalled or any(request.state is not RequestState.RUNNING for request in launched)):
-            launched = [r for r in launched if r.state is RequestState.RUNNING and r not in stalled]
+        if launched:
+            launched = [r for r in launched if r.state is RequestState.RUNNING and r not in self.preemptor.stalled]
         if launched:  # their context is fully loaded
             return self.pack(list(launched), allow_loading=True)
         groups = self._group_by_model(self._priority_order())
