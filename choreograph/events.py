@@ -13,8 +13,8 @@ from .utils import call_all
 class Event(NamedTuple):
     """One event of the engine.
 
-    Request kinds: submitted, admitted, hit, miss, token, generated, finished, failed, cancelled, released,
-    recomputing, imported. Step kind: step. Entry kinds: evicted, offloaded, loaded, demoted, prefetch, failed_transfer,
+    Request kinds: submitted, admitted, preempted, resumed, hit, miss, token, generated, finished, failed, cancelled,
+    released, recomputing, imported. Step kind: step. Entry kinds: evicted, offloaded, loaded, demoted, prefetch, failed_transfer,
     orphaned_file. Cross-model kinds: layers_reused, recomputed.
 
     `hit` is a prefill that was found in the KV cache, with the `where` of its entry; `miss` one that was not found.

@@ -54,7 +54,8 @@ class SamplingParams:
     stop: Annotated[Sequence[NonEmptyString], BeforeValidator(_to_tuple)] = ()  # end a message; not in its text
     stop_token_ids: Annotated[Sequence[NonNegativeInt], BeforeValidator(_to_tuple)] = ()  # end a message
     ignore_eos: StrictBool = False  # continue after the end-of-sequence token
-    max_tokens: PositiveInt = 256  # tokens to generate at most
+    # tokens to generate at most; None: until the model's context or the cache ends
+    max_tokens: PositiveInt | None = 256
     min_tokens: NonNegativeInt = 0  # tokens before a message may end
     # number of most likely tokens to report, from the model's own distribution; None: no log-probabilities
     logprobs: NonNegativeInt | None = None
@@ -68,7 +69,7 @@ class SamplingParams:
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingError(f"min_tokens={self.min_tokens}: use 0 to max_tokens={self.max_tokens}")
 
     @cached_property

@@ -5,6 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ..attention.autotune import create_tuned_backend
@@ -28,6 +29,7 @@ from ..models.model_set import ModelSet
 from ..outputs import FinishReason, Usage
 from ..utils import DeferSigintLock
 from .cross_model import CrossModelReuse
+from .fault_isolation import find_unschedulable
 from .model_runner import ModelRunner
 from .placement import cache_salt, insert_into_prefix_tree
 from .request import Request, RequestState, wrap_error
@@ -65,7 +67,7 @@ class EngineCore:
         self.model_runner = ModelRunner(self.model_set, self.cache_manager.pool, self.backend)
         self.new_id = itertools.count(1).__next__
         self.scheduler = Scheduler(self)
-        self.context_loader = ContextLoader(self.cache_manager, self.scheduler)
+        self.context_loader = ContextLoader(self.cache_manager, self.scheduler, model_info.max_positions)
         self.cross_model_reuse = CrossModelReuse(self.cache_manager, self.model_set, self.scheduler, self.events)
         self.num_steps = 0
         self.num_batched_tokens = 0
@@ -104,17 +106,32 @@ class EngineCore:
                     request.decode_state.generator.manual_seed(seed % (1 << 63))
                 for parent in request.dependencies:
                     parent.num_waiting_dependents += 1
+                    if parent.priority > request.priority and not parent.is_finished:
+                        self._raise_priority(parent, request.priority)
                 if request.is_text_only:
                     self.finish(request, RequestState.DONE, "encoded")  # nothing to compute
                 else:
-                    self.scheduler.waiting.append(request)
+                    waiting = self.scheduler.waiting
+                    if waiting and (waiting[-1].priority, waiting[-1].id) > (request.priority, request.id):
+                        self.scheduler.enqueue(request)
+                    else:
+                        waiting.append(request)
                 self.events.emit("submitted", request=request.id)
+
+    def _raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of a request and its unfinished ancestors."""
+        requests = [request]
+        for ancestor in requests:  # grows during iteration
+            if ancestor.priority > priority and not ancestor.is_finished:
+                ancestor.priority = priority
+                requests += ancestor.dependencies
+        self.scheduler.waiting.sort(key=attrgetter("order"))
 
     def _check_fits(self, request: Request) -> None:
         if request.is_text_only or request.computed_layers is not None:
             return
         pool, max_positions = self.cache_manager.pool, self.hf_model.model_info.max_positions
-        num_tokens = request.max_num_tokens(len(request.prompt), max_positions)
+        num_tokens, _ = request.token_limits(len(request.prompt), max_positions)
         if num_tokens > pool.pages * pool.page_size:
             raise CacheFullError(
                 f"needs room for {num_tokens} tokens; the whole cache holds {pool.pages * pool.page_size}: "
@@ -211,7 +228,7 @@ class EngineCore:
                 scheduler.rollback()
                 self.model_runner.reset()
                 cause = scheduler.current_request
-                found = scheduler.find_unschedulable() if cause is None else (cause, exc)
+                found = find_unschedulable(scheduler) if cause is None else (cause, exc)
                 launched = []
                 if found is None or found[0].is_finished:
                     return scheduler.schedule()  # raises what no request causes
@@ -225,7 +242,7 @@ class EngineCore:
     def poll_transfers(self) -> None:
         """Process completed transfers; requests whose context failed to load wait again."""
         for lost_entry in self.cache_manager.poll_transfers():
-            self.scheduler.preempt_readers(lost_entry)
+            self.scheduler.preemptor.preempt_readers(lost_entry)
 
     def _compute(self, batch: Batch) -> list[int | None]:
         """Run the model on a batch and sample its next tokens.
@@ -295,6 +312,12 @@ class EngineCore:
 
     # -- the end of a request -----------------------------------------------------------------------------
 
+    def finish_at_limit(self, request: Request, now: float) -> None:
+        """End a decode because the cache has no page left."""
+        assert request.decode_state is not None
+        request.decode_state.flush_text()
+        self._finish_generation(request, "length", now)
+
     def _finish_generation(self, request: Request, reason: FinishReason, now: float) -> None:
         """Mark a decode's tokens as final.
 
@@ -352,6 +375,9 @@ class EngineCore:
                 if entry.is_complete:
                     cache.free_unused_pages(entry)
                 cache.release(entry, request.request_owner)
+            elif request.num_generated:  # preempted
+                for kv_slice in entry.context:
+                    cache.release(kv_slice.entry, request.message_owner)
             is_unused = request.released and not request.num_waiting_dependents
             if is_unused or state in (RequestState.FAILED, RequestState.CANCELLED):
                 cache.release(entry, request.message_owner)
@@ -367,7 +393,7 @@ class EngineCore:
         entry = request.entry
         self.fail(request, exc)
         if entry is not None and not entry.is_complete:
-            self.scheduler.preempt_readers(entry)
+            self.scheduler.preemptor.preempt_readers(entry)
             self.cache_manager.fail(entry, exc)
 
     def release_dependencies(self, request: Request) -> None:

@@ -305,7 +305,7 @@ class CrossModelReuse:
             if not lost or parent.entry is None:  # the latter is queued already
                 continue
             self._cache_manager.release(parent.entry, parent.message_owner)
-            self._scheduler.requeue(parent)
+            self._scheduler.preemptor.requeue(parent)
             self._fall_back_to_full(parent, _why_lost(lost[-1]))
 
     def _fall_back_to_full(self, request: Request, reason: str) -> None:

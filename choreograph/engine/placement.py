@@ -151,12 +151,13 @@ def _parent_lengths(request: Request) -> list[int]:
 
 
 def _flatten_prompt(request: Request, max_positions: int) -> list[int]:
-    """Concatenate all parents and the prompt at default positions."""
+    """Concatenate parents, prompt and generated tokens at default positions."""
     lengths = _parent_lengths(request)
     tokens = [token for parent in request.parent_tokens() for token in parent]
     request.parent_positions, request.position = resolve_offsets(lengths, (None,) * len(lengths), None)
     check_positions(request, lengths, max_positions)
-    return tokens + request.prompt
+    generated = [] if request.decode_state is None else request.decode_state.tokens
+    return tokens + request.prompt + generated
 
 
 def prefix(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:

@@ -1,5 +1,6 @@
 """Requests, and the sampling state and output of decodes."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ class DecodeState:
     forced_tokens: list[int] | None = None  # taken in order instead of sampling
     is_chat_turn: bool = False  # the footer is the template's: it replaces a generated stop token
     max_new_tokens: int = 0  # tokens
+    is_unlimited: bool = False  # the message may use the whole cache (`max_tokens=None`)
     detokenizer: Detokenizer | None = None
     tokens: list[int] = field(default_factory=list)  # generated so far, the stop token included
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -59,7 +61,9 @@ class DecodeState:
     _uniforms: list[float] = field(default_factory=list)  # drawn but unused, the next one last
 
     def __post_init__(self) -> None:
-        self.max_new_tokens = len(self.forced_tokens) if self.forced_tokens is not None else self.sampling.max_tokens
+        self.is_unlimited = self.sampling.max_tokens is None and self.forced_tokens is None
+        limit = sys.maxsize if self.sampling.max_tokens is None else self.sampling.max_tokens
+        self.max_new_tokens = len(self.forced_tokens) if self.forced_tokens is not None else limit
 
     @property
     def stop_allowed(self) -> bool:
@@ -100,11 +104,16 @@ class DecodeState:
         self.text = text[:end]  # assigned once: other threads must not read text that a stop string removes
         if not (stop or has_stop_string or is_last):
             return None
-        if self.detokenizer is not None and not has_stop_string:
-            self.text += self.detokenizer.flush()
+        if not has_stop_string:
+            self.flush_text()
         if stop or (has_stop_string and self.forced_tokens is None):
             return "stop"
         return "length" if self.forced_tokens is None else "forced"
+
+    def flush_text(self) -> None:
+        """Append text that waited for the rest of a character."""
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.flush()
 
     def _find_stop_string(self, text: str) -> int | None:
         """Return the start of the first stop string in `text`, or None.
@@ -170,6 +179,9 @@ class Request:
     num_waiting_dependents: int = 0  # waiting requests that keep this one from being released
     released: bool = False
     cancel_when_computed: bool = False
+    priority: int = 0  # the lowest number is served first
+    num_passed_over: int = 0  # later requests admitted while this one waited for capacity
+    skips_prefix: bool = False  # prefix mode: compute the whole prompt, for lack of memory next to cached entries
     model: str = BASE_MODEL  # model or adapter that computes it
     weights_group: str = BASE_MODEL  # requests of one group share a batch; adapters are in their base's
     is_part_of_answer: bool = False  # encoded by the call that returns the answer, for whose usage it is not cached
@@ -209,12 +221,26 @@ class Request:
         """
         return self.mode != "choreographed" and self.decode_state is None
 
-    def max_num_tokens(self, num_prompt_tokens: int, max_positions: int) -> int:
-        """Return the maximum length in tokens of the KV entry."""
+    def token_limits(self, num_prompt_tokens: int, max_positions: int) -> tuple[int, int]:
+        """Return the required and the maximum length of the KV entry.
+
+        The first must fit into an empty cache. They differ for a decode without a limit: a prompt and one token must fit.
+        """
         if self.decode_state is None:
-            return num_prompt_tokens
-        max_generated = max_positions - num_prompt_tokens - len(self.footer)
-        return num_prompt_tokens + max(1, min(self.decode_state.max_new_tokens, max_generated)) + len(self.footer)
+            return num_prompt_tokens, num_prompt_tokens
+        num_own, is_unlimited = num_prompt_tokens + len(self.footer), self.decode_state.is_unlimited
+        max_tokens = num_own + max(1, min(self.decode_state.max_new_tokens, max_positions - num_own))
+        return num_own + 1 if is_unlimited else max_tokens, max_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: priority, then submission."""
+        return self.priority, self.id
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return 0 if self.decode_state is None else len(self.decode_state.tokens)
 
     @property
     def num_pending_tokens(self) -> int:

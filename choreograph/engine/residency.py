@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CacheBusyError, CacheFullError, RequestFailedError, RequestTooLargeError
+from ..kv_cache.allocation import grow_entry
 from ..kv_cache.entry import KVEntry, KVSlice
 from ..kv_cache.manager import KVCacheManager
+from .placement import Placement
+from .request import Request
 from .scheduler import Scheduler
 
 _CAPACITY_HINT = "shorten the call (max_tokens counts) or raise CacheConfig.capacity"
@@ -31,14 +34,21 @@ class _Frame:
 class ContextLoader:
     """Loader of the context of one request at a time."""
 
-    def __init__(self, cache_manager: KVCacheManager, scheduler: Scheduler) -> None:
-        self._cache_manager, self._scheduler = cache_manager, scheduler
-        self._request_id: int | None = None
+    def __init__(self, cache_manager: KVCacheManager, scheduler: Scheduler, max_positions: int) -> None:
+        self._cache_manager, self._scheduler, self._max_positions = cache_manager, scheduler, max_positions
+        self.request_id: int | None = None  # request whose context is collected
         self._retries_left = 0
         self._acquired: dict[int, KVEntry] = {}
+        self._passing: dict[int, list[KVEntry]] = {}  # entries owned by requests that pass over that one
 
     def ensure_resident(
-        self, request_id: int, context: Sequence[KVSlice], capacity: int = 0, *, partial: bool = False
+        self,
+        request_id: int,
+        context: Sequence[KVSlice],
+        capacity: int = 0,
+        *,
+        partial: bool = False,
+        may_load: bool = True,
     ) -> None:
         """Bring the context onto the device and own it until `release`.
 
@@ -48,17 +58,26 @@ class ContextLoader:
         Args:
             capacity: tokens that the request's own entry needs.
             partial: allocate that entry in the partial-layer pool.
+            may_load: load what is missing; without it, raise CacheBusyError.
 
         Raises:
             CacheFullError: if there is no capacity at the moment.
             RequestTooLargeError: if context and entry do not fit even in an empty cache.
             RequestFailedError: if an entry of another process is lost.
         """
-        self._check_fits(context, capacity, partial)
-        if self._request_id != request_id:
-            self.release(self._request_id)
+        self.check_fits(context, capacity, partial)
+        if not may_load:
+            entries = _unique_entries(context)
+            if not all(entry.has_pages for entry in entries):
+                raise CacheBusyError("its context is not on the device")
+            self._passing[request_id] = entries
+            for entry in entries:
+                self._cache_manager.acquire(entry, ("plan", request_id))
+            return
+        if self.request_id != request_id:
+            self.release(self.request_id)
             self._retries_left = 2 * len(context) + 8
-        self._request_id = request_id
+        self.request_id = request_id
         previous, self._acquired = self._acquired, {}
         try:
             self._collect(context)
@@ -67,7 +86,7 @@ class ContextLoader:
                 if entry.id not in self._acquired:
                     self._cache_manager.release(entry, ("plan", request_id))
 
-    def _check_fits(self, context: Sequence[KVSlice], capacity: int, is_partial: bool) -> None:
+    def check_fits(self, context: Sequence[KVSlice], capacity: int, is_partial: bool = False) -> None:
         """Check that the context and the request's entry fit together."""
         pool = self._cache_manager.pool
         for is_partial_pool in (False, True):
@@ -87,11 +106,23 @@ class ContextLoader:
                     + ("enable_layer_reuse(capacity=...) sets it" if is_partial_pool else _CAPACITY_HINT)
                 )
 
+    def fits(self, request: Request, placement: Placement) -> bool:
+        """True if a request and its context fit into an empty cache."""
+        num_prompt_tokens = len(placement.tokens) - request.num_generated
+        num_tokens, _ = request.token_limits(num_prompt_tokens, self._max_positions)
+        try:
+            self.check_fits(placement.context, num_tokens)
+        except RequestTooLargeError:
+            return False
+        return True
+
     def release(self, request_id: int | None) -> None:
         """Release collected entries; called when the request owns them or has ended."""
-        if request_id is None or request_id != self._request_id:
+        for entry in self._passing.pop(request_id, ()) if self._passing else ():  # type: ignore[arg-type]
+            self._cache_manager.release(entry, ("plan", request_id))
+        if request_id is None or request_id != self.request_id:
             return
-        acquired, self._acquired, self._request_id = self._acquired, {}, None
+        acquired, self._acquired, self.request_id = self._acquired, {}, None
         for entry in acquired.values():
             self._cache_manager.release(entry, ("plan", request_id))
 
@@ -125,7 +156,7 @@ class ContextLoader:
             if entry.id not in self._acquired:
                 self._acquired[entry.id] = entry
                 frame.acquired.append(entry)
-                self._cache_manager.acquire(entry, ("plan", self._request_id))
+                self._cache_manager.acquire(entry, ("plan", self.request_id))
 
     def _yield_pages(self, stack: Sequence[_Frame]) -> bool:
         """Release acquired entries whose pages a recomputation needs first."""
@@ -140,14 +171,14 @@ class ContextLoader:
         ]
         for entry in deferred:
             if self._acquired.pop(entry.id, None) is not None:
-                self._cache_manager.release(entry, ("plan", self._request_id))
+                self._cache_manager.release(entry, ("plan", self.request_id))
         self._retries_left -= bool(deferred)
         return bool(deferred)
 
     def _finish(self, frame: _Frame) -> None:
         if frame.target is None:
             return
-        self._cache_manager.allocate_pages(frame.target)
+        grow_entry(self._cache_manager, frame.target, len(frame.target.tokens))
         try:
             self._scheduler.add_recompute(frame.target)  # acquires its own context
         except BaseException:
@@ -155,7 +186,7 @@ class ContextLoader:
             raise
         for entry in frame.acquired:
             if self._acquired.pop(entry.id, None) is not None:
-                self._cache_manager.release(entry, ("plan", self._request_id))
+                self._cache_manager.release(entry, ("plan", self.request_id))
 
 
 def _unique_entries(context: Sequence[KVSlice]) -> list[KVEntry]:

@@ -1,13 +1,14 @@
 """Continuous-batching scheduler: admission, packing of the next batch, preemption.
 
-Requests are admitted in order of submission, each with all the pages it can ever need, so a running
-request never waits for capacity and every step makes progress. A token may attend to tokens of the
-same step, since each layer writes its KV before it reads. So one batch can run a chain of prefills,
+Requests are admitted in order of priority and submission; one that waits for capacity is passed over
+by a bounded number of later ones that fit. Decodes get pages as they grow (`preemption`). A token may attend
+to tokens of the same step, since each layer writes its KV before it reads. So one batch can run a chain of prefills,
 or the last tokens of a finished message and the header of the next one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,7 @@ from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads
 from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
 from .placement import PLACERS, insert_into_prefix_tree
+from .preemption import MAX_PASSED_OVER, Preemptor
 from .request import Request, RequestState, wrap_error
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 BatchKey = tuple[str, frozenset[int] | None]  # weights group, computed layers (None: all)
 
+MAX_BLOCKED = 16  # requests that wait for capacity, after which admission ends for this step
 MAX_SKIPPED_STEPS = 8  # steps for which a prompt without waiting readers may be deferred
 
 
@@ -96,9 +99,11 @@ class Scheduler:
         self.running: list[Request] = []
         self.blocked_request: Request | None = None  # next in order, if it waits for capacity
         self.current_request: Request | None = None  # being admitted or packed: the cause of an exception
+        self.is_probing = False  # only a part of the requests is queued: none ends for lack of memory
         self._core, self._cache_manager, self._config = core, core.cache_manager, core.config.scheduler
         self._last_scheduled_step: dict[BatchKey, int] = {}  # per batch group
         self._step_count = 0
+        self.preemptor = Preemptor(core, self)
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -118,22 +123,35 @@ class Scheduler:
     @property
     def has_runnable(self) -> bool:
         """True if a running request could compute in a step now."""
-        allow_loading = not self._config.skip_loading
-        return any(request.num_pending_tokens and _is_ready(request, allow_loading) for request in self.running)
+        allow_loading, stalled = not self._config.skip_loading, self.preemptor.stalled
+        return any(
+            request.num_pending_tokens and request not in stalled and _is_ready(request, allow_loading)
+            for request in self.running
+        )
 
     @property
     def blocked_on_memory(self) -> bool:
-        """True if the next request in order waits for capacity."""
-        return self.blocked_request in self.waiting
+        """True if the next request or a running decode waits for capacity."""
+        return self.blocked_request in self.waiting or bool(self.preemptor.stalled)
 
     # -- admission ----------------------------------------------------------------------------------------
 
-    def _admit_waiting(self) -> None:
-        """Admit requests in order until one has to wait for capacity.
+    def enqueue(self, request: Request) -> None:
+        """Insert a request into the waiting queue, in order."""
+        waiting = self.waiting
+        index = len(waiting)
+        while index and (waiting[index - 1].priority, waiting[index - 1].id) > (request.priority, request.id):
+            index -= 1
+        waiting.insert(index, request)
 
-        Requests that wait for parents are skipped.
+    def _admit_waiting(self) -> None:
+        """Admit the requests that fit, in order.
+
+        Requests that wait for parents are skipped. The first one that waits for capacity may own a
+        part of its context; later ones are admitted only if all of theirs is on the device, and at
+        most MAX_PASSED_OVER of them before any one that waits.
         """
-        self.blocked_request = None
+        blocked: list[Request] = []
         if self._core.model_set.remote:  # only remote entries can be lost
             self._core.cross_model_reuse.recompute_lost(self.waiting)
         for request in list(self.waiting):
@@ -148,17 +166,37 @@ class Scheduler:
                     self._core.fail(request, RequestFailedError(f"parent {parent.id} failed: {reason}"))
                     break
             else:
-                if request.dependencies_ready and not self._try_admit(request):
-                    self.blocked_request = request
+                if not request.dependencies_ready:
+                    continue
+                if not self._try_admit(request, is_first=not blocked):
+                    blocked.append(request)
+                elif request.state is RequestState.RUNNING:
+                    for other in blocked:
+                        other.num_passed_over += 1
+                if len(blocked) == MAX_BLOCKED or any(other.num_passed_over >= MAX_PASSED_OVER for other in blocked):
                     break
+        self.blocked_request = blocked[0] if blocked else None
 
-    def _try_admit(self, request: Request) -> bool:
-        """Admit a request; return False if it must wait for capacity."""
+    def _try_admit(self, request: Request, is_first: bool) -> bool:
+        """Admit a request; return False if it must wait for capacity.
+
+        Args:
+            is_first: no earlier request waits for capacity.
+        """
         try:
-            self._admit(request)
+            if not is_first and self._cache_manager.num_reclaimable(request.computed_layers is not None) < (
+                self._cache_manager.pool.num_pages_for(len(request.prompt) + request.num_generated)
+            ):
+                return False
+            if request.entry is None:
+                self._admit(request, may_load=is_first)
+            else:
+                self.preemptor.resume(request, may_load=is_first)
         except CacheFullError as exc:
+            if not is_first:
+                self._core.context_loader.release(request.id)
             may_free = self._cache_manager.has_pending or any(not other.is_finished for other in self.running)
-            if may_free and not isinstance(exc, RequestTooLargeError):
+            if (may_free or self.is_probing or not is_first) and not isinstance(exc, RequestTooLargeError):
                 return False
             self._core.fail(request, exc)
         except ChoreographError as exc:
@@ -167,12 +205,17 @@ class Scheduler:
             self._core.fail_incomplete(request, wrap_error(request, "admitting it raised", exc))
         return True
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, may_load: bool) -> None:
         """Place a request, allocate its KV entry and start it, or raise."""
         cache, model_info, decode_state = self._cache_manager, self._core.hf_model.model_info, request.decode_state
         request.resolve_dependencies()
         self._core.cross_model_reuse.resolve(request)
         placement = PLACERS[request.mode](request, cache, model_info)
+        # it may not fit together with entries of which it reads a part
+        if request.mode == "prefix" and (
+            request.skips_prefix or not self._core.context_loader.fits(request, placement)
+        ):
+            placement, request.skips_prefix = PLACERS["naive"](request, cache, model_info), True
         for kv_slice in placement.context:
             error = kv_slice.entry.error
             if error is not None and kv_slice.token_start + kv_slice.num_tokens > kv_slice.entry.num_computed_tokens:
@@ -189,22 +232,30 @@ class Scheduler:
             )
             self._core.finish(request, RequestState.DONE, "cached")
             return
-        if decode_state is not None:
+        is_resumed = request.num_generated > 0
+        if decode_state is not None and not is_resumed:
             # the only sampling option that depends on context tokens
             if decode_state.sampling.repetition_penalty != 1.0:
                 decode_state.prompt = [t for tokens in request.parent_tokens() for t in tokens] + request.prompt
             max_generated = model_info.max_positions - placement.position - len(placement.tokens) - len(request.footer)
             if decode_state.forced_tokens is None:
                 decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
-        capacity = request.max_num_tokens(len(placement.tokens), model_info.max_positions)
+        num_prompt_tokens = len(placement.tokens) - request.num_generated
+        required_tokens, max_tokens = request.token_limits(num_prompt_tokens, model_info.max_positions)
+        num_tokens = len(placement.tokens) + (1 + len(request.footer) if request.is_decode else 0)
         self._core.context_loader.ensure_resident(
-            request.id, placement.context, capacity, partial=request.computed_layers is not None
+            request.id,
+            placement.context,
+            max(num_tokens, required_tokens),
+            partial=request.computed_layers is not None,
+            may_load=may_load,
         )
         entry = request.entry = cache.allocate_entry(
             placement.tokens,
             placement.position,
             placement.context,
-            capacity=capacity,
+            capacity=num_tokens,
+            max_tokens=max_tokens,
             owner=request.request_owner,
             model=request.model,
             computed_layers=request.computed_layers,
@@ -217,16 +268,17 @@ class Scheduler:
                 cache.acquire(kv_slice.entry, request.request_owner)
             self._core.context_loader.release(request.id)
             request.context, entry.agent_key = entry.context, request.agent_key
-            request.usage = Usage(cached_tokens=num_context_tokens, computed_tokens=len(entry.tokens))
+            if not is_resumed:
+                request.usage = Usage(cached_tokens=num_context_tokens, computed_tokens=len(entry.tokens))
             if request.mode == "choreographed":
                 cache.acquire(entry, request.message_owner)
             if placement.content_hash is not None:
                 self._core.events.emit("miss", request=request.id, tokens=len(placement.tokens))
                 cache.register(entry, placement.content_hash)
-            if request.mode == "prefix":
+            if request.mode == "prefix" and not request.skips_prefix:  # else it would keep entries it does not read
                 insert_into_prefix_tree(request, cache)
         except BaseException:  # the request stays in the waiting queue
-            self.release_allocation(request)
+            self.preemptor.release_allocation(request)
             raise
         request.state = RequestState.RUNNING
         self.waiting.remove(request)
@@ -251,7 +303,7 @@ class Scheduler:
             self._cache_manager.acquire(entry, request.request_owner)
             self._core.events.emit("recomputing", request=request.id, entry=entry.id, tokens=len(entry.tokens))
         except BaseException:
-            self.release_allocation(request)
+            self.preemptor.release_allocation(request)
             raise
         self.running.append(request)
 
@@ -270,11 +322,31 @@ class Scheduler:
             launched: requests, of one weights group, whose next token is already being computed. If
                 there are any, the batch consists of them alone.
         """
-        self.current_request = None
-        if self.waiting:
-            self._admit_waiting()
-            self.current_request = None
         self._step_count += 1
+        while True:
+            self.current_request = None
+            if self.waiting:
+                self._admit_waiting()
+                self.current_request = None
+            self._grow_running()
+            batch = self._next_batch(launched)
+            if batch is not None or not self.preemptor.resolve_stall():
+                return batch
+
+    def _grow_running(self) -> None:
+        """Allocate pages for decodes without room for their next token and footer."""
+        growing = []
+        for request in self.running:
+            if request.decode_state is not None and request.state is RequestState.RUNNING:
+                entry = request.entry
+                if len(entry.tokens) + 1 + len(request.footer) > len(entry.pages) * entry.page_size:
+                    growing.append(request)
+        if growing or self.preemptor.stalled:
+            self.preemptor.grow(growing)
+
+    def _next_batch(self, launched: Sequence[Request]) -> Batch | None:
+        if launched:
+            launched = [r for r in launched if r.state is RequestState.RUNNING and r not in self.preemptor.stalled]
         if launched:  # their context is fully loaded
             return self.pack(list(launched), allow_loading=True)
         groups = self._group_by_model(self._priority_order())
@@ -288,42 +360,6 @@ class Scheduler:
                     return batch
         return None
 
-    def find_unschedulable(self) -> tuple[Request, Exception] | None:
-        """Return a request with which scheduling raises, and the exception.
-
-        Return None if there is none. Schedules again with one more request each time, without computing anything.
-        """
-        pending = [*self.running, *self.waiting]
-        self.running, self.waiting = [], []
-        try:
-            while pending:
-                request = pending.pop(0)
-                if request.is_finished:  # with its parent
-                    continue
-                queued = {*self.running, *self.waiting}
-                (self.waiting if request.state is RequestState.WAITING else self.running).append(request)
-                try:
-                    self.schedule()
-                    self.rollback()
-                    self.pack(list(self.running))  # those that `schedule` deferred too
-                except Exception as exc:
-                    added = [other for other in (*self.running, *self.waiting) if other not in {*queued, request}]
-                    if not added:
-                        return (request, exc)
-                    self.rollback()  # try what the request's admission has added, then the request again
-                    self.running = [other for other in self.running if other in queued]
-                    self.waiting = [other for other in self.waiting if other in queued]
-                    pending = [*added, request, *pending]
-                self.rollback()
-            return None
-        finally:
-            self.rollback()
-            queued = {*self.running, *self.waiting}
-            for request in pending:
-                if not request.is_finished and request not in queued:
-                    (self.waiting if request.state is RequestState.WAITING else self.running).append(request)
-            self.waiting.sort(key=attrgetter("id"))
-
     def _priority_order(self) -> list[Request]:
         """Order requests: single tokens by longest wait, then prompts by arrival.
 
@@ -333,10 +369,10 @@ class Scheduler:
         """
         single: list[Request] = []
         prompts: list[Request] = []
-        has_first_token_pending = False
+        has_first_token_pending, stalled = False, self.preemptor.stalled
         for request in self.running:
             num_pending = len(request.entry.tokens) - request.entry.num_scheduled_tokens
-            if num_pending:
+            if num_pending and request not in stalled:
                 (single if num_pending == 1 else prompts).append(request)
             has_first_token_pending |= request.decode_state is not None and request.first_token_time is None
         single.sort(key=attrgetter("last_scheduled_step"))
@@ -397,58 +433,6 @@ class Scheduler:
             batch.wait_for_inputs = offload_manager.wait_for_inputs
         return batch
 
-    # -- preemption ---------------------------------------------------------------------------------------
-
-    def preempt_readers(self, lost_entry: KVEntry) -> None:
-        """Requeue all requests that need uncomputed tokens of a lost entry.
-
-        Their readers are requeued too. None of them has computed anything, since part of its
-        context is missing.
-        """
-        lost_entries = [lost_entry]
-        for entry in lost_entries:  # grows during iteration
-            for request in list(self.running):
-                needed = [s.token_start + s.num_tokens for s in request.context if s.entry is entry]
-                if needed and max(needed) > entry.num_computed_tokens:
-                    lost_entries.append(request.entry)
-                    self._preempt(request)
-
-    def _preempt(self, request: Request) -> None:
-        """Undo the admission of a running request."""
-        entry = request.entry
-        is_partial = entry.computed_layers is not None  # its first tokens did not need the lost layers
-        assert is_partial or request.shared_header is not None or not entry.num_computed_tokens, (
-            "a request has computed tokens without its context"
-        )
-        self.running.remove(request)
-        self.release_allocation(request)
-        if request.is_recompute:
-            request.state = RequestState.CANCELLED
-            return
-        self.requeue(request)
-
-    def release_allocation(self, request: Request) -> None:
-        """Release all KV of an admitted request and discard its entry.
-
-        The entry has no computed tokens, or none that remain valid.
-        """
-        entry = request.entry
-        entry.owners -= {request.request_owner, request.message_owner}
-        self._cache_manager.discard(entry)
-        for kv_slice in (*request.context, *entry.context):
-            self._cache_manager.release(kv_slice.entry, request.request_owner)
-        request.entry = None  # type: ignore[assignment]
-        request.context, request.shared_header = (), None
-
-    def requeue(self, request: Request) -> None:
-        """Put a request back into the waiting queue, in order of submission."""
-        request.state = RequestState.WAITING
-        request.entry = None  # type: ignore[assignment]
-        for parent in request.dependencies:
-            parent.num_waiting_dependents += 1
-        index = next((i for i, other in enumerate(self.waiting) if other.id > request.id), len(self.waiting))
-        self.waiting.insert(index, request)
-
     def commit(self, batch: Batch) -> None:
         """Mark the batch's tokens as computed."""
         for chunk in batch.chunks:
@@ -463,6 +447,7 @@ class Scheduler:
         """Check the invariants of both queues."""
         assert all(request.state is RequestState.WAITING for request in self.waiting)
         assert all(request.state in (RequestState.RUNNING, RequestState.TOKENS_FINAL) for request in self.running)
+        assert all(first.order < second.order for first, second in pairwise(self.waiting)), "out of order"
         for request in self.running:
             assert request.entry.num_scheduled_tokens == request.entry.num_computed_tokens
             assert request.num_pending_tokens, "a running request has nothing to compute"

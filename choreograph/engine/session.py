@@ -134,8 +134,11 @@ class Session(ChatTurns):
         *,
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
+        priority: int = 0,
     ) -> Message: ...
-    def prefill(self, tokens, parents=(), offsets=None, new_offset=None, *, model=None, kv_reuse="recompute"):
+    def prefill(
+        self, tokens, parents=(), offsets=None, new_offset=None, *, model=None, kv_reuse="recompute", priority=0
+    ):
         """Prefill `tokens`, attending to all of `parents` and to themselves causally.
 
         Args:
@@ -148,11 +151,13 @@ class Session(ChatTurns):
             kv_reuse: for parents computed by another model. "recompute" prefills them again with
                 this model, once per session; "partial" does so only in the layers given to
                 `Engine.enable_layer_reuse` and reuses the others; "reuse" reuses all layers.
+            priority: requests with a lower number are admitted first and preempted last.
         """
         if is_batch(tokens):
             args = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
-            return self._submit(build_each(tokens, self._build_prefill, args | {"model": model, "kv_reuse": kv_reuse}))
-        return self._submit([self._build_prefill(tokens, parents, offsets, new_offset, model, kv_reuse)])[0]
+            args |= {"model": model, "kv_reuse": kv_reuse, "priority": priority}
+            return self._submit(build_each(tokens, self._build_prefill, args))
+        return self._submit([self._build_prefill(tokens, parents, offsets, new_offset, model, kv_reuse, priority)])[0]
 
     @overload
     def decode(self, header: list[dict[str, Any]]) -> list[Message]: ...
@@ -169,6 +174,7 @@ class Session(ChatTurns):
         forced_tokens: Sequence[int] | None = None,
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
+        priority: int = 0,
         **sampling_options: Any,
     ) -> Message: ...
     def decode(
@@ -183,6 +189,7 @@ class Session(ChatTurns):
         forced_tokens=None,
         model=None,
         kv_reuse="recompute",
+        priority=0,
         **sampling_options,
     ):
         """Generate a message that starts with `header` and ends with `footer`.
@@ -200,7 +207,7 @@ class Session(ChatTurns):
         """
         args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
         args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
-        args |= sampling_options
+        args |= {"priority": priority, **sampling_options}
         if is_batch(header):
             return self._submit(build_each(header, self._build_decode, args))
         return self._submit([self._build_decode(header, **args)])[0]
@@ -287,12 +294,12 @@ class Session(ChatTurns):
     # -- building requests: everything is checked before anything is changed --------------------------------
 
     def _build_prefill(
-        self, tokens, parents=(), offsets=None, new_offset=None, model=None, kv_reuse="recompute"
+        self, tokens, parents=(), offsets=None, new_offset=None, model=None, kv_reuse="recompute", priority=0
     ) -> Message:
         self._check_open()
         parents = check_parents(parents, self._core, self.id)
         ids = tokenize_input(tokens, *self._vocabulary, opening=not parents, after_system=follows_system_turn(parents))
-        message = self._build_request(ids, parents, offsets, new_offset, model=model, kv_reuse=kv_reuse)
+        message = self._build_request(ids, parents, offsets, new_offset, None, None, model, kv_reuse, priority)
         message.role = tokens.role if isinstance(tokens, Turn) else None
         return message
 
@@ -307,6 +314,7 @@ class Session(ChatTurns):
         forced_tokens=None,
         model=None,
         kv_reuse="recompute",
+        priority=0,
         **sampling_options,
     ) -> Message:
         self._check_open()
@@ -346,7 +354,9 @@ class Session(ChatTurns):
             is_chat_turn=is_chat_turn,
             detokenizer=detokenizer,
         )
-        message = self._build_request(ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse)
+        message = self._build_request(
+            ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse, priority
+        )
         message.role = header.role if isinstance(header, Turn) else None
         return message
 
@@ -360,12 +370,15 @@ class Session(ChatTurns):
         footer: list[int] | None = None,
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
+        priority: int = 0,
     ) -> Message:
         """Build a validated request and its handle, without submitting it."""
         core = self._core
         max_positions = core.hf_model.model_info.max_positions
         if kv_reuse not in KV_REUSE:
             raise ConfigError(f"kv_reuse={kv_reuse!r}: use one of {KV_REUSE}")
+        if type(priority) is not int:
+            raise InvalidRequestError(f"priority={priority!r}: use a whole number; the lowest is served first")
         if model is not None and model != self.model and model not in core.model_set.remote:
             model = self._resolve_model(model)
         model, tag = model or self.model, current_tag(self)
@@ -395,6 +408,7 @@ class Session(ChatTurns):
             new_offset=None if new_offset is None else check_position("new_offset", new_offset, max_positions),
             decode_state=decode_state,
             footer=footer or [],
+            priority=priority,
             model=model,
             weights_group=core.model_set.weights_group(model),
             agent_key=None if tag is None else tag.agent_key,

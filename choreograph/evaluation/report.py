@@ -1,6 +1,7 @@
 """Evaluate and benchmark a workflow: tables for the console, reports as JSON."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -39,13 +40,15 @@ Summary = dict[str, Any]
 DEFERRED_SECTIONS = ("fidelity", "judge", "win rates")  # sections of a report that are measured only on request
 
 
-def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRecord]], *, max_tokens: int) -> Summary:
+def summarize(
+    examples: Sequence[Example], records: Mapping[str, Sequence[RunRecord]], *, max_tokens: int | None
+) -> Summary:
     """Return scores, differences from the first condition, and counts, as JSON."""
     scored = {name: [score(e, r) for e, r in zip(examples, rows, strict=True)] for name, rows in records.items()}
     metrics = list(dict.fromkeys(metric for scores in scored.values() for row in scores for metric in row))
     columns = {name: {m: [row.get(m, 0.0) for row in scores] for m in metrics} for name, scores in scored.items()}
     units = [shared_units(e) for e in examples]
-    baseline = next(iter(records))
+    baseline, limit = next(iter(records)), sys.maxsize if max_tokens is None else max_tokens
     conditions = {}
     for name, values in columns.items():
         differences = (
@@ -58,7 +61,7 @@ def summarize(examples: Sequence[Example], records: Mapping[str, Sequence[RunRec
         for r in completed:
             failures.update(r["unparseable"])
             calls.update({stage: len(messages) for stage, messages in r["tokens"].items()})
-            cut.update({stage: sum(len(m) >= max_tokens for m in messages) for stage, messages in r["tokens"].items()})
+            cut.update({stage: sum(len(m) >= limit for m in messages) for stage, messages in r["tokens"].items()})
         errors = [r["error"] for r in records[name] if r.get("error")]
         conditions[name] = {
             "scores": {m: asdict(mean(values[m], units)) for m in metrics},

@@ -1,7 +1,7 @@
 """Eviction policies, eviction hints and pins.
 
-Call path: `KVCacheManager._allocate` calls `_reclaim` when the device has too few free pages.
-`_reclaim` cuts unused entries into pieces of one priority (`fixed_parts.split_unused`) and calls
+Call path: `allocate_pages` calls `KVCacheManager.reclaim` when the device has too few free pages.
+`reclaim` cuts unused entries into pieces of one priority (`fixed_parts.split_unused`) and calls
 `_evict`; `evict_entry` offloads an entry or frees its pages. `Prefetcher` evicts in the same order
 for the entry that it loads, and `_reclaim_tier` evicts copies from the host and disk tiers.
 

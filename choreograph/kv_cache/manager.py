@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import CacheBusyError, CacheFullError
 from ..events import EventBus
 from ..outputs import BASE_MODEL
+from .allocation import allocate_pages, grow_entry
 from .entry import KVEntry, KVSlice
 from .eviction import EVICTION_POLICIES, HintRegistry, PinTable
 from .fixed_parts import FixedPartIndex, split_unused
@@ -67,6 +68,7 @@ class KVCacheManager:
         context: Iterable[KVSlice],
         *,
         capacity: int,
+        max_tokens: int = 0,
         owner: tuple[str, object],
         model: str = BASE_MODEL,
         computed_layers: frozenset[int] | None = None,
@@ -76,13 +78,15 @@ class KVCacheManager:
         Args:
             tokens: Final token IDs so far; the entry keeps this list.
             capacity: Tokens to allocate pages for.
+            max_tokens: Tokens that the entry may grow to.
             owner: First owner, as (kind, key). For the others see `KVEntry`.
 
         Raises:
             CacheFullError: if not enough pages can be freed.
             CacheBusyError: if pages become free only when a transfer completes.
         """
-        pages = self._allocate(self.pool.num_pages_for(capacity), partial=computed_layers is not None)
+        num_pages, max_pages = self.pool.num_pages_for(capacity), self.pool.num_pages_for(max_tokens)
+        pages = allocate_pages(self, num_pages, max_pages, partial=computed_layers is not None)
         entry = self.add_entry(
             tokens, base_position, tuple(context), pages, model=model, computed_layers=computed_layers
         )
@@ -126,7 +130,7 @@ class KVCacheManager:
     def free_unused_pages(self, entry: KVEntry) -> None:
         """Free a finished entry's unused pages and mark its tokens final."""
         entry.num_final_tokens = len(entry.tokens)
-        self._truncate_pages(entry, self.pool.num_pages_for(len(entry.tokens)))
+        self.truncate_pages(entry, self.pool.num_pages_for(len(entry.tokens)))
 
     def discard(self, entry: KVEntry) -> None:
         """Free the pages of an entry whose computation failed."""
@@ -161,10 +165,11 @@ class KVCacheManager:
                 self._delete(entry)
 
     def _free_pages(self, entry: KVEntry) -> None:
-        self._truncate_pages(entry, 0)
+        self.truncate_pages(entry, 0)
         entry.num_computed_tokens = entry.num_scheduled_tokens = 0
 
-    def _truncate_pages(self, entry: KVEntry, count: int) -> None:
+    def truncate_pages(self, entry: KVEntry, count: int) -> None:
+        """Free an entry's pages after the first `count`."""
         unused = entry.pages[count:]
         entry.set_pages(entry.pages[:count])
         self.prefetcher.num_usable_pages += len(unused)
@@ -223,27 +228,11 @@ class KVCacheManager:
 
     # -- eviction from the device -------------------------------------------------------------------------
 
-    def allocate_pages(self, entry: KVEntry) -> None:
-        """Allocate device pages for an entry that has none.
-
-        Raises:
-            CacheFullError: if not enough pages can be freed.
-            CacheBusyError: if pages become free only when a transfer completes.
-        """
-        assert not entry.pages
-        num_pages = self.pool.num_pages_for(len(entry.tokens))
-        entry.set_pages(self._allocate(num_pages, partial=entry.computed_layers is not None))
-
-    def _allocate(self, num_pages: int, *, partial: bool) -> list[int]:
-        if self.pool.num_free(partial) < num_pages:
-            self._reclaim(num_pages, partial)
-        return self.pool.allocate(num_pages, partial=partial)
-
-    def _reclaim(self, num_pages: int, partial: bool) -> None:
+    def reclaim(self, num_pages: int, partial: bool) -> None:
         """Evict entries until `num_pages` pages are free, or raise."""
         pool, jobs = self.pool, self.offload_manager.jobs
         split_unused(self, self.evictable(partial))
-        reclaimable = self.num_free(partial) + sum(len(entry.pages) for entry in self.evictable(partial))
+        reclaimable = self.num_reclaimable(partial)
         if reclaimable < num_pages:
             raise CacheFullError(
                 f"needs {num_pages} pages of {pool.page_size} tokens; {pool.num_free(partial)} of "
@@ -259,6 +248,10 @@ class KVCacheManager:
             if jobs:
                 raise CacheBusyError(f"{shortage}, wait for the running transfers")
             raise CacheFullError(f"{shortage}, the remaining unused pages are pinned")
+
+    def num_reclaimable(self, partial: bool = False) -> int:
+        """Return the pages that are free or can be evicted."""
+        return self.num_free(partial) + sum(len(entry.pages) for entry in self.evictable(partial))
 
     def num_free(self, partial: bool) -> int:
         """Return the pages that are free or being freed by offloads."""
@@ -390,7 +383,7 @@ class KVCacheManager:
         """
         if entry.transfer is not None:
             raise CacheBusyError(f"KV entry {entry.id} is being offloaded; retry after the transfer completes")
-        self.allocate_pages(entry)
+        grow_entry(self, entry, len(entry.tokens))
         try:
             self.offload_manager.load(entry)
         except BaseException:

@@ -29,10 +29,15 @@ class PageAllocator:
         self.count += count
         self._add_free(range(end, end + count))
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, *, after: int | None = None, room: int = 0) -> list[int]:
         """Allocate `count` pages.
 
         Takes the first free run that is long enough, else the longest runs.
+
+        Args:
+            after: last page of an entry that grows; the pages that follow it are taken if free.
+            room: pages by which the entry may grow later. As many are left free between it and the
+                entry before it, if the longest run has them, so that both can grow in one run.
 
         Raises:
             CacheFullError: if fewer pages are free.
@@ -42,17 +47,29 @@ class PageAllocator:
         pages: list[int] = []
         while len(pages) < count:
             missing = count - len(pages)
-            index = next((i for i, (_, length) in enumerate(self._free_runs) if length >= missing), None)
-            if index is None:
-                index = max(range(len(self._free_runs)), key=lambda i: self._free_runs[i][1])
+            index, offset = self._choose_run(missing, after if not pages else None, room)
             start, length = self._free_runs.pop(index)
-            num_taken = min(missing, length)
-            if num_taken < length:
-                self._free_runs.insert(index, (start + num_taken, length - num_taken))
-            pages += range(start, start + num_taken)
+            num_taken = min(missing, length - offset)
+            first = start + offset
+            rest = [(start, offset), (first + num_taken, length - offset - num_taken)]
+            self._free_runs[index:index] = [run for run in rest if run[1]]
+            pages += range(first, first + num_taken)
         self.num_free -= count
         self.allocated.update(pages)
         return pages
+
+    def _choose_run(self, count: int, after: int | None, room: int) -> tuple[int, int]:
+        """Return the index of a free run and the offset in it."""
+        lengths = [length for _, length in self._free_runs]
+        if after is not None:
+            for index, (start, _) in enumerate(self._free_runs):
+                if start == after + 1:
+                    return index, 0
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        if room and lengths[longest] > count:
+            is_first = self._free_runs[longest][0] == self.first  # no entry before it
+            return longest, 0 if is_first else min(room, (lengths[longest] - count) // 2)
+        return next((i for i, length in enumerate(lengths) if length >= count), longest), 0
 
     def release(self, pages: Sequence[int]) -> None:
         """Free allocated pages."""
@@ -209,9 +226,9 @@ class KVPool:
         result = {"keys": self.keys[layer], "values": self.values[layer]}
         return result | ({"inputs": self.hidden[layer]} if layer in self.hidden else {})
 
-    def allocate(self, count: int, *, partial: bool = False) -> list[int]:
+    def allocate(self, count: int, *, partial: bool = False, after: int | None = None, room: int = 0) -> list[int]:
         """Allocate `count` pages; see `PageAllocator.allocate`."""
-        return (self._partial if partial else self._main).allocate(count)
+        return (self._partial if partial else self._main).allocate(count, after=after, room=room)
 
     def release(self, pages: Sequence[int]) -> None:
         """Free pages of either pool."""

@@ -167,8 +167,9 @@ class WorkflowRun(ChatTurns):
         elif sampling.logprobs is None:  # the run decides what is kept of every decode
             sampling = replace(sampling, logprobs=self.sampling.logprobs)
         if max_tokens is not None:
-            limit = replace(sampling, max_tokens=max_tokens, min_tokens=0).max_tokens  # validated
-            sampling = replace(sampling, max_tokens=min(limit, sampling.max_tokens))
+            limited = replace(sampling, max_tokens=max_tokens, min_tokens=0)  # validated
+            if sampling.max_tokens is None or max_tokens < sampling.max_tokens:
+                sampling = replace(sampling, max_tokens=limited.max_tokens)
         sampling = replace(sampling, stop=(*sampling.stop, *replace(sampling, stop=stop).stop)) if stop else sampling
         options["sampling"] = sampling
         if stage in self._replay:
@@ -187,8 +188,9 @@ class WorkflowRun(ChatTurns):
 
     def was_truncated(self, message: Message) -> bool:
         """Return whether the token limit ended a message or its replayed original."""
+        limit = self.sampling.max_tokens
         repeats_truncated = (
-            message.finish_reason == "forced" and len(message.output_token_ids) >= self.sampling.max_tokens
+            message.finish_reason == "forced" and limit is not None and len(message.output_token_ids) >= limit
         )
         return message.finish_reason == "length" or repeats_truncated
 

@@ -295,7 +295,7 @@ def test_an_exception_of_the_scheduler_fails_only_its_cause(site, after, monkeyp
 
 TRANSIENT_SITES = {
     "acquire": lambda core: (core.cache_manager, "acquire"),
-    "pages": lambda core: (core.cache_manager, "_allocate"),
+    "pages": lambda core: (core.cache_manager.pool, "allocate"),
     "load": lambda core: (core.cache_manager, "load"),
     "copy": lambda core: (core.cache_manager.offload_manager.executor, "start"),
     "recomputation": lambda core: (core.scheduler, "add_recompute"),
