@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .engine.cross_model import LayerPattern
     from .engine.engine import Engine
     from .engine.message import Message
+    from .engine.repair.strategy import Repair
     from .engine.session import Session
     from .engine.text import Turn
     from .errors import ChoreographError
@@ -28,6 +29,7 @@ __all__ = [
     "EngineConfig",
     "LayerPattern",
     "Message",
+    "Repair",
     "SamplingParams",
     "SchedulerConfig",
     "Session",
@@ -46,6 +48,7 @@ _MODULES = {
     "EngineConfig": "config",
     "LayerPattern": "engine.cross_model",
     "Message": "engine.message",
+    "Repair": "engine.repair.strategy",
     "SamplingParams": "sampling_params",
     "SchedulerConfig": "config",
     "Session": "engine.session",

@@ -31,12 +31,14 @@ class Usage:
     cached_tokens: int = 0  # tokens of the context that were in the KV cache
     computed_tokens: int = 0  # prefilled tokens: prompt, header and footer
     completion_tokens: int = 0  # generated tokens
+    repaired_tokens: int = 0  # of `computed_tokens`, those of the context (`repair`)
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
             self.cached_tokens + other.cached_tokens,
             self.computed_tokens + other.computed_tokens,
             self.completion_tokens + other.completion_tokens,
+            self.repaired_tokens + other.repaired_tokens,
         )
 
 

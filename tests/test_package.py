@@ -18,6 +18,7 @@ NAMES = [
     "EngineConfig",
     "LayerPattern",
     "Message",
+    "Repair",
     "SamplingParams",
     "SchedulerConfig",
     "Session",

@@ -5,6 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,13 @@ from ..kv_cache.prefix_tree import copy_headers
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet
-from ..outputs import FinishReason, Usage
+from ..outputs import FinishReason
 from ..utils import DeferSigintLock
 from .cross_model import CrossModelReuse
 from .fault_isolation import find_unschedulable
 from .model_runner import ModelRunner
 from .placement import cache_salt, insert_into_prefix_tree
+from .repair.planner import RepairPlanner
 from .request import Request, RequestState, wrap_error
 from .residency import ContextLoader
 from .scheduler import Batch, Scheduler
@@ -69,6 +71,7 @@ class EngineCore:
         self.scheduler = Scheduler(self)
         self.context_loader = ContextLoader(self.cache_manager, self.scheduler, model_info.max_positions)
         self.cross_model_reuse = CrossModelReuse(self.cache_manager, self.model_set, self.scheduler, self.events)
+        self.repair_planner = RepairPlanner(self)
         self.num_steps = 0
         self.num_batched_tokens = 0
         self.closed = False
@@ -328,10 +331,10 @@ class EngineCore:
         request.finish_time, request.finish_reason = now, reason
         self.events.emit("generated", request=request.id)
         request.join_footer()
-        request.usage = Usage(
-            cached_tokens=request.usage.cached_tokens,
-            computed_tokens=request.usage.computed_tokens
-            + (len(request.footer) if request.mode == "choreographed" else 0),
+        num_footer = len(request.footer) if request.mode == "choreographed" else 0
+        request.usage = replace(
+            request.usage,
+            computed_tokens=request.usage.computed_tokens + num_footer,
             completion_tokens=len(decode_state.tokens),
         )
         request.state = RequestState.TOKENS_FINAL

@@ -25,6 +25,7 @@ from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
 from .core import EngineCore
 from .cross_model import LayerPattern, PatternSelector, parse_layer_pattern
+from .repair.strategy import Repair
 from .session import Session
 from .text import ChatTemplate
 
@@ -244,6 +245,7 @@ class Engine:
         seed: int | None = None,
         client_id: str = "default",
         model: str = BASE_MODEL,
+        repair: float | Repair | None = None,
     ) -> Session:
         """Open a session; its messages are released when it closes.
 
@@ -252,6 +254,7 @@ class Engine:
             seed: seed of the session's sampling; None for a random one.
             client_id: sessions of different clients never share KV.
             model: default model of requests, one of `models`.
+            repair: share of the reused context that requests compute again; see `Session.prefill`.
         """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
@@ -263,7 +266,7 @@ class Engine:
         tp_group = self.core.hf_model.tp_group
         if tp_group is not None and number is None:
             number = tp_group.broadcast("seed", random.getrandbits(63))
-        session = Session(self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model)
+        session = Session(self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair)
         session.engine = self
         return session
 

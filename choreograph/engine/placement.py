@@ -77,15 +77,14 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
     """Place every parent at its offset and attend to its KV."""
     lengths = _parent_lengths(request)
     check_positions(request, lengths, model_info.max_positions)
-    request.parent_positions, request.position = resolve_offsets(lengths, request.offsets, request.new_offset)
+    positions, request.position = resolve_offsets(lengths, request.offsets, request.new_offset)
+    request.parent_positions = request.repaired_positions or positions
     starts = [token_range[0] if token_range else 0 for token_range in request.parent_slices]
     num_layers = len(cache_manager.pool.keys)
     kv_slices = tuple(
         kv_slice
-        for parent, start, length, offset in zip(
-            request.parents, starts, lengths, request.parent_positions, strict=True
-        )
-        for kv_slice in _parent_slices(parent, start, length, offset, num_layers)
+        for parent, start, length, offset in zip(request.parents, starts, lengths, positions, strict=True)
+        for kv_slice in parent_slices(parent, start, length, offset, num_layers)
     )
     if not model_info.supports_shift:
         _check_unshifted(kv_slices, model_info.name)
@@ -120,7 +119,7 @@ def _check_unshifted(context: tuple[KVSlice, ...], model_name: str) -> None:
             )
 
 
-def _parent_slices(
+def parent_slices(
     parent: Request, token_start: int, num_tokens: int, position: int, num_layers: int
 ) -> Iterator[KVSlice]:
     """Yield the KV slices of one parent.

@@ -21,6 +21,7 @@ from .text import Detokenizer
 if TYPE_CHECKING:
     from .cross_model import RemoteContext
     from .message import Message
+    from .repair.strategy import Repair
 
 UNIFORM_BATCH = 16  # random numbers drawn at once
 
@@ -187,6 +188,9 @@ class Request:
     is_part_of_answer: bool = False  # encoded by the call that returns the answer, for whose usage it is not cached
     agent_key: object = None  # agent the KV entry belongs to, for eviction hints
     is_recompute: bool = False  # internal: recomputes a discarded entry
+    repair: "Repair | None" = None  # share of the context to recompute; None once that is planned
+    is_repair: bool = False  # internal: recomputes a part of another request's context
+    repaired_positions: tuple[int, ...] = ()  # `parent_positions` of a request whose parents were replaced
     # seconds of time.perf_counter(), as the times below
     submit_time: float = field(default_factory=time.perf_counter)
     ready_time: float = 0.0
@@ -307,6 +311,34 @@ class Request:
         """Count the context tokens that were encoded for this answer."""
         parents = zip(self.parents, self.parent_tokens(), strict=True)
         return sum(len(ids) for parent, ids in parents if parent.is_part_of_answer and parent.usage.computed_tokens)
+
+    def start_generation(self, max_positions: int) -> None:
+        """Complete the sampling state of a decode whose parents are final.
+
+        Args:
+            max_positions: positions left for generated tokens and footer.
+        """
+        decode_state = self.decode_state
+        assert decode_state is not None
+        # the only sampling option that depends on context tokens
+        if decode_state.sampling.repetition_penalty != 1.0:
+            decode_state.prompt = [t for tokens in self.parent_tokens() for t in tokens] + self.prompt
+        if decode_state.forced_tokens is None:
+            max_generated = max_positions - len(self.footer)
+            decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
+
+    def admission_usage(self, num_context_tokens: int) -> Usage:
+        """Return the usage of a request that has been admitted.
+
+        A repair is paid for by the first request that reads it.
+        """
+        repairs = [] if self.is_repair else [parent for parent in self.parents if parent.is_repair]
+        num_repaired = sum(repair.usage.computed_tokens for repair in repairs)
+        return Usage(
+            cached_tokens=num_context_tokens - num_repaired,
+            computed_tokens=len(self.entry.tokens) + num_repaired,
+            repaired_tokens=num_repaired,
+        )
 
     def parent_tokens(self) -> list[list[int]]:
         """Return the visible tokens of each parent; all must be final."""

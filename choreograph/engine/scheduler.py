@@ -168,11 +168,16 @@ class Scheduler:
             else:
                 if not request.dependencies_ready:
                     continue
-                if not self._try_admit(request, is_first=not blocked):
-                    blocked.append(request)
-                elif request.state is RequestState.RUNNING:
-                    for other in blocked:
-                        other.num_passed_over += 1
+                repair_planner = self._core.repair_planner
+                for candidate in (request,) if request.repair is None else repair_planner.expand(request):
+                    if not candidate.dependencies_ready:
+                        break  # a prefill of its repair failed
+                    if not self._try_admit(candidate, is_first=not blocked):
+                        blocked.append(candidate)
+                        break
+                    if candidate.state is RequestState.RUNNING:
+                        for other in blocked:
+                            other.num_passed_over += 1
                 if len(blocked) == MAX_BLOCKED or any(other.num_passed_over >= MAX_PASSED_OVER for other in blocked):
                     break
         self.blocked_request = blocked[0] if blocked else None
@@ -234,12 +239,7 @@ class Scheduler:
             return
         is_resumed = request.num_generated > 0
         if decode_state is not None and not is_resumed:
-            # the only sampling option that depends on context tokens
-            if decode_state.sampling.repetition_penalty != 1.0:
-                decode_state.prompt = [t for tokens in request.parent_tokens() for t in tokens] + request.prompt
-            max_generated = model_info.max_positions - placement.position - len(placement.tokens) - len(request.footer)
-            if decode_state.forced_tokens is None:
-                decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
+            request.start_generation(model_info.max_positions - placement.position - len(placement.tokens))
         num_prompt_tokens = len(placement.tokens) - request.num_generated
         required_tokens, max_tokens = request.token_limits(num_prompt_tokens, model_info.max_positions)
         num_tokens = len(placement.tokens) + (1 + len(request.footer) if request.is_decode else 0)
@@ -269,7 +269,7 @@ class Scheduler:
             self._core.context_loader.release(request.id)
             request.context, entry.agent_key = entry.context, request.agent_key
             if not is_resumed:
-                request.usage = Usage(cached_tokens=num_context_tokens, computed_tokens=len(entry.tokens))
+                request.usage = request.admission_usage(num_context_tokens)
             if request.mode == "choreographed":
                 cache.acquire(entry, request.message_owner)
             if placement.content_hash is not None:

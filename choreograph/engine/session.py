@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
-
 from ..errors import (
     ChoreographError,
     ConfigError,
@@ -25,8 +23,9 @@ from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
 from .message import Message, MessageSlice, unwrap_slice
 from .message_variants import MessageVariants
 from .placement import check_positions
+from .repair.strategy import Repair
 from .request import DecodeState, Request, current_tag
-from .text import ChatTemplate, ChatTurns, Detokenizer, Turn
+from .text import ChatTemplate, ChatTurns, Turn
 from .validation import (
     Offsets,
     PromptInput,
@@ -37,9 +36,11 @@ from .validation import (
     check_position,
     check_rows,
     check_sampling,
+    create_decode_state,
     follows_system_turn,
     is_batch,
     override_sampling,
+    parents_of,
     require_chat_template,
     tokenize_input,
 )
@@ -65,6 +66,7 @@ class Session(ChatTurns):
         seed: int | None,
         client_id: str,
         model: str = BASE_MODEL,
+        repair: float | Repair | None = None,
     ) -> None:
         self.engine: Engine = None  # type: ignore[assignment]  # the Engine that opened it
         self._core = core
@@ -80,6 +82,7 @@ class Session(ChatTurns):
         self.closed = False
         self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
+        self._repair = Repair.parse(repair)
         self._variants = MessageVariants(self)
         self._seed_rng = random.Random(seed)
 
@@ -135,9 +138,19 @@ class Session(ChatTurns):
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
+        repair: float | Repair | None = None,
     ) -> Message: ...
     def prefill(
-        self, tokens, parents=(), offsets=None, new_offset=None, *, model=None, kv_reuse="recompute", priority=0
+        self,
+        tokens,
+        parents=(),
+        offsets=None,
+        new_offset=None,
+        *,
+        model=None,
+        kv_reuse="recompute",
+        priority=0,
+        repair=None,
     ):
         """Prefill `tokens`, attending to all of `parents` and to themselves causally.
 
@@ -152,12 +165,14 @@ class Session(ChatTurns):
                 this model, once per session; "partial" does so only in the layers given to
                 `Engine.enable_layer_reuse` and reuses the others; "reuse" reuses all layers.
             priority: requests with a lower number are admitted first and preempted last.
+            repair: share of the parents' tokens to compute again in this context, 0 to 1, or a
+                `Repair` (`docs/repair.md`); None for the session's.
         """
+        args = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
+        args |= {"model": model, "kv_reuse": kv_reuse, "priority": priority, "repair": repair}
         if is_batch(tokens):
-            args = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
-            args |= {"model": model, "kv_reuse": kv_reuse, "priority": priority}
             return self._submit(build_each(tokens, self._build_prefill, args))
-        return self._submit([self._build_prefill(tokens, parents, offsets, new_offset, model, kv_reuse, priority)])[0]
+        return self._submit([self._build_prefill(tokens, **args)])[0]
 
     @overload
     def decode(self, header: list[dict[str, Any]]) -> list[Message]: ...
@@ -175,6 +190,7 @@ class Session(ChatTurns):
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
+        repair: float | Repair | None = None,
         **sampling_options: Any,
     ) -> Message: ...
     def decode(
@@ -190,6 +206,7 @@ class Session(ChatTurns):
         model=None,
         kv_reuse="recompute",
         priority=0,
+        repair=None,
         **sampling_options,
     ):
         """Generate a message that starts with `header` and ends with `footer`.
@@ -207,7 +224,7 @@ class Session(ChatTurns):
         """
         args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
         args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
-        args |= {"priority": priority, **sampling_options}
+        args |= {"priority": priority, "repair": repair, **sampling_options}
         if is_batch(header):
             return self._submit(build_each(header, self._build_decode, args))
         return self._submit([self._build_decode(header, **args)])[0]
@@ -294,12 +311,20 @@ class Session(ChatTurns):
     # -- building requests: everything is checked before anything is changed --------------------------------
 
     def _build_prefill(
-        self, tokens, parents=(), offsets=None, new_offset=None, model=None, kv_reuse="recompute", priority=0
+        self,
+        tokens,
+        parents=(),
+        offsets=None,
+        new_offset=None,
+        model=None,
+        kv_reuse="recompute",
+        priority=0,
+        repair=None,
     ) -> Message:
         self._check_open()
         parents = check_parents(parents, self._core, self.id)
         ids = tokenize_input(tokens, *self._vocabulary, opening=not parents, after_system=follows_system_turn(parents))
-        message = self._build_request(ids, parents, offsets, new_offset, None, None, model, kv_reuse, priority)
+        message = self._build_request(ids, parents, offsets, new_offset, None, None, model, kv_reuse, priority, repair)
         message.role = tokens.role if isinstance(tokens, Turn) else None
         return message
 
@@ -315,6 +340,7 @@ class Session(ChatTurns):
         model=None,
         kv_reuse="recompute",
         priority=0,
+        repair=None,
         **sampling_options,
     ) -> Message:
         self._check_open()
@@ -330,32 +356,16 @@ class Session(ChatTurns):
             check_rows(ids + footer_ids, "header", *self._vocabulary)
         else:
             ids = tokenize_input(header, *self._vocabulary, opening=not parents, name="header")
-        is_chat_turn = isinstance(header, Turn) and footer is None
         if footer is not None:
             footer_ids = tokenize_input(footer, *self._vocabulary, opening=False, name="footer", allow_empty=True)
         check_sampling(sampling, self._core.hf_model.model_info.vocab_size, has_tokenizer=self._tokenizer is not None)
         if forced_tokens is not None:
             forced_tokens = tokenize_input(forced_tokens, *self._vocabulary, opening=False, name="forced_tokens")
-        stop_tokens = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_tokens.update(self._core.hf_model.eos_token_ids)
-        detokenizer = None
-        if self._chat_template is not None:
-            detokenizer = Detokenizer(self._tokenizer, ids, self._chat_template.byte_token_ids)
-            for text in sampling.stop:
-                if (token := self._chat_template.special_token_id(text)) is not None:
-                    stop_tokens.add(token)
-        decode_state = DecodeState(
-            sampling=sampling,
-            prompt=ids,
-            stop_tokens=frozenset(stop_tokens),
-            generator=torch.Generator(),
-            forced_tokens=forced_tokens,
-            is_chat_turn=is_chat_turn,
-            detokenizer=detokenizer,
-        )
+        eos_token_ids = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
+        decode_state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, self._chat_template)
+        decode_state.is_chat_turn = isinstance(header, Turn) and footer is None
         message = self._build_request(
-            ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse, priority
+            ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse, priority, repair
         )
         message.role = header.role if isinstance(header, Turn) else None
         return message
@@ -371,6 +381,7 @@ class Session(ChatTurns):
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
+        repair: float | Repair | None = None,
     ) -> Message:
         """Build a validated request and its handle, without submitting it."""
         core = self._core
@@ -382,28 +393,15 @@ class Session(ChatTurns):
         if model is not None and model != self.model and model not in core.model_set.remote:
             model = self._resolve_model(model)
         model, tag = model or self.model, current_tag(self)
-        parent_requests: list[Request] = []
-        parent_slices: list[tuple[int, int] | None] = []
-        lengths: list[int] = []  # tokens that are final
-        for parent in parents:
-            if isinstance(parent, MessageSlice):
-                parent_requests.append(parent.message._request)
-                parent_slices.append((parent.start, parent.stop))
-                lengths.append(parent.stop - parent.start)
-            else:
-                parent_request = parent._request
-                parent_requests.append(parent_request)
-                parent_slices.append(None)
-                is_final_decode = parent_request.decode_state is not None and parent_request.tokens_final
-                lengths.append(len(parent_request.tokens if is_final_decode else parent_request.prompt))
+        parent_requests, parent_slices, lengths = parents_of(parents)
         request = Request(
             id=core.new_id(),
             session_id=self.id,
             mode=self.mode,
             cache_salt=self._cache_salt(model),
             prompt=ids,
-            parents=tuple(parent_requests),
-            parent_slices=tuple(parent_slices),
+            parents=parent_requests,
+            parent_slices=parent_slices,
             offsets=(None,) * len(parents) if offsets is None else check_offsets(offsets, len(parents), max_positions),
             new_offset=None if new_offset is None else check_position("new_offset", new_offset, max_positions),
             decode_state=decode_state,
@@ -413,6 +411,8 @@ class Session(ChatTurns):
             weights_group=core.model_set.weights_group(model),
             agent_key=None if tag is None else tag.agent_key,
         )
+        if parents and self.mode == "choreographed":
+            request.repair = self._repair if repair is None else Repair.parse(repair)
         if ids:  # not a variant, whose tokens and offsets are its source's
             check_positions(request, lengths, max_positions)
         message = Message(request, core, self._tokenizer)

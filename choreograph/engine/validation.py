@@ -7,6 +7,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+import torch
+
 from ..config import as_int
 from ..errors import (
     ConfigError,
@@ -21,8 +23,8 @@ from ..errors import (
 )
 from ..sampling_params import SamplingParams
 from .message import Message, MessageSlice, unwrap_slice
-from .request import RequestState
-from .text import ChatTemplate, Turn
+from .request import DecodeState, Request, RequestState
+from .text import ChatTemplate, Detokenizer, Turn
 
 Offsets = Sequence[int | None] | None
 PromptInput = str | Sequence[int] | Turn
@@ -34,7 +36,10 @@ def is_batch(value: object) -> bool:
     """True if `value` is a list of argument dicts, maybe empty."""
     if not isinstance(value, (list, tuple)):
         return False
-    return all(isinstance(request, Mapping) for request in value)
+    for request in value:  # noqa: SIM110 - no generator: this runs for every request
+        if not isinstance(request, Mapping):
+            return False
+    return True
 
 
 def build_each(
@@ -263,3 +268,47 @@ def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) ->
                 raise SamplingError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
     if sampling.stop and not has_tokenizer:
         raise SamplingError(f"stop={sampling.stop!r}: stop strings need a tokenizer")
+
+
+def parents_of(
+    parents: Iterable[Message | MessageSlice],
+) -> tuple[tuple[Request, ...], tuple[tuple[int, int] | None, ...], list[int]]:
+    """Return the request, the slice and the length so far of each parent."""
+    requests: list[Request] = []
+    slices: list[tuple[int, int] | None] = []
+    lengths: list[int] = []  # tokens that are final
+    for parent in parents:
+        if isinstance(parent, MessageSlice):
+            requests.append(parent.message._request)
+            slices.append((parent.start, parent.stop))
+            lengths.append(parent.stop - parent.start)
+        else:
+            request = parent._request
+            requests.append(request)
+            slices.append(None)
+            is_final_decode = request.decode_state is not None and request.tokens_final
+            lengths.append(len(request.tokens if is_final_decode else request.prompt))
+    return tuple(requests), tuple(slices), lengths
+
+
+def create_decode_state(
+    header: list[int],
+    sampling: SamplingParams,
+    eos_token_ids: Iterable[int],
+    forced_tokens: list[int] | None,
+    chat_template: ChatTemplate | None,
+) -> DecodeState:
+    """Create the sampling state of a decode whose arguments were checked."""
+    stop_tokens, detokenizer = {*sampling.stop_token_ids, *eos_token_ids}, None
+    if chat_template is not None:
+        detokenizer = Detokenizer(chat_template.tokenizer, header, chat_template.byte_token_ids)
+        special_tokens = map(chat_template.special_token_id, sampling.stop)
+        stop_tokens.update(token for token in special_tokens if token is not None)
+    return DecodeState(
+        sampling=sampling,
+        prompt=header,
+        stop_tokens=frozenset(stop_tokens),
+        generator=torch.Generator(),
+        forced_tokens=forced_tokens,
+        detokenizer=detokenizer,
+    )

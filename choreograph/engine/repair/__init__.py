@@ -1,0 +1,12 @@
+"""Repair of reused KV: recompute a share of a call's context where it is used."""
+
+from .attention import select_attended
+from .deviation import select_deviating
+from .first import select_first
+from .strategy import Strategy
+
+REPAIR_STRATEGIES = {
+    "first": Strategy(select_first, reads_kv=False),
+    "deviation": Strategy(select_deviating, reads_kv=True),
+    "attention": Strategy(select_attended, reads_kv=True),
+}

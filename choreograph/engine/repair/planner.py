@@ -1,0 +1,191 @@
+"""Replacement of a call's parents by repaired ones, before the call is admitted.
+
+A repaired range is an ordinary prefill whose context is what precedes it in the call. The call then
+attends to the unchanged ranges of its parents and to these prefills, in order and at the positions
+of prefix mode. Prefills of equal content share one KV entry, so calls with the same context share
+its repair, and eviction, recomputation and adapters treat it like every other entry.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...errors import CacheFullError, ChoreographError, InvalidPositionError, RequestTooLargeError
+from ...kv_cache.entry import KVSlice
+from ...kv_cache.hashing import content_hash
+from ..placement import cache_salt, parent_slices
+from ..request import Request, wrap_error
+from . import REPAIR_STRATEGIES
+from .strategy import ContextView, ParentView, TokenRanges
+
+if TYPE_CHECKING:
+    from ..core import EngineCore
+
+
+class _Source(NamedTuple):
+    """Content hash of an entry that may not exist yet; stands for it in `content_hash`."""
+
+    content_hash: bytes
+
+
+@dataclass
+class _RepairedContext:
+    """Pieces of a repaired context, in order."""
+
+    requests: list[Request] = field(default_factory=list)  # request of each piece
+    slices: list[tuple[int, int] | None] = field(default_factory=list)  # tokens of it that are visible; None: all
+    hashes: list[KVSlice] = field(default_factory=list)  # the same pieces by content, each entry a `_Source`
+    num_tokens: int = 0  # length of all pieces
+
+    def append(self, request: Request, hash_: bytes, start: int, end: int) -> None:
+        """Append tokens [start, end) of a request."""
+        last = self.hashes[-1] if self.hashes else None
+        if last is not None and self.requests[-1] is request and last.token_start + last.num_tokens == start:
+            first = last.token_start
+            self.hashes[-1] = last._replace(num_tokens=end - first)
+            self.slices[-1] = first, end
+        else:
+            self.requests.append(request)
+            self.slices.append((start, end))
+            self.hashes.append(KVSlice(_Source(hash_), start, end - start, self.num_tokens))  # type: ignore[arg-type]
+        self.num_tokens += end - start
+
+    def is_context_of(self, parent: Request, start: int, reader: Request) -> bool:
+        """True if the parent's tokens from `start` on saw exactly these pieces, right before them.
+
+        Computing any of them behind these pieces would not change its KV.
+        """
+        if start or parent.computed_layers is not None or parent.cache_salt != reader.cache_salt:
+            return False
+        shift = self.num_tokens - parent.entry.base_position
+        other = [
+            (s.entry.content_hash, s.token_start, s.num_tokens, s.position + shift, s.layers)
+            for s in parent.entry.context
+        ]
+        return other == [(s.entry.content_hash, s.token_start, s.num_tokens, s.position, None) for s in self.hashes]
+
+
+class RepairPlanner:
+    """Planner of the repair of waiting requests."""
+
+    def __init__(self, core: "EngineCore") -> None:
+        self._core = core
+
+    def expand(self, request: Request) -> list[Request]:
+        """Replace the parents of a request whose parents are final.
+
+        Returns the requests to admit, in order: new prefills, which enter the waiting queue before
+        the request, and the request. There are none while a strategy that scores the context waits
+        for its KV. Fails the request if its context cannot be repaired.
+        """
+        try:
+            return self._expand(request)
+        except CacheFullError as exc:
+            if isinstance(exc, RequestTooLargeError):
+                self._core.fail(request, exc)
+        except ChoreographError as exc:
+            self._core.fail(request, exc)
+        except Exception as exc:
+            self._core.fail(request, wrap_error(request, "repairing its context raised", exc))
+        return []
+
+    def _expand(self, request: Request) -> list[Request]:
+        assert request.repair is not None
+        strategy, share = REPAIR_STRATEGIES[request.repair.strategy], request.repair.share
+        parents = list(self._views(request))
+        if all(parent.is_exact for parent in parents):
+            return self._replace_parents(request, parents, [[] for _ in parents])
+        if share == 1:
+            return self._replace_parents(
+                request, parents, [[] if p.is_exact else [(0, len(p.tokens))] for p in parents]
+            )
+        if strategy.reads_kv and not self._is_loaded(request, parents):
+            return []
+        ranges = strategy.select(ContextView(self._core, request, parents, share))
+        return self._replace_parents(request, parents, ranges)
+
+    def _views(self, request: Request) -> Iterator[ParentView]:
+        """Yield the parents at the positions of prefix mode."""
+        num_layers = len(self._core.cache_manager.pool.keys)
+        unchanged = _RepairedContext()
+        is_prefix = True  # all parents so far are exact
+        for parent, start, end in _visible(request):
+            is_exact = is_prefix = is_prefix and unchanged.is_context_of(parent, start, request)
+            slices = tuple(parent_slices(parent, start, end - start, unchanged.num_tokens, num_layers))
+            yield ParentView(parent.tokens[start:end], unchanged.num_tokens, slices, is_exact)
+            unchanged.append(parent, _hash_of(parent), start, end)
+
+    def _is_loaded(self, request: Request, parents: list[ParentView]) -> bool:
+        """True if all KV of the context is on the device; starts to load it otherwise."""
+        slices = [kv_slice for parent in parents for kv_slice in parent.slices]
+        if any(s.entry.location == "device" and not s.entry.is_complete for s in slices):
+            return False  # being computed
+        self._core.context_loader.ensure_resident(request.id, slices)
+        return all(s.entry.location == "device" and s.entry.is_complete for s in slices)
+
+    def _replace_parents(self, request: Request, parents: list[ParentView], ranges: list[TokenRanges]) -> list[Request]:
+        """Replace the parents by unchanged ranges and prefills of the selected ones."""
+        context, prefills = _RepairedContext(), list[Request]()
+        for (parent, start, end), view, selected in zip(_visible(request), parents, ranges, strict=True):
+            kept = start
+            for first, last in () if context.is_context_of(parent, start, request) else selected:
+                if kept < start + first:
+                    context.append(parent, _hash_of(parent), kept, start + first)
+                prefills.append(self._build_prefill(request, view.tokens[first:last], context))
+                kept = start + last
+            if kept < end:
+                context.append(parent, _hash_of(parent), kept, end)
+        for prefill in prefills:
+            for dependency in prefill.dependencies:
+                dependency.num_waiting_dependents += 1
+        for dependency in context.requests:
+            dependency.num_waiting_dependents += 1
+        self._core.release_dependencies(request)
+        request.parents, request.parent_slices = tuple(context.requests), tuple(context.slices)
+        request.offsets, request.new_offset = (None,) * len(context.requests), None
+        request.repair, request.repaired_positions = None, tuple(view.position for view in parents)
+        waiting = self._core.scheduler.waiting
+        index = waiting.index(request)
+        waiting[index:index] = prefills
+        return [*prefills, request]
+
+    def _build_prefill(self, request: Request, tokens: list[int], context: _RepairedContext) -> Request:
+        """Create the prefill of a range behind the context, and append it to the context."""
+        core = self._core
+        prefill = Request(
+            id=core.new_id(),
+            session_id=request.session_id,
+            mode="choreographed",
+            cache_salt=request.cache_salt,
+            prompt=tokens,
+            parents=tuple(context.requests),
+            parent_slices=tuple(context.slices),
+            offsets=(None,) * len(context.requests),
+            new_offset=None,
+            model=request.model,
+            weights_group=request.weights_group,
+            agent_key=request.agent_key,
+            is_repair=True,
+            submit_time=request.submit_time,
+            released=True,  # kept for its readers only
+        )
+        prefill.position = context.num_tokens
+        salt = cache_salt(prefill, core.hf_model.model_info)
+        context.append(prefill, content_hash(salt, tokens, prefill.position, context.hashes), 0, len(tokens))
+        return prefill
+
+
+def _visible(request: Request) -> Iterator[tuple[Request, int, int]]:
+    """Yield the parents and their visible tokens [start, end)."""
+    for parent, token_range in zip(request.parents, request.parent_slices, strict=True):
+        start, end = token_range or (0, len(parent.tokens))
+        if end > len(parent.tokens):
+            raise InvalidPositionError(
+                f"part {start}:{end} of message {parent.id}, which has {len(parent.tokens)} tokens"
+            )
+        yield parent, start, end
+
+
+def _hash_of(parent: Request) -> bytes:
+    """Return the content hash of a parent's entry; unique if it has none."""
+    return parent.entry.content_hash or f"entry {parent.entry.id}".encode()

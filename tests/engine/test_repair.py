@@ -1,0 +1,194 @@
+"""Repair: a share of the context is computed again where it is used."""
+
+import math
+
+import pytest
+import torch
+from helpers import tiny_models
+from helpers.hypothesis_profile import many
+from helpers.message_graphs import graphs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from choreograph import Repair, SamplingParams
+from choreograph.errors import ConfigError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+def distributions(session, header, parents, count=4, **options):
+    """Log-probabilities (count, V) of a decode that is forced to a fixed continuation."""
+    rows = []
+    message = session.decode(header, parents, forced_tokens=list(range(count)), **options)
+    message.on_logprobs(rows.append)
+    message.wait_encoded()
+    return torch.stack(rows), message
+
+
+def build(session, nodes):
+    """Run a message graph in a session."""
+    messages = []
+    for node in nodes:
+        parents = [messages[index] for index in node.parents]
+        args = (node.tokens, parents, node.offsets, node.position)
+        if node.generated is None:
+            messages.append(session.prefill(*args))
+        else:
+            messages.append(session.decode(*args, forced_tokens=node.generated, footer=node.footer))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("backend", "repair"),
+    [
+        ("native", 1),
+        ("sdpa", 1),
+        ("reference", 1),
+        ("native", Repair(0.9999, "deviation")),  # every token, but selected by its score
+        ("native", Repair(0.9999, "attention")),
+    ],
+)
+@settings(max_examples=many(6), deadline=None)
+@given(nodes=graphs(), data=st.data())
+def test_a_full_repair_equals_prefix_mode(backend, repair, nodes, data):
+    engine = tiny_models.engine(backend=backend)
+    order = data.draw(st.permutations(range(len(nodes))))[: data.draw(st.integers(1, 4))]
+    with engine.session() as session, engine.session(mode="prefix") as baseline:
+        messages, texts = build(session, nodes), [node.all_tokens for node in nodes]
+        expected, _ = distributions(baseline, [7, 8], [baseline.prefill(texts[i]) for i in order])
+        result, message = distributions(
+            session, [7, 8], [messages[i] for i in order], repair=repair, offsets=[50] * len(order)
+        )
+        assert torch.allclose(result, expected, atol=2e-4)
+        engine.check()
+        assert message.offsets == tuple(sum(len(texts[i]) for i in order[:n]) for n in range(len(order)))
+
+
+@settings(max_examples=many(6), deadline=None)
+@given(nodes=graphs())
+def test_no_repair_is_reuse_as_it_is(nodes):
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        messages = build(session, nodes)
+        plain, _ = distributions(session, [7, 8], messages)
+        zero, message = distributions(session, [7, 8], messages, repair=0)
+        assert torch.allclose(plain, zero, atol=1e-5)
+        assert message.usage.repaired_tokens == 0
+
+
+def test_the_first_tokens_see_what_precedes_them_in_the_call():
+    """The same graph, written out with slices, gives the same result and shares the entries."""
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        a, b, c = (session.prefill([i, i + 1, i + 2, i + 3, i + 4, i + 5]) for i in (0, 10, 20))
+        result, message = distributions(session, [30], [a, b, c], repair=1 / 3)
+        assert message.usage.repaired_tokens == 4  # two tokens each of b and c: nothing precedes a
+        assert message.usage.cached_tokens == 18 - 4
+        by_hand_b = session.prefill([10, 11], [a])
+        by_hand_c = session.prefill([20, 21], [a, by_hand_b, b[2:6]])
+        expected, _ = distributions(session, [30], [a, by_hand_b, b[2:6], by_hand_c, c[2:6]])
+        assert torch.allclose(result, expected, atol=1e-5)
+        assert by_hand_b.finish_reason == by_hand_c.finish_reason == "cached"
+    assert engine.stats().num_referenced_entries == 0
+    engine.check()
+
+
+def test_readers_of_one_context_share_its_repair():
+    engine = tiny_models.engine()
+    with engine.session(repair=0.5) as session:
+        solutions = [session.prefill([i] * 8) for i in range(4)]
+        voters = [session.decode([40 + i], solutions, sampling=GREEDY) for i in range(3)]
+        engine.run_until_idle()
+        assert [voter.usage.repaired_tokens for voter in voters] == [12, 0, 0]
+        longer = session.decode([50], [*solutions, session.prefill([9] * 8)], sampling=GREEDY)
+        assert longer.usage.repaired_tokens == 4
+
+
+def test_what_already_saw_its_context_is_not_repaired():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        question = session.prefill(list(range(10)))
+        answer = session.decode([11], [question], sampling=GREEDY, footer=[12])
+        vote = session.decode([13], [question, answer], sampling=GREEDY, repair=1)
+        assert vote.usage.repaired_tokens == 0 and vote.usage.cached_tokens == 10 + answer.length
+
+
+def test_a_repaired_message_is_exact_for_readers_with_the_same_repair():
+    engine = tiny_models.engine()
+    with engine.session(repair=0.5) as session:
+        a, b = session.prefill([1] * 8), session.prefill([2] * 8)
+        answer = session.decode([3], [a, b], sampling=GREEDY)
+        reader = session.decode([4], [a, b, answer], sampling=GREEDY)
+        assert answer.usage.repaired_tokens == 4 and reader.usage.repaired_tokens == 0
+
+
+@pytest.mark.parametrize("strategy", ["deviation", "attention"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_scoring_strategies_recompute_the_share_of_the_tokens(strategy, share):
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        parents = [session.prefill([i, *range(20, 39)]) for i in range(3)]
+        message = session.decode([50, 51], parents, sampling=GREEDY, repair=Repair(share, strategy))
+        assert message.usage.repaired_tokens == math.ceil(share * 40)  # nothing precedes the first parent
+
+
+@pytest.mark.parametrize("strategy", ["first", "deviation", "attention"])
+def test_results_do_not_depend_on_memory(strategy):
+    """Entries that leave the device come back for scoring and for reading."""
+    results = []
+    for tokens in (2048, 92):
+        engine = tiny_models.engine(tokens=tokens, host_capacity=64)
+        with engine.session(seed=0) as session:
+            parents = [session.prefill([i, *range(20, 31)]) for i in range(3)]
+            for parent in parents:
+                parent.wait_encoded()
+            session.decode([1] * 40, sampling=GREEDY).wait_encoded()
+            messages = [
+                session.decode([50 + i], parents, sampling=GREEDY, repair=Repair(0.5, strategy)) for i in range(2)
+            ]
+            results.append([message.output_token_ids for message in messages])
+            engine.check()
+    assert results[0] == results[1]
+
+
+def test_a_released_parent_serves_the_calls_that_wait_for_it():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        a, b = session.prefill([1] * 8), session.decode([2] * 8, sampling=GREEDY)
+        reader = session.decode([3], [a, b], sampling=GREEDY, repair=0.5)
+        a.release(), b.release()
+        assert len(reader.output_token_ids) == 4
+        engine.check()
+    assert engine.stats().num_referenced_entries == 0
+
+
+def test_a_cancelled_call_leaves_no_repair_behind():
+    engine = tiny_models.engine(step=4)
+    with engine.session() as session:
+        parents = [session.prefill([i] * 8) for i in range(3)]
+        reader = session.decode([3], parents, sampling=GREEDY, repair=1)
+        engine.step(), engine.step()
+        reader.release()
+        engine.run_until_idle()
+        engine.check()
+    assert engine.stats().num_waiting == engine.stats().num_running == 0
+
+
+def test_other_modes_ignore_it():
+    engine = tiny_models.engine()
+    for mode in ("prefix", "naive"):
+        with engine.session(mode=mode, repair=0.5) as session:
+            message = session.decode([3], [session.prefill([1, 2])], sampling=GREEDY)
+            assert message.usage.repaired_tokens == 0
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "all", True, float("nan")])
+def test_a_wrong_share_is_refused(value):
+    engine = tiny_models.engine()
+    with engine.session() as session, pytest.raises(ConfigError, match="from 0 to 1"):
+        session.decode([3], [session.prefill([1])], repair=value)
+
+
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(ConfigError, match="first"):
+        Repair(0.5, "best")
