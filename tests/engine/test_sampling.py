@@ -405,7 +405,7 @@ IMPOSSIBLE = {
     "stop": [[""], "", [1], [None], 5, b"end"],
     "stop_token_ids": [[-1], [1.5], ["a"], 5, [None], [True]],
     "ignore_eos": [None, "no", 1],
-    "max_tokens": [0, -1, 4.0, 1.5, INF, NAN, "ten", None, True],
+    "max_tokens": [0, -1, 4.0, 1.5, INF, NAN, "ten", True],
     "min_tokens": [-1, 257, 1.0, INF, "ten", None],
     "logprobs": [-1, 1.0, INF, "all", True],
     "presence_penalty": [-2.1, 2.1, NAN, "x", None],
