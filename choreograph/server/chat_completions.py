@@ -119,6 +119,8 @@ def prepare(
         constraint,
         service.end_of_thinking if starts_thinking else None,
         parser_options.keys_of,
+        body.priority or 0,
+        body.repair,
     )
     return spec, parser_options
 

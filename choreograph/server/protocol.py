@@ -46,6 +46,7 @@ class ChoreographyOptions(_Body):
     reuse: ReuseMode | None = None  # None: the server's default
     workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
     agent: Annotated[str, Field(max_length=256)] | None = None  # name of the caller, for reports
+    repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
 
 
 class StreamOptions(_Part):
@@ -196,6 +197,7 @@ class _GenerationBody(_Body):
     structured_outputs: StructuredOutputs | None = None
     choreography: ChoreographyOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None  # separates the cache within a tenant
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower numbers first
     return_token_ids: bool | None = None
     # accepted for clients of other servers, without effect
     user: str | None = None
@@ -205,12 +207,16 @@ class _GenerationBody(_Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: JsonValue = None
-    priority: int | None = None
     request_id: str | None = None
     rid: str | list[str] | None = None
     session_id: str | None = None
     nvext: JsonValue = None
     vllm_xargs: JsonValue = None
+
+    @property
+    def repair(self) -> float | None:
+        """Share of reused tokens to compute again; None for none."""
+        return None if self.choreography is None else self.choreography.repair
 
     def sampling(self, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
         """Return the sampling parameters of one answer.

@@ -47,6 +47,8 @@ class Answer(NamedTuple):
     sampling: SamplingParams
     mask: TokenMask | None = None
     keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of the generated text
+    priority: int = 0  # requests with a lower number are admitted first
+    repair: float | None = None  # share of reused tokens to compute again, 0 to 1
 
 
 @dataclass
@@ -57,6 +59,7 @@ class SourceCounts:
     message: int = 0  # of a message that was encoded after other messages
     quoted: int = 0  # of a message that is quoted inside another text
     computed: int = 0
+    repaired: int = 0  # reused tokens that were computed again in this context; also in `message` or `quoted`
 
     @property
     def cached(self) -> int:
@@ -244,7 +247,7 @@ def plan_messages(
     store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
 ) -> Plan:
     """Submit a chat whose messages are found by their content."""
-    builder = _PlanBuilder(store, key, agent)
+    builder = _PlanBuilder(store, key, agent, answers)
     occurrences: Counter[object] = Counter()  # a message cannot be at two places of one context
     try:
         for segment in prompt.segments:
@@ -262,7 +265,7 @@ def plan_messages(
                 builder.compute(segment.tokens, [(segment.tokens, occurrences[segment.tokens])])
             for content in candidates:
                 occurrences[content] += 1
-        return builder.decode(prompt.header, prompt.footer, answers)
+        return builder.decode(prompt.header, prompt.footer)
     except BaseException:
         builder.abort()
         raise
@@ -272,7 +275,7 @@ def plan_auto(
     store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
 ) -> Plan:
     """Submit a prompt whose quotes of stored messages are reused in place."""
-    builder = _PlanBuilder(store, key, agent, with_spans=True)
+    builder = _PlanBuilder(store, key, agent, answers, with_spans=True)
     tokens, limit = prompt.tokens, len(prompt.tokens) - 1  # at least one token is computed
     try:
         position = builder.reuse_prefix(tokens, 0, limit)
@@ -284,7 +287,7 @@ def plan_auto(
             builder.reuse_span(span.key, span.source_start, span.source_start + span.stop - span.start)
             position = span.stop
         position = builder.reuse_prefix(tokens, position, limit)
-        return builder.decode(tokens[position:], [], answers)
+        return builder.decode(tokens[position:], [])
     except BaseException:
         builder.abort()
         raise
@@ -293,8 +296,17 @@ def plan_auto(
 class _PlanBuilder:
     """Context of a request in choreographed mode, built from left to right."""
 
-    def __init__(self, store: MessageStore, key: WorkflowKey, agent: str | None, *, with_spans: bool = False) -> None:
+    def __init__(
+        self,
+        store: MessageStore,
+        key: WorkflowKey,
+        agent: str | None,
+        answers: Sequence[Answer],
+        *,
+        with_spans: bool = False,
+    ) -> None:
         self._store, self._key, self._with_spans = store, key, with_spans
+        self._answers = answers  # of equal priority and repair
         self.workflow = store.open(key)
         self._turn = ExitStack()  # of the agent
         if agent is not None and self.workflow.tracker is not None:
@@ -356,15 +368,17 @@ class _PlanBuilder:
         """Append new tokens, which later requests can reuse."""
         if not tokens:
             return
-        message = self.workflow.session.prefill(list(tokens), parents=self.parents)
+        options = {"priority": self._answers[0].priority, "repair": self._answers[0].repair}
+        message = self.workflow.session.prefill(list(tokens), parents=self.parents, **options)
         self._computed.append(message)
         stored = self._store.add(self._key, message, self._lineage, content_keys, with_spans=self._with_spans)
         self.used.append((stored, 0, len(stored.tokens)))
         self.parents.append(message)
         self._extend_lineage(message, 0, len(tokens))
 
-    def decode(self, header: list[int], footer: list[int], answers: Sequence[Answer]) -> Plan:
+    def decode(self, header: list[int], footer: list[int]) -> Plan:
         """Submit the answers over the context."""
+        answers = self._answers
         messages = _decode_all(self.workflow.session, header, self.parents, footer, answers)
         self._turn.close()
         lineage = self._lineage
@@ -374,6 +388,8 @@ class _PlanBuilder:
                 source = "message" if is_complete and message.finish_reason == "cached" else "computed"
                 setattr(self.counts, source, getattr(self.counts, source) + len(message.tokens))
             self.counts.computed += len(header)
+            for message in (*self._computed, *messages) if is_complete else ():
+                self.counts.repaired += message.usage.repaired_tokens
             for message, answer in zip(messages, answers, strict=True):
                 if is_complete and message.error is None:
                     keys = [self.workflow.unused_key(content) for content in answer.keys_of(message.text)]
@@ -400,7 +416,14 @@ def _decode_all(
     messages: list[Message] = []
     try:
         for answer in answers:
-            message = session.decode(list(header), parents, sampling=answer.sampling, footer=list(footer))
+            message = session.decode(
+                list(header),
+                parents,
+                sampling=answer.sampling,
+                footer=list(footer),
+                priority=answer.priority,
+                repair=answer.repair,
+            )
             messages.append(message)
             if answer.mask is not None:
                 message.constrain(answer.mask)

@@ -52,6 +52,8 @@ class GenerationSpec:
     constraint: Constraint | None = None
     constraint_starts_after: int | None = None  # token that ends the reasoning
     keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of an answer
+    priority: int = 0  # requests with a lower number are admitted first
+    repair: float | None = None  # share of reused tokens to compute again, 0 to 1
 
 
 class InferenceService:
@@ -242,6 +244,7 @@ class RunningRequest:
                 "message_tokens": counts.message,
                 "quoted_tokens": counts.quoted,
                 "computed_tokens": counts.computed,
+                "repaired_tokens": counts.repaired,
             },
         }
 
@@ -300,7 +303,7 @@ class RunningRequest:
                 mask = None
                 if spec.constraint is not None:
                     mask = service.compiler().mask(spec.constraint, spec.constraint_starts_after)
-                answers.append(Answer(sampling, mask, spec.keys_of))
+                answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair))
             plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
             self._plans.append(plan)
             messages += plan.messages

@@ -49,7 +49,17 @@ def prepare_completion(
     constraint = constraint_of(body.response_format, body.structured_outputs)
     if reuse == "messages":
         reuse = "auto"  # a prompt has no messages
-    return GenerationSpec(key, reuse, prompts, sampling, body.n or 1, agent, constraint)
+    return GenerationSpec(
+        key,
+        reuse,
+        prompts,
+        sampling,
+        body.n or 1,
+        agent,
+        constraint,
+        priority=body.priority or 0,
+        repair=body.repair,
+    )
 
 
 class CompletionAnswer:

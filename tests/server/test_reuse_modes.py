@@ -58,6 +58,18 @@ def test_messages_are_found_in_any_order(caller):
     assert again["computed"] == sources["computed"] and again["message"] == 0
 
 
+@pytest.mark.parametrize("reuse", ["messages", "auto"])
+def test_a_full_repair_gives_the_text_of_exact_in_any_order(caller, live, reuse):
+    chat = [SYSTEM, TOPICS[2], TOPICS[0]]
+    expected = caller("exact").ask(chat, max_tokens=16)[0]
+    repairing = caller(reuse)
+    repairing.ask([SYSTEM, *TOPICS])
+    repairing.options["choreography"]["repair"] = 1.0
+    text, sources, num_computed = repairing.ask(chat, max_tokens=16, priority=3)
+    assert text == expected
+    assert num_computed >= sources["computed"] + sources["message"]
+
+
 def test_an_edited_chat_computes_only_what_is_new(caller):
     ask = caller("messages").ask
     answer, *_ = ask([SYSTEM, TOPICS[0]], max_tokens=40)
