@@ -368,8 +368,10 @@ class _PlanBuilder:
         """Append new tokens, which later requests can reuse."""
         if not tokens:
             return
-        options = {"priority": self._answers[0].priority, "repair": self._answers[0].repair}
-        message = self.workflow.session.prefill(list(tokens), parents=self.parents, **options)
+        answer = self._answers[0]
+        message = self.workflow.session.prefill(
+            list(tokens), parents=self.parents, priority=answer.priority, repair=answer.repair
+        )
         self._computed.append(message)
         stored = self._store.add(self._key, message, self._lineage, content_keys, with_spans=self._with_spans)
         self.used.append((stored, 0, len(stored.tokens)))
