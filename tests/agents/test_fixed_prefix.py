@@ -77,7 +77,7 @@ def test_nodes_of_the_prefix_tree_have_the_minimum_of_the_agents_below_them():
                 role = agent.prefill_fixed(start_of(index, 32, 16))
                 s.decode([50], [role], sampling=BRIEF).result()
         with engine.session() as other:  # fills the cache, so that entries are cut into nodes
-            other.decode([1] * 70, sampling=BRIEF).result()
+            other.decode([1] * 72, sampling=BRIEF).result()
         engine.check()
         steps = {
             (entry.base_position, entry.tokens[0]): manager.hints.candidate(entry).steps_to_execution
