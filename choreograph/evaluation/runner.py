@@ -117,7 +117,8 @@ def evaluate_conditions(
                 def program() -> RunRecord:
                     replay = _replayed_tokens(e, condition, baseline[e.id]) if baseline is not None else None
                     model, run_seed = condition.base_or_adapter, example_seed(seed, e.id)
-                    with engine.session(mode=condition.mode, seed=run_seed, model=model) as session:
+                    # a client of its own: token counts must not depend on which examples run together
+                    with engine.session(mode=condition.mode, seed=run_seed, client_id=e.id, model=model) as session:
                         run = WorkflowRun(session, sampling=sampling, replay=replay, **condition.adapter_kwargs())
                         answer = call_workflow(workflow, run, e.task, {**(options or {}), **condition.options})
                         return (record or make_record)(e, run, answer)

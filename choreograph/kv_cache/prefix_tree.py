@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..outputs import Usage
 from .entry import KVEntry, KVSlice
 from .hashing import content_hash
 
@@ -251,7 +251,10 @@ def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
     source, num_tokens = result.entry, result.num_tokens
     entry.num_scheduled_tokens = entry.num_computed_tokens = num_tokens
     entry.cached_hidden_layers &= source.cached_hidden_layers
-    request.usage = Usage(request.usage.cached_tokens + num_tokens, request.usage.computed_tokens - num_tokens)
+    usage = request.usage
+    request.usage = replace(
+        usage, cached_tokens=usage.cached_tokens + num_tokens, computed_tokens=usage.computed_tokens - num_tokens
+    )
     if not request.is_decode and source.num_computed_tokens >= num_tokens:  # else the next step computes them
         _copy_tokens(cache_manager, [(result, entry)])
         return
