@@ -114,8 +114,8 @@ class EngineCore:
                 if request.is_text_only:
                     self.finish(request, RequestState.DONE, "encoded")  # nothing to compute
                 else:
-                    waiting = self.scheduler.waiting
-                    if waiting and (waiting[-1].priority, waiting[-1].id) > (request.priority, request.id):
+                    waiting, request.sequence = self.scheduler.waiting, self.new_id()
+                    if waiting and waiting[-1].priority > request.priority:
                         self.scheduler.enqueue(request)
                     else:
                         waiting.append(request)

@@ -181,6 +181,7 @@ class Request:
     released: bool = False
     cancel_when_computed: bool = False
     priority: int = 0  # the lowest number is served first
+    sequence: int = 0  # ascends in order of submission, which ids may not
     num_passed_over: int = 0  # later requests admitted while this one waited for capacity
     skips_prefix: bool = False  # prefix mode: compute the whole prompt, for lack of memory next to cached entries
     model: str = BASE_MODEL  # model or adapter that computes it
@@ -237,9 +238,9 @@ class Request:
         return num_own + 1 if is_unlimited else max_tokens, max_tokens
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sort key: priority, then submission."""
-        return self.priority, self.id
+    def order(self) -> tuple[int, int, bool, int]:
+        """Sort key; prefills of a repair come before its request."""
+        return self.priority, self.sequence, not self.is_repair, self.id
 
     @property
     def num_generated(self) -> int:
@@ -434,6 +435,12 @@ def current_tag(session: object) -> RequestTag | None:
         if tag.session is session:
             return tag
     return None
+
+
+def has_inputs(request: Request) -> bool:
+    """True unless a partial prefill's hidden states are still being loaded."""
+    source = request.entry.source_entry
+    return source is None or source.transfer is None or source.transfer.has_inputs
 
 
 def wrap_error(request: Request, description: str, exc: Exception) -> RequestFailedError:

@@ -19,7 +19,7 @@ from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
 from .placement import PLACERS, insert_into_prefix_tree
 from .preemption import MAX_PASSED_OVER, Preemptor
-from .request import Request, RequestState, wrap_error
+from .request import Request, RequestState, has_inputs, wrap_error
 
 if TYPE_CHECKING:
     from .core import EngineCore
@@ -140,7 +140,7 @@ class Scheduler:
         """Insert a request into the waiting queue, in order."""
         waiting = self.waiting
         index = len(waiting)
-        while index and (waiting[index - 1].priority, waiting[index - 1].id) > (request.priority, request.id):
+        while index and waiting[index - 1].order > request.order:
             index -= 1
         waiting.insert(index, request)
 
@@ -168,8 +168,12 @@ class Scheduler:
             else:
                 if not request.dependencies_ready:
                     continue
-                repair_planner = self._core.repair_planner
-                for candidate in (request,) if request.repair is None else repair_planner.expand(request):
+                if request.repair is None:
+                    candidates = [request]
+                elif not (candidates := [] if blocked else self._core.repair_planner.expand(request)):
+                    if request.state is RequestState.WAITING:  # it scores its context, which is loaded
+                        blocked.append(request)
+                for candidate in candidates:
                     if not candidate.dependencies_ready:
                         break  # a prefill of its repair failed
                     if not self._try_admit(candidate, is_first=not blocked):
@@ -324,13 +328,14 @@ class Scheduler:
         """
         self._step_count += 1
         while True:
-            self.current_request = None
-            if self.waiting:
+            num_waiting, self.current_request = len(self.waiting), None
+            if num_waiting:
                 self._admit_waiting()
                 self.current_request = None
             self._grow_running()
             batch = self._next_batch(launched)
-            if batch is not None or not self.preemptor.resolve_stall():
+            was_admitted = len(self.waiting) < num_waiting  # what was found in the cache may make others ready
+            if batch is not None or not (was_admitted or self.preemptor.resolve_stall()):
                 return batch
 
     def _grow_running(self) -> None:
@@ -418,7 +423,7 @@ class Scheduler:
                 num_pending = len(entry.tokens) - entry.num_scheduled_tokens
                 if not num_pending or token_budget <= 0 or entry.num_scheduled_tokens > entry.num_computed_tokens:
                     continue
-                if _is_ready(request, allow_loading) and (not batch.chunks or _has_inputs(request)):
+                if _is_ready(request, allow_loading) and (not batch.chunks or has_inputs(request)):
                     num_tokens = min(num_pending, token_budget)
                     batch.add_chunk(request, num_tokens)
                     request.last_scheduled_step = self._step_count
@@ -454,12 +459,6 @@ class Scheduler:
             assert all(kv_slice.entry.owners for kv_slice in request.context), "a context entry has no owner"
 
 
-def _has_inputs(request: Request) -> bool:
-    """True unless a partial prefill's hidden states are still being loaded."""
-    source = request.entry.source_entry
-    return source is None or source.transfer is None or source.transfer.has_inputs
-
-
 def _is_ready(request: Request, allow_loading: bool) -> bool:
     """True if every context token is computed or scheduled in this step.
 
@@ -470,7 +469,7 @@ def _is_ready(request: Request, allow_loading: bool) -> bool:
     if request.entry.computed_layers is not None:
         source = request.entry.source_entry
         if source is not None and not source.is_complete:
-            if source.location != "loading" or not (allow_loading or _has_inputs(request)):
+            if source.location != "loading" or not (allow_loading or has_inputs(request)):
                 return False
     for entry, first, count, *_ in request.context:
         if entry.num_scheduled_tokens < first + count and not (allow_loading and entry.location == "loading"):

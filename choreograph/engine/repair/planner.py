@@ -166,6 +166,8 @@ class RepairPlanner:
             weights_group=request.weights_group,
             agent_key=request.agent_key,
             is_repair=True,
+            priority=request.priority,
+            sequence=request.sequence,
             submit_time=request.submit_time,
             released=True,  # kept for its readers only
         )
