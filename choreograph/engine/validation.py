@@ -273,7 +273,7 @@ def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) ->
 def parents_of(
     parents: Iterable[Message | MessageSlice],
 ) -> tuple[tuple[Request, ...], tuple[tuple[int, int] | None, ...], list[int]]:
-    """Return the request, the slice and the length so far of each parent."""
+    """Return requests, slices and current lengths of parents."""
     requests: list[Request] = []
     slices: list[tuple[int, int] | None] = []
     lengths: list[int] = []  # tokens that are final

@@ -1,4 +1,4 @@
-"""Repair of reused KV: recompute a share of a call's context where it is used."""
+"""Repair of reused KV, and its selection strategies."""
 
 from .attention import select_attended
 from .deviation import select_deviating

@@ -1,4 +1,4 @@
-"""Repair strategy "attention": tokens that the call's own header attends to (ProphetKV, InfoFlow KV).
+"""Repair strategy "attention": tokens that the header attends to (ProphetKV).
 
 The header runs once over the reused context, without writing to the KV cache. A token's score is the
 attention it receives, summed over layers.

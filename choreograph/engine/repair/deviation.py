@@ -13,7 +13,7 @@ CHECK_LAYER = 1  # layer 0 has the same keys and values in every context
 
 
 def select_deviating(view: ContextView) -> list[TokenRanges]:
-    """Select the tokens with the largest squared change of key and value in the check layer."""
+    """Select the tokens whose key and value change most."""
     layer = min(CHECK_LAYER, len(view.core.cache_manager.pool.keys) - 1)
     tokens = [token for parent in view.parents for token in parent.tokens]
     probe = probe_context(view, tokens, position=0, num_layers=layer + 1, reads_context=False)

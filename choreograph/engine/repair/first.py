@@ -12,7 +12,7 @@ from .strategy import ContextView, TokenRanges
 def select_first(view: ContextView) -> list[TokenRanges]:
     """Select the first `share` of each parent's tokens.
 
-    The choice for a parent depends on that parent alone, so calls that share the beginning of their
-    context share its repair.
+    The choice for a parent depends on that parent alone, so calls whose contexts have equal first
+    parents share their repair.
     """
     return [[] if parent.is_exact else [(0, math.ceil(view.share * len(parent.tokens)))] for parent in view.parents]

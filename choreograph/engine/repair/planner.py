@@ -1,4 +1,4 @@
-"""Replacement of a call's parents by repaired ones, before the call is admitted.
+"""Replacement of a request's parents by repaired ones.
 
 A repaired range is an ordinary prefill whose context is what precedes it in the call. The call then
 attends to the unchanged ranges of its parents and to these prefills, in order and at the positions
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Source(NamedTuple):
-    """Content hash of an entry that may not exist yet; stands for it in `content_hash`."""
+    """Content hash of an entry that may not exist yet."""
 
     content_hash: bytes
 
@@ -51,7 +51,7 @@ class _RepairedContext:
         self.num_tokens += end - start
 
     def is_context_of(self, parent: Request, start: int, reader: Request) -> bool:
-        """True if the parent's tokens from `start` on saw exactly these pieces, right before them.
+        """True if the parent's tokens saw exactly these pieces before them.
 
         Computing any of them behind these pieces would not change its KV.
         """
@@ -116,7 +116,7 @@ class RepairPlanner:
             unchanged.append(parent, _hash_of(parent), start, end)
 
     def _is_loaded(self, request: Request, parents: list[ParentView]) -> bool:
-        """True if all KV of the context is on the device; starts to load it otherwise."""
+        """Start loading the context; return True if it is loaded."""
         slices = [kv_slice for parent in parents for kv_slice in parent.slices]
         if any(s.entry.location == "device" and not s.entry.is_complete for s in slices):
             return False  # being computed
@@ -150,7 +150,7 @@ class RepairPlanner:
         return [*prefills, request]
 
     def _build_prefill(self, request: Request, tokens: list[int], context: _RepairedContext) -> Request:
-        """Create the prefill of a range behind the context, and append it to the context."""
+        """Append the prefill of a range to the context."""
         core = self._core
         prefill = Request(
             id=core.new_id(),
@@ -189,5 +189,5 @@ def _visible(request: Request) -> Iterator[tuple[Request, int, int]]:
 
 
 def _hash_of(parent: Request) -> bytes:
-    """Return the content hash of a parent's entry; unique if it has none."""
+    """Return a parent's content hash; a unique one if none."""
     return parent.entry.content_hash or f"entry {parent.entry.id}".encode()

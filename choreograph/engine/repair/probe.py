@@ -1,4 +1,4 @@
-"""Forward pass over a context that writes nothing to the KV cache, for scoring its tokens."""
+"""Forward pass that scores context tokens and writes no KV."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -104,7 +104,7 @@ class ProbeContext:
 def probe_context(
     view: "ContextView", tokens: list[int], *, position: int, num_layers: int, reads_context: bool
 ) -> ProbeContext:
-    """Run the first layers of the call's model on `tokens` from `position` on.
+    """Run the first layers on `tokens` from `position` on.
 
     Raises:
         ModelError: if the layers of this family do not run one by one.

@@ -1,4 +1,4 @@
-"""`Repair`: how much of a context is recomputed, and what a selection strategy is given."""
+"""`Repair` options, and the interface of selection strategies."""
 
 import math
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Repair:
 
     @classmethod
     def parse(cls, value: "float | Repair | None") -> "Repair | None":
-        """Convert the `repair` argument of a call; None if nothing is to be recomputed."""
+        """Convert the `repair` argument of a call; None for no repair."""
         repair = value if isinstance(value, Repair) or value is None else cls(value)
         return repair if repair is not None and repair.share > 0 else None
 
