@@ -139,8 +139,9 @@ class Preemptor:
     def preempt(self, request: Request) -> None:
         """Return a running decode to the waiting queue.
 
-        Later ones do not pass it. What it has generated is kept. In choreographed mode its entry waits too, as an entry of a
-        message; in prefix mode the computed tokens become a cached prefix.
+        Later ones do not pass it. What it has generated is kept. In choreographed mode its entry
+        waits too, as an entry of a message; in prefix mode the computed tokens become a cached
+        prefix.
         """
         cache, entry = self._cache_manager, request.entry
         self._core.events.emit("preempted", request=request.id, entry=entry.id, tokens=entry.num_computed_tokens)
