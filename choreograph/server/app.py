@@ -27,6 +27,7 @@ from .protocol import (
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
+    SchemaRequest,
     TokenizeRequest,
     as_turn,
     tool_dicts,
@@ -260,6 +261,24 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         """Forget the step graph of a workflow, to learn it again."""
         await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, None))
         return {"id": workflow, "deleted": True}
+
+    @app.put("/v1/schemas/{name}", responses=ERRORS)
+    async def put_schema(name: str, body: SchemaRequest, tenant: str = tenant_of) -> dict[str, Any]:
+        """Create or replace a Prompt Cache schema."""
+        cache = await service.thread.call(lambda: service.schemas.put(tenant, name, body.pml))
+        return {"id": name, "modules": ["/".join(path) for path in cache.layout.modules]}
+
+    @app.get("/v1/schemas", responses=ERRORS)
+    async def list_schemas(tenant: str = tenant_of) -> dict[str, Any]:
+        """List the schemas of a tenant."""
+        return {"object": "list", "data": [{"id": name} for name in service.schemas.names(tenant)]}
+
+    @app.delete("/v1/schemas/{name}", responses=ERRORS)
+    async def delete_schema(name: str, tenant: str = tenant_of) -> dict[str, Any]:
+        """Release a schema's modules."""
+        service.schemas.get(tenant, name)
+        await service.thread.call(lambda: service.schemas.remove(tenant, name))
+        return {"id": name, "deleted": True}
 
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, tenant: str = tenant_of) -> dict[str, Any]:

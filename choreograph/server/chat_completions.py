@@ -87,6 +87,8 @@ def prepare(
         InvalidRequestError, ApiError: if the request cannot be served.
     """
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
+    if body.choreography is not None and body.choreography.prompt_schema is not None:
+        raise InvalidRequestError("schema: prompts of a schema go to /v1/completions")
     tools, choice = tool_dicts(body.tools), body.tool_choice
     names = frozenset(tool["function"]["name"] for tool in tools)
     if choice not in (None, "none", "auto") and not tools:

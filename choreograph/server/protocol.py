@@ -47,6 +47,8 @@ class ChoreographyOptions(_Body):
     workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
     agent: Annotated[str, Field(max_length=256)] | None = None  # name of the caller, for reports
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
+    # of /v1/completions: the prompt is PML and imports modules of this schema
+    prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
 
 
 class StreamOptions(_Part):
@@ -299,6 +301,12 @@ def arguments_of(call: ToolCall) -> Any:
         except (ValueError, RecursionError):
             return arguments
     return arguments
+
+
+class SchemaRequest(_Body):
+    """Body of PUT /v1/schemas/{name}."""
+
+    pml: str  # a schema in Prompt Markup Language
 
 
 class CompletionRequest(_GenerationBody):

@@ -228,7 +228,7 @@ def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Se
     session = engine.session(mode="prefix", seed=0, client_id=key.client_id, model=key.model)
     counts = SourceCounts()
     try:
-        messages = _decode_all(session, prompt.tokens, (), (), answers)
+        messages = _decode_prompt(session, prompt.tokens, (), (), answers)
     except BaseException:
         session.close()
         raise
@@ -381,7 +381,7 @@ class _PlanBuilder:
     def decode(self, header: list[int], footer: list[int]) -> Plan:
         """Submit the answers over the context."""
         answers = self._answers
-        messages = _decode_all(self.workflow.session, header, self.parents, footer, answers)
+        messages = _decode_prompt(self.workflow.session, header, self.parents, footer, answers)
         self._turn.close()
         lineage = self._lineage
 
@@ -408,32 +408,39 @@ class _PlanBuilder:
         self._store.close(self._key)
 
 
-def _decode_all(
+def decode_all(decode: Callable[[Answer], Message], answers: Sequence[Answer]) -> list[Message]:
+    """Submit the answers to one prompt, all or none."""
+    messages: list[Message] = []
+    try:
+        for answer in answers:
+            messages.append(decode(answer))
+            if answer.mask is not None:
+                messages[-1].constrain(answer.mask)
+    except BaseException:
+        for message in messages:
+            message.release()
+        raise
+    return messages
+
+
+def _decode_prompt(
     session: Session,
     header: Sequence[int],
     parents: Sequence[Message | MessageSlice],
     footer: Sequence[int],
     answers: Sequence[Answer],
 ) -> list[Message]:
-    messages: list[Message] = []
-    try:
-        for answer in answers:
-            message = session.decode(
-                list(header),
-                parents,
-                sampling=answer.sampling,
-                footer=list(footer),
-                priority=answer.priority,
-                repair=answer.repair,
-            )
-            messages.append(message)
-            if answer.mask is not None:
-                message.constrain(answer.mask)
-    except BaseException:
-        for message in messages:
-            message.release()
-        raise
-    return messages
+    def decode(answer: Answer) -> Message:
+        return session.decode(
+            list(header),
+            parents,
+            sampling=answer.sampling,
+            footer=list(footer),
+            priority=answer.priority,
+            repair=answer.repair,
+        )
+
+    return decode_all(decode, answers)
 
 
 def _common_length(stored: list[int], tokens: list[int], position: int, limit: int) -> int:

@@ -22,6 +22,7 @@ from .output_parser import CALL_START, THINK_END, THINK_START
 from .prometheus import ServerMetrics
 from .protocol import ChoreographyOptions
 from .reuse import Answer, Plan, ReusePlanner, SourceCounts, WorkflowKey
+from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
 from .structured import Constraint, GrammarCompiler
 
@@ -54,6 +55,7 @@ class GenerationSpec:
     keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of an answer
     priority: int = 0  # requests with a lower number are admitted first
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
+    schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
 
 
 class InferenceService:
@@ -65,6 +67,7 @@ class InferenceService:
         self.engine, self.config = engine, config
         self.thread = EngineThread(engine)
         self.planner = ReusePlanner(engine, config.max_workflow_tokens)
+        self.schemas = SchemaStore(engine)
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name
         self.metrics = ServerMetrics(self.model_name)
@@ -92,6 +95,7 @@ class InferenceService:
         self.is_draining = True
         await self.thread.stop()
         self.planner.store.clear()
+        self.schemas.clear()
         for callback in self.on_stop:
             callback()
         if self._compiler is not None:
@@ -304,7 +308,10 @@ class RunningRequest:
                 if spec.constraint is not None:
                     mask = service.compiler().mask(spec.constraint, spec.constraint_starts_after)
                 answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair))
-            plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
+            if spec.schema_prompt is not None:
+                plan = service.schemas.plan(*spec.schema_prompt, prompt, answers)
+            else:
+                plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
             self._plans.append(plan)
             messages += plan.messages
         return messages

@@ -35,8 +35,14 @@ def prepare_completion(
         raise InvalidRequestError("echo: the prompt has no log-probabilities; leave out logprobs")
     if not 1 <= len(body.prompts) <= MAX_PROMPTS:
         raise InvalidRequestError(f"prompt: {len(body.prompts)} prompts: use 1 to {MAX_PROMPTS}")
-    prompts = []
-    for prompt in body.prompts:
+    prompts, schema_prompt = [], None
+    schema_name = body.choreography.prompt_schema if body.choreography else None
+    if schema_name is not None:
+        if not isinstance(body.prompt, str) or body.echo or body.cache_salt:
+            raise InvalidRequestError("prompt: with a schema use one PML text, without echo and cache_salt")
+        schema_prompt = tenant, schema_name, body.prompt
+        prompts.append(service.schemas.tokenize(*schema_prompt))
+    for prompt in body.prompts if schema_prompt is None else ():
         tokens = (
             prompt if isinstance(prompt, list) else service.renderer.tokenize(prompt, opening=body.add_special_tokens)
         )
@@ -59,6 +65,7 @@ def prepare_completion(
         constraint,
         priority=body.priority or 0,
         repair=body.repair,
+        schema_prompt=schema_prompt,
     )
 
 

@@ -1,0 +1,95 @@
+"""Prompt Cache schemas as resources of the server."""
+
+from collections.abc import Sequence
+
+from ..engine.engine import Engine
+from ..engine.message import Message
+from ..errors import InvalidRequestError, SchemaError
+from ..prompt_cache.cache import PromptCache
+from ..prompt_cache.parser import load_schema
+from .api_errors import ApiError
+from .chat_prompt import ChatPrompt
+from .reuse import Answer, Plan, SourceCounts, decode_all
+
+MAX_SCHEMAS = 256  # of all tenants
+
+
+class SchemaStore:
+    """Schemas by tenant and name; changed in the engine's thread only."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._caches: dict[tuple[str, str], PromptCache] = {}
+
+    def put(self, tenant: str, name: str, pml: str) -> PromptCache:
+        """Create or replace a schema.
+
+        Raises:
+            PMLError: if the text is not a valid schema, or has another name.
+            ApiError: if there are too many schemas.
+        """
+        schema = load_schema(pml)
+        if schema.name != name:
+            raise SchemaError(f"the schema has the name {schema.name!r}: use it in the path, not {name!r}")
+        if len(self._caches) >= MAX_SCHEMAS and (tenant, name) not in self._caches:
+            raise ApiError(429, f"the server keeps {MAX_SCHEMAS} schemas: delete one", code="too_many_schemas")
+        cache = PromptCache(self._engine, schema, client_id=f"{tenant}\0")
+        self.remove(tenant, name)
+        self._caches[tenant, name] = cache
+        return cache
+
+    def get(self, tenant: str, name: str) -> PromptCache:
+        """Return a schema's cache, or raise ApiError."""
+        cache = self._caches.get((tenant, name))
+        if cache is None:
+            raise ApiError(404, f"The schema '{name}' does not exist: PUT it first.", code="schema_not_found")
+        return cache
+
+    def names(self, tenant: str) -> list[str]:
+        """Return the names of a tenant's schemas."""
+        return [name for owner, name in self._caches if owner == tenant]
+
+    def remove(self, tenant: str, name: str) -> bool:
+        """Release a schema's modules; return whether it existed."""
+        cache = self._caches.pop((tenant, name), None)
+        if cache is not None:
+            cache.close()
+        return cache is not None
+
+    def clear(self) -> None:
+        """Release all schemas."""
+        for tenant, name in list(self._caches):
+            self.remove(tenant, name)
+
+    def tokenize(self, tenant: str, name: str, pml: str) -> ChatPrompt:
+        """Return a prompt as plain text, for limits and counts."""
+        cache = self.get(tenant, name)
+        return ChatPrompt(cache.resolve(pml).flatten(cache.layout))
+
+    def plan(self, tenant: str, name: str, pml: str, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
+        """Submit a prompt whose modules come from the cache.
+
+        Raises:
+            InvalidRequestError: if the answers have a repair, which moves modules.
+        """
+        if any(answer.repair for answer in answers):
+            raise InvalidRequestError("repair: modules have fixed positions; leave it out with a schema")
+        cache, counts = self.get(tenant, name), SourceCounts()
+        session = self._engine.session(seed=0, client_id=cache.client_id)
+
+        def decode(answer: Answer) -> Message:
+            return cache.generate(session, pml, sampling=answer.sampling)
+
+        try:
+            messages = decode_all(decode, answers)
+        except BaseException:
+            session.close()
+            raise
+
+        def close(is_complete: bool) -> None:
+            if is_complete:
+                counts.message = min(messages[0].usage.cached_tokens, len(prompt.tokens))
+                counts.computed = len(prompt.tokens) - counts.message
+            session.close()
+
+        return Plan(messages, counts, close)
