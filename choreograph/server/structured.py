@@ -28,6 +28,8 @@ class Constraint(NamedTuple):
 def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint:
     """Allow JSON of a schema; any object for None.
 
+    An object has no other properties than its schema lists, unless that allows them explicitly.
+
     Raises:
         InvalidRequestError: if the schema is none, or has a keyword that cannot be enforced.
     """
@@ -35,12 +37,34 @@ def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint
     kind = "json_object" if schema is None else "json"
     try:
         value = json.loads(schema) if isinstance(schema, str) else {"type": "object"} if schema is None else schema
+        value = _close_objects(value)
         text = json.dumps(value)
         if not isinstance(value, (dict, bool)) or len(text) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"use a JSON Schema of at most {MAX_GRAMMAR_CHARS} characters")
         return _checked(Constraint(kind, llguidance.LLMatcher.grammar_from_json_schema(text, JSON_STYLE)))
     except (ValueError, RecursionError) as exc:
         raise InvalidRequestError(f"{kind}: {exc}") from None
+
+
+def _close_objects(schema: Any) -> Any:
+    """Disallow unlisted properties, as xgrammar does by default.
+
+    Without this, a small model goes on with new properties until the token limit. Parts of `allOf`
+    stay open, since each lists some properties of one object.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            result[key] = {name: _close_objects(part) for name, part in value.items()}
+        elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+            result[key] = [_close_objects(part) for part in value]
+        elif key in ("items", "additionalProperties"):
+            result[key] = _close_objects(value)
+    if "properties" in schema and not schema.keys() & {"additionalProperties", "patternProperties", "allOf", "$ref"}:
+        result["additionalProperties"] = False
+    return result
 
 
 def regex_constraint(pattern: str) -> Constraint:

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from choreograph import SamplingParams
+from choreograph.server.structured import _close_objects
 
 ASK = [{"role": "user", "content": "Which river flows through Paris?"}]
 GREEDY = {"model": "tiny", "temperature": 0, "seed": 1}
@@ -229,3 +230,19 @@ def test_status_routes_and_models_answer(live, client):
     assert [httpx.get(f"{live.url}/{path}").status_code for path in ("health", "ready", "version")] == [200] * 3
     assert [model.id for model in client.models.list().data] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_objects_have_no_properties_that_the_schema_does_not_list():
+    open_schema = {
+        "type": "object",
+        "properties": {"properties": {"type": "object", "properties": {"a": {"type": "string"}}}},
+        "$defs": {
+            "any": {"type": "object"},
+            "rest": {"type": "object", "properties": {}, "additionalProperties": True},
+        },
+    }
+    closed = _close_objects(open_schema)
+    assert closed["additionalProperties"] is False
+    assert closed["properties"]["properties"]["additionalProperties"] is False
+    assert closed["$defs"] == open_schema["$defs"]
+    assert "additionalProperties" not in open_schema
