@@ -147,12 +147,16 @@ def main() -> None:
             sides = {label: partial(decode_ours, e, *shape) for label, e in ours.items()}
             sides |= {label: partial(decode_peer, peer, *shape) for label, peer in peers.items()}
             parts["decode"] += compare(name, sides, given.rounds, "ms", required=must, target=aim)
+            print(f"... {name}", flush=True)
+        save("peers", [row for part in PARTS for row in parts[part]])  # the other parts take long
     if "prefill" in given.only:
         parts["prefill"] = []
         for name, shape in PREFILLS.items():
             sides = {label: partial(prefill_ours, e, *shape) for label, e in ours.items()}
             sides |= {label: partial(peer.prefill, *shape) for label, peer in peers.items()}
             parts["prefill"] += compare(name, sides, given.rounds, "s", required=1.1, target=1.5)
+            print(f"... {name}", flush=True)
+        save("peers", [row for part in PARTS for row in parts[part]])
     vllm = peers.get("vLLM")
     if "programs" in given.only and isinstance(vllm, VLLM):
         parts["programs"] = compare_programs(compiled, vllm, given.rounds)
