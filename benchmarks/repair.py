@@ -40,7 +40,6 @@ class Measured:
         self.messages: list[tuple[str, Message]] = []
         self.ttft: dict[str, list[float]] = defaultdict(list)  # seconds
         self.repaired: dict[str, int] = defaultdict(int)  # tokens
-        self.computed: dict[str, int] = defaultdict(int)  # tokens
 
 
 def run(
@@ -69,7 +68,6 @@ def run(
         call_workflow(workflow, wf, task, options).result()
         engine.run_until_idle()
         for stage, message in wf.calls:
-            measured.computed[stage] += message.usage.computed_tokens
             measured.repaired[stage] += message.usage.repaired_tokens
             if message.kind == "decode":
                 measured.messages.append((stage, message))

@@ -42,7 +42,7 @@ class TestLangChain(standard.ChatModelIntegrationTests):  # type: ignore[name-de
     def _server(self, bundled, request) -> None:
         reason = BEYOND_THE_MODEL.get(request.node.originalname)
         if reason is not None:
-            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=False))
+            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
         type(self).url = f"{bundled.url}/v1"
 
     @property

@@ -33,20 +33,21 @@ class _RepairedContext:
     """Pieces of a repaired context, in order."""
 
     requests: list[Request] = field(default_factory=list)  # request of each piece
-    slices: list[tuple[int, int] | None] = field(default_factory=list)  # tokens of it that are visible; None: all
-    hashes: list[KVSlice] = field(default_factory=list)  # the same pieces by content, each entry a `_Source`
+    hashes: list[KVSlice] = field(default_factory=list)  # visible tokens of each piece; the entry is a `_Source`
     num_tokens: int = 0  # length of all pieces
+
+    @property
+    def slices(self) -> tuple[tuple[int, int], ...]:
+        """Visible tokens [start, end) of each piece's request."""
+        return tuple((s.token_start, s.token_start + s.num_tokens) for s in self.hashes)
 
     def append(self, request: Request, hash_: bytes, start: int, end: int) -> None:
         """Append tokens [start, end) of a request."""
         last = self.hashes[-1] if self.hashes else None
         if last is not None and self.requests[-1] is request and last.token_start + last.num_tokens == start:
-            first = last.token_start
-            self.hashes[-1] = last._replace(num_tokens=end - first)
-            self.slices[-1] = first, end
+            self.hashes[-1] = last._replace(num_tokens=end - last.token_start)
         else:
             self.requests.append(request)
-            self.slices.append((start, end))
             self.hashes.append(KVSlice(_Source(hash_), start, end - start, self.num_tokens))  # type: ignore[arg-type]
         self.num_tokens += end - start
 
@@ -93,12 +94,9 @@ class RepairPlanner:
         assert request.repair is not None
         strategy, share = REPAIR_STRATEGIES[request.repair.strategy], request.repair.share
         parents = list(self._views(request))
-        if all(parent.is_exact for parent in parents):
-            return self._replace_parents(request, parents, [[] for _ in parents])
-        if share == 1:
-            return self._replace_parents(
-                request, parents, [[] if p.is_exact else [(0, len(p.tokens))] for p in parents]
-            )
+        if share == 1 or all(parent.is_exact for parent in parents):  # nothing to select
+            ranges: list[TokenRanges] = [[] if p.is_exact else [(0, len(p.tokens))] for p in parents]
+            return self._replace_parents(request, parents, ranges)
         if strategy.reads_kv and not self._is_loaded(request, parents):
             return []
         ranges = strategy.select(ContextView(self._core, request, parents, share))
@@ -141,7 +139,7 @@ class RepairPlanner:
         for dependency in context.requests:
             dependency.num_waiting_dependents += 1
         self._core.release_dependencies(request)
-        request.parents, request.parent_slices = tuple(context.requests), tuple(context.slices)
+        request.parents, request.parent_slices = tuple(context.requests), context.slices
         request.offsets, request.new_offset = (None,) * len(context.requests), None
         request.repair, request.repaired_positions = None, tuple(view.position for view in parents)
         waiting = self._core.scheduler.waiting
@@ -159,7 +157,7 @@ class RepairPlanner:
             cache_salt=request.cache_salt,
             prompt=tokens,
             parents=tuple(context.requests),
-            parent_slices=tuple(context.slices),
+            parent_slices=context.slices,
             offsets=(None,) * len(context.requests),
             new_offset=None,
             model=request.model,
