@@ -245,21 +245,26 @@ struct Kernel {
     const bf16* q = r.shift ? w.turned_plain.data() : w.plain.data();
     int end = (r1 - b0) * s.share, block = w.tile.BLOCK;
     for (int m = (r0 - b0) * s.share; m < end; m += block) {
-      int count = std::min(block, end - m);
-      w.tile.score(count, q + (int64_t)m * D);
+      int count = std::min(block, end - m), used = 0;
+      for (int row = b0 + m / s.share; row <= b0 + (m + count - 1) / s.share; row++)
+        used = std::max(used, std::min(range(s, r, row).to - t, n));
+      if (used <= 0) continue;
+      used = (used + 31) / 32 * 32;
+      w.tile.score(count, used, q + (int64_t)m * D);
       for (int a = 0; a < count; a++) {
         int row = b0 + (m + a) / s.share;
         Range x = range(s, r, row);
         int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // may be empty
         float scale = s.scale, *scores = &w.tile.scores[a * TILE];
         if (s.cap || s.slopes) {
-          for (int j = 0; j < n; j++) scores[j] *= scale;
-          shape(s, r, row, g * s.share + (m + a) % s.share, t, n, scores);
+          int shaped = std::min(n, used);
+          for (int j = 0; j < shaped; j++) scores[j] *= scale;
+          shape(s, r, row, g * s.share + (m + a) % s.share, t, shaped, scores);
           scale = 1;
         }
-        w.tile.soften(a, from, to, scale, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
+        w.tile.soften(a, from, to, used, scale, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
       }
-      w.tile.mix(count, acc + (int64_t)m * D);
+      w.tile.mix(count, used, acc + (int64_t)m * D);
     }
   }
 #endif
@@ -338,17 +343,20 @@ struct Kernel {
     int block = std::max(1, 192 / s.share), blocks = (s.rows + block - 1) / block;
     int64_t tiles = 0;
     for (int i = 0; i < segs; i++) tiles += (seg[i].hi - seg[i].lo + TILE - 1) / TILE;
-    int stripes = 1;
-    while (stripes < 8 && s.groups * blocks * stripes % threads && stripes < tiles) stripes++;
-    while (s.groups * blocks * stripes < threads && stripes < tiles) stripes++;
-    int items = s.groups * blocks * stripes, nq = std::min(block, s.rows) * s.share;
-    std::vector<float> acc((int64_t)items * nq * D), top((int64_t)items * nq), norm((int64_t)items * nq);
+    int stripes = 1, parts = s.groups * blocks;
+    // a few items must divide evenly; many balance themselves
+    while (stripes < 8 && parts < 8 * threads && parts * stripes % threads && stripes < tiles) stripes++;
+    while (parts * stripes < threads && stripes < tiles) stripes++;
+    int items = parts * stripes, nq = std::min(block, s.rows) * s.share;
+    int64_t kept = stripes > 1 ? (int64_t)items * nq : 0;  // partial results, merged at the end
+    std::unique_ptr<float[]> acc(new float[kept * D]), top(new float[kept]), norm(new float[kept]);
 #pragma omp parallel num_threads(threads)
     {
       Work w;
       w.query.resize(nq * D); w.turned.resize(nq * D); w.keys.resize(TILE * D);
       if (sizeof(T) < sizeof(float)) w.values.resize(TILE * D);
       w.scores.resize(WIDE * TILE);
+      std::vector<float> own(stripes > 1 ? 0 : (int64_t)nq * (D + 2));
 #if HAS_DOTS
       if (DOTS<T>) { w.plain.resize(nq * D); w.turned_plain.resize(nq * D); }
 #endif
@@ -357,25 +365,33 @@ struct Kernel {
       for (int i = 0; i < items; i++) {
         int stripe = i % stripes, g = i / stripes % s.groups, b = blocks - 1 - i / stripes / s.groups;
         int b0 = b * block, b1 = std::min(s.rows, b0 + block);
-        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, b0, b1, stripe, stripes, w,
-             &acc[(int64_t)i * nq * D], &top[(int64_t)i * nq], &norm[(int64_t)i * nq]);
+        int64_t at = (int64_t)i * nq;
+        float *sums = own.data(), *most = sums + nq * D, *weight = most + nq;
+        if (stripes > 1) sums = &acc[at * D], most = &top[at], weight = &norm[at];
+        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, b0, b1, stripe, stripes, w, sums, most, weight);
+        if (stripes == 1) merge_rows(s, sums, most, weight, 1, nq, g, b0, b1, out);
       }
       leave_amx();
 #pragma omp for schedule(static)
-      for (int i = 0; i < items / stripes; i++) {
+      for (int i = 0; i < (stripes > 1 ? items / stripes : 0); i++) {
         int g = i % s.groups, b = blocks - 1 - i / s.groups;
-        int b0 = b * block, b1 = std::min(s.rows, b0 + block);
-        int64_t base = (int64_t)i * stripes * nq;
-        for (int m = 0; m < (b1 - b0) * s.share; m++)
-          merge(&acc[base * D], &top[base], &norm[base], stripes, nq, m,
-                s.sinks ? s.sinks + g * s.share + m % s.share : nullptr,
-                out + ((int64_t)(b0 + m / s.share) * s.heads + g * s.share + m % s.share) * D);
+        int64_t at = (int64_t)i * stripes * nq;
+        merge_rows(s, &acc[at * D], &top[at], &norm[at], stripes, nq, g, b * block,
+                   std::min(s.rows, (b + 1) * block), out);
       }
     }
   }
 
+  // Writes rows b0 <= r < b1 of KV head g.
+  static void merge_rows(const Shape& s, const float* acc, const float* top, const float* norm, int stripes, int nq,
+                         int g, int b0, int b1, T* out) {
+    for (int m = 0; m < (b1 - b0) * s.share; m++)
+      merge(acc, top, norm, stripes, nq, m, s.sinks ? s.sinks + g * s.share + m % s.share : nullptr,
+            out + ((int64_t)(b0 + m / s.share) * s.heads + g * s.share + m % s.share) * D);
+  }
+
   // sink: extra softmax logit with a value of zero, or null
-  static void merge(float* acc, float* top, float* norm, int stripes, int nq, int m, const float* sink, T* out) {
+  static void merge(const float* acc, const float* top, const float* norm, int stripes, int nq, int m, const float* sink, T* out) {
     float best = -INFINITY, total = 0, sum[D] = {};
     for (int i = 0; i < stripes; i++) best = std::max(best, top[(int64_t)i * nq + m]);
     if (sink) {

@@ -177,26 +177,27 @@ struct PackedTile {
       _mm512_storeu_si512(to + LANES, _mm512_permutex2var_epi16(x, _mm512_load_si512(ORDER + 32), y));
   }
 
-  void score(int rows, const bf16* queries) {
-    multiply<false, D, TILE, TILE>(rows, width, queries, keys.data(), D / 2, scores.data());
+  // `used`: slots that a query of the block sees, rounded up to 32. The others are skipped.
+  void score(int rows, int used, const bf16* queries) {
+    multiply<false, D, TILE, TILE>(rows, used, queries, keys.data(), D / 2, scores.data());
   }
-  void mix(int rows, float* out) {
-    multiply<true, TILE, D, D>(rows, D, weights.data(), values.data(), width / 2, out);
+  void mix(int rows, int used, float* out) {
+    multiply<true, TILE, D, D>(rows, D, weights.data(), values.data(), used / 2, out);
   }
 
   // Online softmax step of query `m`: scores of visible slots [from, to) -> weights; updates running maximum and sum.
-  void soften(int m, int from, int to, float scale, float& top, float& norm, float* out) {
+  void soften(int m, int from, int to, int used, float scale, float& top, float& norm, float* out) {
     float* s = &scores[m * TILE];
     bf16* p = &weights[m * TILE];
-    if (from >= to) { std::fill(p, p + width, bf16{0}); return; }
+    if (from >= to) { std::fill(p, p + used, bf16{0}); return; }
     std::fill(s, s + from, -INFINITY);
-    std::fill(s + to, s + width, -INFINITY);
+    std::fill(s + to, s + used, -INFINITY);
     __m512 factor = _mm512_set1_ps(scale), most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int j = from / LANES * LANES; j < to; j += LANES)
       most = _mm512_max_ps(most, _mm512_mul_ps(_mm512_loadu_ps(s + j), factor));
     float best = std::max(top, _mm512_reduce_max_ps(most));
     __m512 offset = _mm512_set1_ps(best);
-    for (int j = 0; j < width; j += LANES) {
+    for (int j = 0; j < used; j += LANES) {
       __m512 x = exp2_short(_mm512_fmsub_ps(_mm512_loadu_ps(s + j), factor, offset));
       sum = _mm512_add_ps(sum, x);
       _mm256_storeu_si256((__m256i*)(p + j), (__m256i)_mm512_cvtneps_pbh(x));
