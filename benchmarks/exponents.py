@@ -203,6 +203,7 @@ def main() -> None:
     options.add_argument("--largest", type=int, default=1_000_000, help="leave out larger populations")
     options.add_argument("--only", choices=list(POPULATIONS), help="one population; nothing is saved")
     given = options.parse_args()
+    torch.set_num_threads(1)  # a second thread would spin, in this thread's time
     rows, times = [], {}
     for name, (measure, all_sizes) in POPULATIONS.items():
         if given.only not in (None, name):

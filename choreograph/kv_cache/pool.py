@@ -127,7 +127,7 @@ class PageAllocator:
         return pages
 
     def _choose_run(self, count: int, after: int | None, room: int) -> tuple[int, int]:
-        """Return the first page of a free run, and the offset in it."""
+        """Return the first page of a free run and an offset."""
         runs = self._free_runs
         if after is not None and after + 1 in runs.length_at:
             return after + 1, 0
