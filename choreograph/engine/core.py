@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ..attention.autotune import create_tuned_backend
@@ -111,14 +110,11 @@ class EngineCore:
                     parent.num_waiting_dependents += 1
                     if parent.priority > request.priority and not parent.is_finished:
                         self._raise_priority(parent, request.priority)
-                if request.is_text_only:
+                if request.decode_state is None and request.is_text_only:
                     self.finish(request, RequestState.DONE, "encoded")  # nothing to compute
                 else:
-                    waiting, request.sequence = self.scheduler.waiting, self.new_id()
-                    if waiting and waiting[-1].priority > request.priority:
-                        self.scheduler.enqueue(request)
-                    else:
-                        waiting.append(request)
+                    request.sequence = self.new_id()
+                    self.scheduler.waiting.add(request)
                 self.events.emit("submitted", request=request.id)
 
     def _raise_priority(self, request: Request, priority: int) -> None:
@@ -128,10 +124,11 @@ class EngineCore:
             if ancestor.priority > priority and not ancestor.is_finished:
                 ancestor.priority = priority
                 requests += ancestor.dependencies
-        self.scheduler.waiting.sort(key=attrgetter("order"))
+                if ancestor in self.scheduler.waiting:
+                    self.scheduler.waiting.add(ancestor)  # in its new place
 
     def _check_fits(self, request: Request) -> None:
-        if request.is_text_only or request.computed_layers is not None:
+        if request.computed_layers is not None or (request.decode_state is None and request.is_text_only):
             return
         pool, max_positions = self.cache_manager.pool, self.hf_model.model_info.max_positions
         num_tokens, _ = request.token_limits(len(request.prompt), max_positions)
@@ -338,6 +335,7 @@ class EngineCore:
             completion_tokens=len(decode_state.tokens),
         )
         request.state = RequestState.TOKENS_FINAL
+        self.scheduler.waiting.wake(request)
         if request.mode == "choreographed":
             if request.drops_stop:
                 entry.tokens.pop()
@@ -361,9 +359,10 @@ class EngineCore:
         request.state, request.finish_reason = state, reason
         self.context_loader.release(request.id)
         request.finish_time = request.finish_time or time.perf_counter()
-        for queue in (self.scheduler.waiting, self.scheduler.running):
-            if request in queue:
-                queue.remove(request)
+        self.scheduler.waiting.discard(request)
+        self.scheduler.waiting.wake(request)
+        if previous_state is not RequestState.WAITING and request in self.scheduler.running:
+            self.scheduler.running.remove(request)
         if not self.scheduler.running:
             self.model_runner.reset()
         if previous_state is RequestState.WAITING:

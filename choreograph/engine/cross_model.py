@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from ..errors import ConfigError
@@ -233,7 +234,7 @@ class CrossModelReuse:
     def load(self, request: Request) -> EngineLoad:
         """Return the work ahead of a partial prefill that can be admitted."""
         scheduler, num_layers = self._scheduler, len(self._cache_manager.pool.keys)
-        ahead = scheduler.waiting[: scheduler.waiting.index(request)]
+        ahead = takewhile(lambda other: other is not request, scheduler.waiting)
         tokens, pairs, batch_tokens = 0.0, 0.0, defaultdict[object, int](int)
         for other in (*scheduler.running, *ahead):
             layers = other.computed_layers
@@ -296,7 +297,7 @@ class CrossModelReuse:
             return "the partial-layer pool is too small"
         return ""
 
-    def recompute_lost(self, requests: Sequence[Request]) -> None:
+    def recompute_lost(self, requests: Iterable[Request]) -> None:
         """Requeue parents whose KV is lost, to be computed in all layers."""
         if not self._model_set.remote:  # only remote entries can be lost
             return

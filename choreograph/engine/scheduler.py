@@ -8,7 +8,6 @@ or the last tokens of a finished message and the header of the next one.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +19,7 @@ from ..outputs import Usage
 from .placement import PLACERS, insert_into_prefix_tree
 from .preemption import MAX_PASSED_OVER, Preemptor
 from .request import Request, RequestState, has_inputs, wrap_error
+from .waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from .core import EngineCore
@@ -95,7 +95,7 @@ class Scheduler:
     """Queues of waiting and running requests, packed into batches."""
 
     def __init__(self, core: "EngineCore") -> None:
-        self.waiting: list[Request] = []
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.blocked_request: Request | None = None  # next in order, if it waits for capacity
         self.current_request: Request | None = None  # being admitted or packed: the cause of an exception
@@ -132,17 +132,11 @@ class Scheduler:
     @property
     def blocked_on_memory(self) -> bool:
         """True if the next request or a running decode waits for capacity."""
-        return self.blocked_request in self.waiting or bool(self.preemptor.stalled)
+        return (self.blocked_request is not None and self.blocked_request in self.waiting) or bool(
+            self.preemptor.stalled
+        )
 
     # -- admission ----------------------------------------------------------------------------------------
-
-    def enqueue(self, request: Request) -> None:
-        """Insert a request into the waiting queue, in order."""
-        waiting = self.waiting
-        index = len(waiting)
-        while index and waiting[index - 1].order > request.order:
-            index -= 1
-        waiting.insert(index, request)
 
     def _admit_waiting(self) -> None:
         """Admit the requests that fit, in order.
@@ -154,11 +148,11 @@ class Scheduler:
         blocked: list[Request] = []
         if self._core.model_set.remote:  # only remote entries can be lost
             self._core.cross_model_reuse.recompute_lost(self.waiting)
-        for request in list(self.waiting):
-            if len(self.running) >= self._config.max_num_seqs:
+        self.waiting.start_pass()
+        while len(self.running) < self._config.max_num_seqs:
+            request = self.waiting.next_candidate()
+            if request is None:
                 break
-            if request.state is not RequestState.WAITING:
-                continue
             self.current_request = request
             for parent in request.dependencies:
                 if parent.state in (RequestState.FAILED, RequestState.CANCELLED):
@@ -167,6 +161,7 @@ class Scheduler:
                     break
             else:
                 if not request.dependencies_ready:
+                    self.waiting.park(request)
                     continue
                 if request.repair is None:
                     candidates = [request]
@@ -285,7 +280,8 @@ class Scheduler:
             self.preemptor.release_allocation(request)
             raise
         request.state = RequestState.RUNNING
-        self.waiting.remove(request)
+        self.waiting.discard(request)
+        self.waiting.wake(request)
         self.running.append(request)
         self._core.release_dependencies(request)
         self._core.events.emit(
@@ -328,13 +324,13 @@ class Scheduler:
         """
         self._step_count += 1
         while True:
-            num_waiting, self.current_request = len(self.waiting), None
+            num_waiting, self.current_request = len(self.waiting.numbers), None
             if num_waiting:
                 self._admit_waiting()
                 self.current_request = None
             self._grow_running()
             batch = self._next_batch(launched)
-            was_admitted = len(self.waiting) < num_waiting  # what was found in the cache may make others ready
+            was_admitted = len(self.waiting.numbers) < num_waiting  # what was found in the cache may make others ready
             if batch is not None or not (was_admitted or self.preemptor.resolve_stall()):
                 return batch
 
@@ -452,7 +448,7 @@ class Scheduler:
         """Check the invariants of both queues."""
         assert all(request.state is RequestState.WAITING for request in self.waiting)
         assert all(request.state in (RequestState.RUNNING, RequestState.TOKENS_FINAL) for request in self.running)
-        assert all(first.order < second.order for first, second in pairwise(self.waiting)), "out of order"
+        self.waiting.check()
         for request in self.running:
             assert request.entry.num_scheduled_tokens == request.entry.num_computed_tokens
             assert request.num_pending_tokens, "a running request has nothing to compute"

@@ -77,8 +77,9 @@ class Session(ChatTurns):
         self.model = self._resolve_model(model)
         self.id = core.new_id()
         self._messages: dict[int, Message] = {}  # by id, not released yet, in order
-        self._released_usage = Usage()  # of released messages
-        self._released_running: list[Request] = []  # released, but not finished: others attend to them
+        self._released_usage = Usage()  # of released messages that are not in `_released`
+        self._released: list[Request] = []  # released, not in `_released_usage`; others may attend to unfinished ones
+        self._max_released = 8  # of them, before the finished ones are removed
         self.closed = False
         self.on_close: list[Callable[[], None]] = []
         self.client_id = client_id
@@ -108,7 +109,7 @@ class Session(ChatTurns):
             with suppress(ChoreographError):  # reading the message raises it
                 message.result()
         with self._core.lock:
-            requests = [*self._released_running, *(message._request for message in self._messages.values())]
+            requests = [*self._released, *(message._request for message in self._messages.values())]
             return sum((request.current_usage for request in requests), self._released_usage)
 
     def close(self) -> None:
@@ -470,10 +471,11 @@ class Session(ChatTurns):
         with self._core.lock:
             if self._messages.pop(message.id, None) is None:
                 return
-            running = []
-            for request in (*self._released_running, message._request):
-                if request.is_finished:
-                    self._released_usage += request.current_usage
-                else:
-                    running.append(request)
-            self._released_running = running
+            released = self._released
+            released.append(message._request)
+            if (
+                len(released) > self._max_released
+            ):  # twice what is left: amortized, a release costs the same for any number
+                self._released_usage = sum((r.current_usage for r in released if r.is_finished), self._released_usage)
+                released[:] = [request for request in released if not request.is_finished]
+                self._max_released = 2 * len(released) + 8

@@ -166,9 +166,8 @@ class RepairPlanner:
         request.parents, request.parent_slices = tuple(context.requests), context.slices
         request.offsets, request.new_offset = (None,) * len(context.requests), None
         request.repair, request.repaired_positions = None, tuple(view.position for view in parents)
-        waiting = self._core.scheduler.waiting
-        index = waiting.index(request)
-        waiting[index:index] = prefills
+        for prefill in prefills:
+            self._core.scheduler.waiting.add(prefill)
         return [*prefills, request]
 
     def _build_prefill(self, request: Request, tokens: list[int], context: _RepairedContext) -> Request:
