@@ -30,12 +30,13 @@ from ..outputs import FinishReason
 from ..utils import DeferSigintLock
 from .cross_model import CrossModelReuse
 from .fault_isolation import find_unschedulable
-from .model_runner import ModelRunner
+from .model_runner import Batch, ModelRunner
 from .placement import cache_salt, insert_into_prefix_tree
 from .repair.planner import RepairPlanner
 from .request import Request, RequestState, wrap_error
 from .residency import ContextLoader
-from .scheduler import Batch, Scheduler
+from .scheduler import Scheduler
+from .speculation import Speculator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +68,7 @@ class EngineCore:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
         self.model_runner = ModelRunner(self.model_set, self.cache_manager.pool, self.backend)
         self.new_id = itertools.count(1).__next__
+        self.speculator = Speculator(config.draft_tokens, config.scheduler) if config.draft_tokens else None
         self.scheduler = Scheduler(self)
         self.context_loader = ContextLoader(self.cache_manager, self.scheduler, model_info.max_positions)
         self.cross_model_reuse = CrossModelReuse(self.cache_manager, self.model_set, self.scheduler, self.events)
@@ -260,8 +262,8 @@ class EngineCore:
         self.events.emit("step", tokens=len(batch.tokens), requests=len(batch.chunks))
         if logits is None or not batch.sampled:
             return []
-        launch_next = self.model_runner.overlaps and not self.scheduler.has_runnable
-        tokens = self.model_runner.sample(logits, batch.sampled, launch_next=launch_next)
+        launch_next = self.model_runner.overlaps and self.speculator is None and not self.scheduler.has_runnable
+        tokens = self.model_runner.sample(logits, batch, launch_next=launch_next)
         if len(tokens) != len(batch.sampled):
             raise RequestFailedError(f"the model gave {len(tokens)} rows of logits for {len(batch.sampled)} requests")
         return tokens
@@ -272,13 +274,15 @@ class EngineCore:
         An error while appending a token, or in a log-probability callback, fails only that request.
         """
         now = time.perf_counter()
-        for request, token in zip(batch.sampled, tokens, strict=True):
+        accepted = zip(batch.sampled, tokens, strict=True)
+        for request, token in accepted if self.speculator is None else self.speculator.verify(batch, accepted):
             try:
                 self._append_token(request, token, now)
             except Exception as exc:
                 self.fail(request, wrap_error(request, "appending its next token raised", exc))
-        for request, _, _, token_end in batch.chunks:
-            if request.entry is None or len(request.entry.tokens) > token_end or request.is_finished:
+        for request, *_ in batch.chunks:
+            entry = request.entry
+            if entry is None or len(entry.tokens) > entry.num_computed_tokens or request.is_finished:
                 continue
             if request.cancel_when_computed and request.state is RequestState.RUNNING and request.is_decode:
                 self.finish(request, RequestState.CANCELLED, "cancelled")

@@ -5,14 +5,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import ConfigError
 from ..events import EventBus
 from ..kv_cache.manager import KVCacheManager
 from ..models.model_set import ModelSet
 from .request import Request, RequestState
-from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class CrossModelReuse:
     """Model pairs with layer reuse enabled in one engine."""
 
     def __init__(
-        self, cache_manager: KVCacheManager, model_set: ModelSet, scheduler: Scheduler, events: EventBus
+        self, cache_manager: KVCacheManager, model_set: ModelSet, scheduler: "Scheduler", events: EventBus
     ) -> None:
         self._cache_manager = cache_manager
         self._model_set = model_set

@@ -296,6 +296,8 @@ class Engine:
                 num_running=len(core.scheduler.running),
                 num_steps=core.num_steps,
                 num_batched_tokens=core.num_batched_tokens,
+                num_drafted_tokens=core.speculator.num_drafted if core.speculator else 0,
+                num_accepted_tokens=core.speculator.num_accepted if core.speculator else 0,
                 **core.cache_manager.stats,
                 tier_tokens={
                     tier.name: sum(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -79,6 +80,15 @@ class DecodeState:
         if not self._uniforms:  # drawn in a batch: the same sequence as one by one
             self._uniforms = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64).tolist()[::-1]
         return self._uniforms[-1]
+
+    def after(self, tokens: list[int]) -> "DecodeState":
+        """Return a state to sample the token after `tokens` from."""
+        while len(self._uniforms) <= len(tokens) and not self.sampling.greedy:  # the same sequence as one by one
+            drawn = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64)
+            self._uniforms = drawn.tolist()[::-1] + self._uniforms
+        state = copy(self)
+        state.tokens, state._uniforms = self.tokens + tokens, self._uniforms[: -len(tokens)]
+        return state
 
     def append(self, token: int) -> FinishReason | None:
         """Append the next token.

@@ -6,16 +6,15 @@ to tokens of the same step, since each layer writes its KV before it reads. So o
 or the last tokens of a finished message and the header of the next one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ..attention.metadata import KVRead
 from ..errors import CacheFullError, ChoreographError, RequestFailedError, RequestTooLargeError
-from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads
+from ..kv_cache.entry import KVEntry
 from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
+from .model_runner import Batch
 from .placement import PLACERS, insert_into_prefix_tree
 from .preemption import MAX_PASSED_OVER, Preemptor
 from .request import Request, RequestState, has_inputs, wrap_error
@@ -28,67 +27,6 @@ BatchKey = tuple[str, frozenset[int] | None]  # weights group, computed layers (
 
 MAX_BLOCKED = 16  # requests that wait for capacity, after which admission ends for this step
 MAX_SKIPPED_STEPS = 8  # steps for which a prompt without waiting readers may be deferred
-
-
-class ScheduledChunk(NamedTuple):
-    """Tokens of one request that are computed in a batch."""
-
-    request: Request
-    q_start: int  # batch row of the first token
-    token_start: int  # first token of the entry
-    token_end: int  # end token (exclusive)
-
-
-@dataclass
-class Batch:
-    """Tokens of one step and the requests they belong to."""
-
-    tokens: list[int] = field(default_factory=list)  # (N,) token ids
-    positions: list[int] = field(default_factory=list)  # (N,) logical positions
-    slots: list[int] = field(default_factory=list)  # (N,) KV cache slots to write
-    models: list[str] = field(default_factory=list)  # (N,) model or adapter of each token
-    chunks: list[ScheduledChunk] = field(default_factory=list)  # in row order
-    sampled: list[Request] = field(default_factory=list)  # requests that get a token in this step
-    sampled_rows: list[int] = field(default_factory=list)  # batch rows whose logits they are sampled from
-    shared_headers: list[Request] = field(default_factory=list)  # requests that read another one's header
-    computed_layers: frozenset[int] | None = None  # layers that are computed; None: all
-    # called with a layer; each blocks until that layer is loaded
-    layer_waiters: tuple[Callable[[int], None], ...] = ()
-    # called with an entry and a layer; blocks until the cached inputs of that layer are loaded
-    wait_for_inputs: Callable[[KVEntry, int], None] = lambda entry, layer: None
-
-    def add_chunk(self, request: Request, num_tokens: int) -> None:
-        """Append the request's next `num_tokens` tokens."""
-        entry = request.entry
-        q_start, token_start = len(self.tokens), entry.num_scheduled_tokens
-        token_end = token_start + num_tokens
-        self.tokens += entry.tokens[token_start:token_end]
-        self.positions += range(entry.base_position + token_start, entry.base_position + token_end)
-        pages, page_size = entry.pages, entry.page_size
-        for token in range(token_start, token_end):
-            self.slots.append(pages[token // page_size] * page_size + token % page_size)
-        self.models += [entry.model] * num_tokens
-        self.chunks.append(ScheduledChunk(request, q_start, token_start, token_end))
-        self.computed_layers = entry.computed_layers
-        entry.num_scheduled_tokens = token_end
-        if request.shared_header is not None:
-            self.shared_headers.append(request)
-        is_sampled = request.state is RequestState.RUNNING and request.decode_state is not None
-        if is_sampled and not request.cancel_when_computed and token_end == len(entry.tokens):
-            self.sampled.append(request)
-            self.sampled_rows.append(len(self.tokens) - 1)
-
-    @property
-    def context_slices(self) -> Iterator[KVSlice]:
-        """KV slices that the batch's requests attend to."""
-        return (kv_slice for chunk in self.chunks for kv_slice in chunk.request.context)
-
-    def reads(self, layer: int = 0) -> Iterator[KVRead]:
-        """Yield the KV reads of every chunk in one layer."""
-        for request, q_start, token_start, token_end in self.chunks:
-            yield from context_reads(request.context, q_start, q_start + token_end - token_start, layer)
-            num_shared = request.shared_header.num_tokens if request.shared_header else 0
-            yield from causal_reads(request.entry, q_start, token_start, token_end, num_shared)
 
 
 class Scheduler:
@@ -412,6 +350,8 @@ class Scheduler:
         Returns None if no request is ready.
         """
         batch, token_budget, num_chunks = Batch(), self._config.max_num_batched_tokens, -1
+        speculator = self._core.speculator
+        drafts = {} if speculator is None else speculator.propose(requests)
         while num_chunks < len(batch.chunks) < len(requests):  # repeat while new chunks make others ready
             num_chunks = len(batch.chunks)
             for request in requests:
@@ -421,9 +361,10 @@ class Scheduler:
                     continue
                 if _is_ready(request, allow_loading) and (not batch.chunks or has_inputs(request)):
                     num_tokens = min(num_pending, token_budget)
-                    batch.add_chunk(request, num_tokens)
+                    draft = drafts.get(request.id, ())
+                    batch.add_chunk(request, num_tokens, draft)
                     request.last_scheduled_step = self._step_count
-                    token_budget -= num_tokens
+                    token_budget -= num_tokens + len(draft)
         self.current_request = None
         if not batch.chunks:
             return None
