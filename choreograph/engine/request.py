@@ -152,7 +152,7 @@ class Request:
     id: int
     session_id: int
     mode: Mode
-    cache_salt: str  # separates the cache by model and client
+    cache_salt: str  # separates the cache by model, client and labels
     prompt: list[int]  # tokens of a prefill, or the header of a decode
     parents: tuple["Request", ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
@@ -191,6 +191,8 @@ class Request:
     is_recompute: bool = False  # internal: recomputes a discarded entry
     repair: "Repair | None" = None  # share of the context to recompute; None once that is planned
     is_repair: bool = False  # internal: recomputes a part of another request's context
+    text_labels: frozenset[str] = frozenset()  # of the tokens
+    labels: frozenset[str] = frozenset()  # of the keys and values: `text_labels` and those of everything it attends to
     repaired_positions: tuple[int, ...] = ()  # `parent_positions` of a request whose parents were replaced
     # seconds of time.perf_counter(), as the times below
     submit_time: float = field(default_factory=time.perf_counter)
