@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import ConfigError, LeakError
-from .message import Message, unwrap_slice
+from .message import Message, MessageSlice, Parent, unwrap_slice
 from .request import Request
 
 if TYPE_CHECKING:
@@ -81,7 +81,50 @@ class LabelGuard:
             if message.clearance is not None:
                 _check(message, message.clearance)
         for message in messages:
+            if message.clearance is not None and message._request.mode == "choreographed":
+                self._replace_parents(message, message.clearance)
             self._set_labels(message)
+
+    def _replace_parents(self, message: Message, clearance: Labels) -> None:
+        """Replace the parents that saw forbidden labels by variants that did not."""
+        readable = tuple(self._readable(parent, clearance) for parent in message.parents)
+        if readable != message.parents:
+            message.parents = readable
+            message._request.parents = tuple(unwrap_slice(parent)._request for parent in readable)
+
+    def _readable(self, parent: Parent, clearance: Labels) -> Parent:
+        """Return the parent or its variant for a clearance.
+
+        The clearance contains the labels of its text. Missing variants of the message and its ancestors
+        are created, the oldest first. An ancestor whose text is forbidden is left out.
+        """
+        stack = [unwrap_slice(parent)]
+        while stack:
+            message = stack[-1]
+            seen = [p for p in _parents_of(message) if unwrap_slice(p)._request.text_labels <= clearance]
+            if _find_readable(message, clearance) is not None:
+                stack.pop()
+            elif missing := [m for m in map(unwrap_slice, seen) if _find_readable(m, clearance) is None]:
+                stack += missing
+            else:
+                parents = tuple(_readable_slice(p, clearance) for p in seen)
+                message.variants[_variant_key(message, clearance)] = self._reencode(message, parents)
+        return _readable_slice(parent, clearance)
+
+    def _reencode(self, message: Message, parents: tuple[Parent, ...]) -> Message:
+        """Submit a prefill of the message's tokens over other parents.
+
+        They follow each other without gaps: positions of the original may tell the length of what
+        is left out.
+        """
+        session, original = self._session, (message.imported_from or message)._request
+        tokens = list(original.tokens) if original.tokens_final else []
+        variant = session._build_request(tokens, parents, None, None, model=message.model)
+        if not original.tokens_final:
+            variant._request.source, variant._request.keeps_positions = original, False
+        variant.role, variant.kv_reuse = message.role, message.kv_reuse
+        variant._request.text_labels = message._request.text_labels
+        return session._submit([variant])[0]
 
     def _set_labels(self, message: Message) -> None:
         """Set the effective labels, and separate the cache by them.
@@ -107,8 +150,32 @@ class LabelGuard:
         request.cache_salt = f"{_PREFIX}{sorted(labels)}\0{salt}" if labels else salt
 
 
+def _parents_of(message: Message) -> tuple[Parent, ...]:
+    """Return what the message attended to."""
+    return (message.imported_from or message).parents
+
+
+def _variant_key(message: Message, clearance: Labels) -> tuple[str, str]:
+    """Return the key in `Message.variants`; equal for clearances with equal results."""
+    return message.model, f"labels {sorted(message.labels & clearance)}"
+
+
+def _find_readable(message: Message, clearance: Labels) -> Message | None:
+    """Return the message or its unreleased variant for a clearance, or None."""
+    candidate = message if message.labels <= clearance else message.variants.get(_variant_key(message, clearance))
+    if candidate is not None and candidate._request.released:
+        candidate = message.variants.get(_variant_key(message, clearance))
+    return None if candidate is None or candidate._request.released else candidate
+
+
+def _readable_slice(parent: Parent, clearance: Labels) -> Parent:
+    readable = _find_readable(unwrap_slice(parent), clearance)
+    assert readable is not None
+    return MessageSlice(readable, parent.start, parent.stop) if isinstance(parent, MessageSlice) else readable
+
+
 def _visible_labels(parent: Message) -> Labels:
-    """Return the labels of what a reader of a message gets: text, or keys and values."""
+    """Return the labels of what a reader gets: text, or KV."""
     request = parent._request
     return request.labels if request.mode == "choreographed" else request.text_labels
 

@@ -106,7 +106,7 @@ class Message:
         return self._request.labels
 
     def declassify(self, *labels: str) -> "Message":
-        """Remove labels from the message and from what later messages inherit of it.
+        """Remove labels from the message, for its later readers.
 
         Messages that attended to it before keep theirs. Returns the message.
         """

@@ -24,7 +24,7 @@ class MessageVariants:
         self._session, self._core = session, session._core
 
     def import_message(self, message: Message) -> Message:
-        """Return a message of this session with the KV entry, or the text, of another session's."""
+        """Return a message of this session with another session's KV or text."""
         session = self._session
         if not isinstance(message, Message):
             raise NotAMessageError(f"{message!r} is not a message")
@@ -49,7 +49,7 @@ class MessageVariants:
         return copy
 
     def import_kv(self, message: Message, snapshot: KVSnapshot, *, check: bool) -> bool:
-        """Complete a prefill from a snapshot; return False if there is no capacity at the moment."""
+        """Complete a prefill from a snapshot; return False without capacity for it."""
         if self._session._guard.is_active:
             self._session._guard.apply([message])
         for parent in self.resolve_parents(message):

@@ -160,7 +160,8 @@ class Request:
     # [start, end) of the visible tokens of each parent; None: all
     parent_slices: tuple[tuple[int, int] | None, ...]
     decode_state: DecodeState | None = None  # None for a prefill
-    source: "Request | None" = None  # request of another model whose tokens this one prefills again
+    source: "Request | None" = None  # request, often of another model, whose tokens this one prefills again
+    keeps_positions: bool = True  # at the positions of `source`
     # partial prefill: only these layers, from the hidden states of `source`; None: all
     computed_layers: frozenset[int] | None = None
     # sender whose pair with `model` has a selector: it sets `computed_layers` when the request is admitted
@@ -386,11 +387,9 @@ class Request:
         work of this request.
         """
         if self.source is not None and self.source.remote is None:
-            self.prompt, self.offsets, self.new_offset = (
-                self.source.tokens,
-                self.source.parent_positions,
-                self.source.position,
-            )
+            self.prompt = self.source.tokens
+            if self.keeps_positions:
+                self.offsets, self.new_offset = self.source.parent_positions, self.source.position
         finish_times = [p.finish_time if p.is_decode else p.ready_time for p in self.dependencies]
         self.ready_time = max([self.submit_time, *(t for t in finish_times if t is not None)])
 
