@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1, help="timed runs of every game; the fastest counts")
     args = parser.parse_args()
-    engine = make_engine()
+    engine = make_engine(compile=False, dtype="float32")
     results: dict[str, Any] = {name: [] for name in CONDITIONS}
     for seed in range(args.games):
         _, _, texts = run(engine, "prefix", {"orders": SECRETS[0]}, seed)
