@@ -25,6 +25,7 @@ from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
 from .core import EngineCore
 from .cross_model import LayerPattern, PatternSelector, parse_layer_pattern
+from .labels import OnLeak
 from .repair.strategy import Repair
 from .session import Session
 from .text import ChatTemplate
@@ -246,6 +247,9 @@ class Engine:
         client_id: str = "default",
         model: str = BASE_MODEL,
         repair: float | Repair | None = None,
+        labels: Iterable[str] | None = None,
+        clearance: Iterable[str] | None = None,
+        on_leak: OnLeak | None = None,
     ) -> Session:
         """Open a session; its messages are released when it closes.
 
@@ -255,6 +259,9 @@ class Engine:
             client_id: sessions of different clients never share KV.
             model: default model of requests, one of `models`.
             repair: share of the reused context that requests compute again; see `Session.prefill`.
+            labels: labels of the messages' texts, as also the next two a default (`docs/guard.md`).
+            clearance: labels that messages may attend to; None for all of them.
+            on_leak: "reencode" or "error"; see `Session.prefill`.
         """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
@@ -266,7 +273,10 @@ class Engine:
         tp_group = self.core.hf_model.tp_group
         if tp_group is not None and number is None:
             number = tp_group.broadcast("seed", random.getrandbits(63))
-        session = Session(self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair)
+        guard = labels, clearance, on_leak
+        session = Session(
+            self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair, guard=guard
+        )
         session.engine = self
         return session
 

@@ -162,7 +162,7 @@ class Request:
     id: int
     session_id: int
     mode: Mode
-    cache_salt: str  # separates the cache by model and client
+    cache_salt: str  # separates the cache by model, client and labels
     prompt: list[int]  # tokens of a prefill, or the header of a decode
     parents: tuple["Request", ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
@@ -170,7 +170,8 @@ class Request:
     # [start, end) of the visible tokens of each parent; None: all
     parent_slices: tuple[tuple[int, int] | None, ...]
     decode_state: DecodeState | None = None  # None for a prefill
-    source: "Request | None" = None  # request of another model whose tokens this one prefills again
+    source: "Request | None" = None  # request, often of another model, whose tokens this one prefills again
+    keeps_positions: bool = True  # at the positions of `source`
     # partial prefill: only these layers, from the hidden states of `source`; None: all
     computed_layers: frozenset[int] | None = None
     # sender whose pair with `model` has a selector: it sets `computed_layers` when the request is admitted
@@ -201,6 +202,8 @@ class Request:
     is_recompute: bool = False  # internal: recomputes a discarded entry
     repair: "Repair | None" = None  # share of the context to recompute; None once that is planned
     is_repair: bool = False  # internal: recomputes a part of another request's context
+    text_labels: frozenset[str] = frozenset()  # of the tokens
+    labels: frozenset[str] = frozenset()  # of the keys and values: `text_labels` and those of everything it attends to
     repaired_positions: tuple[int, ...] = ()  # `parent_positions` of a request whose parents were replaced
     # seconds of time.perf_counter(), as the times below
     submit_time: float = field(default_factory=time.perf_counter)
@@ -394,11 +397,9 @@ class Request:
         work of this request.
         """
         if self.source is not None and self.source.remote is None:
-            self.prompt, self.offsets, self.new_offset = (
-                self.source.tokens,
-                self.source.parent_positions,
-                self.source.position,
-            )
+            self.prompt = self.source.tokens
+            if self.keeps_positions:
+                self.offsets, self.new_offset = self.source.parent_positions, self.source.position
         finish_times = [p.finish_time if p.is_decode else p.ready_time for p in self.dependencies]
         self.ready_time = max([self.submit_time, *(t for t in finish_times if t is not None)])
 

@@ -5,22 +5,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
 
-from ..errors import (
-    ChoreographError,
-    ConfigError,
-    InvalidRequestError,
-    MessageReleasedError,
-    NotAMessageError,
-    SessionClosedError,
-    WrongSessionError,
-)
+from ..errors import ChoreographError, ConfigError, InvalidRequestError, SessionClosedError
 from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode, Usage
 from ..sampling_params import SamplingParams
 from ..utils import call_all, close_after
 from .core import EngineCore
 from .cross_model import LayerPattern, parse_layer_pattern
-from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
-from .message import Message, MessageSlice, unwrap_slice
+from .kv_export import KVSnapshot, unpin_session
+from .labels import UNGUARDED, CallGuard, LabelGuard, OnLeak
+from .message import Message, MessageSlice
 from .message_variants import MessageVariants
 from .placement import check_positions
 from .repair.strategy import Repair
@@ -30,7 +23,6 @@ from .validation import (
     Offsets,
     PromptInput,
     build_each,
-    check_choreographed,
     check_offsets,
     check_parents,
     check_position,
@@ -67,6 +59,7 @@ class Session(ChatTurns):
         client_id: str,
         model: str = BASE_MODEL,
         repair: float | Repair | None = None,
+        guard: CallGuard = UNGUARDED,
     ) -> None:
         self.engine: Engine = None  # type: ignore[assignment]  # the Engine that opened it
         self._core = core
@@ -85,6 +78,7 @@ class Session(ChatTurns):
         self.client_id = client_id
         self._repair = Repair.parse(repair)
         self._variants = MessageVariants(self)
+        self._guard = LabelGuard(self, *guard)
         self._seed_rng = random.Random(seed)
 
     def __enter__(self) -> "Session":
@@ -140,6 +134,9 @@ class Session(ChatTurns):
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
         repair: float | Repair | None = None,
+        labels: Iterable[str] | None = None,
+        clearance: Iterable[str] | None = None,
+        on_leak: OnLeak | None = None,
     ) -> Message: ...
     def prefill(
         self,
@@ -152,6 +149,9 @@ class Session(ChatTurns):
         kv_reuse="recompute",
         priority=0,
         repair=None,
+        labels=None,
+        clearance=None,
+        on_leak=None,
     ):
         """Prefill `tokens`, attending to all of `parents` and to themselves causally.
 
@@ -168,9 +168,14 @@ class Session(ChatTurns):
             priority: requests with a lower number are admitted first and preempted last.
             repair: share of the parents' tokens to compute again in this context, 0 to 1, or a
                 `Repair` (`docs/repair.md`); None for the session's.
+            labels: labels of the message's text (`docs/guard.md`), as also the next two; None for
+                the session's.
+            clearance: labels that the message may attend to; None for all of them.
+            on_leak: "reencode" encodes parents that saw other labels again, "error" refuses them.
         """
         args = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
         args |= {"model": model, "kv_reuse": kv_reuse, "priority": priority, "repair": repair}
+        args |= {"labels": labels, "clearance": clearance, "on_leak": on_leak}
         if is_batch(tokens):
             return self._submit(build_each(tokens, self._build_prefill, args))
         return self._submit([self._build_prefill(tokens, **args)])[0]
@@ -192,6 +197,9 @@ class Session(ChatTurns):
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
         repair: float | Repair | None = None,
+        labels: Iterable[str] | None = None,
+        clearance: Iterable[str] | None = None,
+        on_leak: OnLeak | None = None,
         **sampling_options: Any,
     ) -> Message: ...
     def decode(
@@ -208,6 +216,9 @@ class Session(ChatTurns):
         kv_reuse="recompute",
         priority=0,
         repair=None,
+        labels=None,
+        clearance=None,
+        on_leak=None,
         **sampling_options,
     ):
         """Generate a message that starts with `header` and ends with `footer`.
@@ -225,7 +236,8 @@ class Session(ChatTurns):
         """
         args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
         args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
-        args |= {"priority": priority, "repair": repair, **sampling_options}
+        args |= {"priority": priority, "repair": repair, "labels": labels, "clearance": clearance, "on_leak": on_leak}
+        args |= sampling_options
         if is_batch(header):
             return self._submit(build_each(header, self._build_decode, args))
         return self._submit([self._build_decode(header, **args)])[0]
@@ -236,25 +248,7 @@ class Session(ChatTurns):
         Costs nothing. In choreographed mode both share the KV entry, otherwise the text.
         """
         self._check_open()
-        if not isinstance(message, Message):
-            raise NotAMessageError(f"{message!r} is not a message")
-        if message._core is not self._core or message._request.cache_salt != self._cache_salt(message._request.model):
-            raise WrongSessionError(f"message {message.id} belongs to another engine or client: make it here")
-        if message._request.released:
-            raise MessageReleasedError(f"message {message.id} was released: keep it until its last use")
-        if self.mode != "choreographed" or message._request.mode != "choreographed":
-            return self.prefill(message.tokens)
-        message.result()
-        copy = self._build_request(message.tokens, (), None, message.position, model=message._request.model)
-        copy.role = message.role
-        copy.imported_from, copy._request.position = message.imported_from or message, message.position
-        if message._request.computed_layers is not None:  # can be recomputed as the original was
-            original = message._request
-            copy._request.computed_layers, copy._request.source = original.computed_layers, original.source
-            copy._request.parents, copy._request.parent_slices = original.parents, original.parent_slices
-        attach_entry(self._core, copy._request, message._request.entry)
-        self._register([copy])
-        return copy
+        return self._variants.import_message(message)
 
     def import_kv(
         self,
@@ -280,12 +274,8 @@ class Session(ChatTurns):
             InvalidRequestError: if the snapshot is of other tokens or parents, or is damaged.
         """
         message = self._build_prefill(tokens, parents, offsets, new_offset, model)
-        if self.mode == "choreographed":
-            for parent in self._variants.resolve_parents(message):
-                unwrap_slice(parent).wait_encoded()
-            if import_kv(self._core, message._request, snapshot, check=check):
-                self._register([message])
-                return message
+        if self.mode == "choreographed" and self._variants.import_kv(message, snapshot, check=check):
+            return message
         return self._submit([message])[0]
 
     def partial_prefill(
@@ -301,12 +291,6 @@ class Session(ChatTurns):
         Args:
             pattern: a `LayerPattern` or its three integers.
         """
-        if isinstance(message, MessageSlice):
-            raise InvalidRequestError(
-                f"message {message.id} is a slice: give the complete message, and slice the result"
-            )
-        check_parents([message], self._core, self.id)
-        check_choreographed(self.mode)
         return self._variants.with_layers(message, self._resolve_model(model), parse_layer_pattern(pattern))
 
     # -- building requests: everything is checked before anything is changed --------------------------------
@@ -321,11 +305,17 @@ class Session(ChatTurns):
         kv_reuse="recompute",
         priority=0,
         repair=None,
+        labels=None,
+        clearance=None,
+        on_leak=None,
     ) -> Message:
         self._check_open()
         parents = check_parents(parents, self._core, self.id)
         ids = tokenize_input(tokens, *self._vocabulary, opening=not parents, after_system=follows_system_turn(parents))
-        message = self._build_request(ids, parents, offsets, new_offset, None, None, model, kv_reuse, priority, repair)
+        guard = labels, clearance, on_leak
+        message = self._build_request(
+            ids, parents, offsets, new_offset, None, None, model, kv_reuse, priority, repair, guard
+        )
         message.role = tokens.role if isinstance(tokens, Turn) else None
         return message
 
@@ -342,6 +332,9 @@ class Session(ChatTurns):
         kv_reuse="recompute",
         priority=0,
         repair=None,
+        labels=None,
+        clearance=None,
+        on_leak=None,
         **sampling_options,
     ) -> Message:
         self._check_open()
@@ -365,8 +358,9 @@ class Session(ChatTurns):
         eos_token_ids = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
         decode_state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, self._chat_template)
         decode_state.is_chat_turn = isinstance(header, Turn) and footer is None
+        guard = labels, clearance, on_leak
         message = self._build_request(
-            ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse, priority, repair
+            ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse, priority, repair, guard
         )
         message.role = header.role if isinstance(header, Turn) else None
         return message
@@ -383,6 +377,7 @@ class Session(ChatTurns):
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
         repair: float | Repair | None = None,
+        guard: CallGuard | None = None,
     ) -> Message:
         """Build a validated request and its handle, without submitting it."""
         core = self._core
@@ -418,6 +413,8 @@ class Session(ChatTurns):
             check_positions(request, lengths, max_positions)
         message = Message(request, core, self._tokenizer)
         message.parents, message.kv_reuse = parents, kv_reuse
+        if guard is not None and (guard != UNGUARDED or self._guard.is_active):
+            self._guard.set_options(message, guard)
         return message
 
     def _cache_salt(self, model: str) -> str:
@@ -442,6 +439,8 @@ class Session(ChatTurns):
     def _submit(self, messages: list[Message]) -> list[Message]:
         """Submit all messages or none; a refused request consumes no session seed."""
         requests = []
+        if self._guard.is_active:
+            self._guard.apply(messages)
         for message in messages:
             request = message._request
             for parent in request.parents:

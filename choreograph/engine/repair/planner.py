@@ -58,7 +58,7 @@ class _RepairedContext:
 
         Computing any of them behind these pieces would not change its KV.
         """
-        if start or parent.computed_layers is not None or parent.cache_salt != reader.cache_salt:
+        if start or parent.computed_layers is not None or parent.model != reader.model:
             return False
         shift = self.num_tokens - parent.entry.base_position
         other = [
