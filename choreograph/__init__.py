@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .config import CacheConfig, EngineConfig, SchedulerConfig
     from .engine.cross_model import LayerPattern
     from .engine.engine import Engine
+    from .engine.explain import Explanation
     from .engine.message import Message
     from .engine.repair.strategy import Repair
     from .engine.session import Session
@@ -27,6 +28,7 @@ __all__ = [
     "ChoreographError",
     "Engine",
     "EngineConfig",
+    "Explanation",
     "LayerPattern",
     "Message",
     "Repair",
@@ -46,6 +48,7 @@ _MODULES = {
     "ChoreographError": "errors",
     "Engine": "engine.engine",
     "EngineConfig": "config",
+    "Explanation": "engine.explain",
     "LayerPattern": "engine.cross_model",
     "Message": "engine.message",
     "Repair": "engine.repair.strategy",

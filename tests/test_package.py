@@ -16,6 +16,7 @@ NAMES = [
     "ChoreographError",
     "Engine",
     "EngineConfig",
+    "Explanation",
     "LayerPattern",
     "Message",
     "Repair",

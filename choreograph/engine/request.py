@@ -191,6 +191,8 @@ class Request:
     is_recompute: bool = False  # internal: recomputes a discarded entry
     repair: "Repair | None" = None  # share of the context to recompute; None once that is planned
     is_repair: bool = False  # internal: recomputes a part of another request's context
+    # request and first token whose text this one repeats: of a repair or of an imported message
+    origin: "tuple[Request, int] | None" = None
     repaired_positions: tuple[int, ...] = ()  # `parent_positions` of a request whose parents were replaced
     # seconds of time.perf_counter(), as the times below
     submit_time: float = field(default_factory=time.perf_counter)

@@ -247,6 +247,7 @@ class Session(ChatTurns):
         copy = self._build_request(message.tokens, (), None, message.position, model=message._request.model)
         copy.role = message.role
         copy.imported_from, copy._request.position = message.imported_from or message, message.position
+        copy._request.origin = message._request, 0
         if message._request.computed_layers is not None:  # can be recomputed as the original was
             original = message._request
             copy._request.computed_layers, copy._request.source = original.computed_layers, original.source
