@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import CacheConfig, EngineConfig, SchedulerConfig
+    from .engine.budget import Budget
     from .engine.cross_model import LayerPattern
     from .engine.engine import Engine
     from .engine.explain import Explanation
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "CacheConfig",
     "ChoreographError",
     "Engine",
@@ -44,6 +46,7 @@ __all__ = [
 
 # Names are imported on first use: `import choreograph` takes milliseconds, torch is imported with the engine.
 _MODULES = {
+    "Budget": "engine.budget",
     "CacheConfig": "config",
     "ChoreographError": "errors",
     "Engine": "engine.engine",

@@ -12,6 +12,7 @@ from choreograph.attention.rope import rotate
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
+    "Budget",
     "CacheConfig",
     "ChoreographError",
     "Engine",

@@ -23,6 +23,7 @@ from ..models.loader import DEFAULT_MODEL, check_dtype, load
 from ..models.lora import LoraWeights
 from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
+from .budget import Budget
 from .core import EngineCore
 from .cross_model import LayerPattern, PatternSelector, parse_layer_pattern
 from .repair.strategy import Repair
@@ -246,6 +247,7 @@ class Engine:
         client_id: str = "default",
         model: str = BASE_MODEL,
         repair: float | Repair | None = None,
+        max_kl: float | Budget | None = None,
     ) -> Session:
         """Open a session; its messages are released when it closes.
 
@@ -255,6 +257,8 @@ class Engine:
             client_id: sessions of different clients never share KV.
             model: default model of requests, one of `models`.
             repair: share of the reused context that requests compute again; see `Session.prefill`.
+            max_kl: in its place: divergence from prefix mode to stay within, in nats a token; a `Budget`
+                learns which calls may reuse, a number alone computes every context.
         """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
@@ -268,6 +272,8 @@ class Engine:
             number = tp_group.broadcast("seed", random.getrandbits(63))
         session = Session(self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair)
         session.engine = self
+        if max_kl is not None:
+            Budget.parse(max_kl).attach(session)
         return session
 
     def step(self) -> bool:

@@ -279,7 +279,7 @@ def _score(core: "EngineCore", request: Request, segments: Sequence[_Segment]) -
 
 @contextmanager
 def _resident(core: "EngineCore", request: Request, context: Sequence[KVSlice]) -> Iterator[None]:
-    """Keep a context on the device inside the block; runs steps until it is."""
+    """Keep a context on the device inside the block."""
     owner_id = -request.id
     with core.lock:
         try:
@@ -305,38 +305,54 @@ def _divergence(prefix: Float[Tensor, "R V"], other: Float[Tensor, "R V"]) -> tu
 
 
 def _measure(message: "Message") -> tuple[tuple[float, ...], tuple[RepairTrial, ...]]:
-    """Compare with prefix mode in one pass; then try some shares of repair."""
-    core, request = message._core, message.wait_encoded()._request
-    tokens, num_scored = _own_tokens(request)
+    """Compare with prefix mode in one pass; then try some repairs."""
+    core, request, segment = message._core, message.wait_encoded()._request, _own_segment(message)
     if request.mode != "choreographed":
-        return (0.0,) * num_scored, ()
-    if request.released:
+        return (0.0,) * segment.num_scored, ()
+    prefix, actual = _score(core, request, [_prefix_segment(message), segment])
+    divergence = _divergence(prefix, actual)
+    shares = TRIAL_SHARES if request.parents and fmean(divergence) >= SMALL_KL else ()
+    return divergence, tuple(_try_repairs(message, shares, prefix))
+
+
+def measure_repairs(message: "Message", shares: Sequence[float]) -> list[RepairTrial]:
+    """Return the divergence of a choreographed message for each share that fits."""
+    message.wait_encoded()
+    prefix = _score(message._core, message._request, [_prefix_segment(message)])[0]
+    return list(_try_repairs(message, shares, prefix))
+
+
+def _try_repairs(message: "Message", shares: Sequence[float], prefix: Float[Tensor, "R V"]) -> Iterator[RepairTrial]:
+    own = _own_segment(message)
+    num_context = sum(parent.length for parent in message.parents)
+    for share in shares:
+        with _repaired_context(message, own.tokens, share) as context:
+            if context is not None:
+                segment = own._replace(position=num_context, context=context)
+                rows = _score(message._core, message._request, [segment])[0]
+                yield RepairTrial(share, fmean(_divergence(prefix, rows)))
+
+
+def _prefix_segment(message: "Message") -> _Segment:
+    """Return the text of context and message, as prefix mode has it."""
+    own, parents = _own_segment(message), _context(message._request)
+    text = [token for piece, first, end in parents for token in piece.tokens[first:end]]
+    return own._replace(tokens=text + own.tokens, position=0, context=())
+
+
+def _own_segment(message: "Message") -> _Segment:
+    """Return the message's own tokens over the context that it has."""
+    request, entry = message._request, message._request.entry
+    if request.mode == "choreographed" and request.released:
         raise MessageReleasedError(f"message {message.id} was released: explain it before")
     if request.computed_layers is not None:
         raise InvalidRequestError(f"message {message.id} has layers of two models: measure a message of one")
-    parents = [(piece, first, end) for piece, first, end in _context(request)]
-    text = [token for piece, first, end in parents for token in piece.tokens[first:end]]
-    entry = request.entry
-    prefix_segment = _Segment(text + tokens, 0, (), num_scored)
-    prefix, actual = _score(
-        core, request, [prefix_segment, _Segment(tokens, entry.base_position, entry.context, num_scored)]
-    )
-    divergence = _divergence(prefix, actual)
-    trials = []
-    for share in TRIAL_SHARES if parents and fmean(divergence) >= SMALL_KL else ():
-        with _repaired_context(message, tokens, share) as context:
-            if context is not None:
-                rows = _score(core, request, [_Segment(tokens, len(text), context, num_scored)])[0]
-                trials.append(RepairTrial(share, fmean(_divergence(prefix, rows))))
-    return divergence, tuple(trials)
-
-
-def _own_tokens(request: Request) -> tuple[list[int], int]:
-    """Return the tokens to score, and after how many of the last ones."""
     if request.decode_state is None:
-        return list(request.tokens), len(request.tokens)
-    generated = request.decode_state.tokens
-    return request.prompt + generated[:-1], len(generated)
+        tokens, num_scored = list(request.tokens), len(request.tokens)
+    else:
+        generated = request.decode_state.tokens
+        tokens, num_scored = request.prompt + generated[:-1], len(generated)
+    return _Segment(tokens, entry.base_position if entry else 0, entry.context if entry else (), num_scored)
 
 
 @contextmanager
@@ -363,7 +379,7 @@ def _repaired_context(message: "Message", tokens: list[int], share: float) -> It
         new_offset=None,
         model=original.model,
         weights_group=original.weights_group,
-        repair=Repair(share),
+        repair=Repair.parse(share),
     )
     core.add_requests([trial], random.Random(0))
     try:
@@ -409,7 +425,7 @@ def _recommend(
         seen = _names((m.message for parent in leaking for m in parent.leaked), names)
         yield (
             f"{_name(reader, names)} reads {_names((p.message for p in leaking), names)} that saw {seen}, "
-            f"outside of its context: {remedy}; or add it as a parent"
+            f"outside of its context: {'' if blocked else f'{remedy}; or '}add it as a parent"
         )
 
 

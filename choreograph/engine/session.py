@@ -46,6 +46,7 @@ from .validation import (
 )
 
 if TYPE_CHECKING:
+    from .budget import Budget
     from .engine import Engine
 
 DEFAULT_SAMPLING = SamplingParams()
@@ -73,18 +74,16 @@ class Session(ChatTurns):
         self._chat_template = chat_template
         self._tokenizer = core.hf_model.tokenizer
         self._vocabulary = chat_template, core.hf_model.model_info.vocab_size
-        self.mode = mode
+        self.mode, self.client_id = mode, client_id
         self.model = self._resolve_model(model)
         self.id = core.new_id()
         self._messages: dict[int, Message] = {}  # by id, not released yet, in order
         self._released_usage = Usage()  # of released messages
         self._released_running: list[Request] = []  # released, but not finished: others attend to them
-        self.closed = False
         self.on_close: list[Callable[[], None]] = []
-        self.client_id = client_id
-        self._repair = Repair.parse(repair)
-        self._variants = MessageVariants(self)
-        self._seed_rng = random.Random(seed)
+        self.closed, self._repair = False, Repair.parse(repair)
+        self._variants, self._seed_rng = MessageVariants(self), random.Random(seed)
+        self.budget: Budget | None = None  # chooses the repair of calls that give none
 
     def __enter__(self) -> "Session":
         return self
@@ -245,9 +244,8 @@ class Session(ChatTurns):
             return self.prefill(message.tokens)
         message.result()
         copy = self._build_request(message.tokens, (), None, message.position, model=message._request.model)
-        copy.role = message.role
-        copy.imported_from, copy._request.position = message.imported_from or message, message.position
-        copy._request.origin = message._request, 0
+        copy.role, copy.imported_from = message.role, message.imported_from or message
+        copy._request.position, copy._request.origin = message.position, (message._request, 0)
         if message._request.computed_layers is not None:  # can be recomputed as the original was
             original = message._request
             copy._request.computed_layers, copy._request.source = original.computed_layers, original.source
@@ -414,6 +412,8 @@ class Session(ChatTurns):
         )
         if parents and self.mode == "choreographed":
             request.repair = self._repair if repair is None else Repair.parse(repair)
+            if self.budget is not None and repair is None:
+                request.repair = self.budget.choose(request)
         if ids:  # not a variant, whose tokens and offsets are its source's
             check_positions(request, lengths, max_positions)
         message = Message(request, core, self._tokenizer)
