@@ -53,11 +53,11 @@ def explain(
         kl = message.explanation.kl
         for number, (parent, p) in enumerate(message.rows or [("", None)]):
             first = (message.name, "" if kl is None else f"{kl:.3f}") if not number else ("", "")
-            seen = ("", "", "", "", "", "", "")
+            seen: tuple[str, ...] = ("",) * 7
             if p is not None:
                 counts = (f"{p.shift:+d}", *map(str, (p.reused, p.repaired, p.computed)))
                 seen = (parent, message.describe(p.leaked), message.describe(p.blocked), *counts)
-            rows.append((first[0], *seen[:3], *seen[3:], first[1]))
+            rows.append((first[0], *seen, first[1]))
     header = ("message", "parent", "saw besides", "did not see", "moved", "reused", "repaired", "computed", "KL")
     print_table(console, title, header, rows, num_text_columns=4)
     for message in messages:
