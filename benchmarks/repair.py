@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from choreograph import Engine, Message, Repair, SamplingParams
+from choreograph import Budget, Engine, Message, Repair, SamplingParams
 from choreograph.console import print_table
 from choreograph.engine.request import RequestTag, tag_requests
 from choreograph.evaluation.runner import example_seed
@@ -49,6 +49,7 @@ def run(
     *,
     mode: Mode,
     repair: Repair | None,
+    max_kl: Budget | None = None,
     sampling: SamplingParams,
     options: dict[str, Any],
     seed: int,
@@ -63,7 +64,10 @@ def run(
             rows = measured.rows[message.id] = []
             message.on_logprobs(lambda row: rows.append(row.clone()))
 
-    with engine.session(mode=mode, seed=seed, repair=repair) as session, tag_requests(RequestTag(session, None, watch)):
+    with (
+        engine.session(mode=mode, seed=seed, repair=repair, max_kl=max_kl) as session,
+        tag_requests(RequestTag(session, None, watch)),
+    ):
         wf = WorkflowRun(session, sampling=sampling, replay=replay)
         call_workflow(workflow, wf, task, options).result()
         engine.run_until_idle()

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import CacheConfig, EngineConfig, SchedulerConfig
+    from .engine.budget import Budget
     from .engine.cross_model import LayerPattern
     from .engine.engine import Engine
+    from .engine.explain import Explanation
     from .engine.message import Message
     from .engine.repair.strategy import Repair
     from .engine.session import Session
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "CacheConfig",
     "ChoreographError",
     "Engine",
     "EngineConfig",
+    "Explanation",
     "LayerPattern",
     "Message",
     "Repair",
@@ -42,10 +46,12 @@ __all__ = [
 
 # Names are imported on first use: `import choreograph` takes milliseconds, torch is imported with the engine.
 _MODULES = {
+    "Budget": "engine.budget",
     "CacheConfig": "config",
     "ChoreographError": "errors",
     "Engine": "engine.engine",
     "EngineConfig": "config",
+    "Explanation": "engine.explain",
     "LayerPattern": "engine.cross_model",
     "Message": "engine.message",
     "Repair": "engine.repair.strategy",

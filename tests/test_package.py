@@ -12,10 +12,12 @@ from choreograph.attention.rope import rotate
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
+    "Budget",
     "CacheConfig",
     "ChoreographError",
     "Engine",
     "EngineConfig",
+    "Explanation",
     "LayerPattern",
     "Message",
     "Repair",

@@ -14,7 +14,15 @@ import typer
 from ..console import format_ms, make_console, print_table, print_text
 from ..errors import ChoreographError, ConfigError
 from ..outputs import BASE_MODEL
-from . import common, prompt_cache_commands, reuse_commands, serve_command, step_graph_commands, train_commands
+from . import (
+    common,
+    explain_command,
+    prompt_cache_commands,
+    reuse_commands,
+    serve_command,
+    step_graph_commands,
+    train_commands,
+)
 from .common import adapter_name, open_engine, parse_options
 
 if TYPE_CHECKING:
@@ -36,6 +44,7 @@ for group, earlier_name in ((prompt_cache_commands, "pml"), (step_graph_commands
     app.add_typer(group.app, name=earlier_name, hidden=True)
 app.command()(train_commands.trace)
 app.command()(train_commands.train)
+app.command()(explain_command.explain)
 app.command()(serve_command.serve)
 
 

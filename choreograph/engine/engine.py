@@ -23,6 +23,7 @@ from ..models.loader import DEFAULT_MODEL, check_dtype, load
 from ..models.lora import LoraWeights
 from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
+from .budget import Budget
 from .core import EngineCore
 from .cross_model import LayerPattern, PatternSelector, parse_layer_pattern
 from .labels import OnLeak
@@ -250,6 +251,7 @@ class Engine:
         labels: Iterable[str] | None = None,
         clearance: Iterable[str] | None = None,
         on_leak: OnLeak | None = None,
+        max_kl: float | Budget | None = None,
     ) -> Session:
         """Open a session; its messages are released when it closes.
 
@@ -262,6 +264,8 @@ class Engine:
             labels: labels of the messages' texts, as also the next two a default (`docs/guard.md`).
             clearance: labels that messages may attend to; None for all of them.
             on_leak: "reencode" or "error"; see `Session.prefill`.
+            max_kl: in its place: divergence from prefix mode to stay within, in nats a token; a `Budget`
+                learns which calls may reuse, a number alone computes every context.
         """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
@@ -278,6 +282,8 @@ class Engine:
             self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair, guard=guard
         )
         session.engine = self
+        if max_kl is not None:
+            Budget.parse(max_kl).attach(session)
         return session
 
     def step(self) -> bool:

@@ -14,6 +14,7 @@ from ..errors import ConfigError, InvalidPositionError, InvalidRequestError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import FinishReason, KVReuse, Timing, TokenLogprob, Usage
 from .core import EngineCore
+from .explain import Explanation, explain
 from .kv_export import KVSnapshot, export_kv, pin, unpin
 from .placement import resolve_offsets
 from .request import Request, RequestState, TokenMask
@@ -309,6 +310,15 @@ class Message:
                 f"message {self.id} has no KV entry of its own in {self._request.mode} mode: export works in choreographed mode"
             )
         return export_kv(self._core, self.wait_encoded()._request)
+
+    def explain(self, *, measure: bool = False) -> Explanation:
+        """Compare the message's context with prefix mode; completes the message.
+
+        Args:
+            measure: also compute the divergence of the message's distributions from prefix mode, in
+                one pass over the text of context and message, and with some shares of repair.
+        """
+        return explain(self, measure=measure)
 
     @property
     def kv_location(self) -> str:

@@ -38,7 +38,7 @@ class MessageVariants:
             return session.prefill(message.tokens, labels=original.text_labels or None)
         message.result()
         copy = session._build_request(message.tokens, (), None, message.position, model=original.model)
-        copy.role = message.role
+        copy.role, copy._request.origin = message.role, (original, 0)
         copy.imported_from, copy._request.position = message.imported_from or message, message.position
         if original.computed_layers is not None:  # can be recomputed as the original was
             copy._request.computed_layers, copy._request.source = original.computed_layers, original.source

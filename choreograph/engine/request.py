@@ -204,6 +204,8 @@ class Request:
     is_repair: bool = False  # internal: recomputes a part of another request's context
     text_labels: frozenset[str] = frozenset()  # of the tokens
     labels: frozenset[str] = frozenset()  # of the keys and values: `text_labels` and those of everything it attends to
+    # request and first token whose text this one repeats: of a repair or of an imported message
+    origin: "tuple[Request, int] | None" = None
     repaired_positions: tuple[int, ...] = ()  # `parent_positions` of a request whose parents were replaced
     # seconds of time.perf_counter(), as the times below
     submit_time: float = field(default_factory=time.perf_counter)

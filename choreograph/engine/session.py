@@ -38,6 +38,7 @@ from .validation import (
 )
 
 if TYPE_CHECKING:
+    from .budget import Budget
     from .engine import Engine
 
 DEFAULT_SAMPLING = SamplingParams()
@@ -66,20 +67,18 @@ class Session(ChatTurns):
         self._chat_template = chat_template
         self._tokenizer = core.hf_model.tokenizer
         self._vocabulary = chat_template, core.hf_model.model_info.vocab_size
-        self.mode = mode
+        self.mode, self.client_id = mode, client_id
         self.model = self._resolve_model(model)
         self.id = core.new_id()
         self._messages: dict[int, Message] = {}  # by id, not released yet, in order
         self._released_usage = Usage()  # of released messages that are not in `_released`
         self._released: list[Request] = []  # released, not in `_released_usage`; others may attend to unfinished ones
         self._max_released = 8  # of them, before the finished ones are removed
-        self.closed = False
+        self.closed, self._repair = False, Repair.parse(repair)
         self.on_close: list[Callable[[], None]] = []
-        self.client_id = client_id
-        self._repair = Repair.parse(repair)
-        self._variants = MessageVariants(self)
-        self._guard = LabelGuard(self, *guard)
+        self._variants, self._guard = MessageVariants(self), LabelGuard(self, *guard)
         self._seed_rng = random.Random(seed)
+        self.budget: Budget | None = None  # chooses the repair of calls that give none
 
     def __enter__(self) -> "Session":
         return self
@@ -409,6 +408,8 @@ class Session(ChatTurns):
         )
         if parents and self.mode == "choreographed":
             request.repair = self._repair if repair is None else Repair.parse(repair)
+            if self.budget is not None and repair is None:
+                request.repair = self.budget.choose(request)
         if ids:  # not a variant, whose tokens and offsets are its source's
             check_positions(request, lengths, max_positions)
         message = Message(request, core, self._tokenizer)
@@ -472,9 +473,7 @@ class Session(ChatTurns):
                 return
             released = self._released
             released.append(message._request)
-            if (
-                len(released) > self._max_released
-            ):  # twice what is left: amortized, a release costs the same for any number
+            if len(released) > self._max_released:  # twice what is left: a release costs the same for any number
                 self._released_usage = sum((r.current_usage for r in released if r.is_finished), self._released_usage)
                 released[:] = [request for request in released if not request.is_finished]
                 self._max_released = 2 * len(released) + 8

@@ -166,6 +166,7 @@ def make_record(example: Example, run: WorkflowRun, answer: Message) -> RunRecor
     usage = [message.result().usage for _, message in run.calls]
     return {
         "id": example.id,
+        "task": example.task,
         "scoring": SCORING_VERSION,  # rules by which the workflow read its outputs
         "answer": answer.text,
         "finish": answer.finish_reason,

@@ -109,6 +109,7 @@ class WorkflowRun(ChatTurns):
     def prefill(self, stage: str, tokens: PromptInput, parents: Iterable[Message] = (), **options: Any) -> Message: ...
     def prefill(self, stage, tokens, parents=(), **options):
         """Call `Session.prefill` for a stage; a list of calls returns a list."""
+        self._name_stage(stage)
         requests, uses_adapter = [], []
         for call in _as_batch("tokens", tokens, {"parents": parents, **options}):
             visible = call.get("parents", ())
@@ -135,6 +136,7 @@ class WorkflowRun(ChatTurns):
             options: those of `Session.decode`. Sampling parameters replace the run's, except for
                 `max_tokens`, a limit below that of the run, and `stop`, additional stop strings.
         """
+        self._name_stage(stage)
         uses_adapter = stage in self._adapter_stages
         calls = _as_batch("header", header, {"parents": parents, **options})
         with _located(sys._getframe(1)):
@@ -180,6 +182,10 @@ class WorkflowRun(ChatTurns):
                 )
             options["forced_tokens"] = replayed[number]
         return options
+
+    def _name_stage(self, stage: str) -> None:
+        if self.session.budget is not None:
+            self.session.budget.stage = stage
 
     def _record_call(self, stage: str, message: Message, uses_adapter: bool) -> None:
         self.calls.append(StageCall(stage, message))

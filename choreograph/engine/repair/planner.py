@@ -154,6 +154,7 @@ class RepairPlanner:
                 if kept < start + first:
                     context.append(parent, _hash_of(parent), kept, start + first)
                 prefills.append(self._build_prefill(request, view.tokens[first:last], context))
+                prefills[-1].origin = parent, start + first
                 kept = start + last
             if kept < end:
                 context.append(parent, _hash_of(parent), kept, end)

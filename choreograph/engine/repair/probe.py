@@ -7,11 +7,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...attention.backend import ForwardContext
+from ...attention.reference import apply_softcap_alibi, outside_window
 from ...attention.rope import rotate
 from ...kv_cache.entry import KVSlice
 
 if TYPE_CHECKING:
     from .strategy import ContextView
+
+
+ROWS = 256  # query tokens whose attention weights are in memory at once
 
 
 class ProbeContext:
@@ -74,27 +78,26 @@ class ProbeContext:
             values = torch.cat([self.context_values(layer), values])
             positions = torch.cat([self._context_positions, positions])
         positions, rows = positions.to(key.device), self._positions.to(key.device)
-        grouped_query = query[0].float().unflatten(0, (num_kv_heads, -1))  # G H/G N D
-        logits = torch.einsum("ghnd,cgd->ghnc", grouped_query, keys.float()) * scale
-        if spec.logit_softcap is not None:
-            logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
-        distance = rows[:, None] - positions
-        if spec.alibi_slopes is not None:
-            slopes = torch.tensor(spec.alibi_slopes, device=key.device).view(num_kv_heads, -1, 1, 1)
-            logits = logits - slopes * distance
-        hidden = distance < 0
-        if spec.sliding_window is not None:
-            hidden |= distance >= spec.sliding_window
-        logits = logits.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, len(rows), 1)
-            weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
-        else:
-            weights = logits.softmax(-1)
+        keys, values, scores, outputs = keys.float(), values.float(), [], []
+        for start in range(0, len(rows), ROWS):
+            grouped_query = query[0, :, start : start + ROWS].float().unflatten(0, (num_kv_heads, -1))  # G H/G N D
+            logits = torch.einsum("ghnd,cgd->ghnc", grouped_query, keys) * scale
+            distance = rows[start : start + ROWS, None] - positions
+            logits = apply_softcap_alibi(logits.flatten(0, 1), distance, spec).view(logits.shape)
+            hidden = distance < 0
+            hidden[:, : len(positions) - len(rows)] = False  # all of the context is visible, wherever it is placed
+            hidden |= outside_window(distance, spec)
+            logits = logits.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, len(distance), 1)
+                weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
+            else:
+                weights = logits.softmax(-1)
+            scores.append(weights[..., : len(self._context_positions)].sum(dim=(0, 1, 2)))
+            outputs.append(torch.einsum("ghnc,cgd->nghd", weights, values).flatten(1, 2))
         if self._reads_context:
-            self.scores.append(weights[..., : len(self._context_positions)].sum(dim=(0, 1, 2)))
-        result = torch.einsum("ghnc,cgd->nghd", weights, values.float())
-        return result.flatten(1, 2)[None].to(query.dtype)
+            self.scores.append(torch.stack(scores).sum(dim=0))
+        return torch.cat(outputs)[None].to(query.dtype)
 
 
 def _slots(kv_slice: KVSlice, device: torch.device) -> Int[Tensor, " C"]:
