@@ -220,5 +220,7 @@ class EngineConfig:
     compile_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=True), AfterValidator(_check_ascending)] | None = (
         None
     )
+    # speculative decoding: tokens drafted at most for a request in a step, from text that it reads; 0: none
+    draft_tokens: NonNegativeInt = 0
     quantization: Quantization | None = None  # weight-only, through torchao
     max_model_len: PositiveInt | None = None  # logical positions to use; None: the limit of the model

@@ -20,7 +20,8 @@ ChoreographError
 │   ├── MessageReleasedError               released message used as a parent or read
 │   ├── DuplicateParentError               one parent twice in the same request
 │   ├── InvalidTokensError                 no tokens, or ids outside the vocabulary
-│   └── InvalidPositionError               negative offset, or position beyond the model limit
+│   ├── InvalidPositionError               negative offset, or position beyond the model limit
+│   └── LeakError                          parent with labels that the clearance excludes
 ├── CacheFullError (MemoryError)           no space for the request, with the numbers
 │   ├── RequestTooLargeError               request larger than the whole KV cache
 │   └── CacheBusyError                     space is available after a running transfer
@@ -107,6 +108,10 @@ class InvalidTokensError(InvalidRequestError):
 
 class InvalidPositionError(InvalidRequestError):
     """Negative offset, or a position beyond the limit of the model."""
+
+
+class LeakError(InvalidRequestError):
+    """Parent with labels that the reader's clearance does not contain."""
 
 
 class CacheFullError(ChoreographError, MemoryError):

@@ -32,6 +32,8 @@ class Usage:
     computed_tokens: int = 0  # prefilled tokens: prompt, header and footer
     completion_tokens: int = 0  # generated tokens
     repaired_tokens: int = 0  # of `computed_tokens`, those of the context (`repair`)
+    drafted_tokens: int = 0  # drafted by speculative decoding
+    accepted_tokens: int = 0  # of these, generated
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
@@ -39,6 +41,8 @@ class Usage:
             self.computed_tokens + other.computed_tokens,
             self.completion_tokens + other.completion_tokens,
             self.repaired_tokens + other.repaired_tokens,
+            self.drafted_tokens + other.drafted_tokens,
+            self.accepted_tokens + other.accepted_tokens,
         )
 
 
@@ -63,6 +67,8 @@ class EngineStats:
     num_running: int  # admitted requests
     num_steps: int  # forward passes so far
     num_batched_tokens: int  # tokens computed so far
+    num_drafted_tokens: int  # of these, drafted by speculative decoding
+    num_accepted_tokens: int  # of these, generated
     num_pages: int  # device pages
     num_free_pages: int  # device pages of no entry
     num_referenced_pages: int  # device pages of entries that messages or requests reference

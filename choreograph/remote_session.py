@@ -41,10 +41,14 @@ class RemoteEngine:
         self._error = httpx.HTTPError
 
     def session(
-        self, *, mode: Mode = "choreographed", seed: int | None = None, model: str = BASE_MODEL
+        self, *, mode: Mode = "choreographed", seed: int | None = None, model: str = BASE_MODEL, **guard: Any
     ) -> "RemoteSession":
-        """Open a session, as `Engine.session`."""
-        reply = self.request("POST", "/sessions", {"mode": mode, "seed": seed, "model": model})
+        """Open a session, as `Engine.session`.
+
+        Args:
+            guard: `labels`, `clearance` and `on_leak`.
+        """
+        reply = self.request("POST", "/sessions", {"mode": mode, "seed": seed, "model": model, **_guard_body(guard)})
         return RemoteSession(self, reply["id"], mode)
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -90,6 +94,7 @@ class RemoteMessage:
         self.id: int = reply["id"]
         self.model: str = reply["model"]
         self.role: str | None = reply["role"]
+        self.labels = frozenset[str](reply["labels"])
         self._is_released = False
 
     def __repr__(self) -> str:
@@ -162,6 +167,12 @@ class RemoteMessage:
         """Yield the text, in one piece once it is complete."""
         yield self.text
 
+    def declassify(self, *labels: str) -> "RemoteMessage":
+        """Remove labels from the message, for its later readers."""
+        reply = self._session._request("POST", f"/messages/{self.id}/declassify", {"labels": list(labels)})
+        self.labels = frozenset(reply["labels"])
+        return self
+
     def release(self) -> None:
         """Release the message; values that were read stay readable."""
         if not self._is_released:
@@ -190,12 +201,13 @@ class RemoteSession(ChatTurns):
         *,
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
+        **guard: Any,
     ) -> Any:
         """Prefill tokens or a list of calls, as `Session.prefill`."""
         if _is_batch(tokens):
             return self._submit("prefill", tokens)
         call = {"tokens": tokens, "parents": parents, "offsets": offsets, "new_offset": new_offset}
-        return self._submit("prefill", [{**call, "model": model, "kv_reuse": kv_reuse}])[0]
+        return self._submit("prefill", [{**call, "model": model, "kv_reuse": kv_reuse, **guard}])[0]
 
     def decode(self, header: Any, parents: Iterable[Any] = (), *args: Any, **options: Any) -> Any:
         """Generate a message or a list of them, as `Session.decode`."""
@@ -232,6 +244,8 @@ _CALL_NAMES = {"prefill": "tokens", "decode": "header"}
 
 _OPTIONS = ("offsets", "new_offset", "model", "kv_reuse")
 
+_GUARD_OPTIONS = ("labels", "clearance", "on_leak")
+
 
 def _is_batch(value: object) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(call, Mapping) for call in value)
@@ -243,6 +257,7 @@ def _call_body(kind: str, call: Mapping[str, Any], parents: Sequence[Any]) -> di
     body: dict[str, Any] = {"kind": kind, "tokens": _prompt_body(call[_CALL_NAMES[kind]])}
     body["parents"] = [_parent_body(parent) for parent in parents]
     body |= {name: options.pop(name) for name in _OPTIONS if options.get(name) is not None}
+    body |= _guard_body({name: options.pop(name) for name in _GUARD_OPTIONS if name in options})
     options = {name: value for name, value in options.items() if name not in _OPTIONS}
     if body.get("offsets") is not None:
         body["offsets"] = list(body["offsets"])
@@ -255,6 +270,11 @@ def _call_body(kind: str, call: Mapping[str, Any], parents: Sequence[Any]) -> di
     elif options:
         raise InvalidRequestError(f"{next(iter(options))}: no such argument of prefill")
     return body
+
+
+def _guard_body(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return labels and clearance as JSON; the server checks them."""
+    return {name: sorted(v) if isinstance(v, set | frozenset) else v for name, v in options.items() if v is not None}
 
 
 def _prompt_body(prompt: Any) -> Any:

@@ -43,7 +43,7 @@ def test_public_names():
         "README.md",
         *(
             f"docs/{name}.md"
-            for name in ("quickstart", "workflows", "pml", "memory", "distillation", "reuse", "models")
+            for name in ("quickstart", "workflows", "pml", "memory", "distillation", "reuse", "models", "guard")
         ),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_list_is_taken_whole_or_not_at_all(engine, session):
     for bad in ({"header": []}, {"header": [1], "colour": 2}, {"sampling": GREEDY}, {"header": [{"header": [1]}]}):
         with pytest.raises(InvalidRequestError):
             session.decode([good, bad])
-        assert (engine.core.cache_manager.stats, len(session.messages), engine.core.scheduler.waiting) == before
+        assert (engine.core.cache_manager.stats, len(session.messages), list(engine.core.scheduler.waiting)) == before
 
 
 def test_arguments_beside_a_list_are_refused(session):

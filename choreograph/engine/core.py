@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ..attention.autotune import create_tuned_backend
@@ -31,12 +30,13 @@ from ..outputs import FinishReason
 from ..utils import DeferSigintLock
 from .cross_model import CrossModelReuse
 from .fault_isolation import find_unschedulable
-from .model_runner import ModelRunner
+from .model_runner import Batch, ModelRunner
 from .placement import cache_salt, insert_into_prefix_tree
 from .repair.planner import RepairPlanner
 from .request import Request, RequestState, wrap_error
 from .residency import ContextLoader
-from .scheduler import Batch, Scheduler
+from .scheduler import Scheduler
+from .speculation import Speculator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +68,7 @@ class EngineCore:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
         self.model_runner = ModelRunner(self.model_set, self.cache_manager.pool, self.backend)
         self.new_id = itertools.count(1).__next__
+        self.speculator = Speculator(config.draft_tokens, config.scheduler) if config.draft_tokens else None
         self.scheduler = Scheduler(self)
         self.context_loader = ContextLoader(self.cache_manager, self.scheduler, model_info.max_positions)
         self.cross_model_reuse = CrossModelReuse(self.cache_manager, self.model_set, self.scheduler, self.events)
@@ -111,14 +112,11 @@ class EngineCore:
                     parent.num_waiting_dependents += 1
                     if parent.priority > request.priority and not parent.is_finished:
                         self._raise_priority(parent, request.priority)
-                if request.is_text_only:
+                if request.decode_state is None and request.is_text_only:
                     self.finish(request, RequestState.DONE, "encoded")  # nothing to compute
                 else:
-                    waiting, request.sequence = self.scheduler.waiting, self.new_id()
-                    if waiting and waiting[-1].priority > request.priority:
-                        self.scheduler.enqueue(request)
-                    else:
-                        waiting.append(request)
+                    request.sequence = self.new_id()
+                    self.scheduler.waiting.add(request)
                 self.events.emit("submitted", request=request.id)
 
     def _raise_priority(self, request: Request, priority: int) -> None:
@@ -128,10 +126,11 @@ class EngineCore:
             if ancestor.priority > priority and not ancestor.is_finished:
                 ancestor.priority = priority
                 requests += ancestor.dependencies
-        self.scheduler.waiting.sort(key=attrgetter("order"))
+                if ancestor in self.scheduler.waiting:
+                    self.scheduler.waiting.add(ancestor)  # in its new place
 
     def _check_fits(self, request: Request) -> None:
-        if request.is_text_only or request.computed_layers is not None:
+        if request.computed_layers is not None or (request.decode_state is None and request.is_text_only):
             return
         pool, max_positions = self.cache_manager.pool, self.hf_model.model_info.max_positions
         num_tokens, _ = request.token_limits(len(request.prompt), max_positions)
@@ -263,8 +262,8 @@ class EngineCore:
         self.events.emit("step", tokens=len(batch.tokens), requests=len(batch.chunks))
         if logits is None or not batch.sampled:
             return []
-        launch_next = self.model_runner.overlaps and not self.scheduler.has_runnable
-        tokens = self.model_runner.sample(logits, batch.sampled, launch_next=launch_next)
+        launch_next = self.model_runner.overlaps and self.speculator is None and not self.scheduler.has_runnable
+        tokens = self.model_runner.sample(logits, batch, launch_next=launch_next)
         if len(tokens) != len(batch.sampled):
             raise RequestFailedError(f"the model gave {len(tokens)} rows of logits for {len(batch.sampled)} requests")
         return tokens
@@ -275,13 +274,15 @@ class EngineCore:
         An error while appending a token, or in a log-probability callback, fails only that request.
         """
         now = time.perf_counter()
-        for request, token in zip(batch.sampled, tokens, strict=True):
+        accepted = zip(batch.sampled, tokens, strict=True)
+        for request, token in accepted if self.speculator is None else self.speculator.verify(batch, accepted):
             try:
                 self._append_token(request, token, now)
             except Exception as exc:
                 self.fail(request, wrap_error(request, "appending its next token raised", exc))
-        for request, _, _, token_end in batch.chunks:
-            if request.entry is None or len(request.entry.tokens) > token_end or request.is_finished:
+        for request, *_ in batch.chunks:
+            entry = request.entry
+            if entry is None or len(entry.tokens) > entry.num_computed_tokens or request.is_finished:
                 continue
             if request.cancel_when_computed and request.state is RequestState.RUNNING and request.is_decode:
                 self.finish(request, RequestState.CANCELLED, "cancelled")
@@ -338,6 +339,7 @@ class EngineCore:
             completion_tokens=len(decode_state.tokens),
         )
         request.state = RequestState.TOKENS_FINAL
+        self.scheduler.waiting.wake(request)
         if request.mode == "choreographed":
             if request.drops_stop:
                 entry.tokens.pop()
@@ -361,9 +363,10 @@ class EngineCore:
         request.state, request.finish_reason = state, reason
         self.context_loader.release(request.id)
         request.finish_time = request.finish_time or time.perf_counter()
-        for queue in (self.scheduler.waiting, self.scheduler.running):
-            if request in queue:
-                queue.remove(request)
+        self.scheduler.waiting.discard(request)
+        self.scheduler.waiting.wake(request)
+        if previous_state is not RequestState.WAITING and request in self.scheduler.running:
+            self.scheduler.running.remove(request)
         if not self.scheduler.running:
             self.model_runner.reset()
         if previous_state is RequestState.WAITING:

@@ -4,14 +4,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import ConfigError
 from ..events import EventBus
 from ..kv_cache.manager import KVCacheManager
 from ..models.model_set import ModelSet
 from .request import Request, RequestState
-from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class CrossModelReuse:
     """Model pairs with layer reuse enabled in one engine."""
 
     def __init__(
-        self, cache_manager: KVCacheManager, model_set: ModelSet, scheduler: Scheduler, events: EventBus
+        self, cache_manager: KVCacheManager, model_set: ModelSet, scheduler: "Scheduler", events: EventBus
     ) -> None:
         self._cache_manager = cache_manager
         self._model_set = model_set
@@ -233,7 +236,7 @@ class CrossModelReuse:
     def load(self, request: Request) -> EngineLoad:
         """Return the work ahead of a partial prefill that can be admitted."""
         scheduler, num_layers = self._scheduler, len(self._cache_manager.pool.keys)
-        ahead = scheduler.waiting[: scheduler.waiting.index(request)]
+        ahead = takewhile(lambda other: other is not request, scheduler.waiting)
         tokens, pairs, batch_tokens = 0.0, 0.0, defaultdict[object, int](int)
         for other in (*scheduler.running, *ahead):
             layers = other.computed_layers
@@ -296,7 +299,7 @@ class CrossModelReuse:
             return "the partial-layer pool is too small"
         return ""
 
-    def recompute_lost(self, requests: Sequence[Request]) -> None:
+    def recompute_lost(self, requests: Iterable[Request]) -> None:
         """Requeue parents whose KV is lost, to be computed in all layers."""
         if not self._model_set.remote:  # only remote entries can be lost
             return

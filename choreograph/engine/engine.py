@@ -26,6 +26,7 @@ from ..utils import DeferSigintLock
 from .budget import Budget
 from .core import EngineCore
 from .cross_model import LayerPattern, PatternSelector, parse_layer_pattern
+from .labels import OnLeak
 from .repair.strategy import Repair
 from .session import Session
 from .text import ChatTemplate
@@ -248,6 +249,9 @@ class Engine:
         model: str = BASE_MODEL,
         repair: float | Repair | None = None,
         max_kl: float | Budget | None = None,
+        labels: Iterable[str] | None = None,
+        clearance: Iterable[str] | None = None,
+        on_leak: OnLeak | None = None,
     ) -> Session:
         """Open a session; its messages are released when it closes.
 
@@ -259,6 +263,9 @@ class Engine:
             repair: share of the reused context that requests compute again; see `Session.prefill`.
             max_kl: in its place: divergence from prefix mode to stay within, in nats a token; a `Budget`
                 learns which calls may reuse, a number alone computes every context.
+            labels: labels of the messages' texts, as also the next two a default (`docs/guard.md`).
+            clearance: labels that messages may attend to; None for all of them.
+            on_leak: "reencode" or "error"; see `Session.prefill`.
         """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
@@ -270,7 +277,10 @@ class Engine:
         tp_group = self.core.hf_model.tp_group
         if tp_group is not None and number is None:
             number = tp_group.broadcast("seed", random.getrandbits(63))
-        session = Session(self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair)
+        guard = labels, clearance, on_leak
+        session = Session(
+            self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair, guard=guard
+        )
         session.engine = self
         if max_kl is not None:
             Budget.parse(max_kl).attach(session)
@@ -302,6 +312,8 @@ class Engine:
                 num_running=len(core.scheduler.running),
                 num_steps=core.num_steps,
                 num_batched_tokens=core.num_batched_tokens,
+                num_drafted_tokens=core.speculator.num_drafted if core.speculator else 0,
+                num_accepted_tokens=core.speculator.num_accepted if core.speculator else 0,
                 **core.cache_manager.stats,
                 tier_tokens={
                     tier.name: sum(

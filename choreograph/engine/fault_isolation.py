@@ -1,9 +1,9 @@
 """Search for the request with which scheduling raises."""
 
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from .request import Request, RequestState
+from .waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -15,14 +15,14 @@ def find_unschedulable(scheduler: "Scheduler") -> tuple[Request, Exception] | No
     Return None if there is none. Schedules again with one more request each time, without computing anything.
     """
     pending = [*scheduler.running, *scheduler.waiting]
-    scheduler.running, scheduler.waiting, scheduler.is_probing = [], [], True
+    scheduler.running, scheduler.waiting, scheduler.is_probing = [], WaitingQueue(), True
     try:
         while pending:
             request = pending.pop(0)
             if request.is_finished:  # with its parent
                 continue
             queued = {*scheduler.running, *scheduler.waiting}
-            (scheduler.waiting if request.state is RequestState.WAITING else scheduler.running).append(request)
+            _enqueue(scheduler, request)
             try:
                 scheduler.schedule()
                 scheduler.rollback()
@@ -33,7 +33,7 @@ def find_unschedulable(scheduler: "Scheduler") -> tuple[Request, Exception] | No
                     return (request, exc)
                 scheduler.rollback()  # try what the request's admission has added, then the request again
                 scheduler.running = [other for other in scheduler.running if other in queued]
-                scheduler.waiting = [other for other in scheduler.waiting if other in queued]
+                scheduler.waiting = WaitingQueue(other for other in scheduler.waiting if other in queued)
                 pending = [*added, request, *pending]
             scheduler.rollback()
         return None
@@ -42,6 +42,12 @@ def find_unschedulable(scheduler: "Scheduler") -> tuple[Request, Exception] | No
         queued = {*scheduler.running, *scheduler.waiting}
         for request in pending:
             if not request.is_finished and request not in queued:
-                (scheduler.waiting if request.state is RequestState.WAITING else scheduler.running).append(request)
-        scheduler.waiting.sort(key=attrgetter("order"))
+                _enqueue(scheduler, request)
         scheduler.is_probing = False
+
+
+def _enqueue(scheduler: "Scheduler", request: Request) -> None:
+    if request.state is RequestState.WAITING:
+        scheduler.waiting.add(request)
+    else:
+        scheduler.running.append(request)

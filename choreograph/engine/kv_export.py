@@ -183,7 +183,7 @@ def unpin(core: EngineCore, request: Request, owner: str | None) -> None:
 def unpin_session(core: EngineCore, session_id: int) -> None:
     """Remove every pin made through a session."""
     with core.lock:
-        core.cache_manager.pins.unpin_matching(lambda owner: isinstance(owner, tuple) and owner[0] == session_id)
+        core.cache_manager.pins.unpin_session(session_id)
 
 
 def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check: bool) -> bool:

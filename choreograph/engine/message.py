@@ -69,7 +69,9 @@ class Message:
         self.role: str | None = None  # of a chat turn
         self.imported_from: Message | None = None  # the original of an imported message
         self.kv_reuse: KVReuse = "recompute"  # for parents of other models
-        self.variants: dict[tuple[str, str], Message] = {}  # by (model, reuse mode)
+        self.variants: dict[tuple[str, str], Message] = {}  # by (model, reuse mode or clearance)
+        self.clearance: frozenset[str] | None = None  # labels that it may attend to; None: all
+        self.on_leak = "reencode"  # what happens to parents with other labels
         self.on_release: Callable[[Message], None] | None = None
 
     def __repr__(self) -> str:
@@ -98,6 +100,25 @@ class Message:
         The other layers are reused from another model.
         """
         return None if self._request.computed_layers is None else tuple(sorted(self._request.computed_layers))
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """Labels of the message's text and of everything it attended to."""
+        return self._request.labels
+
+    def declassify(self, *labels: str) -> "Message":
+        """Remove labels from the message, for its later readers.
+
+        Messages that attended to it before keep theirs. Returns the message.
+        """
+        request = self._request
+        if unknown := set(labels) - request.labels:
+            raise InvalidRequestError(
+                f"message {self.id} has no labels {sorted(unknown)}: use some of {sorted(request.labels)}"
+            )
+        request.text_labels, request.labels = request.text_labels.difference(labels), request.labels.difference(labels)
+        self._core.events.emit("declassified", request=self.id, labels=sorted(labels))
+        return self
 
     @property
     def tokens(self) -> list[int]:
@@ -402,6 +423,9 @@ class Message:
         self._wait(self._is_finished)
 
 
-def unwrap_slice(parent: Message | MessageSlice) -> Message:
+Parent = Message | MessageSlice
+
+
+def unwrap_slice(parent: Parent) -> Message:
     """Return the message of a slice, or the message itself."""
     return parent.message if isinstance(parent, MessageSlice) else parent

@@ -1,18 +1,18 @@
-"""Per-model variants of messages for reuse across models (DroidSpeak §4.2)."""
+"""Variants of messages by model (DroidSpeak §4.2), and imported messages."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, MessageReleasedError, NotAMessageError, WrongSessionError
 from .cross_model import LayerPattern, RemoteContext
-from .kv_export import attach_entry
-from .message import Message, MessageSlice, unwrap_slice
+from .kv_export import KVSnapshot, attach_entry, import_kv
+from .labels import unlabelled_salt
+from .message import Message, MessageSlice, Parent, unwrap_slice
 from .request import Request, RequestState
+from .validation import check_choreographed, check_parents
 
 if TYPE_CHECKING:
     from .session import Session
-
-Parent = Message | MessageSlice
 
 ReencodeFn = Callable[[Message, tuple[Parent, ...]], Message]
 
@@ -22,6 +22,43 @@ class MessageVariants:
 
     def __init__(self, session: "Session") -> None:
         self._session, self._core = session, session._core
+
+    def import_message(self, message: Message) -> Message:
+        """Return a message of this session with another session's KV or text."""
+        session = self._session
+        if not isinstance(message, Message):
+            raise NotAMessageError(f"{message!r} is not a message")
+        original = message._request
+        salt = session._cache_salt(original.model)
+        if message._core is not self._core or unlabelled_salt(original.cache_salt) != salt:
+            raise WrongSessionError(f"message {message.id} belongs to another engine or client: make it here")
+        if original.released:
+            raise MessageReleasedError(f"message {message.id} was released: keep it until its last use")
+        if session.mode != "choreographed" or original.mode != "choreographed":
+            return session.prefill(message.tokens, labels=original.text_labels or None)
+        message.result()
+        copy = session._build_request(message.tokens, (), None, message.position, model=original.model)
+        copy.role = message.role
+        copy.imported_from, copy._request.position = message.imported_from or message, message.position
+        copy._request.origin = original, 0
+        if original.computed_layers is not None:  # can be recomputed as the original was
+            copy._request.computed_layers, copy._request.source = original.computed_layers, original.source
+            copy._request.parents, copy._request.parent_slices = original.parents, original.parent_slices
+        session._guard.copy_labels(original, copy._request)
+        attach_entry(self._core, copy._request, original.entry)
+        session._register([copy])
+        return copy
+
+    def import_kv(self, message: Message, snapshot: KVSnapshot, *, check: bool) -> bool:
+        """Complete a prefill from a snapshot; return False without capacity for it."""
+        if self._session._guard.is_active:
+            self._session._guard.apply([message])
+        for parent in self.resolve_parents(message):
+            unwrap_slice(parent).wait_encoded()
+        is_imported = import_kv(self._core, message._request, snapshot, check=check)
+        if is_imported:
+            self._session._register([message])
+        return is_imported
 
     def resolve_parents(self, message: Message) -> tuple[Parent, ...]:
         """Replace parents of other models by their variants for the message's model.
@@ -60,6 +97,12 @@ class MessageVariants:
 
     def with_layers(self, message: Message, model: str, pattern: LayerPattern) -> Message:
         """Return a variant that recomputes these layers, also of the context."""
+        if isinstance(message, MessageSlice):
+            raise InvalidRequestError(
+                f"message {message.id} is a slice: give the complete message, and slice the result"
+            )
+        check_parents([message], self._core, self._session.id)
+        check_choreographed(self._session.mode)
         num_layers = self._core.hf_model.model_info.layers
         if message.model == model:
             raise InvalidRequestError(f"message {message.id} was computed by {model!r} itself")
@@ -91,6 +134,7 @@ class MessageVariants:
         if below is not None and below is not message:
             restricted.variants[variant.model, "below"] = below  # released with it
         restricted._request.computed_layers = pattern.layers
+        self._session._guard.copy_labels(message._request, restricted._request)
         attach_entry(self._core, restricted._request, variant._request.entry)
         self._session._register([restricted])
         return restricted
@@ -137,6 +181,7 @@ class MessageVariants:
             return message
         variant = self._session._build_request([], parents, None, None, model=model)
         variant._request.source = (message.imported_from or message)._request
+        variant._request.text_labels = message._request.text_labels
         variant.kv_reuse = "reuse"  # its parents are resolved already
         self._set_pattern(variant._request, message.model, pattern)
         return self._session._submit([variant])[0]

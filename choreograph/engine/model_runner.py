@@ -1,4 +1,4 @@
-"""Model execution with overlap scheduling.
+"""Batches and their execution, with overlap scheduling.
 
 After each step the next one is planned, assuming that every decode continues: its attention
 metadata is that of the last step, advanced by one token. A GPU computes meanwhile.
@@ -10,16 +10,17 @@ launch, and a new owner writes to these slots later on the same stream.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..attention.backend import Backend, ForwardContext, to_device
-from ..attention.metadata import AttentionMetadata, build_metadata
-from ..kv_cache.entry import KVSlice, group_layers_by_context
+from ..attention.metadata import AttentionMetadata, KVRead, build_metadata
+from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads, group_layers_by_context
 from ..kv_cache.pool import KVPool
 from ..models.model_set import ModelSet
 from ..models.tensor_parallel import TPGroup
@@ -27,10 +28,88 @@ from ..outputs import TokenLogprob
 from .cross_model import LayerPattern
 from .request import DecodeState, Request, RequestState
 from .sampler import SampleOutput, sample
-from .scheduler import Batch, ScheduledChunk
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class ScheduledChunk(NamedTuple):
+    """Tokens of one request that are computed in a batch."""
+
+    request: Request
+    q_start: int  # batch row of the first token
+    token_start: int  # first token of the entry
+    token_end: int  # end token (exclusive)
+    num_drafts: int = 0  # rows that follow: drafted tokens, which are not part of the entry
+
+
+@dataclass
+class Batch:
+    """Tokens of one step and the requests they belong to."""
+
+    tokens: list[int] = field(default_factory=list)  # (N,) token ids
+    positions: list[int] = field(default_factory=list)  # (N,) logical positions
+    slots: list[int] = field(default_factory=list)  # (N,) KV cache slots to write
+    models: list[str] = field(default_factory=list)  # (N,) model or adapter of each token
+    chunks: list[ScheduledChunk] = field(default_factory=list)  # in row order
+    sampled: list[Request] = field(default_factory=list)  # requests that get a token in this step
+    sampled_rows: list[int] = field(default_factory=list)  # batch rows whose logits they are sampled from
+    # drafted tokens by request id; such a request is in `sampled` once for each of its rows
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    draft_states: dict[int, DecodeState] = field(default_factory=dict)  # by index into `sampled`, of drafted rows
+    shared_headers: list[Request] = field(default_factory=list)  # requests that read another one's header
+    computed_layers: frozenset[int] | None = None  # layers that are computed; None: all
+    # called with a layer; each blocks until that layer is loaded
+    layer_waiters: tuple[Callable[[int], None], ...] = ()
+    # called with an entry and a layer; blocks until the cached inputs of that layer are loaded
+    wait_for_inputs: Callable[[KVEntry, int], None] = lambda entry, layer: None
+
+    def add_chunk(self, request: Request, num_tokens: int, draft: Sequence[int] = ()) -> None:
+        """Append the request's next `num_tokens` tokens, and a draft after its last."""
+        entry = request.entry
+        q_start, token_start = len(self.tokens), entry.num_scheduled_tokens
+        token_end = token_start + num_tokens
+        self.tokens += entry.tokens[token_start:token_end]
+        self.tokens += draft
+        row_end = token_end + len(draft)
+        self.positions += range(entry.base_position + token_start, entry.base_position + row_end)
+        pages, page_size = entry.pages, entry.page_size
+        for token in range(token_start, row_end):
+            self.slots.append(pages[token // page_size] * page_size + token % page_size)
+        self.models += [entry.model] * (row_end - token_start)
+        self.chunks.append(ScheduledChunk(request, q_start, token_start, token_end, len(draft)))
+        self.computed_layers = entry.computed_layers
+        entry.num_scheduled_tokens = token_end
+        if request.shared_header is not None:
+            self.shared_headers.append(request)
+        is_sampled = request.state is RequestState.RUNNING and request.decode_state is not None
+        if is_sampled and not request.cancel_when_computed and token_end == len(entry.tokens):
+            self.sampled.append(request)
+            self.sampled_rows.append(q_start + num_tokens - 1)
+            if draft:
+                self._add_draft(request, list(draft))
+
+    def _add_draft(self, request: Request, draft: list[int]) -> None:
+        """Sample from drafted rows too, as if the tokens before were generated."""
+        assert request.decode_state is not None
+        self.drafts[request.id] = draft
+        for index in range(1, len(draft) + 1):
+            self.draft_states[len(self.sampled)] = request.decode_state.after(draft[:index])
+            self.sampled.append(request)
+            self.sampled_rows.append(self.sampled_rows[-1] + 1)
+
+    @property
+    def context_slices(self) -> Iterator[KVSlice]:
+        """KV slices that the batch's requests attend to."""
+        return (kv_slice for chunk in self.chunks for kv_slice in chunk.request.context)
+
+    def reads(self, layer: int = 0) -> Iterator[KVRead]:
+        """Yield the KV reads of every chunk in one layer."""
+        for request, q_start, token_start, token_end, num_drafts in self.chunks:
+            row_end = token_end + num_drafts
+            yield from context_reads(request.context, q_start, q_start + row_end - token_start, layer)
+            num_shared = request.shared_header.num_tokens if request.shared_header else 0
+            yield from causal_reads(request.entry, q_start, token_start, row_end, num_shared)
 
 
 class OverlapScheduler:
@@ -57,7 +136,7 @@ class OverlapScheduler:
     def plan_next(self, batch: Batch) -> None:
         """Plan the step after `batch`, assuming that all sampled requests continue."""
         previous, self._current = self._current, None
-        if not batch.sampled or batch.shared_headers:
+        if not batch.sampled or batch.shared_headers or batch.drafts:
             return
         next_batch, contexts = Batch(tokens=[0] * len(batch.sampled)), []
         for row, request in enumerate(batch.sampled):
@@ -264,8 +343,8 @@ class ModelRunner:
         self._overlap_scheduler.plan_next(batch)
         return logits
 
-    def sample(self, logits: "Tensor", requests: list[Request], *, launch_next: bool) -> list[int | None]:
-        """Sample one token per request; None where the logits are NaN.
+    def sample(self, logits: "Tensor", batch: Batch, *, launch_next: bool) -> list[int | None]:
+        """Sample a token per row of `batch.sampled`; None for NaN logits.
 
         With tensor parallelism, every rank takes the tokens and log-probabilities of rank 0.
 
@@ -273,9 +352,11 @@ class ModelRunner:
             launch_next: launch the next step early; set if no other request could compute now.
         """
         decode_states: list[DecodeState] = []
-        for request in requests:
+        for request in batch.sampled:
             assert request.decode_state is not None
             decode_states.append(request.decode_state)
+        for index, decode_state in batch.draft_states.items():
+            decode_states[index] = decode_state
         sample_output = sample(logits, decode_states)
         if launch_next:
             self._overlap_scheduler.launch_next(sample_output)

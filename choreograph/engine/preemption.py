@@ -76,7 +76,7 @@ class Preemptor:
         if self._scheduler.is_probing:
             return False
         loading = self._core.context_loader.request_id
-        waiting = next((other for other in self._scheduler.waiting if other.id == loading), None)
+        waiting = None if loading is None else next((r for r in self._scheduler.waiting if r.id == loading), None)
         if waiting is not None and waiting.order > request.order:
             self._core.context_loader.release(loading)
             return True
@@ -200,7 +200,7 @@ class Preemptor:
         request.entry = None  # type: ignore[assignment]
         for parent in request.dependencies:
             parent.num_waiting_dependents += 1
-        self._scheduler.enqueue(request)
+        self._scheduler.waiting.add(request)
 
     def release_allocation(self, request: Request) -> None:
         """Release all KV of an admitted request and discard its entry."""
@@ -240,7 +240,8 @@ class Preemptor:
             raise
         entry.tokens += tokens[len(entry.tokens) :]
         request.context, request.state = entry.context, RequestState.RUNNING
-        self._scheduler.waiting.remove(request)
+        self._scheduler.waiting.discard(request)
+        self._scheduler.waiting.wake(request)
         self._scheduler.running.append(request)
         for kv_slice in entry.context:
             cache.release(kv_slice.entry, request.message_owner)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -80,6 +81,15 @@ class DecodeState:
             self._uniforms = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64).tolist()[::-1]
         return self._uniforms[-1]
 
+    def after(self, tokens: list[int]) -> "DecodeState":
+        """Return a state to sample the token after `tokens` from."""
+        while len(self._uniforms) <= len(tokens) and not self.sampling.greedy:  # the same sequence as one by one
+            drawn = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64)
+            self._uniforms = drawn.tolist()[::-1] + self._uniforms
+        state = copy(self)
+        state.tokens, state._uniforms = self.tokens + tokens, self._uniforms[: -len(tokens)]
+        return state
+
     def append(self, token: int) -> FinishReason | None:
         """Append the next token.
 
@@ -152,7 +162,7 @@ class Request:
     id: int
     session_id: int
     mode: Mode
-    cache_salt: str  # separates the cache by model and client
+    cache_salt: str  # separates the cache by model, client and labels
     prompt: list[int]  # tokens of a prefill, or the header of a decode
     parents: tuple["Request", ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
@@ -160,7 +170,8 @@ class Request:
     # [start, end) of the visible tokens of each parent; None: all
     parent_slices: tuple[tuple[int, int] | None, ...]
     decode_state: DecodeState | None = None  # None for a prefill
-    source: "Request | None" = None  # request of another model whose tokens this one prefills again
+    source: "Request | None" = None  # request, often of another model, whose tokens this one prefills again
+    keeps_positions: bool = True  # at the positions of `source`
     # partial prefill: only these layers, from the hidden states of `source`; None: all
     computed_layers: frozenset[int] | None = None
     # sender whose pair with `model` has a selector: it sets `computed_layers` when the request is admitted
@@ -193,6 +204,8 @@ class Request:
     is_repair: bool = False  # internal: recomputes a part of another request's context
     # request and first token whose text this one repeats: of a repair or of an imported message
     origin: "tuple[Request, int] | None" = None
+    text_labels: frozenset[str] = frozenset()  # of the tokens
+    labels: frozenset[str] = frozenset()  # of the keys and values: `text_labels` and those of everything it attends to
     repaired_positions: tuple[int, ...] = ()  # `parent_positions` of a request whose parents were replaced
     # seconds of time.perf_counter(), as the times below
     submit_time: float = field(default_factory=time.perf_counter)
@@ -386,11 +399,9 @@ class Request:
         work of this request.
         """
         if self.source is not None and self.source.remote is None:
-            self.prompt, self.offsets, self.new_offset = (
-                self.source.tokens,
-                self.source.parent_positions,
-                self.source.position,
-            )
+            self.prompt = self.source.tokens
+            if self.keeps_positions:
+                self.offsets, self.new_offset = self.source.parent_positions, self.source.position
         finish_times = [p.finish_time if p.is_decode else p.ready_time for p in self.dependencies]
         self.ready_time = max([self.submit_time, *(t for t in finish_times if t is not None)])
 

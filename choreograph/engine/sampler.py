@@ -182,13 +182,21 @@ def _sample_batch(
     if sampled:  # first: the copies overlap with the forward pass
         sampling_tensor = _sampling_tensor(sampled_states, device)
         row_index = to_device(sampled, torch.long, device) if len(sampled) < len(logits) else None
-    largest, tokens = logits.max(-1)  # NaN if the row contains NaN
+    largest, tokens = _largest(logits)  # NaN if the row contains NaN
     if sampled:
         sampled_tokens = _sample_truncated(
             logits if row_index is None else logits[row_index], sampled_states, sampling_tensor
         )
         tokens = sampled_tokens if row_index is None else tokens.index_copy(0, row_index, sampled_tokens)
     return tokens.where(~largest.isnan(), NAN_LOGITS)
+
+
+def _largest(logits: Float[Tensor, "B V"]) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+    """Return the largest logit of every row and its token."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return logits.max(-1)
+    tokens = torch.from_numpy(logits.numpy().argmax(-1))  # vectorized, unlike torch's: a tenth of the time
+    return logits.gather(-1, tokens[:, None])[:, 0], tokens
 
 
 def _sampling_tensor(decode_states: list[DecodeState], device: torch.device) -> Float[Tensor, "B 5"]:

@@ -6,20 +6,19 @@ to tokens of the same step, since each layer writes its KV before it reads. So o
 or the last tokens of a finished message and the header of the next one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ..attention.metadata import KVRead
 from ..errors import CacheFullError, ChoreographError, RequestFailedError, RequestTooLargeError
-from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads
+from ..kv_cache.entry import KVEntry
 from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
+from .model_runner import Batch
 from .placement import PLACERS, insert_into_prefix_tree
 from .preemption import MAX_PASSED_OVER, Preemptor
 from .request import Request, RequestState, has_inputs, wrap_error
+from .waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from .core import EngineCore
@@ -30,72 +29,11 @@ MAX_BLOCKED = 16  # requests that wait for capacity, after which admission ends 
 MAX_SKIPPED_STEPS = 8  # steps for which a prompt without waiting readers may be deferred
 
 
-class ScheduledChunk(NamedTuple):
-    """Tokens of one request that are computed in a batch."""
-
-    request: Request
-    q_start: int  # batch row of the first token
-    token_start: int  # first token of the entry
-    token_end: int  # end token (exclusive)
-
-
-@dataclass
-class Batch:
-    """Tokens of one step and the requests they belong to."""
-
-    tokens: list[int] = field(default_factory=list)  # (N,) token ids
-    positions: list[int] = field(default_factory=list)  # (N,) logical positions
-    slots: list[int] = field(default_factory=list)  # (N,) KV cache slots to write
-    models: list[str] = field(default_factory=list)  # (N,) model or adapter of each token
-    chunks: list[ScheduledChunk] = field(default_factory=list)  # in row order
-    sampled: list[Request] = field(default_factory=list)  # requests that get a token in this step
-    sampled_rows: list[int] = field(default_factory=list)  # batch rows whose logits they are sampled from
-    shared_headers: list[Request] = field(default_factory=list)  # requests that read another one's header
-    computed_layers: frozenset[int] | None = None  # layers that are computed; None: all
-    # called with a layer; each blocks until that layer is loaded
-    layer_waiters: tuple[Callable[[int], None], ...] = ()
-    # called with an entry and a layer; blocks until the cached inputs of that layer are loaded
-    wait_for_inputs: Callable[[KVEntry, int], None] = lambda entry, layer: None
-
-    def add_chunk(self, request: Request, num_tokens: int) -> None:
-        """Append the request's next `num_tokens` tokens."""
-        entry = request.entry
-        q_start, token_start = len(self.tokens), entry.num_scheduled_tokens
-        token_end = token_start + num_tokens
-        self.tokens += entry.tokens[token_start:token_end]
-        self.positions += range(entry.base_position + token_start, entry.base_position + token_end)
-        pages, page_size = entry.pages, entry.page_size
-        for token in range(token_start, token_end):
-            self.slots.append(pages[token // page_size] * page_size + token % page_size)
-        self.models += [entry.model] * num_tokens
-        self.chunks.append(ScheduledChunk(request, q_start, token_start, token_end))
-        self.computed_layers = entry.computed_layers
-        entry.num_scheduled_tokens = token_end
-        if request.shared_header is not None:
-            self.shared_headers.append(request)
-        is_sampled = request.state is RequestState.RUNNING and request.decode_state is not None
-        if is_sampled and not request.cancel_when_computed and token_end == len(entry.tokens):
-            self.sampled.append(request)
-            self.sampled_rows.append(len(self.tokens) - 1)
-
-    @property
-    def context_slices(self) -> Iterator[KVSlice]:
-        """KV slices that the batch's requests attend to."""
-        return (kv_slice for chunk in self.chunks for kv_slice in chunk.request.context)
-
-    def reads(self, layer: int = 0) -> Iterator[KVRead]:
-        """Yield the KV reads of every chunk in one layer."""
-        for request, q_start, token_start, token_end in self.chunks:
-            yield from context_reads(request.context, q_start, q_start + token_end - token_start, layer)
-            num_shared = request.shared_header.num_tokens if request.shared_header else 0
-            yield from causal_reads(request.entry, q_start, token_start, token_end, num_shared)
-
-
 class Scheduler:
     """Queues of waiting and running requests, packed into batches."""
 
     def __init__(self, core: "EngineCore") -> None:
-        self.waiting: list[Request] = []
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.blocked_request: Request | None = None  # next in order, if it waits for capacity
         self.current_request: Request | None = None  # being admitted or packed: the cause of an exception
@@ -132,17 +70,11 @@ class Scheduler:
     @property
     def blocked_on_memory(self) -> bool:
         """True if the next request or a running decode waits for capacity."""
-        return self.blocked_request in self.waiting or bool(self.preemptor.stalled)
+        return (self.blocked_request is not None and self.blocked_request in self.waiting) or bool(
+            self.preemptor.stalled
+        )
 
     # -- admission ----------------------------------------------------------------------------------------
-
-    def enqueue(self, request: Request) -> None:
-        """Insert a request into the waiting queue, in order."""
-        waiting = self.waiting
-        index = len(waiting)
-        while index and waiting[index - 1].order > request.order:
-            index -= 1
-        waiting.insert(index, request)
 
     def _admit_waiting(self) -> None:
         """Admit the requests that fit, in order.
@@ -154,11 +86,11 @@ class Scheduler:
         blocked: list[Request] = []
         if self._core.model_set.remote:  # only remote entries can be lost
             self._core.cross_model_reuse.recompute_lost(self.waiting)
-        for request in list(self.waiting):
-            if len(self.running) >= self._config.max_num_seqs:
+        self.waiting.start_pass()
+        while len(self.running) < self._config.max_num_seqs:
+            request = self.waiting.next_candidate()
+            if request is None:
                 break
-            if request.state is not RequestState.WAITING:
-                continue
             self.current_request = request
             for parent in request.dependencies:
                 if parent.state in (RequestState.FAILED, RequestState.CANCELLED):
@@ -167,6 +99,7 @@ class Scheduler:
                     break
             else:
                 if not request.dependencies_ready:
+                    self.waiting.park(request)
                     continue
                 if request.repair is None:
                     candidates = [request]
@@ -285,7 +218,8 @@ class Scheduler:
             self.preemptor.release_allocation(request)
             raise
         request.state = RequestState.RUNNING
-        self.waiting.remove(request)
+        self.waiting.discard(request)
+        self.waiting.wake(request)
         self.running.append(request)
         self._core.release_dependencies(request)
         self._core.events.emit(
@@ -328,13 +262,13 @@ class Scheduler:
         """
         self._step_count += 1
         while True:
-            num_waiting, self.current_request = len(self.waiting), None
+            num_waiting, self.current_request = len(self.waiting.numbers), None
             if num_waiting:
                 self._admit_waiting()
                 self.current_request = None
             self._grow_running()
             batch = self._next_batch(launched)
-            was_admitted = len(self.waiting) < num_waiting  # what was found in the cache may make others ready
+            was_admitted = len(self.waiting.numbers) < num_waiting  # what was found in the cache may make others ready
             if batch is not None or not (was_admitted or self.preemptor.resolve_stall()):
                 return batch
 
@@ -416,6 +350,8 @@ class Scheduler:
         Returns None if no request is ready.
         """
         batch, token_budget, num_chunks = Batch(), self._config.max_num_batched_tokens, -1
+        speculator = self._core.speculator
+        drafts = {} if speculator is None else speculator.propose(requests)
         while num_chunks < len(batch.chunks) < len(requests):  # repeat while new chunks make others ready
             num_chunks = len(batch.chunks)
             for request in requests:
@@ -425,9 +361,10 @@ class Scheduler:
                     continue
                 if _is_ready(request, allow_loading) and (not batch.chunks or has_inputs(request)):
                     num_tokens = min(num_pending, token_budget)
-                    batch.add_chunk(request, num_tokens)
+                    draft = drafts.get(request.id, ())
+                    batch.add_chunk(request, num_tokens, draft)
                     request.last_scheduled_step = self._step_count
-                    token_budget -= num_tokens
+                    token_budget -= num_tokens + len(draft)
         self.current_request = None
         if not batch.chunks:
             return None
@@ -452,7 +389,7 @@ class Scheduler:
         """Check the invariants of both queues."""
         assert all(request.state is RequestState.WAITING for request in self.waiting)
         assert all(request.state in (RequestState.RUNNING, RequestState.TOKENS_FINAL) for request in self.running)
-        assert all(first.order < second.order for first, second in pairwise(self.waiting)), "out of order"
+        self.waiting.check()
         for request in self.running:
             assert request.entry.num_scheduled_tokens == request.entry.num_computed_tokens
             assert request.num_pending_tokens, "a running request has nothing to compute"

@@ -5,22 +5,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
 
-from ..errors import (
-    ChoreographError,
-    ConfigError,
-    InvalidRequestError,
-    MessageReleasedError,
-    NotAMessageError,
-    SessionClosedError,
-    WrongSessionError,
-)
+from ..errors import ChoreographError, ConfigError, InvalidRequestError, SessionClosedError
 from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode, Usage
 from ..sampling_params import SamplingParams
 from ..utils import call_all, close_after
 from .core import EngineCore
 from .cross_model import LayerPattern, parse_layer_pattern
-from .kv_export import KVSnapshot, attach_entry, import_kv, unpin_session
-from .message import Message, MessageSlice, unwrap_slice
+from .kv_export import KVSnapshot, unpin_session
+from .labels import UNGUARDED, CallGuard, LabelGuard, OnLeak
+from .message import Message, MessageSlice
 from .message_variants import MessageVariants
 from .placement import check_positions
 from .repair.strategy import Repair
@@ -30,7 +23,6 @@ from .validation import (
     Offsets,
     PromptInput,
     build_each,
-    check_choreographed,
     check_offsets,
     check_parents,
     check_position,
@@ -68,6 +60,7 @@ class Session(ChatTurns):
         client_id: str,
         model: str = BASE_MODEL,
         repair: float | Repair | None = None,
+        guard: CallGuard = UNGUARDED,
     ) -> None:
         self.engine: Engine = None  # type: ignore[assignment]  # the Engine that opened it
         self._core = core
@@ -78,10 +71,11 @@ class Session(ChatTurns):
         self.model = self._resolve_model(model)
         self.id = core.new_id()
         self._messages: dict[int, Message] = {}  # by id, not released yet, in order
-        self._released_usage = Usage()  # of released messages
-        self._released_running: list[Request] = []  # released, but not finished: others attend to them
+        self._released_usage = Usage()  # of released messages that are not in `_released`
+        self._released: list[Request] = []  # released, not in `_released_usage`; others may attend to unfinished ones
+        self._max_released = 8  # of them, before the finished ones are removed
         self.on_close: list[Callable[[], None]] = []
-        self.closed, self._repair = False, Repair.parse(repair)
+        self.closed, self._repair, self._guard = False, Repair.parse(repair), LabelGuard(self, *guard)
         self._variants, self._seed_rng = MessageVariants(self), random.Random(seed)
         self.budget: Budget | None = None  # chooses the repair of calls that give none
 
@@ -107,7 +101,7 @@ class Session(ChatTurns):
             with suppress(ChoreographError):  # reading the message raises it
                 message.result()
         with self._core.lock:
-            requests = [*self._released_running, *(message._request for message in self._messages.values())]
+            requests = [*self._released, *(message._request for message in self._messages.values())]
             return sum((request.current_usage for request in requests), self._released_usage)
 
     def close(self) -> None:
@@ -138,6 +132,9 @@ class Session(ChatTurns):
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
         repair: float | Repair | None = None,
+        labels: Iterable[str] | None = None,
+        clearance: Iterable[str] | None = None,
+        on_leak: OnLeak | None = None,
     ) -> Message: ...
     def prefill(
         self,
@@ -150,6 +147,9 @@ class Session(ChatTurns):
         kv_reuse="recompute",
         priority=0,
         repair=None,
+        labels=None,
+        clearance=None,
+        on_leak=None,
     ):
         """Prefill `tokens`, attending to all of `parents` and to themselves causally.
 
@@ -166,9 +166,14 @@ class Session(ChatTurns):
             priority: requests with a lower number are admitted first and preempted last.
             repair: share of the parents' tokens to compute again in this context, 0 to 1, or a
                 `Repair` (`docs/repair.md`); None for the session's.
+            labels: labels of the message's text (`docs/guard.md`), as also the next two; None for
+                the session's.
+            clearance: labels that the message may attend to; None for all of them.
+            on_leak: "reencode" encodes parents that saw other labels again, "error" refuses them.
         """
         args = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
         args |= {"model": model, "kv_reuse": kv_reuse, "priority": priority, "repair": repair}
+        args |= {"labels": labels, "clearance": clearance, "on_leak": on_leak}
         if is_batch(tokens):
             return self._submit(build_each(tokens, self._build_prefill, args))
         return self._submit([self._build_prefill(tokens, **args)])[0]
@@ -190,6 +195,9 @@ class Session(ChatTurns):
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
         repair: float | Repair | None = None,
+        labels: Iterable[str] | None = None,
+        clearance: Iterable[str] | None = None,
+        on_leak: OnLeak | None = None,
         **sampling_options: Any,
     ) -> Message: ...
     def decode(
@@ -206,6 +214,9 @@ class Session(ChatTurns):
         kv_reuse="recompute",
         priority=0,
         repair=None,
+        labels=None,
+        clearance=None,
+        on_leak=None,
         **sampling_options,
     ):
         """Generate a message that starts with `header` and ends with `footer`.
@@ -223,7 +234,8 @@ class Session(ChatTurns):
         """
         args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
         args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
-        args |= {"priority": priority, "repair": repair, **sampling_options}
+        args |= {"priority": priority, "repair": repair, "labels": labels, "clearance": clearance, "on_leak": on_leak}
+        args |= sampling_options
         if is_batch(header):
             return self._submit(build_each(header, self._build_decode, args))
         return self._submit([self._build_decode(header, **args)])[0]
@@ -234,25 +246,7 @@ class Session(ChatTurns):
         Costs nothing. In choreographed mode both share the KV entry, otherwise the text.
         """
         self._check_open()
-        if not isinstance(message, Message):
-            raise NotAMessageError(f"{message!r} is not a message")
-        if message._core is not self._core or message._request.cache_salt != self._cache_salt(message._request.model):
-            raise WrongSessionError(f"message {message.id} belongs to another engine or client: make it here")
-        if message._request.released:
-            raise MessageReleasedError(f"message {message.id} was released: keep it until its last use")
-        if self.mode != "choreographed" or message._request.mode != "choreographed":
-            return self.prefill(message.tokens)
-        message.result()
-        copy = self._build_request(message.tokens, (), None, message.position, model=message._request.model)
-        copy.role, copy.imported_from = message.role, message.imported_from or message
-        copy._request.position, copy._request.origin = message.position, (message._request, 0)
-        if message._request.computed_layers is not None:  # can be recomputed as the original was
-            original = message._request
-            copy._request.computed_layers, copy._request.source = original.computed_layers, original.source
-            copy._request.parents, copy._request.parent_slices = original.parents, original.parent_slices
-        attach_entry(self._core, copy._request, message._request.entry)
-        self._register([copy])
-        return copy
+        return self._variants.import_message(message)
 
     def import_kv(
         self,
@@ -278,12 +272,8 @@ class Session(ChatTurns):
             InvalidRequestError: if the snapshot is of other tokens or parents, or is damaged.
         """
         message = self._build_prefill(tokens, parents, offsets, new_offset, model)
-        if self.mode == "choreographed":
-            for parent in self._variants.resolve_parents(message):
-                unwrap_slice(parent).wait_encoded()
-            if import_kv(self._core, message._request, snapshot, check=check):
-                self._register([message])
-                return message
+        if self.mode == "choreographed" and self._variants.import_kv(message, snapshot, check=check):
+            return message
         return self._submit([message])[0]
 
     def partial_prefill(
@@ -299,12 +289,6 @@ class Session(ChatTurns):
         Args:
             pattern: a `LayerPattern` or its three integers.
         """
-        if isinstance(message, MessageSlice):
-            raise InvalidRequestError(
-                f"message {message.id} is a slice: give the complete message, and slice the result"
-            )
-        check_parents([message], self._core, self.id)
-        check_choreographed(self.mode)
         return self._variants.with_layers(message, self._resolve_model(model), parse_layer_pattern(pattern))
 
     # -- building requests: everything is checked before anything is changed --------------------------------
@@ -319,11 +303,17 @@ class Session(ChatTurns):
         kv_reuse="recompute",
         priority=0,
         repair=None,
+        labels=None,
+        clearance=None,
+        on_leak=None,
     ) -> Message:
         self._check_open()
         parents = check_parents(parents, self._core, self.id)
         ids = tokenize_input(tokens, *self._vocabulary, opening=not parents, after_system=follows_system_turn(parents))
-        message = self._build_request(ids, parents, offsets, new_offset, None, None, model, kv_reuse, priority, repair)
+        guard = labels, clearance, on_leak
+        message = self._build_request(
+            ids, parents, offsets, new_offset, None, None, model, kv_reuse, priority, repair, guard
+        )
         message.role = tokens.role if isinstance(tokens, Turn) else None
         return message
 
@@ -340,6 +330,9 @@ class Session(ChatTurns):
         kv_reuse="recompute",
         priority=0,
         repair=None,
+        labels=None,
+        clearance=None,
+        on_leak=None,
         **sampling_options,
     ) -> Message:
         self._check_open()
@@ -363,8 +356,9 @@ class Session(ChatTurns):
         eos_token_ids = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
         decode_state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, self._chat_template)
         decode_state.is_chat_turn = isinstance(header, Turn) and footer is None
+        guard = labels, clearance, on_leak
         message = self._build_request(
-            ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse, priority, repair
+            ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse, priority, repair, guard
         )
         message.role = header.role if isinstance(header, Turn) else None
         return message
@@ -381,6 +375,7 @@ class Session(ChatTurns):
         kv_reuse: KVReuse = "recompute",
         priority: int = 0,
         repair: float | Repair | None = None,
+        guard: CallGuard | None = None,
     ) -> Message:
         """Build a validated request and its handle, without submitting it."""
         core = self._core
@@ -412,12 +407,14 @@ class Session(ChatTurns):
         )
         if parents and self.mode == "choreographed":
             request.repair = self._repair if repair is None else Repair.parse(repair)
-            if self.budget is not None and repair is None:
+            if self.budget and repair is None:
                 request.repair = self.budget.choose(request)
         if ids:  # not a variant, whose tokens and offsets are its source's
             check_positions(request, lengths, max_positions)
         message = Message(request, core, self._tokenizer)
         message.parents, message.kv_reuse = parents, kv_reuse
+        if guard is not None and (guard != UNGUARDED or self._guard.is_active):
+            self._guard.set_options(message, guard)
         return message
 
     def _cache_salt(self, model: str) -> str:
@@ -442,6 +439,8 @@ class Session(ChatTurns):
     def _submit(self, messages: list[Message]) -> list[Message]:
         """Submit all messages or none; a refused request consumes no session seed."""
         requests = []
+        if self._guard.is_active:
+            self._guard.apply(messages)
         for message in messages:
             request = message._request
             for parent in request.parents:
@@ -471,10 +470,11 @@ class Session(ChatTurns):
         with self._core.lock:
             if self._messages.pop(message.id, None) is None:
                 return
-            running = []
-            for request in (*self._released_running, message._request):
-                if request.is_finished:
-                    self._released_usage += request.current_usage
-                else:
-                    running.append(request)
-            self._released_running = running
+            released = self._released
+            released.append(message._request)
+            if (
+                len(released) > self._max_released
+            ):  # twice what is left: amortized, a release costs the same for any number
+                self._released_usage = sum((r.current_usage for r in released if r.is_finished), self._released_usage)
+                released[:] = [request for request in released if not request.is_finished]
+                self._max_released = 2 * len(released) + 8

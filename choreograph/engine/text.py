@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+from transformers import PreTrainedTokenizerFast
 
 from ..errors import ConfigError, InvalidTokensError
 from ..models.template_sandbox import TemplateLimitError, render_chat
@@ -327,7 +328,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, header: list[int], byte_token_ids: frozenset[int]) -> None:
-        self._tokenizer, self._byte_token_ids = tokenizer, byte_token_ids
+        self._decode_ids, self._byte_token_ids = _decoder(tokenizer), byte_token_ids
         start = max(0, len(header) - CONTEXT_TOKENS)
         while start and header[start] in byte_token_ids:
             start -= 1
@@ -360,5 +361,14 @@ class Detokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return self._decode_ids(ids, skip_special_tokens=True)
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """Return the `decode` of a tokenizer without transformers' input checks."""
+    decode: Callable[..., str] = tokenizer.decode
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces:
+        kind, base = type(tokenizer), PreTrainedTokenizerFast
+        if (kind.decode, kind._decode) == (base.decode, base._decode):  # not overridden
+            decode = tokenizer.backend_tokenizer.decode
+    return decode

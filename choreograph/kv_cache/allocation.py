@@ -55,6 +55,7 @@ def grow_entry(cache_manager: "KVCacheManager", entry: KVEntry, num_tokens: int,
         max_pages, after = pool.num_pages_for(max_tokens) - num_pages, entry.pages[-1] if entry.pages else None
         partial = entry.computed_layers is not None
         entry.set_pages(entry.pages + allocate_pages(cache_manager, missing, max_pages, after=after, partial=partial))
+        cache_manager.resident[entry.id] = entry
 
 
 def _chunk_pages(pool: KVPool) -> int:

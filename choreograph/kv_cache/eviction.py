@@ -18,6 +18,8 @@ extend.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from heapq import heappop, heappush
+from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -181,38 +183,61 @@ class PinTable:
         self.clock = clock  # returns monotonic seconds
         self._cache_manager = cache_manager
         self.expiry: dict[tuple[KVEntry, object], float] = {}  # seconds of the clock, infinite for no expiry
+        self._next: list[
+            tuple[float, int, tuple[KVEntry, object]]
+        ] = []  # heap of finite ones, stale where `expiry` differs
+        self._new_number = count().__next__  # orders pins of equal expiry
+        self._by_session: dict[object, dict[tuple[KVEntry, object], None]] = {}  # by the first item of the owner
 
     def pin(self, entry: KVEntry, owner: object, seconds: float | None = None) -> None:
         """Keep an entry on the device for `seconds`, or until unpinned."""
         seconds = math.inf if seconds is None else seconds
-        self.expiry[entry, owner] = seconds if seconds == math.inf else self.clock() + seconds
+        until = self.expiry[entry, owner] = seconds if seconds == math.inf else self.clock() + seconds
+        if until < math.inf:
+            heappush(self._next, (until, self._new_number(), (entry, owner)))
+        if isinstance(owner, tuple):
+            self._by_session.setdefault(owner[0], {})[entry, owner] = None
         self._cache_manager.acquire(entry, ("pin", owner))
 
     def unpin(self, entry: KVEntry, owner: object) -> None:
-        if self.expiry.pop((entry, owner), None) is not None:
-            self._cache_manager.release(entry, ("pin", owner))
+        if self.expiry.pop((entry, owner), None) is None:
+            return
+        if isinstance(owner, tuple):
+            pins = self._by_session[owner[0]]
+            del pins[entry, owner]
+            if not pins:
+                del self._by_session[owner[0]]
+        self._cache_manager.release(entry, ("pin", owner))
 
-    def unpin_matching(self, predicate: Callable[[object], bool]) -> None:
-        for entry, owner in [pin for pin in self.expiry if predicate(pin[1])]:
+    def unpin_session(self, session_id: int) -> None:
+        """Remove the pins whose owner is a tuple that starts with `session_id`."""
+        for entry, owner in list(self._by_session.get(session_id, ())):
             self.unpin(entry, owner)
 
     def expire(self) -> None:
         """Remove the pins whose time is over."""
-        if min(self.expiry.values(), default=math.inf) < math.inf:  # a clock shared by processes costs a broadcast
+        if self._first_expiry() < math.inf:  # a clock shared by processes costs a broadcast
             now = self.clock()
-            for entry, owner in [pin for pin, until in self.expiry.items() if until <= now]:
-                self.unpin(entry, owner)
+            while self._first_expiry() <= now:
+                self.unpin(*self._next[0][2])
 
     @property
     def next_expiry(self) -> float | None:
         """Seconds until the next pin expires; None if none does."""
-        until = min(self.expiry.values(), default=math.inf)
+        until = self._first_expiry()
         return None if until == math.inf else max(0.0, until - self.clock())
+
+    def _first_expiry(self) -> float:
+        """Return the first expiry in clock seconds, infinite without one."""
+        while self._next and self.expiry.get(self._next[0][2]) != self._next[0][0]:
+            heappop(self._next)
+        return self._next[0][0] if self._next else math.inf
 
     def __len__(self) -> int:
         return len(self.expiry)
 
     def check(self) -> None:
         """Check that every pin is an owner of its entry."""
+        assert self._first_expiry() == min(self.expiry.values(), default=math.inf), "a pin is missing in the heap"
         for entry, owner in self.expiry:
             assert ("pin", owner) in entry.owners, "a pin is not among the owners of its entry"

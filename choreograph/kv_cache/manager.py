@@ -50,6 +50,7 @@ class KVCacheManager:
         self._policy_name, self._policy = eviction, EVICTION_POLICIES[eviction]
         self._events = events
         self.entries: dict[int, KVEntry] = {}
+        self.resident: dict[int, KVEntry] = {}  # those with device pages, which evictions search
         self._by_hash: dict[bytes, KVEntry] = {}
         self._prefix_trees: dict[str, PrefixTree] = {}
         self._clock = itertools.count(1)
@@ -101,6 +102,8 @@ class KVCacheManager:
         entry = KVEntry(entry_id, tokens, base_position, context, pages, page_size, last_access=entry_id, **fields)
         entry.num_final_tokens = len(tokens)
         self.entries[entry.id] = entry
+        if pages:
+            self.resident[entry.id] = entry
         return entry
 
     def acquire(self, entry: KVEntry, owner: tuple[str, object]) -> None:
@@ -172,6 +175,8 @@ class KVCacheManager:
         """Free an entry's pages after the first `count`."""
         unused = entry.pages[count:]
         entry.set_pages(entry.pages[:count])
+        if not count:
+            self.resident.pop(entry.id, None)
         self.prefetcher.num_usable_pages += len(unused)
         self.pool.release(unused)
 
@@ -261,9 +266,8 @@ class KVCacheManager:
         """Return the evictable entries of the main or of the partial-layer pool."""
         return [
             entry
-            for entry in self.entries.values()
-            if entry.pages
-            and (entry.computed_layers is not None) == partial
+            for entry in self.resident.values()
+            if (entry.computed_layers is not None) == partial
             and not entry.in_use
             and entry.transfer is None
             and entry.is_complete
@@ -457,6 +461,7 @@ class KVCacheManager:
             assert not e.pages or len(e.tokens) <= len(e.pages) * e.page_size
             assert e.pages or not e.num_computed_tokens, f"KV entry {e.id} has computed tokens but no pages"
             assert all((page > self.pool.pages) == (e.computed_layers is not None) for page in e.pages)
+        assert self.resident == {e.id: e for e in entries if e.pages}, "the index of resident entries is wrong"
         for key, e in self._by_hash.items():
             assert e.content_hash == key and e.id in self.entries
         self.pins.check()

@@ -9,6 +9,70 @@ from torch import Tensor
 from ..errors import CacheFullError
 
 
+class FreeRuns:
+    """Runs of consecutive free pages, found in O(log pages)."""
+
+    def __init__(self) -> None:
+        self.length_at: dict[int, int] = {}  # by first page
+        self._start_of: dict[int, int] = {}  # first page by end page, exclusive
+        self._size = 1  # leaves of the tree
+        self._tree = [0, 0]  # maximum length below each node; the leaf of page p is node `_size + p`
+
+    def add(self, start: int, length: int) -> None:
+        """Add free pages, merged with the runs next to them."""
+        end = start + length
+        if (before := self._start_of.get(start)) is not None:
+            start = before
+            self.remove(before)
+        if end in self.length_at:
+            end += self.remove(end)
+        self._set(start, end - start)
+        self._start_of[end] = start
+
+    def remove(self, start: int) -> int:
+        """Remove the run that starts at a page; return its length."""
+        length = self.length_at[start]
+        del self._start_of[start + length]
+        self._set(start, 0)
+        return length
+
+    def longest(self) -> int:
+        """Return the first page of the first longest run."""
+        return self.first_of(self._tree[1])
+
+    def first_of(self, length: int) -> int:
+        """Return where the first run of `length` starts, else the longest."""
+        tree, node = self._tree, 1
+        length = min(length, tree[1])
+        while node < self._size:
+            node *= 2
+            node += tree[node] < length
+        return node - self._size
+
+    def _set(self, start: int, length: int) -> None:
+        if length:
+            self.length_at[start] = length
+        else:
+            del self.length_at[start]
+        while start >= self._size:
+            self._tree = _double(self._tree)
+            self._size *= 2
+        tree, node = self._tree, self._size + start
+        tree[node] = length
+        while node > 1:
+            node //= 2
+            tree[node] = max(tree[2 * node], tree[2 * node + 1])
+
+
+def _double(tree: list[int]) -> list[int]:
+    """Return a tree of maxima with twice as many leaves."""
+    leaves = tree[len(tree) // 2 :] + [0] * (len(tree) // 2)
+    result = [0] * len(leaves) + leaves
+    for node in range(len(leaves) - 1, 0, -1):
+        result[node] = max(result[2 * node], result[2 * node + 1])
+    return result
+
+
 class PageAllocator:
     """Allocator of the pages in [first, end)."""
 
@@ -17,7 +81,9 @@ class PageAllocator:
         self.count = count
         self.num_free = count
         self.allocated: set[int] = set()
-        self._free_runs = [(first, count)] if count else []  # (first page, length), sorted and merged
+        self._free_runs = FreeRuns()
+        if count:
+            self._free_runs.add(first, count)
 
     @property
     def end(self) -> int:
@@ -25,9 +91,10 @@ class PageAllocator:
 
     def grow(self, count: int) -> None:
         """Append `count` free pages."""
-        end = self.end
+        if count:
+            self._free_runs.add(self.end, count)
+        self.num_free += count
         self.count += count
-        self._add_free(range(end, end + count))
 
     def allocate(self, count: int, *, after: int | None = None, room: int = 0) -> list[int]:
         """Allocate `count` pages.
@@ -47,55 +114,46 @@ class PageAllocator:
         pages: list[int] = []
         while len(pages) < count:
             missing = count - len(pages)
-            index, offset = self._choose_run(missing, after if not pages else None, room)
-            start, length = self._free_runs.pop(index)
+            start, offset = self._choose_run(missing, after if not pages else None, room)
+            length = self._free_runs.remove(start)
             num_taken = min(missing, length - offset)
             first = start + offset
-            rest = [(start, offset), (first + num_taken, length - offset - num_taken)]
-            self._free_runs[index:index] = [run for run in rest if run[1]]
+            for run in ((start, offset), (first + num_taken, length - offset - num_taken)):
+                if run[1]:
+                    self._free_runs.add(*run)
             pages += range(first, first + num_taken)
         self.num_free -= count
         self.allocated.update(pages)
         return pages
 
     def _choose_run(self, count: int, after: int | None, room: int) -> tuple[int, int]:
-        """Return the index of a free run and the offset in it."""
-        lengths = [length for _, length in self._free_runs]
-        if after is not None:
-            for index, (start, _) in enumerate(self._free_runs):
-                if start == after + 1:
-                    return index, 0
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        if room and lengths[longest] > count:
-            is_first = self._free_runs[longest][0] == self.first  # no entry before it
-            return longest, 0 if is_first else min(room, (lengths[longest] - count) // 2)
-        return next((i for i, length in enumerate(lengths) if length >= count), longest), 0
+        """Return the first page of a free run and an offset."""
+        runs = self._free_runs
+        if after is not None and after + 1 in runs.length_at:
+            return after + 1, 0
+        if room:
+            longest = runs.longest()
+            if (length := runs.length_at[longest]) > count:
+                # no entry is before the first page
+                return longest, 0 if longest == self.first else min(room, (length - count) // 2)
+        return runs.first_of(count), 0
 
     def release(self, pages: Sequence[int]) -> None:
         """Free allocated pages."""
         for page in pages:
             assert page in self.allocated, f"page {page} is free"
             self.allocated.remove(page)
-        self._add_free(sorted(pages))
-
-    def _add_free(self, pages: Sequence[int]) -> None:
-        """Add free pages, in ascending order, and merge neighboring runs."""
+        for run in consecutive_runs(sorted(pages)):
+            self._free_runs.add(*run)
         self.num_free += len(pages)
-        runs = sorted([*self._free_runs, *consecutive_runs(pages)])
-        self._free_runs = runs[:1]
-        for first, length in runs[1:]:
-            last_first, last_length = self._free_runs[-1]
-            if last_first + last_length == first:
-                self._free_runs[-1] = (last_first, last_length + length)
-            else:
-                self._free_runs.append((first, length))
 
     def check(self) -> None:
         """Check that pages are free or allocated, and free runs merged."""
-        free = [page for first, length in self._free_runs for page in range(first, first + length)]
+        runs = sorted(self._free_runs.length_at.items())
+        free = [page for first, length in runs for page in range(first, first + length)]
         assert self.num_free == len(free), "wrong free count"
         assert sorted([*free, *self.allocated]) == [*range(self.first, self.end)], "a page is both or neither"
-        assert self._free_runs == consecutive_runs(free), "free runs touch or are out of order"
+        assert runs == consecutive_runs(free), "free runs touch or are out of order"
 
 
 def consecutive_runs(pages: Iterable[int]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from .entry import KVEntry, KVSlice
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from .manager import KVCacheManager
 
 MIN_SHARED_TOKENS = 4  # shorter headers are cheaper to compute than to copy
+MAX_COMPARED = 64  # messages with the same first tokens that a new one is compared with, the latest ones
 MIN_SHARED_PREFILL_TOKENS = 16  # likewise for prefills: sharing may delay their readers by a step
 
 
@@ -197,7 +199,7 @@ class SharedHeaderIndex:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[_HeaderKey, list[KVEntry]] = {}
+        self._entries: dict[_HeaderKey, dict[KVEntry, None]] = {}
         self._keys: dict[KVEntry, _HeaderKey] = {}
 
     def add(self, cache_salt: str, entry: KVEntry, min_length: int) -> KVSlice | None:
@@ -213,16 +215,17 @@ class SharedHeaderIndex:
         first_tokens = tuple(entry.tokens[:min_length])
         key = self._keys[entry] = (content_hash(cache_salt, (), position, entry.context), position, first_tokens)
         best = None
-        for other in self._entries.setdefault(key, []):
+        others = self._entries.setdefault(key, {})
+        for other in islice(reversed(others), MAX_COMPARED):
             if other.is_aliased or not other.pages:
                 continue
             num_ready = other.num_computed_tokens or other.num_final_tokens
             count = _common_prefix_len(other.tokens, 0, num_ready, entry.tokens, 0, max_length)
-            if count >= min_length and (best is None or count > best.num_tokens):
+            if count >= min_length and (best is None or count >= best.num_tokens):  # of equal ones, the oldest
                 best = KVSlice(other, 0, count, position)
-            if count == max_length:
-                break  # no longer match is possible
-        self._entries[key].append(entry)
+                if count == max_length and other.num_computed_tokens >= count:
+                    break  # none is better
+        others[entry] = None
         return best
 
     def replace(self, entry: KVEntry, head: KVEntry) -> None:
@@ -231,12 +234,12 @@ class SharedHeaderIndex:
         self.remove(entry)
         if key is not None and len(head.tokens) >= len(key[2]):
             self._keys[head] = key
-            self._entries.setdefault(key, []).append(head)
+            self._entries.setdefault(key, {})[head] = None
 
     def remove(self, entry: KVEntry) -> None:
         key = self._keys.pop(entry, None)
         if key is not None:
-            self._entries[key].remove(entry)
+            del self._entries[key][entry]
             if not self._entries[key]:
                 del self._entries[key]
 

@@ -38,6 +38,7 @@ ATTENTION = "choreograph"  # name of the attention function in transformers' reg
 
 INT4_GROUP_SIZE = 32  # weights that share a scale
 
+_SETTING = "_attn_implementation_internal"  # where transformers' property `_attn_implementation` keeps its value
 _FORWARD_LOCK = threading.RLock()  # the attention setting belongs to the model, which several engines can share
 
 
@@ -343,14 +344,14 @@ class HFModel:
         configs = [] if self.attention_patch is not None else [self.model.config, self.model.config.get_text_config()]
         rope = self.static_rope.applied() if self.static_rope.is_dynamic else nullcontext()
         with _FORWARD_LOCK, rope:
-            previous = [config._attn_implementation for config in configs]
+            previous = [vars(config).get(_SETTING) or config._attn_implementation for config in configs]
             try:
                 for config in configs:
-                    config._attn_implementation = ATTENTION
+                    _set_attention(config, ATTENTION)
                 yield
             finally:
                 for config, implementation in zip(configs, previous, strict=True):
-                    config._attn_implementation = implementation
+                    _set_attention(config, implementation)
 
     def lora_rows(self, models: Sequence[str]) -> AbstractContextManager[bool]:
         """Activate each token's adapter inside the block; yield True if any."""
@@ -408,3 +409,13 @@ class HFModel:
     def max_cache_tokens(self) -> int:
         """Return the number of tokens whose KV fits in free memory."""
         return free_memory(self.model_info.device) // self.model_info.kv_bytes_per_token
+
+
+def _set_attention(config: Any, implementation: str) -> None:
+    """Set the attention of a configuration and of those inside it."""
+    if _SETTING in vars(config) and not type(config).sub_configs:
+        vars(config)[_SETTING] = (
+            implementation  # what the property does, which takes longer than a step's other lookups
+        )
+    else:
+        config._attn_implementation = implementation

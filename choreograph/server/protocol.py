@@ -47,6 +47,7 @@ class ChoreographyOptions(_Body):
     workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
     agent: Annotated[str, Field(max_length=256)] | None = None  # name of the caller, for reports
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
+    labels: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default_factory=list, max_length=64)
     # of /v1/completions: the prompt is PML and imports modules of this schema
     prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Depends, FastAPI
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ..engine.labels import OnLeak
 from ..engine.message import Message, MessageSlice
 from ..engine.session import Session
 from ..engine.text import Turn
@@ -28,7 +29,19 @@ class _StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SessionBody(_StrictBody):
+class GuardBody(_StrictBody):
+    """Labels and clearance of a session or call; None: the default."""
+
+    labels: list[str] | None = None
+    clearance: list[str] | None = None
+    on_leak: OnLeak | None = None
+
+    @property
+    def guard(self) -> dict[str, Any]:
+        return {"labels": self.labels, "clearance": self.clearance, "on_leak": self.on_leak}
+
+
+class SessionBody(GuardBody):
     """Options of `Engine.session`."""
 
     mode: Mode = "choreographed"
@@ -55,7 +68,7 @@ class ParentBody(_StrictBody):
 Prompt = str | list[int] | TurnBody
 
 
-class CallBody(_StrictBody):
+class CallBody(GuardBody):
     """One `prefill` or `decode`."""
 
     kind: Literal["prefill", "decode"]
@@ -68,6 +81,12 @@ class CallBody(_StrictBody):
     sampling: dict[str, JsonValue] | None = None
     footer: Prompt | None = None
     forced_tokens: list[int] | None = None
+
+
+class DeclassifyBody(_StrictBody):
+    """Labels to remove from a message."""
+
+    labels: list[str]
 
 
 class CallsBody(_StrictBody):
@@ -92,7 +111,9 @@ class RemoteSessions:
         if len(self._sessions) >= MAX_SESSIONS:
             raise overloaded(MAX_SESSIONS)
         model = BASE_MODEL if body.model == self._service.model_name else body.model
-        session = self._service.engine.session(mode=body.mode, seed=body.seed, client_id=f"{tenant}\0", model=model)
+        session = self._service.engine.session(
+            mode=body.mode, seed=body.seed, client_id=f"{tenant}\0", model=model, **body.guard
+        )
         self._sessions[tenant, session.id], self._messages[tenant, session.id] = session, {}
         self._used[tenant, session.id] = now
         return session.id
@@ -132,7 +153,10 @@ class RemoteSessions:
         submitted = session.prefill(calls) if kind == "prefill" else session.decode(calls)
         for message in submitted:
             messages[message.id] = message
-        return [{"id": message.id, "model": message.model, "role": message.role} for message in submitted]
+        return [
+            {"id": message.id, "model": message.model, "role": message.role, "labels": sorted(message.labels)}
+            for message in submitted
+        ]
 
     def _arguments(self, tenant: str, session_id: int, call: CallBody) -> dict[str, Any]:
         parents: list[Message | MessageSlice] = []
@@ -141,7 +165,7 @@ class RemoteSessions:
             is_slice = parent.start is not None and parent.stop is not None
             parents.append(MessageSlice(message, parent.start or 0, parent.stop or 0) if is_slice else message)
         arguments: dict[str, Any] = {"parents": parents, "offsets": call.offsets, "new_offset": call.new_offset}
-        arguments |= {"model": call.model, "kv_reuse": call.kv_reuse}
+        arguments |= {"model": call.model, "kv_reuse": call.kv_reuse, **call.guard}
         if call.kind == "prefill":
             return {"tokens": _prompt_of(call.tokens), **arguments}
         sampling: dict[str, Any] = dict(call.sampling or {})
@@ -232,6 +256,14 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         """Release a message; an unfinished one is cancelled."""
         await run(lambda: sessions.release(tenant, session_id, message_id))
         return {"id": message_id}
+
+    @router.post("/{session_id}/messages/{message_id}/declassify")
+    async def declassify_message(
+        session_id: int, message_id: int, body: DeclassifyBody, tenant: str = tenant_dependency
+    ) -> dict[str, Any]:
+        """Remove labels from a message, for its later readers."""
+        message = await run(lambda: sessions.message(tenant, session_id, message_id).declassify(*body.labels))
+        return {"labels": sorted(message.labels)}
 
     @router.get("/{session_id}/usage")
     async def read_usage(session_id: int, tenant: str = tenant_dependency) -> dict[str, Any]:

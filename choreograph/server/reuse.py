@@ -35,6 +35,7 @@ class WorkflowKey(NamedTuple):
     client_id: str  # tenant and cache salt
     workflow: str
     model: str
+    labels: frozenset[str] = frozenset()  # of the texts of its requests
 
     @property
     def tenant(self) -> str:
@@ -124,7 +125,7 @@ class MessageStore:
         """Return a workflow for a request; `close` it when the request ends."""
         workflow = self._workflows.get(key)
         if workflow is None:
-            session = self._engine.session(seed=0, client_id=key.client_id, model=key.model)
+            session = self._engine.session(seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
             workflow = self._workflows[key] = StoredWorkflow(session, self._track(key, session))
         workflow.num_active += 1
         return workflow
@@ -225,7 +226,7 @@ class Plan:
 
 def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
     """Submit a prompt in prefix mode, which reuses its longest cached prefix."""
-    session = engine.session(mode="prefix", seed=0, client_id=key.client_id, model=key.model)
+    session = engine.session(mode="prefix", seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
     counts = SourceCounts()
     try:
         messages = _decode_prompt(session, prompt.tokens, (), (), answers)

@@ -159,7 +159,8 @@ class InferenceService:
         reuse: Any = options.reuse or header_options["reuse"] or self.config.reuse
         self.planner.check(reuse)
         client_id = f"{tenant}\0{body.cache_salt or ''}"
-        key = WorkflowKey(client_id, workflow, self.resolve_model(body.model))
+        labels = {*options.labels, *filter(None, map(str.strip, headers.get("x-choreography-labels", "").split(",")))}
+        key = WorkflowKey(client_id, workflow, self.resolve_model(body.model), frozenset(labels))
         return key, reuse, options.agent or header_options["agent"]
 
     # -- what the engine gets -------------------------------------------------------------------------------

@@ -4,8 +4,11 @@ Measures what leaks through the KV cache. Alice and Bob each plan in private, ta
 then decide. Alice's messages attend to her own instructions and plan; in choreographed mode, Bob
 reuses their KV. `leak` recomputes them for Bob: with "system" they attend to her instructions but
 not to her plan, with "plan" to her plan after a neutral opening, with "none" to that opening and
-the talk only.
+the talk only. With `guard`, instructions and plans are labelled as private and every player has the
+clearance for its own: the engine encodes messages again without them.
 """
+
+from typing import Any
 
 from ..engine.message import Message
 from ..errors import ConfigError
@@ -42,6 +45,7 @@ CONDITIONS = BASELINE | {
     f"leak {leak}": Condition("choreographed", {"leak": leak}, replayed_stages=("Alice plans", "Bob plans"))
     for leak in LEAKS
 }
+CONDITIONS["guard"] = Condition("choreographed", {"guard": True}, replayed_stages=("Alice plans", "Bob plans"))
 
 
 def run(
@@ -52,6 +56,7 @@ def run(
     orders: str = "",
     leak: str = "both",
     rounds: int = 2,
+    guard: bool = False,
 ) -> Message:
     """Play the game; record both decisions and Bob's prediction.
 
@@ -63,6 +68,7 @@ def run(
         orders: further text of Alice's instructions.
         leak: one of `LEAKS`.
         rounds: number of rounds of talk.
+        guard: nothing of one player's instructions and plan reaches the other's distributions.
     """
     first = task.strip().capitalize()
     for name, value, allowed in (("task", first, NAMES), ("strategy", strategy, STRATEGIES), ("leak", leak, LEAKS)):
@@ -70,21 +76,29 @@ def run(
             raise ConfigError(f"{name}={value!r}: use one of {list(allowed)}")
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
+    if guard and leak != "both":
+        raise ConfigError(
+            f"guard=True with leak={leak!r}, which encodes Alice's messages again itself: use leak='both'"
+        )
+    clearances = {name: {"clearance": {f"{name}-private"}} if guard else {} for name in NAMES}
+    orders = STRATEGIES[strategy] + (f"\n{orders}" if orders else "")
     private = {
-        "Alice": private_context(wf, "Alice", "Bob", STRATEGIES[strategy] + (f"\n{orders}" if orders else "")),
-        "Bob": private_context(wf, "Bob", "Alice", ""),
+        "Alice": private_context(wf, "Alice", "Bob", orders, clearances["Alice"]),
+        "Bob": private_context(wf, "Bob", "Alice", "", clearances["Bob"]),
     }
     received: dict[str, list[Message]] = {name: [] for name in NAMES}
     for _ in range(rounds):
         for player in NAMES if first == "Alice" else NAMES[::-1]:
             context = [*private[player], *received[player]]
-            message = wf.decode(f"{player} says", wf.assistant(f"{player}:"), context, max_tokens=48)
+            message = wf.decode(
+                f"{player} says", wf.assistant(f"{player}:"), context, max_tokens=48, **clearances[player]
+            )
             recompute = player == "Alice" and leak != "both"
             for_bob = recompute_for_bob(wf, message, leak, private["Alice"], received) if recompute else message
             received["Alice"].append(message)
             received["Bob"].append(for_bob)
     answers = {
-        (player, action): final_question(wf, action, player, [*private[player], *received[player]])
+        (player, action): final_question(wf, action, player, [*private[player], *received[player]], clearances[player])
         for player, action in (("Alice", "decides"), ("Bob", "decides"), ("Bob", "predicts"))
     }
     for (player, action), message in answers.items():
@@ -95,13 +109,19 @@ def run(
     return answers["Bob", "decides"]
 
 
-def private_context(wf: WorkflowRun, player: str, opponent: str, extra_instructions: str) -> list[Message]:
-    """Return one player's private messages: instructions, plan prompt, plan, talk prompt."""
+def private_context(
+    wf: WorkflowRun, player: str, opponent: str, extra_instructions: str, clearance: dict[str, Any]
+) -> list[Message]:
+    """Return one player's private messages: instructions, plan prompt, plan, talk prompt.
+
+    With a clearance, instructions and plan have its label.
+    """
     names = {"me": player, "other": opponent}
-    system = wf.prefill(f"{player} system", wf.system(RULES.format(**names) + extra_instructions))
-    think = wf.prefill("plan prompt", wf.user(PLAN.format(**names)), [system])
-    plan = wf.decode(f"{player} plans", wf.assistant("My plan:"), [system, think], max_tokens=80)
-    talk = wf.prefill("talk prompt", wf.user(TALK.format(**names)), [system, think, plan])
+    private = {"labels": clearance["clearance"], **clearance} if clearance else {}
+    system = wf.prefill(f"{player} system", wf.system(RULES.format(**names) + extra_instructions), **private)
+    think = wf.prefill("plan prompt", wf.user(PLAN.format(**names)), [system], **clearance)
+    plan = wf.decode(f"{player} plans", wf.assistant("My plan:"), [system, think], max_tokens=80, **private)
+    talk = wf.prefill("talk prompt", wf.user(TALK.format(**names)), [system, think, plan], **clearance)
     return [system, think, plan, talk]
 
 
@@ -121,9 +141,12 @@ def recompute_for_bob(
     return wf.prefill("retold", message.tokens, parents, offsets=offsets, new_offset=message.position)
 
 
-def final_question(wf: WorkflowRun, action: str, player: str, context: list[Message]) -> Message:
+def final_question(
+    wf: WorkflowRun, action: str, player: str, context: list[Message], clearance: dict[str, Any]
+) -> Message:
     """Ask what the player decides, or predicts that the other will do."""
     other = NAMES[player == "Alice"]
     prompt, subject = (DECIDE, player) if action == "decides" else (PREDICT, other)
-    question = wf.prefill(f"{action} prompt", wf.user(prompt.format(me=player, other=other)), context)
-    return wf.decode(f"{player} {action}", wf.assistant(f"{subject} will"), [*context, question], max_tokens=8)
+    question = wf.prefill(f"{action} prompt", wf.user(prompt.format(me=player, other=other)), context, **clearance)
+    parents = [*context, question]
+    return wf.decode(f"{player} {action}", wf.assistant(f"{subject} will"), parents, max_tokens=8, **clearance)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import Repair, SamplingParams
+from choreograph.engine.repair.planner import RepairPlanner
 from choreograph.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -102,6 +103,26 @@ def test_readers_of_one_context_share_its_repair():
         assert [voter.usage.repaired_tokens for voter in voters] == [12, 0, 0]
         longer = session.decode([50], [*solutions, session.prefill([9] * 8)], sampling=GREEDY)
         assert longer.usage.repaired_tokens == 4
+
+
+@pytest.mark.parametrize(("strategy", "passes"), [("deviation", 1), ("attention", 2)])
+def test_readers_of_one_context_share_its_scoring(monkeypatch, strategy, passes):
+    """Deviation does not read the prompts; attention scores the context once for every prompt."""
+    engine, calls = tiny_models.engine(), []
+    planner = engine.core.repair_planner
+    monkeypatch.setattr(
+        planner, "_is_loaded", lambda *args: calls.append(1) or RepairPlanner._is_loaded(planner, *args)
+    )
+    with engine.session(repair=Repair(0.5, strategy)) as session:
+        solutions = [session.prefill([i] * 8) for i in range(4)]
+        for solution in solutions:
+            solution.wait_encoded()
+        voters = [session.decode([40 + i // 2], solutions, sampling=GREEDY) for i in range(4)]
+        engine.run_until_idle()
+        assert len(calls) == passes
+        assert sum(voter.usage.repaired_tokens for voter in voters) >= 12
+        session.decode([40], solutions[::-1], sampling=GREEDY).wait_encoded()
+        assert len(calls) == passes + 1
 
 
 def test_what_already_saw_its_context_is_not_repaired():

@@ -25,9 +25,12 @@ def finetuned(seed: int = 7):
     return model
 
 
-def engine(*, tokens: int = 2048, step: int = 1024, page: int = 4, calls: int = 256, **cache) -> Engine:
+def engine(
+    *, tokens: int = 2048, step: int = 1024, page: int = 4, calls: int = 256, backend: str = "auto", **cache
+) -> Engine:
     """An engine over the base, "math" and "twin", a copy of the base; freed pages are poisoned."""
     config = EngineConfig(
+        backend=backend,
         cache=CacheConfig(capacity=tokens, page_size=page, poison_freed_pages=True, **cache),
         scheduler=SchedulerConfig(max_num_batched_tokens=step, max_num_seqs=calls),
     )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph.errors import CacheFullError
-from choreograph.kv_cache.pool import KVPool, consecutive_runs
+from choreograph.kv_cache.pool import KVPool, PageAllocator, consecutive_runs
 
 
 def make(pages: int = 12, poison: bool = True) -> KVPool:
@@ -86,3 +86,39 @@ def test_a_band_lies_behind_the_pages_of_its_layers_and_keeps_what_is_there():
     arena.release([*pages, *band])
     assert all(tensor.isnan().all() for tensor in (*arena.keys, *arena.values))
     arena.check()
+
+
+class ScanningAllocator(PageAllocator):
+    """The same choices by a scan of all free runs."""
+
+    def _choose_run(self, count, after, room):
+        runs = sorted(self._free_runs.length_at.items())
+        for start, _ in runs:
+            if after is not None and start == after + 1:
+                return start, 0
+        longest, length = max(runs, key=lambda run: run[1])
+        if room and length > count:
+            return longest, 0 if longest == self.first else min(room, (length - count) // 2)
+        return next((run for run in runs if run[1] >= count), (longest, length))[0], 0
+
+
+operations = st.tuples(st.sampled_from(["take", "grow", "free", "extend"]), st.integers(1, 9), st.integers(0, 6))
+
+
+@settings(max_examples=many(80), deadline=None)
+@given(st.integers(0, 40), st.lists(operations, max_size=60))
+def test_pages_are_chosen_as_a_scan_of_all_free_runs_chooses_them(count, steps):
+    fast, slow, held = PageAllocator(1, count), ScanningAllocator(1, count), []
+    for kind, size, other in steps:
+        if kind == "extend":
+            fast.grow(other)
+            slow.grow(other)
+        elif kind == "free" and held:
+            pages = held.pop(size % len(held))
+            fast.release(pages)
+            slow.release(pages)
+        elif kind in ("take", "grow") and size <= fast.num_free:
+            after = held[other % len(held)][-1] if kind == "grow" and held else None
+            held.append(fast.allocate(size, after=after, room=other))
+            assert slow.allocate(size, after=after, room=other) == held[-1]
+        fast.check()

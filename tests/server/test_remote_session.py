@@ -6,6 +6,7 @@ from choreograph import SamplingParams, connect
 from choreograph.errors import (
     InvalidPositionError,
     InvalidTokensError,
+    LeakError,
     MessageReleasedError,
     NotAMessageError,
     RequestFailedError,
@@ -105,3 +106,17 @@ def test_a_closed_session_leaves_nothing_in_use(live):
             session.decode([5, 6, 7], max_tokens=2000, ignore_eos=True)  # never read
         live.wait_until_idle()
         assert live.engine.stats().num_referenced_entries == before
+
+
+def test_labels_and_clearances_work_as_in_process(live):
+    with connect(live.url) as remote, remote.session(seed=0, clearance={"alice"}) as session:
+        public, plan = session.prefill([1, 2, 3]), session.prefill([5, 6, 7], labels={"alice"})
+        said = session.decode([8], [public, plan], forced_tokens=[9, 10])
+        assert public.labels == frozenset() and said.labels == {"alice"}
+        with pytest.raises(LeakError, match="alice"):
+            session.decode([11], [plan], clearance=set(), max_tokens=2)
+        with pytest.raises(LeakError, match="reencode"):
+            session.decode([11], [said], clearance=set(), on_leak="error", max_tokens=2)
+        reply = session.decode([11], [public, said], clearance=set(), max_tokens=2)
+        assert reply.labels == frozenset() and reply.offsets == (0, 3)
+        assert session.prefill([12], [plan.declassify("alice")], clearance=set()).labels == frozenset()

@@ -25,12 +25,17 @@ class Caller:
         self._live, self._client = live, client
         self.options = {"choreography": {"reuse": reuse, "workflow": workflow, "agent": "tester"}}
 
-    def ask(self, messages, max_tokens=8, **options):
+    def ask(self, messages, max_tokens=8, extra_headers=None, **options):
         """Return (answer, usage by source, prompt tokens that the engine computed)."""
         self._live.wait_until_idle()
         before = self._live.engine.stats().num_batched_tokens
         answer = self._client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=self.options | options
+            model="tiny",
+            messages=messages,
+            max_tokens=max_tokens,
+            temperature=0,
+            extra_body=self.options | options,
+            extra_headers=extra_headers,
         )
         self._live.wait_until_idle()
         self._live.engine.check()
@@ -198,3 +203,16 @@ def test_a_chat_is_cut_at_the_ends_of_its_messages(talker):
     assert talker.tokenizer.decode(pieces) == text and json.dumps({"name": "f", "arguments": {"a": 1}}) in text
     assert len(prompt.segments) == 4 and prompt.segments[2].answer_key == answer_key("", [call])
     assert talker.tokenizer.decode(prompt.footer) == "<|im_end|>\n"
+
+
+@pytest.mark.parametrize("reuse", ["exact", "messages", "auto"])
+def test_requests_find_nothing_of_requests_with_other_labels(caller, reuse):
+    chat = [SYSTEM, *TOPICS]
+    labelled, plain = caller(reuse), caller(reuse)
+    labelled.options["choreography"]["labels"] = ["alice"]
+    first, repeated = labelled.ask(chat), labelled.ask(chat)
+    assert first[1]["computed"] > repeated[1]["computed"]
+    text, sources, _ = plain.ask(chat)
+    assert text == first[0] and sources == first[1]
+    by_header = plain.ask(chat, extra_headers={"x-choreography-labels": "alice,"})
+    assert by_header[1] == repeated[1]

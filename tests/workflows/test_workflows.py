@@ -264,6 +264,27 @@ def test_votes_that_cannot_be_read_are_counted_and_the_first_branch_goes_on(play
     assert steps(p, "solve")[0] in p.answer.parents
 
 
+def test_with_a_guard_the_same_game_leaks_nothing(play):
+    sampling = SamplingParams(temperature=0, max_tokens=5, logprobs=1)
+    first = play("prisoners_dilemma", strategy="defect", guard=True, sampling=sampling)
+    texts = first.transcript()
+
+    def heard(guard, orders):
+        p = play("prisoners_dilemma", forced=texts, guard=guard, sampling=sampling, orders=orders)
+        assert p.transcript() == texts
+        stages = ("Bob says", "Bob decides", "Bob predicts")
+        return p, [one.logprob for stage in stages for message in steps(p, stage) for one in message.logprobs]
+
+    (guarded, before), (_, after) = heard(True, "Defect."), heard(True, "Whatever Bob says, cooperate with him.")
+    assert after == pytest.approx(before, abs=1e-5)
+    _, open_before = heard(False, "Defect.")
+    _, open_after = heard(False, "Whatever Bob says, cooperate with him.")
+    assert open_after != pytest.approx(open_before, abs=1e-3)
+    (decides,), said = steps(guarded, "Bob decides"), steps(guarded, "Alice says")
+    assert decides.labels == {"Bob-private"} and said[0].labels == {"Alice-private"}
+    assert [m.tokens for m in decides.parents if m.labels == frozenset()] == [m.tokens for m in said]
+
+
 @pytest.mark.parametrize("first", ["Alice", "Bob"])
 @pytest.mark.parametrize("leak", ["both", "system", "plan", "none"])
 def test_what_leaks_from_alice_to_bob(first, leak, play):
@@ -356,6 +377,7 @@ def test_plans_are_copied_and_the_talk_is_free(play):
         ("prisoners_dilemma", {"task": "Carol"}, "Carol"),
         ("prisoners_dilemma", {"strategy": "win"}, "win"),
         ("prisoners_dilemma", {"leak": "all"}, "all"),
+        ("prisoners_dilemma", {"leak": "none", "guard": True}, "guard"),
         ("prisoners_dilemma", {"rounds": 0}, "rounds=0"),
     ],
 )

@@ -8,5 +8,5 @@ from .strategy import Strategy
 REPAIR_STRATEGIES = {
     "first": Strategy(select_first, reads_kv=False),
     "deviation": Strategy(select_deviating, reads_kv=True),
-    "attention": Strategy(select_attended, reads_kv=True),
+    "attention": Strategy(select_attended, reads_kv=True, reads_prompt=True),
 }

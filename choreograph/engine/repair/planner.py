@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import CacheFullError, ChoreographError, InvalidPositionError, RequestTooLargeError
-from ...kv_cache.entry import KVSlice
+from ...kv_cache.entry import KVEntry, KVSlice
 from ...kv_cache.hashing import content_hash
 from ..placement import cache_salt, parent_slices
 from ..request import Request, wrap_error
@@ -20,6 +20,8 @@ from .strategy import ContextView, ParentView, TokenRanges
 
 if TYPE_CHECKING:
     from ..core import EngineCore
+
+MAX_SELECTIONS = 256  # selections that are kept for other readers of a context
 
 
 class _Source(NamedTuple):
@@ -56,7 +58,7 @@ class _RepairedContext:
 
         Computing any of them behind these pieces would not change its KV.
         """
-        if start or parent.computed_layers is not None or parent.cache_salt != reader.cache_salt:
+        if start or parent.computed_layers is not None or parent.model != reader.model:
             return False
         shift = self.num_tokens - parent.entry.base_position
         other = [
@@ -71,6 +73,7 @@ class RepairPlanner:
 
     def __init__(self, core: "EngineCore") -> None:
         self._core = core
+        self._selections: dict[object, list[TokenRanges]] = {}
 
     def expand(self, request: Request) -> list[Request]:
         """Replace the parents of a request whose parents are final.
@@ -97,10 +100,31 @@ class RepairPlanner:
         if share == 1 or all(parent.is_exact for parent in parents):  # nothing to select
             ranges: list[TokenRanges] = [[] if p.is_exact else [(0, len(p.tokens))] for p in parents]
             return self._replace_parents(request, parents, ranges)
-        if strategy.reads_kv and not self._is_loaded(request, parents):
-            return []
-        ranges = strategy.select(ContextView(self._core, request, parents, share))
-        return self._replace_parents(request, parents, ranges)
+        key = self._selection_key(request, parents)
+        selected = self._selections.get(key)
+        if selected is None:
+            if strategy.reads_kv and not self._is_loaded(request, parents):
+                return []
+            selected = strategy.select(ContextView(self._core, request, parents, share))
+            if len(self._selections) >= MAX_SELECTIONS:
+                del self._selections[next(iter(self._selections))]  # the oldest
+            self._selections[key] = selected
+        return self._replace_parents(request, parents, selected)
+
+    def _selection_key(self, request: Request, parents: list[ParentView]) -> object:
+        """Return what a selection depends on: calls with equal keys share it."""
+        assert request.repair is not None
+        reads_prompt = REPAIR_STRATEGIES[request.repair.strategy].reads_prompt
+        context = tuple(
+            (
+                parent.position,
+                len(parent.tokens),
+                parent.is_exact,
+                *((_entry_hash(s.entry), s.token_start, s.num_tokens, s.position, s.layers) for s in parent.slices),
+            )
+            for parent in parents
+        )
+        return request.repair, request.model, request.cache_salt, context, tuple(request.prompt if reads_prompt else ())
 
     def _views(self, request: Request) -> Iterator[ParentView]:
         """Yield the parents at the positions of prefix mode."""
@@ -143,9 +167,8 @@ class RepairPlanner:
         request.parents, request.parent_slices = tuple(context.requests), context.slices
         request.offsets, request.new_offset = (None,) * len(context.requests), None
         request.repair, request.repaired_positions = None, tuple(view.position for view in parents)
-        waiting = self._core.scheduler.waiting
-        index = waiting.index(request)
-        waiting[index:index] = prefills
+        for prefill in prefills:
+            self._core.scheduler.waiting.add(prefill)
         return [*prefills, request]
 
     def _build_prefill(self, request: Request, tokens: list[int], context: _RepairedContext) -> Request:
@@ -189,4 +212,8 @@ def _visible(request: Request) -> Iterator[tuple[Request, int, int]]:
 
 def _hash_of(parent: Request) -> bytes:
     """Return a parent's content hash; a unique one if none."""
-    return parent.entry.content_hash or f"entry {parent.entry.id}".encode()
+    return _entry_hash(parent.entry)
+
+
+def _entry_hash(entry: KVEntry) -> bytes:
+    return entry.content_hash or f"entry {entry.id}".encode()

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...attention.backend import ForwardContext
@@ -32,6 +32,7 @@ class ProbeContext:
         self._context_positions = torch.tensor(
             [s.position + token for s in self._slices for token in range(s.num_tokens) if s.visible_in(0)]
         )
+        self._slots = {s: _slots(s, self._pool.keys[0].device) for s in self._slices}  # for all layers
         self._positions = torch.arange(position, position + num_tokens)
         self.saved_hidden: dict[int, Tensor] = {}  # as in `ForwardContext`: no layer inputs are cached
         self.keys: dict[int, Float[Tensor, "N G D"]] = {}  # of the probe tokens, by layer
@@ -47,7 +48,7 @@ class ProbeContext:
         for kv_slice in self._slices:
             if not kv_slice.visible_in(layer):
                 continue
-            keys = self._gather(self._pool.keys[layer], kv_slice)
+            keys = self._pool.keys[layer].index_select(0, self._slots[kv_slice])
             if spec.rope is not None and kv_slice.shift:
                 cos, sin = (torch.from_numpy(table).to(keys.device) for table in spec.rope.cos_sin([kv_slice.shift]))
                 keys = rotate(keys, cos[:, None], sin[:, None], spec.rope.interleaved).to(keys.dtype)
@@ -55,13 +56,8 @@ class ProbeContext:
         return torch.cat(parts)
 
     def context_values(self, layer: int) -> Float[Tensor, "C G D"]:
-        return torch.cat([self._gather(self._pool.values[layer], s) for s in self._slices if s.visible_in(layer)])
-
-    @staticmethod
-    def _gather(cache: Float[Tensor, "S G D"], kv_slice: KVSlice) -> Float[Tensor, "C G D"]:
-        first, end = kv_slice.token_start, kv_slice.token_start + kv_slice.num_tokens
-        slots = torch.tensor([kv_slice.entry.slot(token) for token in range(first, end)], device=cache.device)
-        return cache.index_select(0, slots)
+        values = self._pool.values[layer]
+        return torch.cat([values.index_select(0, self._slots[s]) for s in self._slices if s.visible_in(layer)])
 
     def attend(
         self,
@@ -102,6 +98,11 @@ class ProbeContext:
         if self._reads_context:
             self.scores.append(torch.stack(scores).sum(dim=0))
         return torch.cat(outputs)[None].to(query.dtype)
+
+
+def _slots(kv_slice: KVSlice, device: torch.device) -> Int[Tensor, " C"]:
+    first, end = kv_slice.token_start, kv_slice.token_start + kv_slice.num_tokens
+    return torch.tensor([kv_slice.entry.slot(token) for token in range(first, end)], device=device)
 
 
 def probe_context(

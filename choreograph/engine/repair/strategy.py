@@ -71,6 +71,7 @@ class Strategy(NamedTuple):
 
     select: Callable[[ContextView], list[TokenRanges]]  # ranges of every parent, relative to its first visible token
     reads_kv: bool  # the context must be complete and on the device
+    reads_prompt: bool = False  # the selection depends on the prompt of the call
 
 
 def select_by_score(view: ContextView, scores: "Tensor") -> list[TokenRanges]:

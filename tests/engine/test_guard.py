@@ -1,0 +1,266 @@
+"""What a reader may not see does not change its distributions, bit for bit."""
+
+import pytest
+import torch
+from helpers import model_variants, tiny_models
+from helpers.hypothesis_profile import many
+from helpers.message_graphs import graphs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from choreograph import Repair, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+SECRETS = ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [30] * 17)  # of equal and of different lengths
+
+
+def distributions(session, header, parents, **options):
+    """Log-probabilities (3, V) of a decode that is forced to a fixed continuation."""
+    rows = []
+    message = session.decode(header, parents, forced_tokens=[5, 6, 7], **options)
+    message.on_logprobs(rows.append)
+    message.wait_encoded()
+    return torch.stack(rows)
+
+
+def assert_independent_of_the_secret(scenario, secrets=SECRETS, differs_without=True):
+    """Run scenario(secret, guard); its distributions must not move with a guard, and must move without one."""
+    first, *others = (scenario(secret, True) for secret in secrets)
+    assert all(torch.equal(first, other) for other in others)
+    if differs_without:
+        assert not torch.equal(scenario(secrets[0], False), scenario(secrets[1], False))
+
+
+def clearance_of(guard, labels=()):
+    return {"clearance": set(labels)} if guard else {}
+
+
+def test_a_message_is_encoded_again_without_what_the_reader_may_not_see():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        public, secret = session.prefill([1, 2]), session.prefill([3, 4, 5], labels={"alice"})
+        said = session.decode([6], [public, secret], sampling=GREEDY, footer=[7])
+        reader = session.decode([8], [public, said], clearance=set(), sampling=GREEDY)
+        _, seen = reader.parents
+        assert seen is not said and seen.tokens == said.tokens and seen.labels == reader.labels == frozenset()
+        assert seen.parents == (public,) and seen.position == 2
+        assert session.prefill(said.tokens, [public]).finish_reason == "cached"  # the same work
+        assert reader.offsets == (0, 2)
+        engine.check()
+    assert engine.stats().num_referenced_entries == 0
+
+
+def test_readers_of_equal_clearance_share_the_variant():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        a, b = session.prefill([1, 2], labels={"a"}), session.prefill([3, 4], labels={"b"})
+        said = session.prefill([5, 6], [a, b])
+        readers = [session.prefill([7 + i], [said], clearance=c) for i, c in enumerate(([], {"c"}, {"b"}, {"b", "c"}))]
+        seen = [reader.parents[0] for reader in readers]
+        assert seen[0] is seen[1] and seen[2] is seen[3] and seen[0] is not seen[2]
+        assert seen[2].parents == (b,) and seen[2].labels == {"b"}
+        assert session.prefill([9], [said], clearance={"a", "b"}).parents == (said,)
+        said.release()
+        assert all(variant._request.released for variant in seen)
+
+
+def test_ancestors_are_encoded_again_too():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        secret = session.prefill([1, 2, 3], labels={"alice"})
+        chain = [session.prefill([4], [secret])]
+        for i in range(600):  # deeper than Python's call stack
+            chain.append(session.prefill([i % 60], [chain[-1]]))
+        reader = session.prefill([5], [chain[-1]], clearance=set())
+        message = reader
+        for _ in range(601):
+            (message,) = message.parents
+        assert not message.parents and message.labels == frozenset()
+
+
+def test_a_released_ancestor_is_encoded_again():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        public, secret = session.prefill([1, 2]), session.prefill([3, 4], labels={"alice"})
+        said = session.prefill([6, 7], [public, secret]).result()
+        public.release(), secret.release()
+        result = distributions(session, [8], [said], clearance=set())
+        by_hand = session.prefill([6, 7], [session.prefill([1, 2])])
+        assert torch.allclose(result, distributions(session, [8], [by_hand]), atol=1e-5)
+
+
+def test_a_reader_may_be_submitted_before_the_text_is_final():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        public, secret = session.prefill([1, 2]), session.prefill([3, 4], labels={"alice"})
+        said = session.decode([6, 7], [public, secret], sampling=GREEDY)
+        reader = session.decode([8], [said], clearance=set(), sampling=GREEDY)
+        assert len(reader.output_token_ids) == 4
+        assert reader.parents[0].tokens == said.tokens and reader.parents[0].position == 2
+        engine.check()
+
+
+def test_a_declassified_message_is_read_as_it_is():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        said = session.prefill([6, 7], [session.prefill([3, 4], labels={"alice"})]).declassify("alice")
+        assert session.prefill([8], [said], clearance=set()).parents == (said,)
+
+
+@pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
+def test_a_secret_does_not_move_a_reader(mode):
+    def scenario(secret, guard):
+        engine = tiny_models.engine(backend="reference")
+        with engine.session(mode=mode) as session:
+            private, public = session.prefill(secret, labels={"alice"}), session.prefill([40, 41])
+            said = session.decode([6], [public, private], forced_tokens=[7, 8], footer=[9])
+            engine.run_until_idle()  # one request a step: the rounding of a product depends on its rows
+            answer = session.decode([10], [public, said], forced_tokens=[11], **clearance_of(guard))
+            engine.run_until_idle()
+            again = session.decode([12], [public, private, said, answer], forced_tokens=[13])
+            engine.run_until_idle()
+            return distributions(session, [14], [again, public, said, answer], **clearance_of(guard))
+
+    assert_independent_of_the_secret(scenario, differs_without=mode == "choreographed")
+
+
+def test_explicit_positions_of_the_original_are_not_kept():
+    """The author's call names positions that depend on the length of the secret."""
+
+    def scenario(secret, guard):
+        engine = tiny_models.engine(backend="reference")
+        with engine.session() as session:
+            private, public = session.prefill(secret, labels={"alice"}), session.prefill([40, 41])
+            said = session.prefill([6, 7], [private, public], [0, len(secret)], len(secret) + 2)
+            engine.run_until_idle()
+            return distributions(session, [14], [said], **clearance_of(guard))
+
+    assert_independent_of_the_secret(scenario)
+
+
+@pytest.mark.parametrize("mode", ["choreographed", "prefix"])
+def test_what_other_sessions_left_in_the_cache_does_not_move_a_reader(mode):
+    """The secret is, or starts with, what the reader computes itself."""
+
+    def scenario(secret, guard):
+        engine = tiny_models.engine(backend="reference")
+        with engine.session(mode=mode, labels={"alice"}) as session:
+            session.decode([40, 41], [session.prefill(secret)], forced_tokens=[3]).wait_encoded()
+            session.decode(secret, forced_tokens=[3]).wait_encoded()
+        with engine.session(mode=mode, **clearance_of(guard)) as session:
+            guess = session.prefill(SECRETS[0], labels=set())
+            said = session.decode([40, 41], [guess], forced_tokens=[3])
+            result = distributions(session, [14], [guess, said])
+            assert said.usage.cached_tokens == (5 if mode == "choreographed" else 0)  # the guess, of this session
+            return result
+
+    assert_independent_of_the_secret(scenario, differs_without=False)
+
+
+@pytest.mark.parametrize("tiers", [{"host_capacity": 256}, {}])
+def test_memory_tiers_and_recomputation_do_not_move_a_reader(tiers):
+    def scenario(secret, guard):
+        engine = tiny_models.engine(tokens=80, backend="reference", **tiers)
+        with engine.session() as session:
+            private, public = session.prefill(secret, labels={"alice"}), session.prefill([40, 41])
+            said = session.prefill([6, 7], [private, public]).wait_encoded()
+            first = distributions(session, [14], [public, said], **clearance_of(guard))
+            session.prefill([1] * 80).wait_encoded()
+            assert said.kv_location == ("host" if tiers else "dropped")
+            engine.check()
+            return torch.cat([first, distributions(session, [14], [public, said], **clearance_of(guard))])
+
+    assert_independent_of_the_secret(scenario)
+
+
+@pytest.mark.parametrize("strategy", ["first", "deviation", "attention"])
+@pytest.mark.parametrize("share", [0.3, 1])
+def test_repair_does_not_see_the_secret(strategy, share):
+    def scenario(secret, guard):
+        engine = tiny_models.engine(backend="reference")
+        with engine.session() as session:
+            private, public = session.prefill(secret, labels={"alice"}), session.prefill(list(range(40, 52)))
+            said = [session.prefill(list(range(i, i + 9)), [private, public]) for i in (2, 20)]
+            repair = Repair(share, strategy)
+            return distributions(session, [14], [*said, public], repair=repair, **clearance_of(guard))
+
+    assert_independent_of_the_secret(scenario, differs_without=share < 1)
+
+
+def test_slices_do_not_carry_the_secret():
+    def scenario(secret, guard):
+        engine = tiny_models.engine(backend="reference")
+        with engine.session() as session:
+            said = session.prefill([20, 21, 22, 23, 24], [session.prefill(secret, labels={"alice"})])
+            quote = session.prefill([25, 26], [said[1:3]]).wait_encoded()
+            return distributions(session, [14], [said[2:5], quote], **clearance_of(guard))
+
+    assert_independent_of_the_secret(scenario)
+
+
+@pytest.mark.parametrize("kv_reuse", ["recompute", "reuse", "partial"])
+def test_reuse_across_models_does_not_carry_the_secret(kv_reuse):
+    def scenario(secret, guard):
+        engine = model_variants.engine(backend="reference")
+        other = next(name for name in engine.models if name != "base")
+        engine.enable_layer_reuse(other, pattern=(0, 1, 2))
+        with engine.session() as session:
+            private, public = session.prefill(secret, labels={"alice"}), session.prefill([40, 41])
+            said = session.prefill([6, 7, 8], [private, public]).wait_encoded()
+            quote = session.prefill([10, 11], [said], model=other, kv_reuse=kv_reuse).wait_encoded()
+            options = {"model": other, "kv_reuse": kv_reuse, **clearance_of(guard)}
+            return distributions(session, [14], [said, public, quote], **options)
+
+    assert_independent_of_the_secret(scenario)
+
+
+label_sets = st.sets(st.sampled_from("abc")).map(frozenset)
+
+
+@settings(max_examples=many(24), deadline=None)
+@given(nodes=graphs(), data=st.data())
+def test_no_message_graph_carries_a_secret(nodes, data):
+    """Texts with label a differ between two runs; a reader without it gets the same distributions."""
+    labels = [data.draw(label_sets) for _ in nodes]
+    clearances = [data.draw(st.none() | label_sets) for _ in nodes]
+    slices = [data.draw(st.booleans()) for _ in nodes]
+    clearance = data.draw(st.sets(st.sampled_from("bc")))
+    secret = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=12))
+    repair = data.draw(st.sampled_from([0, 0, 0.4, 1, Repair(0.4, "deviation"), Repair(0.4, "attention")]))
+    mode = data.draw(st.sampled_from(["choreographed", "choreographed", "prefix"]))
+    order = data.draw(st.permutations([i for i in range(len(nodes)) if labels[i] <= clearance]))
+
+    def run(changes):
+        engine, results = tiny_models.engine(backend="reference"), []
+        for _ in range(2):  # the second session finds the entries of the first
+            session = engine.session(mode=mode)
+            messages = []
+            for node, own, its_clearance, sliced in zip(nodes, labels, clearances, slices, strict=True):
+                visible = frozenset().union(*(labels[index] for index in node.parents))
+                parents = [messages[index] for index in node.parents]
+                if sliced:
+                    parents = [parent[1:] if parent.length > 1 else parent for parent in parents]
+                options = {"labels": own, "clearance": None if its_clearance is None else its_clearance | visible}
+                tokens = secret if changes and "a" in own else node.tokens
+                args = (tokens, parents, node.offsets, node.position)
+                if node.generated is None:
+                    messages.append(session.prefill(*args, **options).wait_encoded())
+                else:
+                    forced = {"forced_tokens": node.generated, "footer": node.footer}
+                    messages.append(session.decode(*args, **forced, **options).wait_encoded())
+            parents = [messages[index] for index in order]
+            results.append(distributions(session, [7, 8], parents, clearance=clearance, repair=repair))
+            assert not any("a" in message.labels for message in ancestors(session.messages[-1]))
+            engine.check()
+        return torch.cat(results)
+
+    assert torch.equal(run(False), run(True))
+
+
+def ancestors(message):
+    """The message and everything that it depends on, in choreographed mode."""
+    found = [message]
+    for other in found:
+        if message._request.mode == "choreographed":
+            found += [parent for parent in (getattr(p, "message", p) for p in other.parents) if parent not in found]
+    return found
