@@ -184,8 +184,9 @@ class WorkflowRun(ChatTurns):
         return options
 
     def _name_stage(self, stage: str) -> None:
-        if self.session.budget is not None:
-            self.session.budget.stage = stage
+        budget = getattr(self.session, "budget", None)  # a remote session has none
+        if budget is not None:
+            budget.stage = stage
 
     def _record_call(self, stage: str, message: Message, uses_adapter: bool) -> None:
         self.calls.append(StageCall(stage, message))
