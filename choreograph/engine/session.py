@@ -470,8 +470,7 @@ class Session(ChatTurns):
         with self._core.lock:
             if self._messages.pop(message.id, None) is None:
                 return
-            released = self._released
-            released.append(message._request)
+            (released := self._released).append(message._request)
             if (
                 len(released) > self._max_released
             ):  # twice what is left: amortized, a release costs the same for any number
