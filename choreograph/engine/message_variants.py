@@ -40,7 +40,6 @@ class MessageVariants:
         copy = session._build_request(message.tokens, (), None, message.position, model=original.model)
         copy.role, copy._request.origin = message.role, (original, 0)
         copy.imported_from, copy._request.position = message.imported_from or message, message.position
-        copy._request.origin = original, 0
         if original.computed_layers is not None:  # can be recomputed as the original was
             copy._request.computed_layers, copy._request.source = original.computed_layers, original.source
             copy._request.parents, copy._request.parent_slices = original.parents, original.parent_slices

@@ -161,7 +161,7 @@ class HintRegistry:
     def candidate(self, entry: KVEntry) -> EvictionCandidate:
         """Return the policy inputs of an entry."""
         steps = None
-        if entry.content_hash is not None:
+        if self._hints and entry.content_hash is not None:
             steps = self.steps_to_execution.get(entry.content_hash)
             if steps is None and entry.owners:
                 steps = self._while_referenced.get(entry.content_hash)

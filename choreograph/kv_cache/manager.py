@@ -236,8 +236,9 @@ class KVCacheManager:
     def reclaim(self, num_pages: int, partial: bool) -> None:
         """Evict entries until `num_pages` pages are free, or raise."""
         pool, jobs = self.pool, self.offload_manager.jobs
-        split_unused(self, self.evictable(partial))
-        reclaimable = self.num_reclaimable(partial)
+        candidates = self.evictable(partial)
+        reclaimable = self.num_free(partial) + sum(len(entry.pages) for entry in candidates)
+        split_unused(self, candidates)
         if reclaimable < num_pages:
             raise CacheFullError(
                 f"needs {num_pages} pages of {pool.page_size} tokens; {pool.num_free(partial)} of "

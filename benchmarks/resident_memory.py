@@ -1,0 +1,82 @@
+"""Memory of the engine over weights and cache: the resident set after a warm run, less both, in a process of its own.
+
+The bundled model, eager: a first process makes the file that loading reads, the second one loads it, computes a prefill and a
+decode with text, and reads `/proc/self/smaps_rollup`. Weights and cache count as far as they are resident: the cache is
+written in full before. Rows beside say what of the rest is there after the imports alone, and what loading leaves.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+
+from .common import Row, save
+
+MEASURE = """
+import gc, json, sys
+
+def resident():
+    with open("/proc/self/smaps_rollup") as file:
+        parts = {line.split()[0].rstrip(":"): int(line.split()[1]) for line in file if line.split()[-1] == "kB"}
+    return parts["Rss"] / 1024
+
+result = {"python": resident()}
+import torch
+result["torch"] = resident()
+import transformers.models.llama.modeling_llama
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+result["imports"] = resident()
+engine = Engine.from_pretrained(dtype=sys.argv[1], config=EngineConfig(cache=CacheConfig(capacity=4096)))
+pool = engine.core.cache_manager.pool
+for tensor in (*pool.keys, *pool.values):
+    tensor.zero_()
+storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.core.hf_model.model.parameters()}
+result["weights"], result["cache"] = sum(storages.values()) / 2**20, pool.allocated_bytes / 2**20
+result["loaded"] = resident()
+with engine.session() as session:
+    question = session.prefill(session.user("What is a KV cache?"))
+    sampling = SamplingParams(temperature=0, max_tokens=24)
+    message = session.decode(session.assistant("Answer: "), [question], sampling=sampling)
+    assert message.text
+gc.collect()
+result["warm"] = resident()
+print(json.dumps(result))
+"""
+
+
+def measure(dtype: str) -> dict[str, float]:
+    """Resident MiB at each point of a fresh process."""
+    command = [sys.executable, "-c", MEASURE, dtype]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result: dict[str, float] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--dtype", default="bfloat16")
+    given = options.parse_args()
+    measure(given.dtype)  # converts the model's file
+    runs = [measure(given.dtype) for _ in range(given.runs)]
+
+    def row(label: str, *signs_and_points: str, **bounds: float) -> Row:
+        samples = [sum(run[p.lstrip("-")] * (-1 if p.startswith("-") else 1) for p in signs_and_points) for run in runs]
+        return Row(label, statistics.median(samples), "MiB", min(samples), max(samples), "lower", **bounds)
+
+    rows = [
+        row("resident after a warm run over weights and cache", "warm", "-weights", "-cache", required=250, target=150),
+        row("of it: Python", "python"),
+        row("of it: import torch", "torch", "-python"),
+        row("of it: the other imports", "imports", "-torch"),
+        row("of it: loading, less weights and cache", "loaded", "-imports", "-weights", "-cache"),
+        row("of it: the run", "warm", "-loaded"),
+        row("weights", "weights"),
+        row("cache", "cache"),
+    ]
+    save("resident_memory", rows, runs=runs)
+
+
+if __name__ == "__main__":
+    main()
