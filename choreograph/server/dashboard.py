@@ -222,7 +222,7 @@ class DashboardPage:
                 limit = ui.number("Tokens per message", value=48, min=1, max=MAX_TOKENS, precision=0).props(
                     "outlined dense"
                 )
-                task = ui.textarea("Task", value=WORKFLOWS[first].task).classes("wide").props("outlined autogrow")
+                task = ui.textarea("Task", value=WORKFLOWS[first].task).classes("wide").props("outlined rows=2")
                 choice.on_value_change(lambda event: task.set_value(WORKFLOWS[event.value].task))
                 button = ui.button("Run both modes").props("no-caps unelevated")
             self._status = ui.label("").classes("status").props('role=status aria-live="polite"')

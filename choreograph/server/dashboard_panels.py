@@ -18,7 +18,7 @@ SOURCE_TEXTS = {
     "prefix": ("Prefix", "the start of an earlier prompt"),
     "message": ("Message", "a message after other messages"),
     "quoted": ("Quoted", "a quote inside another text"),
-    "remote": ("Session", "calls of sessions and the playground"),
+    "remote": ("Session", "sessions and playground"),
     "computed": ("Computed", "not in the cache"),
 }
 

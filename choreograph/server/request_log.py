@@ -181,7 +181,8 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
         known: ids of messages of earlier requests, which this one has not computed.
     """
     request = message._request
-    num_prompt, length = len(request.prompt), len(request.tokens)
+    num_prompt, footer = len(request.prompt), request.footer
+    footer_start = message.position + len(request.tokens) - len(footer)
     own = (message.id, message.position, num_prompt)
     parents = []  # (request, its visible tokens, their position in it, their position here)
     for parent, visible, start in zip(request.parents, request.parent_slices, request.parent_positions, strict=True):
@@ -196,8 +197,11 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
             is_new = parent.is_repair or (parent.id not in known and parent.finish_reason == "encoded")
             kind = "computed" if is_new else "reused" if start == position else "moved"
             bars.append(ContextBar(parent.id, start, num_tokens, kind))
-        bars.append(ContextBar(*own, "reused" if request.finish_reason == "cached" else "computed"))
-    bars.append(ContextBar(message.id, message.position + num_prompt, length - num_prompt, "generated"))
+        num_computed = request.usage.computed_tokens - request.usage.repaired_tokens - len(footer)
+        bars += _split(*own, message.position + max(0, num_prompt - num_computed))  # equal first tokens are copied
+    start = message.position + num_prompt
+    bars.append(ContextBar(message.id, start, footer_start - start, "generated"))
+    bars.append(ContextBar(message.id, footer_start, len(footer), "computed"))
     return MessageRow(message.id, label, tuple(bar for bar in bars if bar.length), request.usage.repaired_tokens)
 
 

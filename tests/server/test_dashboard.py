@@ -92,7 +92,7 @@ def test_a_reordered_chat_is_shown_with_its_reused_and_moved_messages(guarded):
     rows = rows_of(guarded, "tenant-0", "trip")
     assert [row.label for row in rows] == ["prompt", "prompt", "planner", "prompt", "judge"]
     system, question, planner, new, judge = rows
-    assert [bar.kind for bar in planner.bars] == ["computed", "computed", "computed", "generated"]
+    assert [bar.kind for bar in planner.bars] == ["computed", "computed", "computed", "generated", "computed"]
     assert planner.bars[1] == (question.id, system.bars[0].length, question.bars[-1].length, "computed")
     assert [(bar.source, bar.kind) for bar in judge.bars] == [
         (system.id, "reused"),
@@ -101,6 +101,7 @@ def test_a_reordered_chat_is_shown_with_its_reused_and_moved_messages(guarded):
         (question.id, "moved"),
         (judge.id, "computed"),
         (judge.id, "generated"),
+        (judge.id, "computed"),  # end of the turn
     ]
     counts = usage["choreography"]
     reused = sum(bar.length for bar in judge.bars if bar.kind in ("reused", "moved"))
@@ -262,6 +263,7 @@ def test_a_browser_logs_in_and_runs_the_playground(guarded, browser):
     wait(lambda: "Both runs have ended" in find(".status").text, 120)
     assert len(browser.find_elements("css selector", ".answer")) == 2 and fits(1280) and fits(400)
     assert find("body").text.count("Time to first token") == 2
+    numbers = browser.find_elements("css selector", ".tiles.two")[1].text
     click("Messages")
     wait(lambda: ", choreographed" in find(".q-field__native").text and "vote" in find("body").text)
     problems = [
@@ -270,6 +272,10 @@ def test_a_browser_logs_in_and_runs_the_playground(guarded, browser):
     assert not problems
     addresses = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert addresses and all(address.startswith(guarded.url) for address in addresses)
-    rows = rows_of(guarded, "tenant-1", state_of(guarded, "tenant-1").workflows[0])
+    state = state_of(guarded, "tenant-1")
+    rows = rows_of(guarded, "tenant-1", state.workflows[0])
+    computed = sum(bar.length for row in rows for bar in row.bars if bar.kind == "computed")
+    shown = [row.computed for row in state.timeline if row.workflow == state.workflows[0]]
+    assert computed == sum(shown) and f"{computed:,}" in numbers
     assert {row.label for row in rows} >= {"problem", "solve", "vote", "answer"}
     guarded.wait_until_idle()
