@@ -3,11 +3,11 @@
 All functions run in the engine's thread. Nothing is kept of a finished request but numbers and labels.
 """
 
-import itertools
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from ..engine.message import Message, unwrap_slice
@@ -97,7 +97,7 @@ class RequestLog:
 
     def __init__(self) -> None:
         self._tenants: dict[str, TenantLog] = {}
-        self._new_number = itertools.count(1).__next__
+        self._new_number = count(1).__next__
 
     def tenant(self, name: str) -> TenantLog:
         """Return what is known of a tenant, up to now."""
@@ -184,10 +184,14 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
     num_prompt, footer = len(request.prompt), request.footer
     footer_start = message.position + len(request.tokens) - len(footer)
     own = (message.id, message.position, num_prompt)
-    parents = []  # (request, its visible tokens, their position in it, their position here)
-    for parent, visible, start in zip(request.parents, request.parent_slices, request.parent_positions, strict=True):
-        first, end = (0, len(parent.tokens)) if visible is None else visible
-        parents.append((parent, end - first, (parent.position or 0) + first, start))
+    spans = [v or (0, len(p.tokens)) for p, v in zip(request.parents, request.parent_slices, strict=True)]
+    starts = list(request.parent_positions)
+    if request.repaired_positions:  # pieces of the parents, without gaps
+        starts = list(accumulate((end - first for first, end in spans), initial=0))[:-1]
+    parents = [  # (request, its visible tokens, their position in it, their position here)
+        (parent, end - first, (parent.position or 0) + first, start)
+        for parent, (first, end), start in zip(request.parents, spans, starts, strict=True)
+    ]
     bars: list[ContextBar] = []
     if request.mode == "prefix":  # all before a position was cached
         for source, start, num_tokens in (*((p.id, start, n) for p, n, _, start in parents), own):

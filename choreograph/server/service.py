@@ -232,7 +232,7 @@ class RunningRequest:
         """Prompt tokens by source, once the request is complete."""
         plans = [plan.counts for plan in self._plans]
         return SourceCounts(
-            *(sum(getattr(c, name) for c in plans) for name in ("prefix", "message", "quoted", "computed"))
+            *(sum(getattr(c, name) for c in plans) for name in ("prefix", "message", "quoted", "computed", "repaired"))
         )
 
     def usage(self) -> dict[str, Any]:

@@ -110,6 +110,32 @@ def test_a_reordered_chat_is_shown_with_its_reused_and_moved_messages(guarded):
     assert [bar.start for bar in judge.bars] == [0, *ends[:-1]]  # positions without gaps
 
 
+def test_quotes_repaired_context_and_several_answers_are_shown(guarded):
+    story = {"role": "user", "content": "The mill was built in 1711 and ground rye until the flood of 1954. " * 4}
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+
+        def chat(text, **choreography):
+            options = {"reuse": "auto", "workflow": "quotes", "agent": "reader", **choreography}
+            return client.chat.completions.create(
+                model="tiny",
+                messages=[SYSTEM, {"role": "user", "content": text}],
+                n=2,
+                max_tokens=3,
+                extra_body={"choreography": options},
+            ).usage.choreography
+
+        chat(story["content"])
+        quoted = chat("Somebody wrote: " + story["content"] + " Is it true?")
+        repaired = chat("And then: " + story["content"] + " Or is it false?", repair=0.3)
+    rows = [row for row in rows_of(guarded, "tenant-0", "quotes") if row.label == "reader"]
+    assert len(rows) == 6 and state_of(guarded, "tenant-0").timeline[0].status == "finished"
+    assert sum(bar.length for bar in rows[2].bars if bar.kind == "moved") == quoted["quoted_tokens"] > 0
+    assert 0 < sum(row.repaired for row in rows[4:]) <= repaired["repaired_tokens"]
+    for row in rows:
+        ends = [bar.start + bar.length for bar in row.bars]
+        assert [bar.start for bar in row.bars] == [0, *ends[:-1]]
+
+
 def test_no_tenant_sees_requests_messages_or_the_load_of_another(guarded):
     ask(guarded, KEYS[0], [QUESTION], workflow="secret-plan", agent="spy")
     theirs = state_of(guarded, "tenant-0")
@@ -226,10 +252,16 @@ def test_a_browser_logs_in_and_runs_the_playground(guarded, browser):
     def find(selector):
         return browser.find_element("css selector", selector)
 
+    def text_of(selector, number=0):
+        script = (
+            "return [...document.querySelectorAll(arguments[0])].map(element => element.innerText)[arguments[1]] || ''"
+        )
+        return browser.execute_script(script, selector, number)  # at once: panels are replaced while they are read
+
     def wait(condition, seconds=60):
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, find("body").text
+            assert time.monotonic() < end, text_of("body")
             time.sleep(0.1)
 
     def click(text):
@@ -248,24 +280,24 @@ def test_a_browser_logs_in_and_runs_the_playground(guarded, browser):
     find("#key").send_keys(KEYS[1])
     find("button").click()
     wait(lambda: browser.find_elements("css selector", ".request"))
-    text = find("body").text
+    text = text_of("body")
     assert "mine · messages" in text and "Only the stored messages of your key" in text and "secret-plan" not in text
     assert fits(1280) and fits(400)
     click("Messages")
-    wait(lambda: "planner" in find("body").text and browser.find_elements("css selector", ".message .generated"))
+    wait(lambda: "planner" in text_of("body") and browser.find_elements("css selector", ".message .generated"))
     assert fits(400)
     click("Playground")
-    wait(lambda: "No run yet" in find("body").text)
+    wait(lambda: "No run yet" in text_of("body"))
     limit = find("input[type=number]")
     limit.send_keys(Keys.CONTROL, "a", Keys.NULL, "4")
     click("Run both modes")
     assert limit.get_attribute("value") == "4"
-    wait(lambda: "Both runs have ended" in find(".status").text, 120)
+    wait(lambda: "Both runs have ended" in text_of(".status"), 120)
     assert len(browser.find_elements("css selector", ".answer")) == 2 and fits(1280) and fits(400)
-    assert find("body").text.count("Time to first token") == 2
-    numbers = browser.find_elements("css selector", ".tiles.two")[1].text
+    assert text_of("body").count("Time to first token") == 2
+    numbers = text_of(".tiles.two", 1)
     click("Messages")
-    wait(lambda: ", choreographed" in find(".q-field__native").text and "vote" in find("body").text)
+    wait(lambda: ", choreographed" in text_of(".q-field__native") and "vote" in text_of("body"))
     problems = [
         entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE" and "401" not in entry["message"]
     ]
