@@ -21,9 +21,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/choreograph demo
 
-# An OpenAI-compatible server of the bundled model on port 8000; ARGS="--port 9000" changes it.
+# An OpenAI-compatible server of the bundled model on port 8000, with its dashboard; ARGS="--port 9000" changes it.
 serve: $(READY)
-	$(BIN)/choreograph serve $(ARGS)
+	$(BIN)/choreograph serve --dashboard $(ARGS)
 
 # Two files at a time, each on one thread: on few cores, threads of two processes would starve each other.
 test: $(READY)

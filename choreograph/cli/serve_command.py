@@ -59,6 +59,9 @@ def serve(
         list[str] | None, typer.Option(help="An origin that browsers may call from; * is all.")
     ] = None,
     tool_parser: Annotated[str | None, typer.Option(help="Form of tool calls: auto, hermes, llama3_json.")] = None,
+    dashboard: Annotated[
+        bool | None, typer.Option(help="Serve a page of the server's state at /dashboard (extra `dashboard`).")
+    ] = None,
     thinks: Annotated[bool | None, typer.Option(help="The model reasons in <think> tags.")] = None,
     log_level: Annotated[str, typer.Option(help="Level of the log: debug, info, warning, error.")] = "info",
 ) -> None:
@@ -69,6 +72,8 @@ def serve(
     options = DEFAULTS | (_read_config(config, _option_names()) if config is not None else {}) | given
     for module in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
         require(module, "serve")
+    if options.get("dashboard"):
+        require("nicegui", "dashboard")
     from ..server.app import create_app
     from ..server.server_config import ServerConfig
 

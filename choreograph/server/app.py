@@ -3,7 +3,7 @@
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -113,9 +113,10 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.start()
-        yield
-        await service.stop()
+        async with nullcontext() if dashboard is None else dashboard.running():
+            service.start()
+            yield
+            await service.stop()
 
     app = FastAPI(
         title="Choreograph",
@@ -135,6 +136,11 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     _add_error_handlers(app, service)
     _add_status_routes(app, service)
     _add_inference_routes(app, service)
+    dashboard = None
+    if config.dashboard:
+        from .dashboard import add_dashboard
+
+        dashboard = add_dashboard(app, service)
     return app
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from ..engine.labels import OnLeak
 from ..engine.message import Message, MessageSlice
+from ..engine.request import RequestState
 from ..engine.session import Session
 from ..engine.text import Turn
 from ..errors import ChoreographError
@@ -19,6 +20,7 @@ from ..outputs import BASE_MODEL, KVReuse, Mode
 from ..sampling_params import SamplingParams
 from .api_errors import ApiError, overloaded, to_api_error
 from .engine_thread import Generation
+from .request_log import SESSION
 from .service import InferenceService
 
 MAX_CALLS, MAX_MESSAGES, MAX_SESSIONS = 256, 4096, 256  # of one request, one session, all tenants
@@ -153,6 +155,9 @@ class RemoteSessions:
         submitted = session.prefill(calls) if kind == "prefill" else session.decode(calls)
         for message in submitted:
             messages[message.id] = message
+            if self._service.log is not None and message._request.state is not RequestState.DONE:
+                workflow = f"session {session_id}, {session.mode}"
+                self._service.log.start(tenant, workflow, kind, SESSION, [message])
         return [
             {"id": message.id, "model": message.model, "role": message.role, "labels": sorted(message.labels)}
             for message in submitted

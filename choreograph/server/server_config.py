@@ -32,6 +32,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; ("*",): all
     tool_parser: ToolParser = "auto"  # form of tool calls; "auto": what the chat template writes
     thinks: StrictBool | None = None  # the model writes its reasoning in <think> tags; None: as its template says
+    dashboard: StrictBool = False  # serve a page of the server's state at /dashboard (extra `dashboard`)
 
     def __post_init__(self) -> None:
         if any(len(key) < 8 for key in self.api_keys):

@@ -21,6 +21,7 @@ from .engine_thread import ChoiceUpdate, EngineThread, Generation
 from .output_parser import CALL_START, THINK_END, THINK_START
 from .prometheus import ServerMetrics
 from .protocol import ChoreographyOptions
+from .request_log import RequestLog, RequestRecord
 from .reuse import Answer, Plan, ReusePlanner, SourceCounts, WorkflowKey
 from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
@@ -71,6 +72,7 @@ class InferenceService:
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name
         self.metrics = ServerMetrics(self.model_name)
+        self.log = RequestLog() if config.dashboard else None
         self.is_draining = False
         self.on_stop: list[Callable[[], object]] = []  # called after the last step
         self._page_size = engine.core.config.cache.page_size
@@ -221,6 +223,7 @@ class RunningRequest:
         self._plans: list[Plan] = []
         self.num_choices = spec.num_answers * len(spec.prompts)
         self.num_generated = [0] * self.num_choices  # tokens of every answer
+        self._record: RequestRecord | None = None  # in the log of the dashboard
         self._generation = Generation(self._submit, self._close)
         service.thread.submit(self._generation)
 
@@ -229,7 +232,7 @@ class RunningRequest:
         """Prompt tokens by source, once the request is complete."""
         plans = [plan.counts for plan in self._plans]
         return SourceCounts(
-            *(sum(getattr(c, name) for c in plans) for name in ("prefix", "message", "quoted", "computed"))
+            *(sum(getattr(c, name) for c in plans) for name in ("prefix", "message", "quoted", "computed", "repaired"))
         )
 
     def usage(self) -> dict[str, Any]:
@@ -315,8 +318,13 @@ class RunningRequest:
                 plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
             self._plans.append(plan)
             messages += plan.messages
+        if service.log is not None:
+            label = spec.agent or "request"
+            self._record = service.log.start(spec.key.tenant, spec.key.workflow, label, spec.reuse, messages)
         return messages
 
     def _close(self, is_complete: bool) -> None:
         for plan in self._plans:
             plan.close(is_complete)
+        if self._record is not None and self._service.log is not None:
+            self._service.log.finish(self._record, vars(self.counts), is_complete)
