@@ -59,6 +59,9 @@ def serve(
         list[str] | None, typer.Option(help="An origin that browsers may call from; * is all.")
     ] = None,
     tool_parser: Annotated[str | None, typer.Option(help="Form of tool calls: auto, hermes, llama3_json.")] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Export OpenTelemetry spans there, as http://localhost:4318/v1/traces.")
+    ] = None,
     thinks: Annotated[bool | None, typer.Option(help="The model reasons in <think> tags.")] = None,
     log_level: Annotated[str, typer.Option(help="Level of the log: debug, info, warning, error.")] = "info",
 ) -> None:

@@ -198,3 +198,14 @@ def test_a_chat_is_cut_at_the_ends_of_its_messages(talker):
     assert talker.tokenizer.decode(pieces) == text and json.dumps({"name": "f", "arguments": {"a": 1}}) in text
     assert len(prompt.segments) == 4 and prompt.segments[2].answer_key == answer_key("", [call])
     assert talker.tokenizer.decode(prompt.footer) == "<|im_end|>\n"
+
+
+def test_repaired_tokens_are_counted(caller):
+    asker = caller("messages")
+    asker.ask([SYSTEM, *TOPICS])
+    asker.options["choreography"]["repair"] = 0.5
+    answer = asker._client.chat.completions.create(
+        model="tiny", messages=[TOPICS[2], TOPICS[0]], max_tokens=4, extra_body=asker.options
+    )
+    usage = answer.usage.model_extra["choreography"]
+    assert 0 < usage["repaired_tokens"] <= usage["message_tokens"]
