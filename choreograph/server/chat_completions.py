@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
@@ -104,6 +104,12 @@ def prepare(
     prompt = service.renderer.prompt(
         body.turns, () if choice == "none" else tools, body.chat_template_kwargs, with_segments=True
     )
+    if body.choreography is not None and (offsets := body.choreography.offsets) is not None:
+        if len(offsets) != len(prompt.segments):
+            raise InvalidRequestError(
+                f"offsets: {len(offsets)} positions for {len(prompt.segments)} messages: give one for each, or null"
+            )
+        prompt = replace(prompt, offsets=tuple(offsets))
     max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt])
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")

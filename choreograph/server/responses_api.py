@@ -18,7 +18,7 @@ from .service import RunningRequest
 SHARED_FIELDS = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "structured_outputs", "choreography",
-    "cache_salt", "session_id", "chat_template_kwargs",
+    "cache_salt", "priority", "session_id", "chat_template_kwargs",
 )  # fmt: skip
 
 

@@ -165,12 +165,16 @@ class InferenceService:
         self.planner.check(reuse)
         client_id = f"{tenant}\0{body.cache_salt or ''}"
         key = WorkflowKey(client_id, workflow, self.resolve_model(body.model))
+        if options.offsets is not None and (reuse != "messages" or not hasattr(body, "messages")):
+            raise InvalidRequestError(
+                "offsets: positions of messages need a chat with reuse='messages'; leave them out"
+            )
         return key, reuse, options.agent or header_options["agent"]
 
     # -- what the engine gets -------------------------------------------------------------------------------
 
-    def max_tokens(self, requested: int | None, prompts: Sequence[ChatPrompt]) -> int:
-        """Return the length limit of answers to prompts.
+    def max_tokens(self, requested: int | None, prompts: Sequence[ChatPrompt]) -> int | None:
+        """Return the length limit of answers to prompts; None for what context and cache allow.
 
         Raises:
             ApiError: if a prompt leaves less than that of the context.
@@ -179,12 +183,12 @@ class InferenceService:
         available = self.max_model_len - length
         if available < (requested or 1):
             raise context_exceeded(length, requested or 1, self.max_model_len)
-        if requested is not None:
+        if requested is not None or self.config.max_tokens is None:
             return requested
         # every part of a context ends in a page of its own
         num_parts = max(len(prompt.segments) for prompt in prompts) + 3
         available = max(1, min(available, self._capacity - length - num_parts * self._page_size))
-        return min(self.config.max_tokens or available, available)
+        return min(self.config.max_tokens, available)
 
     def compiler(self) -> GrammarCompiler:
         """Return the compiler of grammars, created on first use."""
