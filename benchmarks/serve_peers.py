@@ -14,7 +14,7 @@ from choreograph.models.loader import bundled_gguf, convert_gguf
 
 from .peer_engines import VLLM
 
-START_SECONDS = 300  # until a server answers
+START_SECONDS = 600  # until a server answers
 LOGS = Path("out")
 
 

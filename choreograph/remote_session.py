@@ -60,7 +60,10 @@ class RemoteEngine:
         return result
 
     def lines(self, path: str) -> Iterator[Any]:
-        """Yield the JSON values of a streamed answer; raise the error that the library would raise."""
+        """Yield the JSON values of a streamed answer.
+
+        Raises the error that the library would raise.
+        """
         try:
             with self._client.stream("GET", path) as reply:
                 if not reply.is_success:
@@ -183,7 +186,7 @@ class RemoteMessage:
         return self
 
     def stream(self) -> Iterator[str]:
-        """Yield the text of a decode in pieces, as the server generates it."""
+        """Yield the text of a decode in pieces."""
         if self.kind != "decode" or "_values" in self.__dict__ or self._is_released:
             yield self.text
         else:

@@ -158,7 +158,10 @@ class RemoteSessions:
         del self._messages[tenant, session_id][message_id]
 
     async def pieces(self, message: Message) -> AsyncIterator[str]:
-        """Yield the text of a decode as it is generated; a client that leaves does not end the decode."""
+        """Yield the text of a decode as it is generated.
+
+        A client that leaves does not end the decode.
+        """
         generation = Generation(lambda: [message], lambda is_complete: None)
         self._service.thread.submit(generation)
         is_final = False
@@ -237,7 +240,10 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
 
     @router.get("/{session_id}/messages/{message_id}/text", response_class=StreamingResponse)
     async def stream_text(session_id: int, message_id: int, tenant: str = tenant_dependency) -> StreamingResponse:
-        """Stream the text of a decode, a JSON string a line; an error is an object."""
+        """Stream the text of a decode.
+
+        A line is a JSON string, or an object that has an error.
+        """
         message = await run(lambda: sessions.message(tenant, session_id, message_id))
         if message.kind != "decode":
             raise ApiError(

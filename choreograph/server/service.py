@@ -174,7 +174,7 @@ class InferenceService:
     # -- what the engine gets -------------------------------------------------------------------------------
 
     def max_tokens(self, requested: int | None, prompts: Sequence[ChatPrompt]) -> int | None:
-        """Return the length limit of answers to prompts; None for what context and cache allow.
+        """Return the length limit of answers, or None for none.
 
         Raises:
             ApiError: if a prompt leaves less than that of the context.
