@@ -1,35 +1,46 @@
-"""The server: its overhead against the engine in process, and a debate over HTTP in `exact` and `auto`.
+"""The server: three agent programs in `exact` and `auto` and on other servers, and its overhead against the engine.
 
-make bench NAME=serve
-make bench NAME=serve ARGS="--peer vllm=http://127.0.0.1:8100 --peer llama.cpp=http://127.0.0.1:8200"
+make bench NAME=serve                                    # about ten minutes, after the first start of vLLM
+make bench NAME=serve ARGS="--only debate --rounds 1 --peers llama.cpp"
 
-Peers are OpenAI-compatible servers of the same model that already run, with the same number of threads. A debate has
-three debaters and two rounds; every prompt of the second round, and the judge's, quotes what was said before.
+The programs have the shapes of those in `examples/serve`: a debate whose speakers quote each other, a supervisor's workers
+who read all notes, and a hand-off of one conversation to agents with other instructions. All sides answer each program in
+turns, on the same model with the same number of threads. Results are saved after each part; a server that fails is left
+out from then on.
 """
 
 import argparse
 import asyncio
 import json
-import socket
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 import httpx
+import torch
 
-from .common import Row, engine, greedy, interleaved, median_row, random_tokens, ratio_row, save
+from .common import (
+    Row,
+    engine,
+    greedy,
+    interleaved,
+    last_result,
+    median_row,
+    random_tokens,
+    ratio_row,
+    row_from_record,
+    save,
+)
+from .serve_peers import PEERS, Server, start_ours
 
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 64
-SPEECH_TOKENS, DEBATERS = 160, 3
+ANSWER_TOKENS = 96
 QUESTION = "Question {}: should a small town build a second bridge over its river, and who should pay for it?"
 
 
 class Turn(NamedTuple):
-    """One answer of a debate."""
+    """One answer of a program."""
 
     text: str
     ttft: float  # seconds
@@ -37,27 +48,11 @@ class Turn(NamedTuple):
     computed: int  # prompt tokens that the server computed; -1: it does not say
 
 
-@contextmanager
-def serving(*arguments: str) -> Iterator[str]:
-    """A server of the bundled model in a process of its own; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "choreograph", "serve", "--port", str(port), "--log-level", "warning", *arguments]
-    process = subprocess.Popen([*command, "--compile", "--dtype", "bfloat16", "--capacity", "16384"])
-    try:
-        url = f"http://127.0.0.1:{port}"
-        while True:
-            try:
-                httpx.get(f"{url}/ready").raise_for_status()
-                break
-            except httpx.HTTPError:
-                assert process.poll() is None, "the server has ended"
-                time.sleep(0.5)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
+class Side(NamedTuple):
+    """A server, and what is added to every request."""
+
+    server: Server
+    reuse: str | None = None  # of our server
 
 
 async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> tuple[str, float, dict[str, Any]]:
@@ -79,37 +74,137 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
     return "".join(pieces), first or time.perf_counter() - start, usage
 
 
-async def debate(url: str, model: str, number: int, extra: Mapping[str, Any]) -> list[Turn]:
-    """The answers of one debate; `extra` is added to every body."""
-    question, turns = QUESTION.format(number), list[Turn]()
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+class Run:
+    """One run of a program on one side."""
 
-        async def ask(system: str, user: str, *, quotes: bool = True) -> str:
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-            body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": SPEECH_TOKENS, **extra}
-            text, ttft, usage = await stream(client, "/v1/chat/completions", body)
-            turns.append(Turn(text, ttft, quotes, usage.get("choreography", {}).get("computed_tokens", -1)))
-            return text
+    def __init__(self, client: httpx.AsyncClient, side: Side, workflow: str, max_tokens: int) -> None:
+        self._client, self.turns = client, list[Turn]()
+        self._body: dict[str, Any] = {"model": side.server.model, "temperature": 0, "max_tokens": max_tokens}
+        if side.reuse is not None:
+            self._body["choreography"] = {"reuse": side.reuse, "workflow": workflow}
 
-        roles = [f"You are debater {one}. Argue in a few sentences." for one in range(1, DEBATERS + 1)]
-        speeches = [await ask(role, question, quotes=False) for role in roles]
-        quoted = [f"Debater {one} said:\n{speech}" for one, speech in enumerate(speeches, 1)]
-        speeches = [
-            await ask(r, "\n\n".join([question, *(q for q in quoted if q is not own)]))
-            for r, own in zip(roles, quoted, strict=True)
-        ]
-        quoted += [f"Debater {one} then said:\n{speech}" for one, speech in enumerate(speeches, 1)]
-        await ask("You judge debates. Name the winner.", "\n\n".join([question, *quoted]))
-    return turns
+    async def ask(self, system: str, *chat: str, quotes: bool = True) -> str:
+        """Return the answer to a chat, of user and assistant in turns."""
+        messages = [{"role": "system", "content": system}]
+        messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(chat)]
+        text, ttft, usage = await stream(self._client, "/v1/chat/completions", {**self._body, "messages": messages})
+        computed = usage.get("choreography", {}).get("computed_tokens", -1)
+        if computed < 0 and (details := usage.get("prompt_tokens_details")) is not None:
+            computed = usage["prompt_tokens"] - (details.get("cached_tokens") or 0)
+        self.turns.append(Turn(text, ttft, quotes, computed))
+        return text
 
 
-def throughput_rows(url: str, model: str, rounds: int) -> list[Row]:
+async def debate(run: Run, question: str) -> None:
+    """Three debaters in two rounds, each at the same time, and a judge."""
+    roles = [f"You are debater {number}. Argue in a few sentences." for number in (1, 2, 3)]
+    speeches = await asyncio.gather(*(run.ask(role, question, quotes=False) for role in roles))
+    quoted = [f"Debater {number} said:\n{speech}" for number, speech in enumerate(speeches, 1)]
+    prompts = ["\n\n".join([question, *(q for q in quoted if q is not own)]) for own in quoted]
+    speeches = await asyncio.gather(*(run.ask(r, p) for r, p in zip(roles, prompts, strict=True)))
+    quoted += [f"Debater {number} then said:\n{speech}" for number, speech in enumerate(speeches, 1)]
+    await run.ask("You judge debates. Name the winner.", "\n\n".join([question, *quoted]))
+
+
+async def supervisor(run: Run, question: str) -> None:
+    """Two workers, twice each, who read all notes so far; a supervisor writes the report."""
+    workers = {"historian": "You know the history of towns.", "engineer": "You know how bridges are built."}
+    notes = [question]
+    for name, role in list(workers.items()) * 2:
+        answer = await run.ask(role, "\n\n".join([*notes, "Add a few sentences."]), quotes=len(notes) > 1)
+        notes.append(f"The {name} said:\n{answer}")
+    await run.ask("You are the supervisor. Write a report.", "\n\n".join(notes))
+
+
+async def handoff(run: Run, question: str) -> None:
+    """One conversation, handed on to agents with other instructions."""
+    agents = ["You welcome visitors of the town hall.", "You are the town's treasurer.", "You are the town's engineer."]
+    chat = [question]
+    for number, instructions in enumerate([*agents, agents[1]]):
+        chat.append(await run.ask(instructions, *chat, quotes=number > 0))
+        chat.append("Go on, with other reasons.")
+
+
+PROGRAMS: dict[str, Callable[[Run, str], Awaitable[None]]] = {
+    "debate": debate,
+    "supervisor": supervisor,
+    "handoff": handoff,
+}
+PARTS = (*PROGRAMS, "overhead")
+
+
+async def run_program(name: str, side: Side, number: int, max_tokens: int) -> list[Turn]:
+    async with httpx.AsyncClient(base_url=side.server.url, timeout=600) as client:
+        run = Run(client, side, f"{name}-{number}", max_tokens)
+        await PROGRAMS[name](run, QUESTION.format(number))
+    return run.turns
+
+
+def agreement(text: str, other: str) -> float:
+    """Share of the longer text up to the first difference."""
+    end = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return end / max(len(text), len(other), 1)
+
+
+def program_rows(
+    program: str, sides: dict[str, Side], rounds: int, max_tokens: int, failed: dict[str, str]
+) -> list[Row]:
+    """Rows of one program; a side that fails moves to `failed`."""
+    names = ("ttft", "total", "computed", "equal", "agreement")
+    samples: dict[str, dict[str, list[float]]] = {side: {name: [] for name in names} for side in sides}
+    for number in range(rounds + 1):
+        reference: list[str] = []
+        for name, side in list(sides.items()):
+            start = time.perf_counter()
+            try:
+                turns = asyncio.run(run_program(program, side, number, max_tokens))
+            except Exception as exc:
+                failed[name] = f"{program}: {type(exc).__name__}: {exc}"
+                print(f"... {name} failed: {failed[name]}", flush=True)
+                del sides[name]
+                continue
+            seconds, texts = time.perf_counter() - start, [turn.text for turn in turns]
+            reference = reference or texts  # of `exact`, the first side
+            if number == 0:  # compiles
+                continue
+            quoting = [turn for turn in turns if turn.quotes]
+            samples[name]["total"].append(seconds)
+            samples[name]["ttft"].append(statistics.mean(turn.ttft for turn in quoting))
+            samples[name]["computed"].append(sum(turn.computed for turn in quoting))
+            samples[name]["equal"].append(statistics.mean(a == b for a, b in zip(texts, reference, strict=True)))
+            samples[name]["agreement"].append(statistics.mean(map(agreement, texts, reference)))
+        print(f"... {program}, round {number} of {rounds}", flush=True)
+    rows = []
+    for name in sides:
+        taken = samples[name]
+        rows.append(
+            median_row(f"{program}: first token where prompts quote, {name}", taken["ttft"], "s", better="lower")
+        )
+        rows.append(median_row(f"{program}: end to end, {name}", taken["total"], "s", better="lower"))
+        if min(taken["computed"]) >= 0:
+            measure = f"{program}: prompt tokens computed where prompts quote, {name}"
+            rows.append(median_row(measure, taken["computed"], "tokens", better="lower"))
+        rows.append(median_row(f"{program}: answers equal to exact, {name}", taken["equal"], "share"))
+        rows.append(
+            median_row(f"{program}: text equal to exact up to a difference, {name}", taken["agreement"], "share")
+        )
+    for name in sides:
+        if name == "auto" or "auto" not in sides:
+            continue
+        for measure, key, required in (("first token", "ttft", 3), ("end to end", "total", 1)):
+            facts = {"required": required, "peer": name}
+            what = f"{program}: {measure}, {name} over auto"
+            rows.append(ratio_row(what, samples[name][key], samples["auto"][key], **facts))
+    return rows
+
+
+def overhead_rows(server: Server, rounds: int) -> list[Row]:
     """Tokens per second of the server and of the engine in process, at STREAMS streams."""
     local, seeds = engine(), iter(range(1 << 30))
 
     def tokens_per_second(run: Callable[[list[list[int]]], object]) -> float:
         seed = next(seeds) * STREAMS
-        prompts = [random_tokens(PROMPT_TOKENS, seed + one) for one in range(STREAMS)]
+        prompts = [random_tokens(PROMPT_TOKENS, seed + number) for number in range(STREAMS)]
         start = time.perf_counter()
         run(prompts)
         return STREAMS * OUTPUT_TOKENS / (time.perf_counter() - start)
@@ -120,75 +215,72 @@ def throughput_rows(url: str, model: str, rounds: int) -> list[Row]:
                 message.result()
 
     async def over_http(prompts: list[list[int]]) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-            body = {"model": model, "temperature": 0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+            body = {"model": server.model, "temperature": 0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
             await asyncio.gather(*(stream(client, "/v1/completions", {**body, "prompt": p}) for p in prompts))
 
     def served(prompts: list[list[int]]) -> None:
         asyncio.run(over_http(prompts))
 
     sides = (lambda: tokens_per_second(served), lambda: tokens_per_second(in_process))
-    interleaved(1, *sides)  # warm
-    server, process = interleaved(rounds, *sides)
+    interleaved(1, *sides)  # compiles
+    server_rates, engine_rates = interleaved(rounds, *sides)
     what = f"{STREAMS} streams"
     return [
-        median_row(f"server, {what}", server, "tokens/s"),
-        median_row(f"engine in process, {what}", process, "tokens/s"),
-        ratio_row(f"server against engine in process, {what}", server, process, required=0.95),
+        median_row(f"overhead: server, {what}", server_rates, "tokens/s"),
+        median_row(f"overhead: engine in process, {what}", engine_rates, "tokens/s"),
+        ratio_row(f"overhead: server over engine in process, {what}", server_rates, engine_rates, required=0.95),
     ]
 
 
-def debate_rows(sides: Mapping[str, tuple[str, str, Mapping[str, Any]]], rounds: int) -> list[Row]:
-    """Time to first token of quoting turns and time of whole debates, by side."""
-    ttfts: dict[str, list[float]] = {name: [] for name in sides}
-    totals: dict[str, list[float]] = {name: [] for name in sides}
-    computed: dict[str, list[float]] = {name: [] for name in sides}
-    equal: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        answers: dict[str, list[str]] = {}
-        for name, (url, model, extra) in sides.items():
-            start = time.perf_counter()
-            turns = asyncio.run(debate(url, model, number, extra))
-            seconds, answers[name] = time.perf_counter() - start, [turn.text for turn in turns]
-            if number == 0:  # warm
-                continue
-            totals[name].append(seconds)
-            ttfts[name].append(statistics.mean(turn.ttft for turn in turns if turn.quotes))
-            computed[name].append(sum(turn.computed for turn in turns if turn.quotes))
-            equal[name].append(statistics.mean(a == b for a, b in zip(answers[name], answers["exact"], strict=True)))
-    rows = []
-    for name in sides:
-        rows.append(median_row(f"{name}: time to first token where prompts quote", ttfts[name], "s", better="lower"))
-        rows.append(median_row(f"{name}: debate", totals[name], "s", better="lower"))
-        if min(computed[name]) >= 0:
-            rows.append(
-                median_row(
-                    f"{name}: prompt tokens computed where prompts quote", computed[name], "tokens", better="lower"
-                )
-            )
-        rows.append(median_row(f"{name}: answers equal to exact", equal[name], "share"))
-    for name in sides:
-        if name != "auto":
-            rows.append(ratio_row(f"time to first token, {name} over auto", ttfts[name], ttfts["auto"], target=3))
-            rows.append(ratio_row(f"debate, {name} over auto", totals[name], totals["auto"], target=1))
-    return rows
+def start(peers: list[str], failed: dict[str, str]) -> dict[str, Server]:
+    """Start our server and the peers' at the same time; those that fail are left out."""
+    servers, threads = {"choreograph": start_ours(torch.get_num_threads())}, torch.get_num_threads()
+    for name in peers:
+        try:
+            servers[name] = PEERS[name](threads)
+        except Exception as exc:
+            failed[name] = str(exc)
+    for name, server in list(servers.items()):
+        try:
+            server.wait()
+        except RuntimeError as exc:
+            failed[name] = str(exc)
+            servers.pop(name).close()
+    return servers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--peer", action="append", default=[], help="name=address of another server")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=ANSWER_TOKENS, help="of an answer")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     arguments = parser.parse_args()
-    with serving() as url:
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        sides: dict[str, tuple[str, str, Mapping[str, Any]]] = {
-            reuse: (url, model, {"choreography": {"reuse": reuse, "workflow": "debate"}}) for reuse in ("exact", "auto")
-        }
-        for peer in arguments.peer:
-            name, _, address = peer.partition("=")
-            sides[name] = address, httpx.get(f"{address}/v1/models").json()["data"][0]["id"], {}
-        rows = debate_rows(sides, arguments.rounds) + throughput_rows(url, model, arguments.rounds)
-    save("serve", rows, peers=arguments.peer)
+    parts: dict[str, list[Row]] = {part: [] for part in PARTS}
+    for record in last_result("serve").get("rows", []):
+        if (part := record["measure"].partition(":")[0]) in parts:
+            parts[part].append(row_from_record(record))
+    failed: dict[str, str] = {}
+    servers = start(arguments.peers if set(arguments.only) & set(PROGRAMS) else [], failed)
+    try:
+        ours = servers["choreograph"]
+        sides = {reuse: Side(ours, reuse) for reuse in ("exact", "auto")}
+        sides |= {name: Side(server) for name, server in servers.items() if server is not ours}
+        for part in (part for part in PARTS if part in arguments.only):
+            if part == "overhead":
+                for server in servers.values():  # their idle threads may compete
+                    if server is not ours:
+                        server.close()
+                parts[part] = overhead_rows(ours, 2 * arguments.rounds + 1)
+            else:
+                parts[part] = program_rows(part, sides, arguments.rounds, arguments.tokens, failed)
+            save("serve", [row for name in PARTS for row in parts[name]], failed=failed)
+    finally:
+        for server in servers.values():
+            server.close()
+    for name, reason in failed.items():
+        print(f"{name} failed: {reason}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 ...     print(session.decode(session.assistant("The sky is"), max_tokens=8).text)
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -57,16 +58,28 @@ class RemoteEngine:
             reply = self._client.request(method, path, json=body)
         except self._error as exc:
             raise errors.RequestFailedError(f"{self._client.base_url}: {exc or type(exc).__name__}") from None
-        if reply.is_success:
-            result: dict[str, Any] = reply.json()
-            return result
+        if not reply.is_success:
+            raise _error_of(reply)
+        result: dict[str, Any] = reply.json()
+        return result
+
+    def lines(self, path: str) -> Iterator[Any]:
+        """Yield the JSON values of a streamed answer.
+
+        Raises the error that the library would raise.
+        """
         try:
-            error = reply.json()["error"]
-        except (ValueError, KeyError, TypeError):
-            raise errors.RequestFailedError(f"the server answered with status {reply.status_code}") from None
-        kind = getattr(errors, str(error["code"]), None)
-        is_known = isinstance(kind, type) and issubclass(kind, ChoreographError)
-        raise (kind if is_known and kind is not None else errors.RequestFailedError)(error["message"])
+            with self._client.stream("GET", path) as reply:
+                if not reply.is_success:
+                    reply.read()
+                    raise _error_of(reply)
+                for line in reply.iter_lines():
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        raise _named_error(value["error"])
+                    yield value
+        except self._error as exc:
+            raise errors.RequestFailedError(f"{self._client.base_url}: {exc or type(exc).__name__}") from None
 
     def close(self) -> None:
         self._client.close()
@@ -76,6 +89,20 @@ class RemoteEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _error_of(reply: Any) -> ChoreographError:
+    """Return the library's error of an answer that is not a success."""
+    try:
+        return _named_error(reply.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return errors.RequestFailedError(f"the server answered with status {reply.status_code}")
+
+
+def _named_error(error: Mapping[str, Any]) -> ChoreographError:
+    kind = getattr(errors, str(error["code"]), None)
+    is_known = isinstance(kind, type) and issubclass(kind, ChoreographError)
+    return (kind if is_known and kind is not None else errors.RequestFailedError)(error["message"])
 
 
 class RemoteSlice:
@@ -164,8 +191,11 @@ class RemoteMessage:
         return self
 
     def stream(self) -> Iterator[str]:
-        """Yield the text, in one piece once it is complete."""
-        yield self.text
+        """Yield the text of a decode in pieces."""
+        if self.kind != "decode" or "_values" in self.__dict__ or self._is_released:
+            yield self.text
+        else:
+            yield from self._session._lines(f"/messages/{self.id}/text")
 
     def declassify(self, *labels: str) -> "RemoteMessage":
         """Remove labels from the message, for its later readers."""
@@ -191,6 +221,11 @@ class RemoteSession(ChatTurns):
         if self.closed:
             raise SessionClosedError("the session is closed: open a new one")
         return self._engine.request(method, f"/sessions/{self.id}{path}", body)
+
+    def _lines(self, path: str) -> Iterator[Any]:
+        if self.closed:
+            raise SessionClosedError("the session is closed: open a new one")
+        return self._engine.lines(f"/sessions/{self.id}{path}")
 
     def prefill(
         self,

@@ -20,7 +20,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as exc:
-        if exc.name is not None and exc.name != module.partition(".")[0]:
+        if exc.name is not None and not f"{module}.".startswith(f"{exc.name}."):
             raise  # installed, but one of its own imports fails
         raise MissingDependencyError(
             f"{exc.name or module} is not installed: run pip install 'choreograph[{extra}]'"

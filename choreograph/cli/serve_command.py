@@ -62,6 +62,9 @@ def serve(
     dashboard: Annotated[
         bool | None, typer.Option(help="Serve a page of the server's state at /dashboard (extra `dashboard`).")
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Export OpenTelemetry spans there, as http://localhost:4318/v1/traces.")
+    ] = None,
     thinks: Annotated[bool | None, typer.Option(help="The model reasons in <think> tags.")] = None,
     log_level: Annotated[str, typer.Option(help="Level of the log: debug, info, warning, error.")] = "info",
 ) -> None:

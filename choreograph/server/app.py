@@ -106,10 +106,14 @@ class RequestGuard:
         return f"the body has more than {self._max_body_bytes} bytes: send a shorter one"
 
 
-def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
-    """Create the application that serves an engine."""
+def create_app(engine: Engine, config: ServerConfig | None = None, *, tracer_provider: Any = None) -> FastAPI:
+    """Create the application that serves an engine.
+
+    Args:
+        tracer_provider: OpenTelemetry's; None: by `ServerConfig.otlp_traces_endpoint`.
+    """
     config = config or ServerConfig()
-    service = InferenceService(engine, config)
+    service = InferenceService(engine, config, tracer_provider)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -149,6 +153,8 @@ def _add_error_handlers(app: FastAPI, service: InferenceService) -> None:
         error = to_api_error(exc)
         if isinstance(exc, HTTPException):
             error = ApiError(exc.status_code, str(exc.detail), headers=exc.headers)
+        if (span := getattr(request.state, "span", None)) is not None:
+            span.end(exc)
         service.metrics.observe_error(error.status)
         return AsciiJSONResponse(error.body, error.status, error.headers)
 
@@ -211,6 +217,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(body: ChatCompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Answer a chat."""
+        service.start_span(request, "chat", body)
         spec, parser_options = prepare(service, body, request, tenant)
         answer = ChatAnswer(service, body, service.submit(request, spec), parser_options)
         return await _stream(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
@@ -218,6 +225,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     @app.post("/v1/completions", responses=ERRORS)
     async def completions(body: CompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Continue prompts."""
+        service.start_span(request, "text_completion", body)
         spec = text_completions.prepare_completion(service, body, request, tenant)
         answer = text_completions.CompletionAnswer(service, body, service.submit(request, spec))
         return await _stream(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
@@ -225,6 +233,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     @app.post("/v1/responses", responses=ERRORS)
     async def responses(body: ResponsesRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Answer items, optionally after an earlier response."""
+        service.start_span(request, "chat", body)
         previous = None
         if body.previous_response_id is not None:
             previous = store.get(tenant, body.previous_response_id, "previous_response_id")

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
@@ -104,6 +104,12 @@ def prepare(
     prompt = service.renderer.prompt(
         body.turns, () if choice == "none" else tools, body.chat_template_kwargs, with_segments=True
     )
+    if body.choreography is not None and (offsets := body.choreography.offsets) is not None:
+        if len(offsets) != len(prompt.segments):
+            raise InvalidRequestError(
+                f"offsets: {len(offsets)} positions for {len(prompt.segments)} messages: give one for each, or null"
+            )
+        prompt = replace(prompt, offsets=tuple(offsets))
     max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt])
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
@@ -195,13 +201,16 @@ class ChatAnswer:
         self._choices = [ChoiceState(parser_options.create()) for _ in range(running.num_choices)]
         self._has_logprobs, self._top = bool(body.logprobs), body.top_logprobs or 0
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+        running.name_response(self._head["id"], body.model)
 
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request that does not stream."""
         async for updates in self._running.updates():
             for update in updates:
-                self._choices[update.index].logprobs += self._logprobs(update.logprobs)
-                self._choices[update.index].feed(update)
+                choice = self._choices[update.index]
+                choice.logprobs += self._logprobs(update.logprobs)
+                choice.feed(update)
+                self._running.finish_reasons[update.index] = choice.finish_reason
         choices = []
         for index, choice in enumerate(self._choices):
             content = choice.content if choice.content or not choice.tool_calls else None
@@ -235,6 +244,7 @@ class ChatAnswer:
                         continue
                     yield self._chunk(update.index, delta, include_usage)
                 if choice.finish_reason is not None:
+                    self._running.finish_reasons[update.index] = choice.finish_reason
                     yield self._chunk(update.index, {}, include_usage, choice.finish_reason)
         if include_usage:
             yield sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._running.usage()})

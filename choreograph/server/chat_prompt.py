@@ -52,6 +52,7 @@ class ChatPrompt:
     header: list[int] = field(default_factory=list)  # generation prompt of the answer
     footer: list[int] = field(default_factory=list)  # what the template writes after an answer
     header_text: str = ""  # generation prompt
+    offsets: tuple[int | None, ...] = ()  # position of every segment; empty: one after the other
 
 
 def answer_key(content: str | None, tool_calls: Sequence[Mapping[str, Any]]) -> str:

@@ -48,6 +48,8 @@ class ChoreographyOptions(_Body):
     agent: Annotated[str, Field(max_length=256)] | None = None  # name of the caller, for reports
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
     labels: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default_factory=list, max_length=64)
+    # of every message, its first position; None: after the message before it
+    offsets: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None] | None = None
     # of /v1/completions: the prompt is PML and imports modules of this schema
     prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
 
@@ -221,7 +223,7 @@ class _GenerationBody(_Body):
         """Share of reused tokens to compute again; None for none."""
         return None if self.choreography is None else self.choreography.repair
 
-    def sampling(self, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
+    def sampling(self, max_tokens: int | None, logprobs: int | None, seed: int) -> SamplingParams:
         """Return the sampling parameters of one answer.
 
         Raises:

@@ -1,12 +1,14 @@
 """/v1/choreograph: sessions of the library over HTTP, for `choreograph.connect`."""
 
 import asyncio
+import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from ..engine.labels import OnLeak
@@ -184,18 +186,27 @@ class RemoteSessions:
         self.message(tenant, session_id, message_id).release()
         del self._messages[tenant, session_id][message_id]
 
+    async def pieces(self, message: Message) -> AsyncIterator[str]:
+        """Yield the text of a decode as it is generated.
+
+        A client that leaves does not end the decode.
+        """
+        generation = Generation(lambda: [message], lambda is_complete: None)
+        self._service.thread.submit(generation)
+        is_final = False
+        while not is_final:
+            updates = await generation.updates.get()
+            if isinstance(updates, Exception):
+                raise updates
+            is_final = updates[-1].finish_reason is not None
+            yield updates[-1].text
+
     async def wait(self, message: Message) -> dict[str, Any]:
         """Wait until a message is complete; return its values."""
         thread = self._service.thread
         if message.kind == "decode":
-            generation = Generation(lambda: [message], lambda is_complete: None)
-            thread.submit(generation)
-            is_final = False
-            while not is_final:
-                updates = await generation.updates.get()
-                if isinstance(updates, Exception):
-                    raise updates
-                is_final = updates[-1].finish_reason is not None
+            async for _ in self.pieces(message):
+                pass
         while not message._is_finished() and message.error is None:
             await asyncio.sleep(POLL_SECONDS)
         return await thread.call(lambda: _values(message))
@@ -256,6 +267,28 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         result: dict[str, Any] = await _named_errors(sessions.wait(message))
         return result
 
+    @router.get("/{session_id}/messages/{message_id}/text", response_class=StreamingResponse)
+    async def stream_text(session_id: int, message_id: int, tenant: str = tenant_dependency) -> StreamingResponse:
+        """Stream the text of a decode.
+
+        A line is a JSON string, or an object that has an error.
+        """
+        message = await run(lambda: sessions.message(tenant, session_id, message_id))
+        if message.kind != "decode":
+            raise ApiError(
+                400, f"message {message_id} is a prefill: only a decode generates", code="InvalidRequestError"
+            )
+
+        async def lines() -> AsyncIterator[str]:
+            try:
+                async for piece in sessions.pieces(message):
+                    if piece:
+                        yield f"{json.dumps(piece)}\n"
+            except ChoreographError as exc:
+                yield f"{json.dumps(_named_error(exc).body)}\n"
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
     @router.delete("/{session_id}/messages/{message_id}")
     async def release_message(session_id: int, message_id: int, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Release a message; an unfinished one is cancelled."""
@@ -284,6 +317,10 @@ async def _named_errors(result: Awaitable[Any]) -> Any:
     try:
         return await result
     except ChoreographError as exc:
-        error = to_api_error(exc)
-        error.body["error"]["code"] = type(exc).__name__
-        raise error from None
+        raise _named_error(exc) from None
+
+
+def _named_error(exc: ChoreographError) -> ApiError:
+    error = to_api_error(exc)
+    error.body["error"]["code"] = type(exc).__name__
+    return error

@@ -18,7 +18,7 @@ from .service import RunningRequest
 SHARED_FIELDS = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "structured_outputs", "choreography",
-    "cache_salt", "session_id", "chat_template_kwargs",
+    "cache_salt", "priority", "session_id", "chat_template_kwargs",
 )  # fmt: skip
 
 
@@ -142,6 +142,7 @@ class ResponseAnswer:
         self._body, self._running, self._messages = body, running, messages
         self._choice = ChoiceState(parser_options.create())
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        running.name_response(self._id, body.model)
         self._message_id, self._reasoning_id = f"msg_{uuid.uuid4().hex}", f"rs_{uuid.uuid4().hex}"
 
     def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -185,6 +186,7 @@ class ResponseAnswer:
         async for updates in self._running.updates():
             for update in updates:
                 self._choice.feed(update)
+                self._running.finish_reasons[update.index] = self._choice.finish_reason
         return self._complete()
 
     def _complete(self) -> dict[str, Any]:
@@ -237,7 +239,9 @@ class ResponseAnswer:
                 yield event("response.in_progress", response=created)
                 is_first = False
             for update in updates:
-                for delta in self._choice.feed(update):
+                deltas = self._choice.feed(update)
+                self._running.finish_reasons[update.index] = self._choice.finish_reason
+                for delta in deltas:
                     if "content" in delta:
                         if not is_open:
                             is_open = True

@@ -20,7 +20,7 @@ from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
 from .chat_prompt import ChatPrompt
 from .server_config import ReuseMode
-from .span_index import SpanIndex
+from .span_index import SpanIndex, common_length
 
 MIN_PARTIAL = 16  # tokens of the shortest part of a stored message that is reused as a prefix
 
@@ -248,7 +248,7 @@ def plan_messages(
     store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
 ) -> Plan:
     """Submit a chat whose messages are found by their content."""
-    builder = _PlanBuilder(store, key, agent, answers)
+    builder = _PlanBuilder(store, key, agent, answers, offsets=prompt.offsets)
     occurrences: Counter[object] = Counter()  # a message cannot be at two places of one context
     try:
         for segment in prompt.segments:
@@ -305,8 +305,10 @@ class _PlanBuilder:
         answers: Sequence[Answer],
         *,
         with_spans: bool = False,
+        offsets: Sequence[int | None] = (),
     ) -> None:
         self._store, self._key, self._with_spans = store, key, with_spans
+        self._offsets = offsets  # of every part of the context; empty: one after the other
         self._answers = answers  # of equal priority and repair
         self.workflow = store.open(key)
         self._turn = ExitStack()  # of the agent
@@ -325,7 +327,7 @@ class _PlanBuilder:
 
     def reuse_message(self, stored: StoredMessage) -> None:
         """Append a whole stored message."""
-        self._is_prefix &= stored.lineage == self._lineage
+        self._is_prefix &= stored.lineage == self._lineage and self._next_offset is None
         self._append(stored, 0, len(stored.tokens), "prefix" if self._is_prefix else "message")
 
     def reuse_prefix(
@@ -340,7 +342,7 @@ class _PlanBuilder:
         while position < limit:
             best, best_length = None, 0
             for stored in self.workflow.children.get((self._lineage, tokens[position]), ()):
-                length = _common_length(stored.tokens, tokens, position, limit)
+                length = common_length(stored.tokens, tokens, position, limit)
                 if length > best_length and stored.message.error is None and stored not in excluded:
                     best, best_length = stored, length
             if best is None or best_length < min(MIN_PARTIAL, len(best.tokens)):
@@ -357,32 +359,36 @@ class _PlanBuilder:
     def _append(self, stored: StoredMessage, start: int, stop: int, source: str) -> None:
         self._store.use(stored)
         is_whole = stop - start == len(stored.tokens)
-        self.parents.append(stored.message if is_whole else stored.message[start:stop])
         self.used.append((stored, start, stop))
         setattr(self.counts, source, getattr(self.counts, source) + stop - start)
-        self._extend_lineage(stored.message, start, stop)
+        self._extend(stored.message, start, stop, is_whole=is_whole)
 
-    def _extend_lineage(self, message: Message, start: int, stop: int) -> None:
-        self._lineage = hash((self._lineage, message.id, start, stop))
+    @property
+    def _next_offset(self) -> int | None:
+        return self._offsets[len(self.parents)] if self._offsets else None
+
+    def _extend(self, message: Message, start: int, stop: int, *, is_whole: bool = True) -> None:
+        self._lineage = hash((self._lineage, message.id, start, stop, self._next_offset))
+        self.parents.append(message if is_whole else message[start:stop])
 
     def compute(self, tokens: Sequence[int], content_keys: Sequence[object] = ()) -> None:
         """Append new tokens, which later requests can reuse."""
         if not tokens:
             return
         answer = self._answers[0]
+        offsets, new_offset = self._offsets[: len(self.parents)] or None, self._next_offset
         message = self.workflow.session.prefill(
-            list(tokens), parents=self.parents, priority=answer.priority, repair=answer.repair
+            list(tokens), self.parents, offsets, new_offset, priority=answer.priority, repair=answer.repair
         )
         self._computed.append(message)
         stored = self._store.add(self._key, message, self._lineage, content_keys, with_spans=self._with_spans)
         self.used.append((stored, 0, len(stored.tokens)))
-        self.parents.append(message)
-        self._extend_lineage(message, 0, len(tokens))
+        self._extend(message, 0, len(tokens))
 
     def decode(self, header: list[int], footer: list[int]) -> Plan:
         """Submit the answers over the context."""
         answers = self._answers
-        messages = _decode_prompt(self.workflow.session, header, self.parents, footer, answers)
+        messages = _decode_prompt(self.workflow.session, header, self.parents, footer, answers, self._offsets)
         self._turn.close()
         lineage = self._lineage
 
@@ -430,11 +436,13 @@ def _decode_prompt(
     parents: Sequence[Message | MessageSlice],
     footer: Sequence[int],
     answers: Sequence[Answer],
+    offsets: Sequence[int | None] = (),
 ) -> list[Message]:
     def decode(answer: Answer) -> Message:
         return session.decode(
             list(header),
             parents,
+            offsets or None,
             sampling=answer.sampling,
             footer=list(footer),
             priority=answer.priority,
@@ -442,14 +450,6 @@ def _decode_prompt(
         )
 
     return decode_all(decode, answers)
-
-
-def _common_length(stored: list[int], tokens: list[int], position: int, limit: int) -> int:
-    """Return how many tokens of `stored` equal tokens[position:limit]."""
-    end = min(len(stored), limit - position)
-    if stored[:end] == tokens[position : position + end]:
-        return end
-    return next(i for i in range(end) if stored[i] != tokens[position + i])
 
 
 class ReusePlanner:

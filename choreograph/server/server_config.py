@@ -30,6 +30,7 @@ class ServerConfig:
     max_workflow_tokens: NonNegativeInt = 1 << 20  # tokens of messages kept for later requests, of all workflows
     max_stored_responses: NonNegativeInt = 1024  # of /v1/responses with `store`
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; ("*",): all
+    otlp_traces_endpoint: str | None = None  # that takes OpenTelemetry spans over HTTP (extra `otel`); None: no spans
     tool_parser: ToolParser = "auto"  # form of tool calls; "auto": what the chat template writes
     thinks: StrictBool | None = None  # the model writes its reasoning in <think> tags; None: as its template says
     dashboard: StrictBool = False  # serve a page of the server's state at /dashboard (extra `dashboard`)

@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fastapi import Request
@@ -26,6 +26,7 @@ from .reuse import Answer, Plan, ReusePlanner, SourceCounts, WorkflowKey
 from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
 from .structured import Constraint, GrammarCompiler
+from .tracing import RequestSpan, Tracing, otlp_provider
 
 ANONYMOUS = "anonymous"  # tenant of a server without keys
 
@@ -62,7 +63,7 @@ class GenerationSpec:
 class InferenceService:
     """Engine, tenants and limits of one server."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, tracer_provider: Any = None) -> None:
         if engine.chat is None:
             raise ConfigError(f"{engine.model_info.name} has no tokenizer: a server needs one")
         self.engine, self.config = engine, config
@@ -80,6 +81,10 @@ class InferenceService:
         self.max_model_len = min(engine.model_info.max_positions, self._capacity)
         self._tenants = {hashlib.sha256(key.encode()).digest(): f"tenant-{i}" for i, key in enumerate(config.api_keys)}
         self._compiler: GrammarCompiler | None = None
+        if tracer_provider is None and config.otlp_traces_endpoint is not None:
+            tracer_provider = otlp_provider(config.otlp_traces_endpoint)
+            self.on_stop.append(tracer_provider.shutdown)  # exports what it holds
+        self._tracing = None if tracer_provider is None else Tracing(tracer_provider)
         template = self.renderer.template_text
         self.thinks = THINK_START in template if config.thinks is None else config.thinks
         is_llama = CALL_START not in template and ("python_tag" in template or '"parameters"' in template)
@@ -163,12 +168,16 @@ class InferenceService:
         client_id = f"{tenant}\0{body.cache_salt or ''}"
         labels = {*options.labels, *filter(None, map(str.strip, headers.get("x-choreography-labels", "").split(",")))}
         key = WorkflowKey(client_id, workflow, self.resolve_model(body.model), frozenset(labels))
+        if options.offsets is not None and (reuse != "messages" or not hasattr(body, "messages")):
+            raise InvalidRequestError(
+                "offsets: positions of messages need a chat with reuse='messages'; leave them out"
+            )
         return key, reuse, options.agent or header_options["agent"]
 
     # -- what the engine gets -------------------------------------------------------------------------------
 
-    def max_tokens(self, requested: int | None, prompts: Sequence[ChatPrompt]) -> int:
-        """Return the length limit of answers to prompts.
+    def max_tokens(self, requested: int | None, prompts: Sequence[ChatPrompt]) -> int | None:
+        """Return the length limit of answers, or None for none.
 
         Raises:
             ApiError: if a prompt leaves less than that of the context.
@@ -177,12 +186,12 @@ class InferenceService:
         available = self.max_model_len - length
         if available < (requested or 1):
             raise context_exceeded(length, requested or 1, self.max_model_len)
-        if requested is not None:
+        if requested is not None or self.config.max_tokens is None:
             return requested
         # every part of a context ends in a page of its own
         num_parts = max(len(prompt.segments) for prompt in prompts) + 3
         available = max(1, min(available, self._capacity - length - num_parts * self._page_size))
-        return min(self.config.max_tokens or available, available)
+        return min(self.config.max_tokens, available)
 
     def compiler(self) -> GrammarCompiler:
         """Return the compiler of grammars, created on first use."""
@@ -195,6 +204,11 @@ class InferenceService:
         """Token that ends the reasoning, if it is one token."""
         token: int | None = self.engine.tokenizer.get_vocab().get(THINK_END)
         return token
+
+    def start_span(self, request: Request, operation: str, body: Any) -> None:
+        """Start the span of a request, if spans are exported."""
+        if self._tracing is not None:
+            request.state.span = self._tracing.start(request.headers, operation, body)
 
     def random_seed(self) -> int:
         return random.getrandbits(62)
@@ -224,6 +238,17 @@ class RunningRequest:
         self.num_choices = spec.num_answers * len(spec.prompts)
         self.num_generated = [0] * self.num_choices  # tokens of every answer
         self._record: RequestRecord | None = None  # in the log of the dashboard
+        self.finish_reasons: list[str | None] = [None] * self.num_choices
+        self.span: RequestSpan | None = getattr(request.state, "span", None)
+        if self.span is not None:
+            self.span.set(
+                {
+                    "gen_ai.workflow.name": spec.key.workflow,
+                    "gen_ai.agent.name": spec.agent,
+                    "choreograph.reuse": spec.reuse,
+                }
+            )
+        self._has_disconnected = False
         self._generation = Generation(self._submit, self._close)
         service.thread.submit(self._generation)
 
@@ -231,9 +256,12 @@ class RunningRequest:
     def counts(self) -> SourceCounts:
         """Prompt tokens by source, once the request is complete."""
         plans = [plan.counts for plan in self._plans]
-        return SourceCounts(
-            *(sum(getattr(c, name) for c in plans) for name in ("prefix", "message", "quoted", "computed", "repaired"))
-        )
+        return SourceCounts(*(sum(getattr(counts, item.name) for counts in plans) for item in fields(SourceCounts)))
+
+    def name_response(self, response_id: object, model: str) -> None:
+        """Set the id and model of the answer in the request's span."""
+        if self.span is not None:
+            self.span.set({"gen_ai.response.id": response_id, "gen_ai.response.model": model})
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts, and ours."""
@@ -264,6 +292,7 @@ class RunningRequest:
         num_open, limit = self.num_choices, self._service.config.request_timeout
         deadline = asyncio.get_running_loop().time() + limit
         watcher = asyncio.create_task(self._watch_connection())
+        error: BaseException | None = None
         try:
             while num_open:
                 async with asyncio.timeout_at(deadline):
@@ -272,19 +301,31 @@ class RunningRequest:
                     raise updates
                 for update in updates:
                     self.num_generated[update.index] += len(update.token_ids)
+                    if self.span is not None and update.token_ids:
+                        self.span.first_token()
                     if update.finish_reason is not None and update.timing is not None:
                         num_open -= 1
+                        self.finish_reasons[update.index] = update.finish_reason
+                        if self.span is not None:
+                            self.span.timing = self.span.timing or update.timing
                         num_tokens = self.num_generated[update.index]
                         self._service.metrics.observe_answer(update.finish_reason, num_tokens, update.timing)
                 yield updates
             for plan in self._plans:
                 self._service.metrics.observe_prompt(plan.counts)
         except TimeoutError:
-            raise ApiError(408, f"the request took longer than {limit:g} s", type="timeout", code="timeout") from None
+            error = ApiError(408, f"the request took longer than {limit:g} s", type="timeout", code="timeout")
+            raise error from None
+        except BaseException as exc:
+            error = asyncio.CancelledError() if self._has_disconnected else exc
+            raise
         finally:
             watcher.cancel()
             if num_open:
                 self._service.thread.cancel(self._generation)
+            if self.span is not None:
+                counts = None if num_open else self.counts  # complete with the last answer
+                self.span.end(error, counts, sum(self.num_generated), self.finish_reasons)
 
     async def complete(self) -> list[list[ChoiceUpdate]]:
         """Return all updates of every answer."""
@@ -297,6 +338,7 @@ class RunningRequest:
     async def _watch_connection(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
+        self._has_disconnected = True
         self._service.thread.cancel(self._generation)
 
     # -- in the engine's thread -----------------------------------------------------------------------------

@@ -131,3 +131,11 @@ class SpanIndex(Generic[Key]):
                 break
             right += 1
         return Span(position - left, position + right, key, source - left)
+
+
+def common_length(stored: list[int], tokens: list[int], position: int, limit: int) -> int:
+    """Return how many tokens of `stored` equal tokens[position:limit]."""
+    end = min(len(stored), limit - position)
+    if stored[:end] == tokens[position : position + end]:
+        return end
+    return next(i for i in range(end) if stored[i] != tokens[position + i])

@@ -76,6 +76,7 @@ class CompletionAnswer:
         self._tokenizer, self._body, self._running = service.engine.tokenizer, body, running
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = body.model
+        running.name_response(self._head["id"], body.model)
         self._offsets = [0] * running.num_choices  # characters sent of every answer
 
     def _echoed(self, index: int) -> str:

@@ -41,9 +41,10 @@ def make_engine(folder: str, tokens: int = 8192, **cache: Any) -> Engine:
 
 
 @contextmanager
-def serving(engine: Engine, **options: Any) -> Iterator[LiveServer]:
+def serving(engine: Engine, *, tracer_provider: Any = None, **options: Any) -> Iterator[LiveServer]:
     """Serve an engine; its invariants and those of the stored messages are checked at the end."""
-    app = create_app(engine, ServerConfig(served_model_name="tiny", max_tokens=24, **options))
+    config = ServerConfig(**{"served_model_name": "tiny", "max_tokens": 24} | options)
+    app = create_app(engine, config, tracer_provider=tracer_provider)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -169,3 +169,15 @@ def test_a_request_that_takes_too_long_is_cancelled(talker_folder):
             client.chat.completions.create(**LONG)
         assert slow.value.status_code == 408 and time.monotonic() - start < 20
         server.wait_until_idle()
+
+
+def test_without_max_tokens_an_answer_ends_where_the_cache_does(talker_folder):
+    with serving(make_engine(talker_folder, tokens=256), max_tokens=None) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        answer = client.chat.completions.create(model="tiny", messages=ASK, extra_body={"ignore_eos": True})
+        server.wait_until_idle()
+        assert answer.choices[0].finish_reason == "length"
+        prompt = server.engine.tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
+        with server.engine.session(mode="prefix", client_id="test") as session:
+            same = session.decode(prompt, max_tokens=None, ignore_eos=True)
+            assert answer.usage.completion_tokens == len(same.output_token_ids) > 150

@@ -28,6 +28,9 @@ def test_no_request_of_the_document_is_a_server_error(live, path):
     def check(case):
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
             case.body["model"] = "tiny"  # other names are refused at once
+            for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+                if isinstance(case.body.get(name), int) and case.body[name] > 24:
+                    case.body[name] = 24  # thousands of tokens take longer than the time limit
         response = case.call(base_url=live.url, timeout=60)
         assert response.status_code < 500, response.text
 

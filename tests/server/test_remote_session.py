@@ -75,6 +75,32 @@ def test_a_workflow_of_the_package_runs_against_a_server(live):
         assert play(session) == got
 
 
+def test_a_remote_stream_comes_in_pieces(live):
+    with connect(live.url) as remote, remote.session(seed=0) as session:
+        message = session.decode("One two", max_tokens=60, ignore_eos=True)
+        pieces = list(message.stream())
+        assert len(pieces) > 1 and "".join(pieces) == message.text
+        assert list(message.stream()) == [message.text]  # read already
+        prompt = session.prefill("Three")
+        assert list(prompt.stream()) == [prompt.text]
+
+
+def test_a_remote_stream_that_is_left_does_not_end_its_message(live):
+    with connect(live.url) as remote, remote.session(seed=0) as session:
+        message = session.decode("One two", max_tokens=200, ignore_eos=True)
+        stream = message.stream()
+        first = next(stream)
+        stream.close()
+        assert message.text.startswith(first) and len(message.output_token_ids) == 200
+
+
+def test_a_remote_stream_raises_the_error_of_the_library(live):
+    with connect(live.url) as remote, remote.session() as session:
+        parent = session.prefill([5, 6, 7])
+        with pytest.raises(InvalidPositionError):
+            list(session.decode([1], [parent[2:9]]).stream())
+
+
 def test_errors_are_those_of_the_library(live):
     with connect(live.url) as remote:
         with remote.session() as session:

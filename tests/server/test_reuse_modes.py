@@ -216,3 +216,59 @@ def test_requests_find_nothing_of_requests_with_other_labels(caller, reuse):
     assert text == first[0] and sources == first[1]
     by_header = plain.ask(chat, extra_headers={"x-choreography-labels": "alice,"})
     assert by_header[1] == repeated[1]
+
+
+def test_repaired_tokens_are_counted(caller):
+    asker = caller("messages")
+    asker.ask([SYSTEM, *TOPICS])
+    asker.options["choreography"]["repair"] = 0.5
+    answer = asker._client.chat.completions.create(
+        model="tiny", messages=[TOPICS[2], TOPICS[0]], max_tokens=4, extra_body=asker.options
+    )
+    usage = answer.usage.model_extra["choreography"]
+    assert 0 < usage["repaired_tokens"] <= usage["message_tokens"]
+
+
+@pytest.mark.parametrize("offsets", [[0, 60, None, 40], [200, None, 90, 90], [None] * 4])
+def test_offsets_place_messages_as_a_call_in_process_does(live, caller, offsets):
+    messages = [SYSTEM, *TOPICS]
+    asker = caller("messages")
+    asker.options["choreography"]["offsets"] = offsets
+    texts = [asker.ask(messages, max_tokens=10)[0] for _ in range(2)]  # computed, then found
+    prompt = live.app.state.service.renderer.prompt(messages, with_segments=True)
+    with live.engine.session(client_id="test") as session:
+        parents = []
+        for number, segment in enumerate(prompt.segments):
+            before = offsets[:number]
+            parents.append(session.prefill(list(segment.tokens), list(parents), before, offsets[number]))
+        same = session.decode(prompt.header, parents, offsets, temperature=0, max_tokens=10, footer=prompt.footer)
+        assert texts == [same.text] * 2
+
+
+def test_messages_at_positions_of_their_own_are_no_prefix(caller):
+    asker = caller("messages")
+    asker.ask([SYSTEM, *TOPICS])
+    asker.options["choreography"]["offsets"] = [0, 100, None, None]
+    sources = asker.ask([SYSTEM, *TOPICS])[1]
+    assert sources["prefix"] == 0 and sources["message"] > 60
+
+
+@pytest.mark.parametrize(
+    ("path", "choreography", "param", "text"),
+    [
+        ("chat/completions", {"reuse": "messages", "offsets": [0]}, "offsets", "1 positions for 2 messages"),
+        ("chat/completions", {"reuse": "auto", "offsets": [0, 0]}, "offsets", "reuse='messages'"),
+        ("chat/completions", {"reuse": "messages", "offsets": [0, -1]}, "choreography.offsets.1", "greater than"),
+        ("chat/completions", {"reuse": "messages", "offsets": [0, 1.5]}, "choreography.offsets.1", "integer"),
+        ("chat/completions", {"reuse": "messages", "offsets": [0, 99999]}, None, "position"),
+        ("completions", {"reuse": "messages", "offsets": [0, 1]}, "offsets", "reuse='messages'"),
+    ],
+)
+def test_offsets_that_cannot_be_used_are_refused(live, path, choreography, param, text):
+    body = {"model": "tiny", "max_tokens": 2, "choreography": choreography}
+    body |= {"messages": [SYSTEM, TOPICS[0]]} if path.startswith("chat") else {"prompt": "Hello"}
+    answer = httpx.post(f"{live.url}/v1/{path}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and text in error["message"], error
+    live.wait_until_idle()
+    live.engine.check()
