@@ -108,8 +108,12 @@ class RequestGuard:
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     """Create the application that serves an engine."""
-    config = config or ServerConfig()
-    service = InferenceService(engine, config)
+    return create_service_app(InferenceService(engine, config or ServerConfig()))
+
+
+def create_service_app(service: InferenceService) -> FastAPI:
+    """Create the application of a service."""
+    config = service.config
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
