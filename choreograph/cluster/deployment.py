@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..models.loader import DEFAULT_MODEL
 from ..server.server_config import ServerConfig
 from ..utils import require
+from .routing import create_policy
 
 APP_NAME = "choreograph"
 
@@ -87,6 +88,8 @@ def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: C
             policy=AutoscalingPolicy(policy_function="choreograph.cluster.deployment:scale"),
         )
         scaling = {"autoscaling_config": autoscaling}
+    create_policy(cluster.router)  # an unknown one is refused before anything starts
+    router: Any = {"request_router_class": ROUTER, "request_router_kwargs": {"policy": cluster.router}}
     replicas = serve.deployment(
         EngineReplica,
         name="engine",
@@ -98,9 +101,7 @@ def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: C
             "num_gpus": cluster.gpus_per_replica,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(cluster.threads_per_replica)}},
         },
-        request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER, request_router_kwargs={"policy": cluster.router}
-        ),
+        request_router_config=RequestRouterConfig(**router),
         **scaling,
     ).bind(open_engine, config, cluster.threads_per_replica)
     num_requests = config.max_requests * (cluster.max_replicas or cluster.replicas)
@@ -160,7 +161,9 @@ def start(app: Any, *, host: str, port: int, address: str | None = None, **ray_o
         try:
             ray.init(address=address, **({"include_dashboard": False} | ray_options if owns_ray else ray_options))
         except ConnectionError as exc:
-            raise ConfigError(f"ray_address={address!r}: no Ray there ({exc}): start one with `ray start --head`") from None
+            raise ConfigError(
+                f"ray_address={address!r}: no Ray there ({exc}): start one with `ray start --head`"
+            ) from None
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(app, name=APP_NAME, route_prefix="/")

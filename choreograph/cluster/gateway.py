@@ -13,7 +13,7 @@ from ray.serve.exceptions import RayServeException
 from ..engine.text import ChatTemplate
 from ..errors import RequestFailedError, SessionClosedError
 from ..outputs import EngineStats
-from ..server.api_errors import ApiError, overloaded
+from ..server.api_errors import ApiError
 from ..server.app import create_service_app
 from ..server.engine_thread import ChoiceUpdate, Generation
 from ..server.resumption import SentAnswer
@@ -21,7 +21,7 @@ from ..server.reuse import Plan
 from ..server.server_config import ServerConfig
 from ..server.service import GenerationSpec, InferenceService, RunningRequest
 from .content_keys import answer_keys, prompt_keys
-from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaUpdate
+from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaLoad, ReplicaUpdate
 from .routing import RouteRequest
 
 MAX_FAILURES = 3  # replicas that may fail one request
@@ -40,6 +40,8 @@ class EngineProxy:
 
     def session(self, **options: Any) -> Any:
         """Return what a Prompt Cache closes; schemas are only laid out here."""
+        if "mode" in options:
+            raise ApiError(501, "sessions need one process: start the server without --replicas", type="server_error")
         return SimpleNamespace(close=lambda: None)
 
 
@@ -205,8 +207,8 @@ class ReplicatedService(InferenceService):
 
     async def _sum_stats(self) -> EngineStats:
         """Return the summed state of all replicas."""
-        results = await self._handle.broadcast("stats").results_async(timeout_s=30, return_exceptions=True)
-        return sum_stats([stats for stats in results if isinstance(stats, EngineStats)])
+        results = await self._handle.broadcast("load").results_async(timeout_s=30, return_exceptions=True)
+        return sum_stats([load.stats for load in results if isinstance(load, ReplicaLoad)])
 
     def submit(self, request: Request, spec: GenerationSpec) -> RunningRequest:
         self.check_limits(spec)
@@ -246,9 +248,9 @@ class Gateway:
         handle: of the deployment of `EngineReplica`.
     """
 
-    async def __init__(self, handle: Any, config: ServerConfig) -> None:
+    async def __init__(self, handle: Any, config: ServerConfig) -> None:  # type: ignore[misc]
         info: ReplicaInfo = await handle.describe.remote()
         self._service = ReplicatedService(info, config, handle)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:  # noqa: N807
+    def __serve_build_asgi_app__(self) -> FastAPI:
         return create_service_app(self._service)

@@ -1,6 +1,7 @@
 """One replica: an actor that owns an engine and runs requests of the gateway."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,15 @@ class ReplicaInfo:
     tokenizer: Any
     models: tuple[str, ...]  # the base model, adapters and siblings
     page_size: int  # tokens
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """State of one replica."""
+
+    name: str
+    process_id: int
     stats: EngineStats
 
 
@@ -84,7 +94,7 @@ class EngineReplica:
         threads: of one operation; None: as the machine has cores.
     """
 
-    async def __init__(self, open_engine: Callable[[], Engine], config: ServerConfig, threads: int | None) -> None:
+    async def __init__(self, open_engine: Callable[[], Engine], config: ServerConfig, threads: int | None) -> None:  # type: ignore[misc]
         if threads is not None:
             import torch
 
@@ -97,12 +107,13 @@ class EngineReplica:
     async def describe(self) -> ReplicaInfo:
         """Return what does not change between replicas, and the state of this one."""
         engine = self._service.engine
-        page_size = engine.core.config.cache.page_size
-        return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, await self.stats())
+        page_size, stats = engine.core.config.cache.page_size, (await self.load()).stats
+        return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, stats)
 
-    async def stats(self) -> EngineStats:
+    async def load(self) -> ReplicaLoad:
+        """Return who this replica is and what it does."""
         stats: EngineStats = await self._service.thread.call(self._service.engine.stats)
-        return stats
+        return ReplicaLoad(self._name, os.getpid(), stats)
 
     async def generate(self, call: ReplicaCall) -> AsyncIterator[str | ReplicaUpdate | ReplicaError]:
         """Run a request: yield this replica's name, then updates or an error."""
@@ -143,11 +154,10 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the share of the cache that running requests and stored messages hold."""
-        stats = await self.stats()
+        stats = (await self.load()).stats
         return {"cache_pressure": stats.num_referenced_pages / max(1, stats.num_pages)}
 
     async def __del__(self) -> None:
         if hasattr(self, "_service") and self._service.thread.is_running:
             await self._service.stop()
             self._service.engine.close()
-

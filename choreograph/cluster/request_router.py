@@ -20,9 +20,7 @@ class PolicyRequestRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        queues = {
-            name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()
-        }
+        queues = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
         if pending_request is not None:  # without this, full replicas are asked again without a pause
             pending_request.routing_context.should_backoff = True
         names = choose(self.policy, self._route(pending_request), queues)

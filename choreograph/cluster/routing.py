@@ -3,6 +3,7 @@
 `benchmarks/ray_scale.py` runs the same objects on a virtual clock.
 """
 
+import heapq
 import random
 import zlib
 from abc import ABC, abstractmethod
@@ -14,6 +15,8 @@ from ..errors import ConfigError
 from .content_keys import ContentKeys
 
 BYTES_PER_KEY = 160  # of one key of one replica in the two tables of `MessageAffinity`, measured
+
+MAX_RANKED = 8  # replicas that are tried in one round, where the first ones are full
 
 
 @dataclass
@@ -48,7 +51,7 @@ class RoutingPolicy(ABC):
 
 def choose(policy: RoutingPolicy, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
     """Rank replicas: the pinned one, and without those that failed the request."""
-    if request.pinned in queues:
+    if request.pinned is not None and request.pinned in queues:
         return [request.pinned]
     usable = {name: queue for name, queue in queues.items() if name not in request.failed} or queues
     return policy.rank(request, usable)
@@ -68,7 +71,9 @@ class MessageAffinity(RoutingPolicy):
 
     def __init__(self, queue_tokens: float = 256.0, max_keys: int = 4096, max_tokens: int = 1 << 20) -> None:
         if max_keys < 1 or max_tokens < 1 or queue_tokens < 0:
-            raise ConfigError(f"{queue_tokens=}, {max_keys=}, {max_tokens=}: use limits of at least 1 and a weight >= 0")
+            raise ConfigError(
+                f"{queue_tokens=}, {max_keys=}, {max_tokens=}: use limits of at least 1 and a weight >= 0"
+            )
         self._queue_tokens, self._max_keys, self._max_tokens = queue_tokens, max_keys, max_tokens
         self._digests: dict[str, OrderedDict[int, int]] = {}  # tokens by key, least recently used first
         self._num_tokens: dict[str, int] = {}  # of each digest
@@ -83,14 +88,14 @@ class MessageAffinity(RoutingPolicy):
         return result
 
     def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        held = self.held(request)
+        held, session = self.held(request), _hash(request)
 
         def order(replica: str) -> tuple[float, int, int]:
             score = held.get(replica, 0) - self._queue_tokens * queues[replica]
             # equal replicas: a session keeps one of them, and sessions spread over all
-            return -score, queues[replica], zlib.crc32(f"{request.session}\0{replica}".encode())
+            return -score, queues[replica], _rendezvous(session, replica)
 
-        return sorted(queues, key=order)
+        return heapq.nsmallest(MAX_RANKED, queues, key=order)
 
     def on_routed(self, request: RouteRequest, replica: str) -> None:
         for other, keys in request.learned:
@@ -136,6 +141,16 @@ class MessageAffinity(RoutingPolicy):
             assert self._num_tokens[replica] <= self._max_tokens or len(digest) == 1, "too many tokens"
 
 
+def _hash(request: RouteRequest) -> int:
+    return zlib.crc32(request.session.encode("utf-8", "surrogatepass"))
+
+
+def _rendezvous(session: int, replica: str) -> int:
+    """Return a hash of both; alone, CRC-32 is linear, which loads some replicas with many sessions."""
+    value = (session ^ zlib.crc32(replica.encode())) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    return (value ^ value >> 29) * 0xBF58476D1CE4E5B9 >> 32 & 0xFFFFFFFF
+
+
 class PrefixAffinity(RoutingPolicy):
     """The replica with the longest common prefix unless queues differ too much, as Ray's own router.
 
@@ -158,7 +173,7 @@ class PrefixAffinity(RoutingPolicy):
         return RouteRequest(keys, request.session)
 
     def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        by_queue = sorted(queues, key=lambda name: (queues[name], zlib.crc32(f"{request.session}\0{name}".encode())))
+        by_queue = sorted(queues, key=lambda name: (queues[name], _rendezvous(_hash(request), name)))
         if queues[by_queue[-1]] - queues[by_queue[0]] > self._imbalance:
             return by_queue
         chained = self._chained(request)
@@ -205,7 +220,7 @@ class SessionAffinity(RoutingPolicy):
     """One replica a session, by rendezvous hashing."""
 
     def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        return sorted(queues, key=lambda name: zlib.crc32(f"{request.session}\0{name}".encode()))
+        return sorted(queues, key=lambda name: _rendezvous(_hash(request), name))
 
 
 POLICIES: Mapping[str, type[RoutingPolicy]] = {
@@ -222,4 +237,3 @@ def create_policy(name: str, **options: float) -> RoutingPolicy:
     if name not in POLICIES:
         raise ConfigError(f"router={name!r}: use one of {sorted(POLICIES)}")
     return POLICIES[name](**options)
-

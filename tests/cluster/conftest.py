@@ -5,6 +5,7 @@ import socket
 from functools import partial
 
 import openai
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -35,6 +36,8 @@ def ray_cluster(talker_folder):
     )
     yield cluster
     cluster.stop()
+    names = [process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])]
+    assert not [name for name in names if name[0].startswith("ray::") and "choreograph" in name[0]], "still running"
 
 
 @pytest.fixture
