@@ -1,4 +1,4 @@
-"""Replicas of the server on Ray: routing by messages, and streams that survive a failure (extra `ray`)."""
+"""Replicas of the server on Ray, routed by messages (extra `ray`)."""
 
 from collections.abc import Mapping
 from typing import Any

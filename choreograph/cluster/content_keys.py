@@ -1,4 +1,4 @@
-"""Content keys: hashes of a prompt's parts, by which replicas that hold them are found."""
+"""Content keys: hashes of a prompt's parts, to find their replicas."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ BLOCK = 64  # tokens of a part of a prompt that is not cut into messages
 
 WINDOW, ANCHOR_DISTANCE = 16, 32  # tokens of a hashed window, and mean tokens between chosen windows
 
-ContentKeys = dict[int, int]  # tokens that each key stands for
+ContentKeys = dict[int, int]  # number of tokens by key
 
 _MULTIPLIERS = np.random.default_rng(0).integers(0, 1 << 63, WINDOW, dtype=np.uint64) | np.uint64(1)
 
@@ -48,7 +48,7 @@ def answer_keys(mode: ReuseMode, scope: Sequence[str], tokens: Sequence[int], co
 
 
 def content_key(scope: Sequence[str], content: str | Sequence[int]) -> int:
-    """Return a 64-bit hash of a scope and a text or token ids."""
+    """Return a 64-bit hash of a scope and a content."""
     digest = hashlib.blake2b(digest_size=8)
     for name in scope:
         digest.update(len(name).to_bytes(8, "little") + name.encode("utf-8", "surrogatepass"))
@@ -60,7 +60,7 @@ def content_key(scope: Sequence[str], content: str | Sequence[int]) -> int:
 
 
 def prefix_keys(scope: Sequence[str], prompt: ChatPrompt) -> ContentKeys:
-    """Return one key a prefix that ends with a message, or after BLOCK tokens."""
+    """Return a key of every prefix of whole messages or blocks."""
     parts = [segment.tokens for segment in prompt.segments]
     rest = prompt.tokens[sum(map(len, parts)) :]
     parts += [tuple(rest[start : start + BLOCK]) for start in range(0, len(rest) - BLOCK + 1, BLOCK)]

@@ -1,4 +1,4 @@
-"""Gateway: the server's application over replicas. It renders, routes and repeats; it has no weights."""
+"""Gateway: the server's application over replicas, without weights."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -123,7 +123,7 @@ class ReplicaThread:
     async def _attempt(
         self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall, answers: "_SentAnswers"
     ) -> tuple[str, ReplicaError | Exception | None]:
-        """Run a request on one replica; return its name and why it failed."""
+        """Run a request on one replica; return its name and error."""
         replica, stream = "", self._handle.options(method_name="generate", stream=True).remote(call)
         try:
             async for item in stream:
@@ -215,7 +215,7 @@ class ReplicatedService(InferenceService):
         return ReplicatedRequest(self, request, spec)
 
     def call_of(self, spec: GenerationSpec) -> ReplicaCall:
-        """Return what a replica needs to run a request anywhere: its lineage is its prompt."""
+        """Return what any replica needs to run a request."""
         key, scope = spec.key, scope_of(spec)
         route = RouteRequest(prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, key.workflow)))
         schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])

@@ -1,4 +1,4 @@
-"""One replica: an actor that owns an engine and runs requests of the gateway."""
+"""One replica: an actor that owns an engine."""
 
 import asyncio
 import os
@@ -61,7 +61,10 @@ class ReplicaUpdate:
 
 @dataclass(frozen=True)
 class ReplicaError:
-    """Error of a request, as data: not every exception can be sent to another process."""
+    """Error of a request, as data.
+
+    Not every exception can be sent to another process.
+    """
 
     status: int
     body: dict[str, Any]
@@ -69,7 +72,7 @@ class ReplicaError:
 
     @property
     def is_retryable(self) -> bool:
-        """True if another replica can run the request: this one ends, or has too many."""
+        """True if this replica ends, or has too many requests."""
         return self.status in (429, 503)
 
     def to_exception(self) -> ApiError:
@@ -79,7 +82,7 @@ class ReplicaError:
 
 
 class _Connection:
-    """Stands in for the HTTP request, whose end the gateway watches."""
+    """HTTP request that never ends; the gateway watches the real one."""
 
     async def receive(self) -> dict[str, Any]:
         await asyncio.Event().wait()
@@ -105,7 +108,7 @@ class EngineReplica:
         self._name: str = serve.get_replica_context().replica_id.unique_id
 
     async def describe(self) -> ReplicaInfo:
-        """Return what does not change between replicas, and the state of this one."""
+        """Return what replicas have in common, and this one's state."""
         engine = self._service.engine
         page_size, stats = engine.core.config.cache.page_size, (await self.load()).stats
         return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, stats)
@@ -148,12 +151,12 @@ class EngineReplica:
     # -- for Ray ------------------------------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Raise if the engine's thread has ended, so that Ray starts the replica anew."""
+        """Raise if the engine's thread has ended: Ray replaces the replica."""
         if not self._service.thread.is_running:
             raise RuntimeError("the engine has stopped")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the share of the cache that running requests and stored messages hold."""
+        """Return the share of the cache that messages and requests reference."""
         stats = (await self.load()).stats
         return {"cache_pressure": stats.num_referenced_pages / max(1, stats.num_pages)}
 

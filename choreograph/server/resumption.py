@@ -1,4 +1,4 @@
-"""Answers that go on in another engine, after the tokens that were sent of them."""
+"""Answers that go on in another engine, after the sent tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,12 @@
 """Options of an application of replicas, its config file form, and its autoscaling policy."""
 
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import httpx
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -53,6 +58,23 @@ def test_impossible_numbers_and_unknown_routers_are_refused():
 
 
 def test_states_of_replicas_are_summed():
-    counts = {name: 1 for name in EngineStats.__dataclass_fields__} | {"tier_tokens": {"host": 5}}
+    counts = dict.fromkeys(EngineStats.__dataclass_fields__, 1) | {"tier_tokens": {"host": 5}}
     total = sum_stats([EngineStats(**counts | {"events": events}) for events in ({"evicted": 2}, {"imported": 1})])
     assert (total.num_pages, total.tier_tokens, total.events) == (2, {"host": 10}, {"evicted": 2, "imported": 1})
+
+
+@pytest.mark.slow
+def test_the_command_serves_with_replicas_and_leaves_nothing_running(talker_folder):
+    before = {process.pid for process in psutil.process_iter()}
+    command = [sys.executable, "-m", "choreograph", "serve", talker_folder, "--replicas", "2", "--port", "8979"]
+    process = subprocess.Popen([*command, "--dtype", "float32", "--served-model-name", "tiny"], stdout=subprocess.PIPE)
+    try:
+        assert any(b"serving on http://127.0.0.1:8979" in line for line in process.stdout)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        answer = httpx.post("http://127.0.0.1:8979/v1/chat/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    left = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if p.pid not in before]
+    assert not [info for info in left if any("ray" in part for part in (info["cmdline"] or [])[:3])]
