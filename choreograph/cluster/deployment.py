@@ -99,7 +99,6 @@ def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: C
         ray_actor_options={
             "num_cpus": cluster.cpus_per_replica,
             "num_gpus": cluster.gpus_per_replica,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(cluster.threads_per_replica)}},
         },
         request_router_config=RequestRouterConfig(**router),
         **scaling,
@@ -159,7 +158,8 @@ def start(app: Any, *, host: str, port: int, address: str | None = None, **ray_o
     owns_ray = not ray.is_initialized() and address is None
     if not ray.is_initialized():
         try:
-            ray.init(address=address, **({"include_dashboard": False} | ray_options if owns_ray else ray_options))
+            defaults = {"include_dashboard": False} if owns_ray else {}
+            ray.init(address=address or "local", **defaults | ray_options)
         except ConnectionError as exc:
             raise ConfigError(
                 f"ray_address={address!r}: no Ray there ({exc}): start one with `ray start --head`"
@@ -175,10 +175,9 @@ def start(app: Any, *, host: str, port: int, address: str | None = None, **ray_o
 
 def run_until_signal(app: Any, **options: Any) -> None:
     """Run an application until SIGINT or SIGTERM."""
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    stopped, cluster = threading.Event(), start(app, **options)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own handlers, which abort the process
         signal.signal(number, lambda *_: stopped.set())
-    cluster = start(app, **options)
     print(f"serving on {cluster.url}", flush=True)
     try:
         stopped.wait()
