@@ -98,7 +98,9 @@ class MessageAffinity(RoutingPolicy):
             # equal replicas: a session keeps one of them, and sessions spread over all
             return -score, queues[replica], _rendezvous(session, replica)
 
-        return heapq.nsmallest(MAX_RANKED, queues, key=order)
+        shortest = min(queues.values())  # of the replicas that hold nothing, only these can be first
+        candidates = [name for name, queue in queues.items() if queue == shortest or name in held]
+        return heapq.nsmallest(MAX_RANKED, candidates, key=order)
 
     def on_routed(self, request: RouteRequest, replica: str) -> None:
         for other, keys in request.learned:

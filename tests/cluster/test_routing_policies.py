@@ -119,6 +119,9 @@ def test_tables_agree_after_any_sequence(steps, max_keys, max_tokens):
         held = policy.held(request)
         assert all(0 < tokens <= sum(keys.values()) for tokens in held.values())
         assert sorted(policy.rank(request, IDLE)) == sorted(IDLE)
+        queues = {"a": len(keys), "b": 1, "c": 2}
+        scores = {name: held.get(name, 0) - 256 * queue for name, queue in queues.items()}
+        assert scores[policy.rank(request, queues)[0]] == max(scores.values())
         if is_removed:
             policy.on_removed(replica)
             assert replica not in policy.held(request)
