@@ -1,5 +1,6 @@
 """`choreograph serve`: the OpenAI-compatible server."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,8 @@ DEFAULTS: dict[str, Any] = {
     "device": "cpu",
     "compile": False,
 }
+
+CLUSTER_OPTIONS = ("replicas", "max_replicas", "router", "ray_address")
 
 ENGINE_OPTIONS = ("capacity", "host_capacity", "disk_capacity", "eviction")  # of CacheConfig
 
@@ -66,6 +69,14 @@ def serve(
         str | None, typer.Option(help="Export OpenTelemetry spans there, as http://localhost:4318/v1/traces.")
     ] = None,
     thinks: Annotated[bool | None, typer.Option(help="The model reasons in <think> tags.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Serve with this many engines on Ray.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="Add replicas under load, up to this many.")] = None,
+    router: Annotated[
+        str | None, typer.Option(help="Routing to replicas: message, prefix, power-of-two, round-robin, session.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="A running Ray, as auto.  [default: start a local one]")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="Level of the log: debug, info, warning, error.")] = "info",
 ) -> None:
     """Serve models over HTTP as OpenAI does, with reuse of messages."""
@@ -84,9 +95,16 @@ def serve(
     if (file := options.pop("api_key_file", None)) is not None:
         keys += _read_keys(Path(file))
     address = {name: options.pop(name) for name in ("host", "port")}
-    engine = _open_engine(options)
+    cluster = {name: options.pop(name) for name in CLUSTER_OPTIONS if name in options}
+    open_engine = _engine_opener(options)
     options["cors_origins"] = tuple(options.pop("cors_origin", None) or ())
     server_config = ServerConfig(api_keys=keys, **options)
+    if "replicas" in cluster:
+        _serve_replicas(open_engine, server_config, cluster, address)
+        return
+    if cluster:
+        raise ConfigError(f"{next(iter(cluster))}: give --replicas too")
+    engine = open_engine()
     uvicorn: Any = require("uvicorn", "serve")
     uvicorn.run(
         create_app(engine, server_config),
@@ -125,8 +143,18 @@ def _read_keys(path: Path) -> tuple[str, ...]:
     return read_api_keys(path)
 
 
-def _open_engine(options: dict[str, Any]) -> Any:
-    """Take the engine's options out of `options` and load the models."""
+def _serve_replicas(open_engine: Any, config: Any, cluster: dict[str, Any], address: dict[str, Any]) -> None:
+    """Serve with several engines on Ray."""
+    require("ray.serve", "ray")
+    from ..cluster import deployment
+
+    ray_address = cluster.pop("ray_address", None)
+    app = deployment.bind_app(open_engine, config, deployment.ClusterConfig(**cluster))
+    deployment.run_until_signal(app, address=ray_address, **address)
+
+
+def _engine_opener(options: dict[str, Any]) -> Any:
+    """Take the engine's options out of `options`; return what loads the models."""
     adapters = common.parse_options(options.pop("adapter", None))
     cache = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
     for name in ("capacity", "host_capacity", "disk_capacity"):
@@ -140,4 +168,4 @@ def _open_engine(options: dict[str, Any]) -> Any:
 
     common.quiet_transformers()
     config = EngineConfig(cache=CacheConfig(**cache), compile=compile, max_model_len=options.pop("max_model_len", None))
-    return Engine.from_pretrained(model, dtype=dtype, device=device, config=config, adapters=adapters)
+    return partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)

@@ -112,8 +112,12 @@ def create_app(engine: Engine, config: ServerConfig | None = None, *, tracer_pro
     Args:
         tracer_provider: OpenTelemetry's; None: by `ServerConfig.otlp_traces_endpoint`.
     """
-    config = config or ServerConfig()
-    service = InferenceService(engine, config, tracer_provider)
+    return create_service_app(InferenceService(engine, config or ServerConfig(), tracer_provider))
+
+
+def create_service_app(service: InferenceService) -> FastAPI:
+    """Create the application of a service."""
+    config = service.config
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

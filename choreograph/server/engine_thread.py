@@ -176,7 +176,7 @@ class EngineThread:
         except Exception as exc:
             self._end(generation, exc, is_submitted=False)
             return
-        generation.num_sent = [(0, 0)] * len(generation.messages)
+        generation.num_sent = generation.num_sent or [(0, 0)] * len(generation.messages)
         generation.open_choices = set(range(len(generation.messages)))
         self._active[generation] = None
 

@@ -20,6 +20,7 @@ class SchemaStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._caches: dict[tuple[str, str], PromptCache] = {}
+        self.sources: dict[tuple[str, str], str] = {}  # PML of each schema
 
     def put(self, tenant: str, name: str, pml: str) -> PromptCache:
         """Create or replace a schema.
@@ -35,7 +36,7 @@ class SchemaStore:
             raise ApiError(429, f"the server keeps {MAX_SCHEMAS} schemas: delete one", code="too_many_schemas")
         cache = PromptCache(self._engine, schema, client_id=f"{tenant}\0")
         self.remove(tenant, name)
-        self._caches[tenant, name] = cache
+        self._caches[tenant, name], self.sources[tenant, name] = cache, pml
         return cache
 
     def get(self, tenant: str, name: str) -> PromptCache:
@@ -52,6 +53,7 @@ class SchemaStore:
     def remove(self, tenant: str, name: str) -> bool:
         """Release a schema's modules; return whether it existed."""
         cache = self._caches.pop((tenant, name), None)
+        self.sources.pop((tenant, name), None)
         if cache is not None:
             cache.close()
         return cache is not None

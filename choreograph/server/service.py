@@ -12,6 +12,7 @@ from fastapi import Request
 
 from ..engine.engine import Engine
 from ..engine.message import Message
+from ..engine.request import TokenMask
 from ..errors import ConfigError, InvalidRequestError
 from ..outputs import BASE_MODEL
 from ..sampling_params import SamplingParams
@@ -22,6 +23,7 @@ from .output_parser import CALL_START, THINK_END, THINK_START
 from .prometheus import ServerMetrics
 from .protocol import ChoreographyOptions
 from .request_log import RequestLog, RequestRecord
+from .resumption import ForcedPrefix, SentAnswer
 from .reuse import Answer, Plan, ReusePlanner, SourceCounts, WorkflowKey
 from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
@@ -58,6 +60,7 @@ class GenerationSpec:
     priority: int = 0  # requests with a lower number are admitted first
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
     schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
+    sent: Sequence[SentAnswer] = ()  # what an earlier engine generated of every answer; empty: nothing
 
 
 class InferenceService:
@@ -219,6 +222,11 @@ class InferenceService:
         Raises:
             ApiError: if the queue is full.
         """
+        self.check_limits(spec)
+        return RunningRequest(self, request, spec)
+
+    def check_limits(self, spec: GenerationSpec) -> None:
+        """Raise an error for a request that cannot be started."""
         if self.thread.num_generations >= self.config.max_requests:
             raise overloaded(self.config.max_requests)
         num_choices = spec.num_answers * len(spec.prompts)
@@ -226,7 +234,6 @@ class InferenceService:
             raise InvalidRequestError(f"n: {num_choices} answers in one request: use at most {self.config.max_choices}")
         if spec.constraint is not None and spec.sampling.min_tokens:
             raise InvalidRequestError("min_tokens: a grammar decides where an answer ends; leave it out")
-        return RunningRequest(self, request, spec)
 
 
 class RunningRequest:
@@ -249,8 +256,12 @@ class RunningRequest:
                 }
             )
         self._has_disconnected = False
-        self._generation = Generation(self._submit, self._close)
-        service.thread.submit(self._generation)
+        num_sent = [(answer.num_chars, len(answer.token_ids)) for answer in spec.sent]
+        self._generation = Generation(self._submit, self._close, num_sent=num_sent)
+        self._start()
+
+    def _start(self) -> None:
+        self._service.thread.submit(self._generation)
 
     @property
     def counts(self) -> SourceCounts:
@@ -350,9 +361,12 @@ class RunningRequest:
             answers = []
             for number in range(spec.num_answers):
                 sampling = replace(spec.sampling, seed=seed + number)
-                mask = None
+                mask: TokenMask | None = None
                 if spec.constraint is not None:
                     mask = service.compiler().mask(spec.constraint, spec.constraint_starts_after)
+                if spec.sent:
+                    sent = spec.sent[len(messages) + number].token_ids
+                    mask = ForcedPrefix(sent, service.engine.model_info.vocab_size, mask)
                 answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair))
             if spec.schema_prompt is not None:
                 plan = service.schemas.plan(*spec.schema_prompt, prompt, answers)

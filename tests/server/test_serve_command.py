@@ -52,6 +52,22 @@ def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_
     assert service.config.api_keys == ("key-of-the-owner", "key-of-team-one", "key-of-team-two")
 
 
+def test_replicas_are_served_on_ray_with_the_same_options(monkeypatch, talker_folder):
+    deployment = pytest.importorskip("choreograph.cluster.deployment")
+    result: dict[str, Any] = {}
+    monkeypatch.setattr(deployment, "bind_app", lambda *arguments: arguments)
+    monkeypatch.setattr(deployment, "run_until_signal", lambda app, **options: result.update(options, app=app))
+    options = ["--replicas", "2", "--max-replicas", "3", "--router", "session", "--port", "9003", "--reuse", "auto"]
+    outcome = CliRunner().invoke(app, ["serve", talker_folder, *options], catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    open_engine, config, cluster = result["app"]
+    assert open_engine.args == (talker_folder,) and config.reuse == "auto"
+    assert (cluster.replicas, cluster.max_replicas, cluster.router) == (2, 3, "session")
+    assert (result["port"], result["address"]) == (9003, None)
+    with pytest.raises(ConfigError, match="give --replicas too"):
+        serve_command.serve(talker_folder, router="session")
+
+
 def test_unknown_options_and_short_keys_are_refused(tmp_path):
     config = tmp_path / "serve.yaml"
     config.write_text("reuse: auto\nprot: 1\n")

@@ -1,0 +1,185 @@
+"""Ray Serve application of replicas, and the command that runs it."""
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..config import CacheConfig, EngineConfig, NonNegativeInt, PositiveInt, validated
+from ..engine.engine import Engine
+from ..errors import ConfigError
+from ..models.loader import DEFAULT_MODEL
+from ..server.server_config import ServerConfig
+from ..utils import require
+from .routing import create_policy
+
+APP_NAME = "choreograph"
+
+CACHE_OPTIONS = ("capacity", "host_capacity", "disk_capacity", "eviction")  # of CacheConfig
+
+PRESSURE_LIMIT = 0.8  # share of a cache in use above which a replica is added
+
+ROUTER = "choreograph.cluster.request_router:PolicyRequestRouter"
+
+
+@validated()
+class ClusterConfig:
+    """Number of replicas, and what each of them gets."""
+
+    replicas: PositiveInt = 1  # at the start, and the fewest
+    max_replicas: PositiveInt | None = None  # with autoscaling; None: none
+    cpus_per_replica: PositiveInt = 1
+    gpus_per_replica: NonNegativeInt = 0
+    threads_per_replica: PositiveInt = 1  # of one operation on the CPU
+    target_requests: PositiveInt = 8  # of a replica, running and waiting, that autoscaling keeps
+    router: str = "message"  # policy of `cluster/routing.py`
+
+    def __post_init__(self) -> None:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(f"max_replicas={self.max_replicas}: use at least replicas={self.replicas}")
+
+
+def build_app(args: Mapping[str, Any]) -> Any:
+    """Build the application of a config file of Ray Serve."""
+    options = {name.replace("-", "_"): value for name, value in args.items()}
+    cluster = {name: options.pop(name) for name in ClusterConfig.__dataclass_fields__ if name in options}
+    cache = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
+    compile, max_model_len = options.pop("compile", False), options.pop("max_model_len", None)
+    engine_config = EngineConfig(cache=CacheConfig(**cache), compile=compile, max_model_len=max_model_len)
+    open_engine = partial(
+        Engine.from_pretrained,
+        options.pop("model", DEFAULT_MODEL),
+        dtype=options.pop("dtype", "auto"),
+        device=options.pop("device", "cpu"),
+        config=engine_config,
+        adapters=options.pop("adapter", None) or {},
+    )
+    for name in ("api_keys", "cors_origins"):
+        if name in options:
+            options[name] = tuple(options[name])
+    unknown = options.keys() - ServerConfig.__dataclass_fields__.keys()
+    if unknown:
+        raise ConfigError(f"{sorted(unknown)[0]}: no such option of a replica: remove it")
+    return bind_app(open_engine, ServerConfig(**options), ClusterConfig(**cluster))
+
+
+def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: ClusterConfig) -> Any:
+    """Return the application that `serve.run` takes.
+
+    Args:
+        open_engine: loads a replica's engine in its process; has to be picklable.
+    """
+    serve: Any = require("ray.serve", "ray")
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+    from .gateway import Gateway
+    from .replica import EngineReplica
+
+    scaling: dict[str, Any] = {"num_replicas": cluster.replicas}
+    if cluster.max_replicas is not None:
+        autoscaling = AutoscalingConfig(
+            min_replicas=cluster.replicas,
+            max_replicas=cluster.max_replicas,
+            target_ongoing_requests=cluster.target_requests,
+            policy=AutoscalingPolicy(policy_function="choreograph.cluster.deployment:scale"),
+        )
+        scaling = {"autoscaling_config": autoscaling}
+    create_policy(cluster.router)  # an unknown one is refused before anything starts
+    router: Any = {"request_router_class": ROUTER, "request_router_kwargs": {"policy": cluster.router}}
+    replicas = serve.deployment(
+        EngineReplica,
+        name="engine",
+        max_ongoing_requests=config.max_requests,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=config.drain_timeout,
+        ray_actor_options={
+            "num_cpus": cluster.cpus_per_replica,
+            "num_gpus": cluster.gpus_per_replica,
+        },
+        request_router_config=RequestRouterConfig(**router),
+        **scaling,
+    ).bind(open_engine, config, cluster.threads_per_replica)
+    num_requests = config.max_requests * (cluster.max_replicas or cluster.replicas)
+    gateway = serve.deployment(
+        serve.ingress(None)(Gateway),
+        name="gateway",
+        max_ongoing_requests=2 * num_requests + 16,  # above its own limit, which it answers with 429
+        graceful_shutdown_timeout_s=config.drain_timeout,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return gateway.bind(replicas, replace(config, max_requests=num_requests))
+
+
+def scale(context: Any) -> tuple[int, dict[str, Any]]:
+    """Autoscaling policy: enough replicas for the requests, and for the caches.
+
+    A replica is added where the mean share of the caches in use exceeds PRESSURE_LIMIT, and none is
+    removed while the others could not take what it holds.
+    """
+    target, count = context.config.target_ongoing_requests, max(1, context.current_num_replicas)
+    needed = math.ceil(context.total_num_requests / target)
+    pressures = ((context.aggregated_metrics or {}).get("cache_pressure") or {}).values()
+    if pressures:
+        needed = max(needed, math.ceil(sum(pressures) / PRESSURE_LIMIT))
+    minimum, maximum = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    # one replica at a time downwards: the router has to learn where messages are then
+    return min(maximum, max(minimum, needed, count - 1)), {}
+
+
+@dataclass
+class RunningCluster:
+    """A started application; `stop` ends what was started."""
+
+    url: str
+    owns_ray: bool  # a local Ray was started
+
+    def stop(self) -> None:
+        ray, serve = require("ray", "ray"), require("ray.serve", "ray")
+        if self.owns_ray:
+            serve.shutdown()
+            ray.shutdown()
+        else:
+            serve.delete(APP_NAME)
+
+
+def start(app: Any, *, host: str, port: int, address: str | None = None, **ray_options: Any) -> RunningCluster:
+    """Start an application; returns when its replicas are ready.
+
+    Args:
+        address: of a running Ray, such as "auto"; None: a local one is started.
+        ray_options: of `ray.init`.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray, serve = require("ray", "ray"), require("ray.serve", "ray")
+    owns_ray = not ray.is_initialized() and address is None
+    if not ray.is_initialized():
+        try:
+            defaults = {"include_dashboard": False} if owns_ray else {}
+            ray.init(address=address or "local", **defaults | ray_options)
+        except ConnectionError as exc:
+            raise ConfigError(
+                f"ray_address={address!r}: no Ray there ({exc}): start one with `ray start --head`"
+            ) from None
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(app, name=APP_NAME, route_prefix="/")
+    except BaseException:
+        RunningCluster("", owns_ray).stop()
+        raise
+    return RunningCluster(f"http://{host}:{port}", owns_ray)
+
+
+def run_until_signal(app: Any, **options: Any) -> None:
+    """Run an application until SIGINT or SIGTERM."""
+    stopped, cluster = threading.Event(), start(app, **options)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own handlers, which abort the process
+        signal.signal(number, lambda *_: stopped.set())
+    print(f"serving on {cluster.url}", flush=True)
+    try:
+        stopped.wait()
+    finally:
+        cluster.stop()

@@ -1,0 +1,256 @@
+"""Gateway: the server's application over replicas, without weights."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from ..engine.text import ChatTemplate
+from ..errors import RequestFailedError, SessionClosedError
+from ..outputs import EngineStats
+from ..server.api_errors import ApiError
+from ..server.app import create_service_app
+from ..server.engine_thread import ChoiceUpdate, Generation
+from ..server.resumption import SentAnswer
+from ..server.reuse import Plan
+from ..server.server_config import ServerConfig
+from ..server.service import GenerationSpec, InferenceService, RunningRequest
+from .content_keys import answer_keys, prompt_keys
+from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaLoad, ReplicaUpdate
+from .routing import RouteRequest
+
+MAX_FAILURES = 3  # replicas that may fail one request
+
+RETRY_SECONDS = 0.2  # pause before a request is repeated, times the number of failures
+
+
+class EngineProxy:
+    """Attributes of an engine that a server reads, without the engine."""
+
+    def __init__(self, info: ReplicaInfo) -> None:
+        self.model_info, self.tokenizer, self.models = info.model_info, info.tokenizer, info.models
+        self.chat = ChatTemplate(info.tokenizer)
+        self.core = SimpleNamespace(config=SimpleNamespace(cache=SimpleNamespace(page_size=info.page_size)))
+        self.stats: Callable[[], Any] = lambda: info.stats
+
+    def session(self, **options: Any) -> Any:
+        """Return what a Prompt Cache closes; schemas are only laid out here."""
+        if "mode" in options:
+            raise ApiError(501, "sessions need one process: start the server without --replicas", type="server_error")
+        return SimpleNamespace(close=lambda: None)
+
+
+class ReplicaThread:
+    """`EngineThread` of a gateway: hands generations to replicas instead of an engine."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._tasks: dict[Generation, asyncio.Task[None]] = {}
+        self._learned: list[tuple[str, dict[int, int]]] = []  # answers that the router does not know yet
+        self.is_running = False
+
+    @property
+    def num_generations(self) -> int:
+        return len(self._tasks)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_running = True
+
+    async def stop(self) -> None:
+        """End all requests."""
+        self.is_running = False
+        for generation in list(self._tasks):
+            self._end(generation, SessionClosedError("the server is shutting down: send the request to another one"))
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        result = function()
+        return await result if isinstance(result, Awaitable) else result
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation, unless it has ended."""
+        self._end(generation, RequestFailedError("the request was cancelled"))
+
+    def _end(self, generation: Generation, exc: Exception) -> None:
+        task = self._tasks.pop(generation, None)
+        if task is not None:
+            task.cancel()
+            generation.updates.put_nowait(exc)
+
+    def relay(self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall) -> None:
+        """Run a request on replicas until its answers are complete."""
+        if not self.is_running:
+            raise SessionClosedError("the server is shutting down: send the request to another one")
+        self._tasks[generation] = asyncio.create_task(self._run(running, generation, call))
+
+    async def _run(self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall) -> None:
+        try:
+            await self._repeat(running, generation, call)
+        except Exception as exc:
+            generation.updates.put_nowait(exc)
+        finally:
+            self._tasks.pop(generation, None)
+
+    async def _repeat(self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall) -> None:
+        """Try replicas; each goes on after the tokens that were sent."""
+        answers, route = _SentAnswers(running.num_choices), call.route
+        for num_failures in range(MAX_FAILURES + 1):
+            route.learned, self._learned = self._learned, []
+            attempt = replace(call, spec=replace(call.spec, sent=answers.sent if answers.has_any else ()))
+            replica, error = await self._attempt(running, generation, attempt, answers)
+            route.learned = []
+            if error is None or answers.is_complete:
+                self._learn(call.spec, replica, answers)
+                return
+            if isinstance(error, ReplicaError) and not error.is_retryable:
+                raise error.to_exception()
+            if replica:
+                route.failed.add(replica)
+            await asyncio.sleep(RETRY_SECONDS * (num_failures + 1))
+        if isinstance(error, ReplicaError):
+            raise error.to_exception()
+        raise ApiError(
+            503,
+            f"{MAX_FAILURES + 1} replicas failed this request: retry later",
+            type="service_unavailable",
+            headers={"Retry-After": "5"},
+        )
+
+    async def _attempt(
+        self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall, answers: "_SentAnswers"
+    ) -> tuple[str, ReplicaError | Exception | None]:
+        """Run a request on one replica; return its name and error."""
+        replica, stream = "", self._handle.options(method_name="generate", stream=True).remote(call)
+        try:
+            async for item in stream:
+                if isinstance(item, str):
+                    replica = item
+                elif isinstance(item, ReplicaError):
+                    return replica, item
+                elif updates := answers.add(item):
+                    running.set_counts(item)
+                    if answers.is_complete:  # before the last update, which ends the request
+                        self._tasks.pop(generation, None)
+                    generation.updates.put_nowait(updates)
+            if not answers.is_complete:
+                return replica, RequestFailedError("the replica ended the stream early")
+        except (RayError, RayServeException) as exc:
+            return replica, exc
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        return replica, None
+
+    def _learn(self, spec: GenerationSpec, replica: str, answers: "_SentAnswers") -> None:
+        """Note for the router what a replica has generated."""
+        for answer, text in zip(answers.sent, answers.texts, strict=True):
+            contents = spec.keys_of(text) if spec.reuse == "messages" else ()
+            if keys := answer_keys(spec.reuse, scope_of(spec), answer.token_ids, contents):
+                self._learned.append((replica, keys))
+
+
+class _SentAnswers:
+    """Tokens and texts that were handed to the client."""
+
+    def __init__(self, count: int) -> None:
+        self.sent, self.texts = [SentAnswer() for _ in range(count)], [""] * count
+
+    @property
+    def has_any(self) -> bool:
+        return any(answer.token_ids or answer.is_complete for answer in self.sent)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(answer.is_complete for answer in self.sent)
+
+    def add(self, update: ReplicaUpdate) -> list[ChoiceUpdate]:
+        """Append an update; return it without answers that were complete before."""
+        choices = [choice for choice in update.choices if not self.sent[choice.index].is_complete]
+        for choice in choices:
+            answer = self.sent[choice.index]
+            self.texts[choice.index] += choice.text
+            self.sent[choice.index] = SentAnswer(
+                [*answer.token_ids, *choice.token_ids],
+                answer.num_chars + len(choice.text),
+                choice.finish_reason is not None,
+            )
+        return choices
+
+
+class ReplicatedRequest(RunningRequest):
+    """One request that runs on replicas."""
+
+    _service: "ReplicatedService"
+
+    def _start(self) -> None:
+        self._service.thread.relay(self, self._generation, self._service.call_of(self.spec))
+
+    def set_counts(self, update: ReplicaUpdate) -> None:
+        self._plans = [Plan([], update.counts, lambda is_complete: None)]
+
+
+class ReplicatedService(InferenceService):
+    """`InferenceService` whose engine is on replicas."""
+
+    thread: ReplicaThread  # type: ignore[assignment]
+
+    def __init__(self, info: ReplicaInfo, config: ServerConfig, handle: Any) -> None:
+        proxy: Any = EngineProxy(info)
+        super().__init__(proxy, config)
+        self._handle = handle
+        self.thread = ReplicaThread(handle)
+        proxy.stats = self._sum_stats
+
+    async def _sum_stats(self) -> EngineStats:
+        """Return the summed state of all replicas."""
+        results = await self._handle.broadcast("load").results_async(timeout_s=30, return_exceptions=True)
+        return sum_stats([load.stats for load in results if isinstance(load, ReplicaLoad)])
+
+    def submit(self, request: Request, spec: GenerationSpec) -> RunningRequest:
+        self.check_limits(spec)
+        return ReplicatedRequest(self, request, spec)
+
+    def call_of(self, spec: GenerationSpec) -> ReplicaCall:
+        """Return what any replica needs to run a request."""
+        key, scope = spec.key, scope_of(spec)
+        route = RouteRequest(prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, key.workflow)))
+        schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])
+        return ReplicaCall(route, spec, self.planner.store.graphs.get((key.tenant, key.workflow)), schema)
+
+
+def scope_of(spec: GenerationSpec) -> Sequence[str]:
+    """Return what separates the caches that a request may use."""
+    key = spec.key
+    # prefixes are found by all workflows of a client
+    return (key.client_id, key.model) if spec.reuse == "exact" else (key.client_id, key.model, key.workflow)
+
+
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Return the sum of every count."""
+    totals: dict[str, Any] = {}
+    for name in EngineStats.__dataclass_fields__:
+        values = [getattr(item, name) for item in stats]
+        if name in ("tier_tokens", "events"):
+            totals[name] = {key: sum(value.get(key, 0) for value in values) for value in values for key in value}
+        else:
+            totals[name] = sum(values)
+    return EngineStats(**totals)
+
+
+class Gateway:
+    """Deployment that is the server's application; its replicas share nothing.
+
+    Args:
+        handle: of the deployment of `EngineReplica`.
+    """
+
+    async def __init__(self, handle: Any, config: ServerConfig) -> None:  # type: ignore[misc]
+        info: ReplicaInfo = await handle.describe.remote()
+        self._service = ReplicatedService(info, config, handle)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_service_app(self._service)

@@ -1,0 +1,166 @@
+"""One replica: an actor that owns an engine."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import serve
+
+from ..agents import StepGraph
+from ..engine.engine import Engine
+from ..models.info import ModelInfo
+from ..outputs import EngineStats
+from ..server.api_errors import ApiError, to_api_error
+from ..server.app import create_app
+from ..server.engine_thread import ChoiceUpdate
+from ..server.reuse import SourceCounts
+from ..server.server_config import ServerConfig
+from ..server.service import GenerationSpec, InferenceService, RunningRequest
+from .routing import RouteRequest
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """What the gateway needs of an engine to prepare requests for it."""
+
+    model_info: ModelInfo
+    tokenizer: Any
+    models: tuple[str, ...]  # the base model, adapters and siblings
+    page_size: int  # tokens
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """State of one replica."""
+
+    name: str
+    process_id: int
+    stats: EngineStats
+
+
+@dataclass
+class ReplicaCall:
+    """One request, and what was declared about its workflow."""
+
+    route: RouteRequest
+    spec: GenerationSpec
+    graph: StepGraph | None = None  # declared one of the workflow
+    schema: str | None = None  # PML of the prompt's schema
+
+
+@dataclass(frozen=True)
+class ReplicaUpdate:
+    """What one step added to the answers of a request."""
+
+    choices: list[ChoiceUpdate]
+    counts: SourceCounts  # final in the last update
+
+
+@dataclass(frozen=True)
+class ReplicaError:
+    """Error of a request, as data.
+
+    Not every exception can be sent to another process.
+    """
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_retryable(self) -> bool:
+        """True if this replica ends, or has too many requests."""
+        return self.status in (429, 503)
+
+    def to_exception(self) -> ApiError:
+        error = ApiError(self.status, "", headers=self.headers)
+        error.body = self.body
+        return error
+
+
+class _Connection:
+    """HTTP request that never ends; the gateway watches the real one."""
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+
+class EngineReplica:
+    """Deployment that holds an engine.
+
+    Args:
+        open_engine: loads the engine; called in the replica's process.
+        threads: of one operation; None: as the machine has cores.
+    """
+
+    async def __init__(self, open_engine: Callable[[], Engine], config: ServerConfig, threads: int | None) -> None:  # type: ignore[misc]
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        engine = await asyncio.to_thread(open_engine)
+        self._service: InferenceService = create_app(engine, config).state.service
+        self._service.start()
+        self._name: str = serve.get_replica_context().replica_id.unique_id
+
+    async def describe(self) -> ReplicaInfo:
+        """Return what replicas have in common, and this one's state."""
+        engine = self._service.engine
+        page_size, stats = engine.core.config.cache.page_size, (await self.load()).stats
+        return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, stats)
+
+    async def load(self) -> ReplicaLoad:
+        """Return who this replica is and what it does."""
+        stats: EngineStats = await self._service.thread.call(self._service.engine.stats)
+        return ReplicaLoad(self._name, os.getpid(), stats)
+
+    async def generate(self, call: ReplicaCall) -> AsyncIterator[str | ReplicaUpdate | ReplicaError]:
+        """Run a request: yield this replica's name, then updates or an error."""
+        yield self._name
+        updates = None
+        try:
+            await self._service.thread.call(lambda: self._declare(call))
+            request: Any = _Connection()
+            running: RunningRequest = self._service.submit(request, call.spec)
+            updates = running.updates()
+            async for choices in updates:
+                yield ReplicaUpdate(choices, running.counts)
+        except Exception as exc:
+            error = to_api_error(exc)
+            yield ReplicaError(error.status, error.body, error.headers)
+        finally:  # a caller that ends early cancels the request
+            close: Any = getattr(updates, "aclose", None)
+            if close is not None:
+                await close()
+
+    def _declare(self, call: ReplicaCall) -> None:
+        """Repeat the declarations that this replica lacks; runs in the engine's thread."""
+        key, store = call.spec.key, self._service.planner.store
+        known = store.graphs.get((key.tenant, key.workflow))
+        if (known and vars(known)) != (call.graph and vars(call.graph)):
+            store.set_graph(key.tenant, key.workflow, call.graph)
+        if call.spec.schema_prompt is not None and call.schema is not None:
+            tenant, name, _ = call.spec.schema_prompt
+            if self._service.schemas.sources.get((tenant, name)) != call.schema:
+                self._service.schemas.put(tenant, name, call.schema)
+
+    # -- for Ray ------------------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raise if the engine's thread has ended: Ray replaces the replica."""
+        if not self._service.thread.is_running:
+            raise RuntimeError("the engine has stopped")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the share of the cache that messages and requests reference."""
+        stats = (await self.load()).stats
+        return {"cache_pressure": stats.num_referenced_pages / max(1, stats.num_pages)}
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_service") and self._service.thread.is_running:
+            await self._service.stop()
+            self._service.engine.close()
