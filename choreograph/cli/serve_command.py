@@ -100,6 +100,8 @@ def serve(
     options["cors_origins"] = tuple(options.pop("cors_origin", None) or ())
     server_config = ServerConfig(api_keys=keys, **options)
     if "replicas" in cluster:
+        if server_config.dashboard:
+            raise ConfigError("dashboard=True: it shows a single engine: leave it out with --replicas")
         _serve_replicas(open_engine, server_config, cluster, address)
         return
     if cluster:

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from ray import serve
@@ -82,7 +83,9 @@ class ReplicaError:
 
 
 class _Connection:
-    """HTTP request that never ends; the gateway watches the real one."""
+    """HTTP request that never ends; the gateway watches the real one and traces it."""
+
+    state = SimpleNamespace()
 
     async def receive(self) -> dict[str, Any]:
         await asyncio.Event().wait()

@@ -365,7 +365,7 @@ class EngineCore:
         request.finish_time = request.finish_time or time.perf_counter()
         self.scheduler.waiting.discard(request)
         self.scheduler.waiting.wake(request)
-        if previous_state is not RequestState.WAITING and request in self.scheduler.running:
+        if request in self.scheduler.running:
             self.scheduler.running.remove(request)
         if not self.scheduler.running:
             self.model_runner.reset()

@@ -9,7 +9,7 @@ BAR_WIDTH = 1000  # units of the picture of a context
 SCALE_KL = 0.5  # nats: darkest shade of a token
 
 
-class ContextBar(NamedTuple):
+class ExplainedBar(NamedTuple):
     """Part of the picture of a context."""
 
     x: float
@@ -91,7 +91,7 @@ LEGEND = (
 )
 
 
-def context_bars(message: ExplainedMessage) -> list[ContextBar]:
+def context_bars(message: ExplainedMessage) -> list[ExplainedBar]:
     """Return the picture of a message's context, in order."""
     own = len(message.tokens)
     scale = BAR_WIDTH / max(1, own + sum(p.num_tokens for p in message.explanation.parents))
@@ -102,7 +102,7 @@ def context_bars(message: ExplainedMessage) -> list[ContextBar]:
         height = 22 // len(states)
         for number, state in enumerate(states):  # one above the other
             label = f"{name}: {count} tokens, {' and '.join(states)}"
-            bars.append(ContextBar(x, max(1, count * scale - 2), 2 + number * height, height, state, label))
+            bars.append(ExplainedBar(x, max(1, count * scale - 2), 2 + number * height, height, state, label))
         x += count * scale
 
     for name, parent in message.rows:

@@ -3,6 +3,7 @@
 import os
 import socket
 from functools import partial
+from pathlib import Path
 
 import openai
 import psutil
@@ -26,6 +27,8 @@ def free_port() -> int:
 def ray_cluster(talker_folder):
     """Two replicas of the tiny model; ended with everything that was started."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    tests = Path(__file__).parents[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (tests.parent, tests)))  # of workers, which import `helpers`
     app = deployment.bind_app(
         partial(make_engine, talker_folder),
         ServerConfig(served_model_name="tiny", max_tokens=24),

@@ -208,7 +208,7 @@ SCHEDULING_SITES = {  # call site: the tokens that a call handles, of its argume
     "reuse of a header": lambda _, request: request.entry.tokens,
     "admission": lambda request: request.prompt,
     "readiness": lambda request, _: request.entry.tokens,
-    "chunk": lambda _, request, __: request.entry.tokens,
+    "chunk": lambda _, request, *__: request.entry.tokens,
     "pack": lambda requests, *_: [token for request in requests for token in request.entry.tokens],
     "order": None,
     "group": lambda requests: [token for request in requests for token in request.entry.tokens],

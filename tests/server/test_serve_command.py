@@ -66,6 +66,8 @@ def test_replicas_are_served_on_ray_with_the_same_options(monkeypatch, talker_fo
     assert (result["port"], result["address"]) == (9003, None)
     with pytest.raises(ConfigError, match="give --replicas too"):
         serve_command.serve(talker_folder, router="session")
+    with pytest.raises(ConfigError, match="leave it out with --replicas"):
+        serve_command.serve(talker_folder, replicas=2, dashboard=True)
 
 
 def test_unknown_options_and_short_keys_are_refused(tmp_path):
