@@ -217,7 +217,7 @@ def test_reuse_across_models_does_not_carry_the_secret(kv_reuse):
 label_sets = st.sets(st.sampled_from("abc")).map(frozenset)
 
 
-@settings(max_examples=many(24), deadline=None)
+@settings(max_examples=many(16), deadline=None)
 @given(nodes=graphs(), data=st.data())
 def test_no_message_graph_carries_a_secret(nodes, data):
     """Texts with label a differ between two runs; a reader without it gets the same distributions."""
@@ -231,7 +231,8 @@ def test_no_message_graph_carries_a_secret(nodes, data):
     order = data.draw(st.permutations([i for i in range(len(nodes)) if labels[i] <= clearance]))
 
     def run(changes):
-        engine, results = tiny_models.engine(backend="reference"), []
+        # one page a message: the slots that are read together do not depend on the length of others
+        engine, results = tiny_models.engine(backend="reference", page=64, tokens=4096), []
         for _ in range(2):  # the second session finds the entries of the first
             session = engine.session(mode=mode)
             messages = []
