@@ -83,7 +83,7 @@ class ReplicaError:
 
 
 class _Connection:
-    """HTTP request that never ends; the gateway watches the real one and traces it."""
+    """HTTP request that never ends; the gateway watches the real one."""
 
     state = SimpleNamespace()
 
