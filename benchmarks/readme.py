@@ -43,6 +43,17 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         ("prefill of 1024 tokens", "Hugging Face eager"): "prefill of 1024 tokens: speed against eager Hugging Face",
         ("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens: speed against llama.cpp Q4_1",
     },
+    "peers": {
+        (name, "vLLM"): f"{name} (compiled): speed against vLLM's CPU build"
+        for name in (
+            "decode, 1 request behind 512",
+            "decode, 8 requests over one context of 512",
+            "decode, 32 requests with own contexts of 256",
+            "prefill of 1024",
+            "prefill of 8000",
+            "prefill of 16 prompts of 512",
+        )
+    },
     "ttft": {
         (
             "home: first token in decode steps",
@@ -154,11 +165,11 @@ SUMMARY_ROWS = [
         ("1 stream: compiled bf16", "llama.cpp"),
     ),
     (
-        "prefill of 1,024 tokens, against eager Hugging Face",
-        "prefill",
-        "prefill of 1024, choreograph bf16",
-        "prefill of 1024, Hugging Face",
-        ("prefill of 1024 tokens", "Hugging Face eager"),
+        "prefill of 16 prompts of 512 tokens (compiled), against vLLM's CPU build",
+        "peers",
+        "prefill of 16 prompts of 512: choreograph compiled",
+        "prefill of 16 prompts of 512: vLLM",
+        ("prefill of 16 prompts of 512", "vLLM"),
     ),
     (
         "Tree of Thoughts (short votes), time to first token, against prefix caching in the same engine",
