@@ -1,10 +1,14 @@
 """`llm` as a client of the server, by an extra-openai-models.yaml."""
 
 import json
+import os
 
-import llm
 import pytest
 from click.testing import CliRunner
+
+os.environ["LLM_LOAD_PLUGINS"] = ""  # before the import: the bundled model's package is a plugin that needs llama.cpp
+
+import llm
 from llm.cli import cli
 
 ASK = "Which river flows through Paris?"
