@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from .common import RESULTS
+from .peer_programs import PROGRAMS
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -52,6 +53,11 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
             "prefill of 1024",
             "prefill of 8000",
             "prefill of 16 prompts of 512",
+            *(
+                f"{program}: {measure}, choreograph choreographed"
+                for program in PROGRAMS
+                for measure in ("end to end", "first token")
+            ),
         )
     },
     "ttft": {
@@ -151,13 +157,6 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
 # label, benchmark, measure of ours, measure of the peer, ratio (measure, peer); None: no absolute number is recorded
 SUMMARY_ROWS = [
     (
-        "compiled decode step, 8 branches over one context of 512 tokens, against eager Hugging Face",
-        "decode",
-        "8 branches, shared context: step, compiled bf16",
-        "8 branches, shared context: step, Hugging Face",
-        ("8 branches, shared context: compiled bf16", "Hugging Face eager"),
-    ),
-    (
         "compiled decode step, 1 stream, 512 tokens of context, against llama.cpp Q4_1",
         "decode",
         "1 stream: step, compiled bf16",
@@ -165,11 +164,18 @@ SUMMARY_ROWS = [
         ("1 stream: compiled bf16", "llama.cpp"),
     ),
     (
-        "prefill of 16 prompts of 512 tokens (compiled), against vLLM's CPU build",
+        "decode step (compiled), 32 requests with contexts of 256 of their own, against vLLM's CPU build",
         "peers",
-        "prefill of 16 prompts of 512: choreograph compiled",
-        "prefill of 16 prompts of 512: vLLM",
-        ("prefill of 16 prompts of 512", "vLLM"),
+        "decode, 32 requests with own contexts of 256: choreograph compiled",
+        "decode, 32 requests with own contexts of 256: vLLM",
+        ("decode, 32 requests with own contexts of 256", "vLLM"),
+    ),
+    (
+        "Tree of Thoughts (short votes), end to end, against vLLM's CPU build",
+        "peers",
+        "Tree of Thoughts: end to end, choreograph choreographed",
+        "Tree of Thoughts: end to end, vLLM",
+        ("Tree of Thoughts: end to end, choreograph choreographed", "vLLM"),
     ),
     (
         "Tree of Thoughts (short votes), time to first token, against prefix caching in the same engine",
