@@ -3,7 +3,7 @@
 A tiny model, so that nearly all of the time is the engine's own. Every population is made through the public API: a
 million finished messages of two tokens in a cache of a fixed size, so that most of them are evicted; messages that wait
 for their parent; open sessions with a message each; a fragmented cache of single pages. At every size, each operation is
-timed `--samples` times beside the population, in processor time of the thread, which other processes do not lengthen. An
+timed `--samples` times while the population exists, in processor time of the thread, which other processes do not lengthen. An
 exponent is the slope of log(time) over log(size), fitted to the mean time at every size; its interval is a bootstrap over
 the samples. A flat cost has the exponent 0, a linear one 1; a logarithmic one appears as less than 0.16 from 10 to a million.
 """
@@ -50,7 +50,7 @@ def distinct_pairs() -> Iterator[list[int]]:
 
 
 class Operations:
-    """The four operations, each timed once per call, in seconds, beside what the engine holds."""
+    """The four operations, each timed once per call, in seconds, on a populated engine."""
 
     def __init__(self, engine: Engine, prompts: Iterator[list[int]]) -> None:
         self.engine, self.prompts = engine, prompts

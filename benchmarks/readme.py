@@ -53,7 +53,7 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
             "prefill of 1024",
             "prefill of 8000",
             "prefill of 16 prompts of 512",
-            *(
+            *(  # of random tokens
                 f"{program}: {measure}, choreograph choreographed"
                 for program in PROGRAMS
                 for measure in ("end to end", "first token")
@@ -171,7 +171,7 @@ SUMMARY_ROWS = [
         ("decode, 32 requests with own contexts of 256", "vLLM"),
     ),
     (
-        "Tree of Thoughts (short votes), end to end, against vLLM's CPU build",
+        "Tree of Thoughts (random tokens, short votes), end to end, against vLLM's CPU build",
         "peers",
         "Tree of Thoughts: end to end, choreograph choreographed",
         "Tree of Thoughts: end to end, vLLM",

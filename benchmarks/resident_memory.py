@@ -2,7 +2,7 @@
 
 The bundled model, eager: a first process makes the file that loading reads, the second one loads it, computes a prefill and a
 decode with text, and reads `/proc/self/smaps_rollup`. Weights and cache count as far as they are resident: the cache is
-written in full before. Rows beside say what of the rest is there after the imports alone, and what loading leaves.
+written in full before. Other rows split the rest into what the imports take and what loading adds.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Each problem runs with both engines, in turns, from an empty cache. In bfloat16 a step of several rows may round
 differently from a step of one, and take another of two nearly equal tokens; the texts differ from there on. So the
-share of equal runs is shown, and the ratio of the times per generated token beside that of the times.
+share of equal runs is shown, and the ratio of the times per generated token next to that of the times.
 """
 
 import argparse

@@ -368,7 +368,8 @@ struct Kernel {
         int64_t at = (int64_t)i * nq;
         float *sums = own.data(), *most = sums + nq * D, *weight = most + nq;
         if (stripes > 1) sums = &acc[at * D], most = &top[at], weight = &norm[at];
-        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, b0, b1, stripe, stripes, w, sums, most, weight);
+        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, b0, b1, stripe, stripes, w, sums, most,
+             weight);
         if (stripes == 1) merge_rows(s, sums, most, weight, 1, nq, g, b0, b1, out);
       }
       leave_amx();
@@ -391,7 +392,8 @@ struct Kernel {
   }
 
   // sink: extra softmax logit with a value of zero, or null
-  static void merge(const float* acc, const float* top, const float* norm, int stripes, int nq, int m, const float* sink, T* out) {
+  static void merge(const float* acc, const float* top, const float* norm, int stripes, int nq, int m,
+                    const float* sink, T* out) {
     float best = -INFINITY, total = 0, sum[D] = {};
     for (int i = 0; i < stripes; i++) best = std::max(best, top[(int64_t)i * nq + m]);
     if (sink) {

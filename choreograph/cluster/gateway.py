@@ -96,7 +96,7 @@ class ReplicaThread:
             self._tasks.pop(generation, None)
 
     async def _repeat(self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall) -> None:
-        """Try replicas; each goes on after the tokens that were sent."""
+        """Try replicas; each continues after the tokens that were sent."""
         answers, route = _SentAnswers(running.num_choices), call.route
         for num_failures in range(MAX_FAILURES + 1):
             route.learned, self._learned = self._learned, []

@@ -23,9 +23,8 @@ class WaitingQueue:
         self._new_number = count(1).__next__
         self.numbers: dict[Request, int] = {}  # of the valid place of every waiting request
         self._heap: list[tuple[tuple[int, int, bool, int], int, Request]] = []  # may be ready: order, number
-        self._visited: list[
-            tuple[int, Request]
-        ] = []  # taken from the heap by the current pass, or added since its start
+        # taken from the heap by the current pass, or added since its start
+        self._visited: list[tuple[int, Request]] = []
         self._parked: dict[Request, list[tuple[int, Request]]] = {}  # by parent
         for request in requests:
             self.add(request)

@@ -1,4 +1,4 @@
-"""Answers that go on in another engine, after the sent tokens."""
+"""Continuation of answers in another engine, after the sent tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
