@@ -2,9 +2,11 @@
 // All memory is freed when the call returns.
 //
 // Stored keys are not modified: to read a range at another position, the queries are rotated by -shift.
-// A tile of TILE slots is converted to float32, or packed for dot products (cpp_tiles.h), once and used by every
-// reader of the range, so a context shared by many requests is read once. Work is split by KV head, block of query rows and KV split
-// (every `stripes`-th tile); KV splits are merged by their log-sum-exp. Scores are in base 2.
+// A tile of slots is converted to float32, or packed for dot products (cpp_tiles.h), once and used by every reader of
+// the range, so a context shared by many requests is read once. Work is split by block of query rows, KV head and KV
+// split (consecutive tiles). Rows of a decode step read little per tile and are bound by memory: they are split by tiles
+// alone, so that the rows of all KV heads are read in the order of memory, the next tile while one is computed with.
+// KV splits are merged by their log-sum-exp. Scores are in base 2.
 
 #include "cpp_tiles.h"
 
@@ -26,7 +28,7 @@ struct Reader { int32_t row0, row1, shift, limit, step, position; };
 template <class T, int D>
 struct Kernel {
   static constexpr int V = D / LANES, TILE = DOTS<T> ? 128 : 64;
-  static constexpr int FEW = DOTS<T> ? 2 : 6;  // queries up to which packing a tile does not pay
+  static constexpr int FEW = 6;  // queries up to which packing a tile does not pay
 
   // s[m][j] = query m . key j, with keys transposed to (D, TILE)
   template <int M>
@@ -46,8 +48,8 @@ struct Kernel {
     }
   }
 
-  // The same for few queries, directly from the stored keys, LANES keys at a time. Transposing LANES
-  // partial products sums them across lanes, so the keys need no transposition.
+  // The same for few queries, directly from the stored keys, LANES keys at a time. LANES
+  // partial products are summed across lanes together, so the keys need no transposition.
   static void scores_few(const float* q, int m, const T* keys, int64_t stride, int n, float* s) {
     for (int j = 0; j < n; j += LANES) {
       int count = std::min(LANES, n - j);
@@ -123,8 +125,12 @@ struct Kernel {
     }
   }
 
-  // query: scaled. plain: as they came. turned and turned_plain: rotated for the readers of a range.
+  struct Tile { int segment, start, n, active; };  // slots of a segment, and the queries that may read them
+
+  // Of all KV heads of an item. query: scaled. plain: as they came. turned and turned_plain: rotated for the readers of
+  // a range.
   struct Work {
+    std::vector<Tile> tiles;
     std::vector<float> query, turned, keys, values, scores;
 #if HAS_DOTS
     std::vector<bf16> plain, turned_plain;
@@ -155,28 +161,15 @@ struct Kernel {
     }
   }
 
-  // Rows b0 <= r < b1 of KV head g over every `stripes`-th tile; acc (nq, D), top and norm (nq).
-  static void item(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
-                   const T* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g, int b0, int b1,
-                   int stripe, int stripes, Work& w, float* acc, float* top, float* norm) {
-    int nq = (b1 - b0) * s.share, tile = 0;
-    for (int r = b0; r < b1; r++)
-      for (int h = 0; h < s.share; h++)
-        for (int d = 0; d < D; d++)
-          w.query[((r - b0) * s.share + h) * D + d] = to_float(q[r * q_row + (g * s.share + h) * q_head + d]) * s.scale;
-#if HAS_DOTS
-    if constexpr (DOTS<T>)
-      for (int r = b0; r < b1; r++)
-        for (int h = 0; h < s.share; h++)
-          memcpy(&w.plain[((r - b0) * s.share + h) * D], q + r * q_row + (g * s.share + h) * q_head, D * sizeof(T));
-#endif
-    std::fill(acc, acc + (int64_t)nq * D, 0.0f);
-    std::fill(top, top + nq, -INFINITY);
-    std::fill(norm, norm + nq, 0.0f);
+  // Tiles of `size` slots that rows b0 <= r < b1 read: a share of about 1 / stripes of the work.
+  static void split(const Shape& s, const Segment* seg, int segs, const Reader* rd, int readers, int b0, int b1,
+                    int size, int stripe, int stripes, std::vector<Tile>& tiles) {
+    tiles.clear();
+    int64_t total = 0, before = 0;
+    auto work = [](const Tile& x) { return (int64_t)x.n * (8 + x.active); };
     for (int i = 0; i < segs; i++) {
-      int first = seg[i].first, end = i + 1 < segs ? seg[i + 1].first : readers, begin = INT32_MAX, length = 0;
-      int active = 0;
-      for (int e = first; e < end; e++) {
+      int end = i + 1 < segs ? seg[i + 1].first : readers, begin = INT32_MAX, length = 0, active = 0;
+      for (int e = seg[i].first; e < end; e++) {
         int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
         if (r0 >= r1) continue;
         active += (r1 - r0) * s.share;
@@ -186,71 +179,112 @@ struct Kernel {
           if (x.from < x.to) { begin = std::min(begin, x.from); length = std::max(length, x.to); }
         }
       }
-      bool turned = false;
-      for (int t = length ? begin / TILE * TILE : 0; t < length; t += TILE) {
-        if (tile++ % stripes != stripe) continue;
-        bool wide = active > FEW;
-        int n = std::min(TILE, length - t);
-        const T* k = K + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
-        const T* v = Vs + (int64_t)(seg[i].lo + t) * s.slot_stride + g * D;
+      for (int t = length ? begin / size * size : 0; t < length; t += size) {
+        tiles.push_back({i, t, std::min(size, length - t), active});
+        total += work(tiles.back());
+      }
+    }
+    if (stripes == 1) return;
+    auto elsewhere = [&](const Tile& x) {
+      int64_t middle = before + work(x) / 2;
+      before += work(x);
+      return middle * stripes / total != stripe;
+    };
+    tiles.erase(std::remove_if(tiles.begin(), tiles.end(), elsewhere), tiles.end());
+  }
+
+  // Rows b0 <= r < b1 of KV heads g0 <= g < g1; acc (g1 - g0, nq, D), top and norm (g1 - g0, nq).
+  static void item(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
+                   const T* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g0, int g1, int b0,
+                   int b1, int size, int stripe, int stripes, Work& w, float* acc, float* top, float* norm) {
+    int nq = (b1 - b0) * s.share, all = (g1 - g0) * nq, turned = -1;
+    for (int m = 0; m < all; m++) {
+      const T* x = q + (b0 + m % nq / s.share) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
 #if HAS_DOTS
-        if constexpr (DOTS<T>) if (wide) {
-          if (!turned) { rotate_plain(s, rot, rd, first, end, b0, b1, w); turned = true; }
-          w.tile.pack(k, v, s.slot_stride, n);
-          for (int e = first; e < end; e++) packed_reader(s, rd[e], g, b0, b1, t, n, w, acc, top, norm);
+      if constexpr (DOTS<T>) { memcpy(&w.plain[(int64_t)m * D], x, D * sizeof(T)); continue; }
+#endif
+      for (int d = 0; d < D; d++) w.query[(int64_t)m * D + d] = to_float(x[d]) * s.scale;
+    }
+    std::fill(acc, acc + (int64_t)all * D, 0.0f);
+    std::fill(top, top + all, -INFINITY);
+    std::fill(norm, norm + all, 0.0f);
+    split(s, seg, segs, rd, readers, b0, b1, size, stripe, stripes, w.tiles);
+    auto rows_of = [&](size_t i) { return (int64_t)(seg[w.tiles[i].segment].lo + w.tiles[i].start) * s.slot_stride; };
+    for (size_t i = 0; i < w.tiles.size(); i++) {
+      auto [segment, t, n, active] = w.tiles[i];
+      int first = seg[segment].first, end = segment + 1 < segs ? seg[segment + 1].first : readers;
+      if (turned != segment)
+        for (int g = g0; g < g1; g++) rotate(s, rot, rd, first, end, b0, b1, (g - g0) * nq, w);
+      turned = segment;
+      for (int g = g0; g < g1; g++) {
+        const T *k = K + rows_of(i) + g * D, *v = Vs + rows_of(i) + g * D;
+        int64_t at = (int64_t)(g - g0) * nq;  // first query of the head
+        bool wide = active > FEW;
+#if HAS_DOTS
+        if constexpr (DOTS<T>) {
+          Ahead<T, D> next{};
+          if (i + 1 < w.tiles.size()) {
+            int64_t ahead = rows_of(i + 1) + g0 * D;
+            next = {K + ahead, Vs + ahead, s.slot_stride, w.tiles[i + 1].n, g1 - g0, g - g0, n};
+          }
+          if (wide) w.tile.pack(k, v, s.slot_stride, n, next);
+          for (int e = first; e < end; e++)
+            dot_reader(s, rd[e], g, b0, b1, t, n, k, v, wide, next, at, w, acc + at * D, top + at, norm + at);
           continue;
         }
 #endif
-        if (!turned) { rotate(s, rot, rd, first, end, b0, b1, w); turned = true; }
         if (wide) widen_keys(k, s.slot_stride, n, w.keys.data());
         Rows values = widen_values(v, s.slot_stride, n, w.values.data());
         for (int e = first; e < end; e++)
-          reader(s, rd[e], g, b0, b1, t, n, k, wide, values, w, acc, top, norm);
+          reader(s, rd[e], g, b0, b1, t, n, k, wide, values, at, w, acc + at * D, top + at, norm + at);
       }
     }
   }
 
-  static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, Work& w) {
+  // Rotates the queries of the readers of a range; `at`: first query of the KV head.
+  static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, int at,
+                     Work& w) {
     for (int e = first; e < end; e++) {
       int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
-      for (int m = (r0 - b0) * s.share; m < (r1 - b0) * s.share; m++) {
-        const float* x = &w.query[(int64_t)m * D];
-        float* y = &w.turned[(int64_t)m * D];
-        int64_t row = (int64_t)rd[e].shift * rot.half;
-        if (rd[e].shift && rot.half) turn(x, y, rot.cos + row, rot.sin + row, rot);
-        else memcpy(y, x, D * sizeof(float));
+      int64_t row = (int64_t)rd[e].shift * rot.half;
+      bool still = !rd[e].shift || !rot.half;
+#if HAS_DOTS
+      if (DOTS<T> && !rd[e].shift) continue;  // read as they came
+#endif
+      for (int64_t m = at + (r0 - b0) * s.share; m < at + (r1 - b0) * s.share; m++) {
+#if HAS_DOTS
+        if constexpr (DOTS<T>) {
+          float x[D], y[D];
+          for (int d = 0; d < D; d++) x[d] = to_float(w.plain[m * D + d]);
+          if (still) memcpy(y, x, sizeof(x));
+          else turn(x, y, rot.cos + row, rot.sin + row, rot);
+          for (int d = 0; d < D; d++) from_float(y[d], w.turned_plain[m * D + d]);
+          continue;
+        }
+#endif
+        if (still) memcpy(&w.turned[m * D], &w.query[m * D], D * sizeof(float));
+        else turn(&w.query[m * D], &w.turned[m * D], rot.cos + row, rot.sin + row, rot);
       }
     }
   }
 
 #if HAS_DOTS
-  static void rotate_plain(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1,
-                           Work& w) {
-    for (int e = first; e < end; e++) {
-      int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
-      int64_t row = (int64_t)rd[e].shift * rot.half;
-      for (int m = (r0 - b0) * s.share; m < (r1 - b0) * s.share && rd[e].shift; m++) {
-        float x[D], y[D];
-        for (int d = 0; d < D; d++) x[d] = to_float(w.plain[(int64_t)m * D + d]);
-        turn(x, y, rot.cos + row, rot.sin + row, rot);
-        for (int d = 0; d < D; d++) from_float(y[d], w.turned_plain[(int64_t)m * D + d]);
-      }
-    }
-  }
-
-  static void packed_reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, Work& w, float* acc,
-                            float* top, float* norm) {
+  // A reader of the tile, which is packed for wide products.
+  static void dot_reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, const T* v,
+                         bool wide, Ahead<T, D>& next, int64_t at, Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
-    const bf16* q = r.shift ? w.turned_plain.data() : w.plain.data();
-    int end = (r1 - b0) * s.share, block = w.tile.BLOCK;
+    const bf16* q = (r.shift ? w.turned_plain.data() : w.plain.data()) + at * D;
+    int end = (r1 - b0) * s.share, block = wide ? w.tile.BLOCK : WIDE;
     for (int m = (r0 - b0) * s.share; m < end; m += block) {
       int count = std::min(block, end - m), used = 0;
       for (int row = b0 + m / s.share; row <= b0 + (m + count - 1) / s.share; row++)
         used = std::max(used, std::min(range(s, r, row).to - t, n));
       if (used <= 0) continue;
+      int exact = used;
       used = (used + 31) / 32 * 32;
-      w.tile.score(count, used, q + (int64_t)m * D);
+      if (wide) w.tile.score(count, used, q + (int64_t)m * D);
+      else w.tile.score_few(count, exact, q + (int64_t)m * D, k, s.slot_stride, next);
       for (int a = 0; a < count; a++) {
         int row = b0 + (m + a) / s.share;
         Range x = range(s, r, row);
@@ -264,7 +298,9 @@ struct Kernel {
         }
         w.tile.soften(a, from, to, used, scale, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
       }
-      w.tile.mix(count, used, acc + (int64_t)m * D);
+      float* sums = acc + (int64_t)m * D;
+      if (wide) w.tile.mix(count, used, sums);
+      else w.tile.mix_few(count, exact, v, s.slot_stride, sums, next), next.n = 0;  // prefetched once
     }
   }
 #endif
@@ -296,13 +332,13 @@ struct Kernel {
   }
 
   static void reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, bool wide,
-                     const Rows& values, Work& w, float* acc, float* top, float* norm) {
+                     const Rows& values, int64_t at, Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
     int end = (r1 - b0) * s.share;
     for (int m = (r0 - b0) * s.share; m < end; m += WIDE) {
       int count = std::min(WIDE, end - m);
-      const float* q = &w.turned[(int64_t)m * D];
+      const float* q = &w.turned[(at + m) * D];
       float* p = w.scores.data();
       if (wide) pick_scores(count, q, w.keys.data(), p);
       else scores_few(q, count, k, s.slot_stride, n, p);
@@ -341,44 +377,53 @@ struct Kernel {
   static void run(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
                   const T* Vs, T* out, const Segment* seg, int segs, const Reader* rd, int readers, int threads) {
     int block = std::max(1, 192 / s.share), blocks = (s.rows + block - 1) / block;
-    int64_t tiles = 0;
-    for (int i = 0; i < segs; i++) tiles += (seg[i].hi - seg[i].lo + TILE - 1) / TILE;
-    int stripes = 1, parts = s.groups * blocks;
+    bool decode = blocks == 1 || readers >= s.rows;  // few queries a tile: split by tiles only
+    int heads = decode ? s.groups : 1, parts = s.groups / heads * blocks, size = TILE, stripes = 1;
+    int64_t slots = 0, tiles = 0;
+    for (int i = 0; i < segs; i++) slots += seg[i].hi - seg[i].lo, tiles += (seg[i].hi - seg[i].lo + TILE - 1) / TILE;
+    if (decode) {
+      if (threads > 1) stripes = std::min<int64_t>((2 * threads + parts - 1) / parts, std::max<int64_t>(1, slots / 64));
+      while (stripes > 1 && size > 32 && slots < 4 * stripes * size) size /= 2;
+    }
     // a few items must divide evenly; many balance themselves
-    while (stripes < 8 && parts < 8 * threads && parts * stripes % threads && stripes < tiles) stripes++;
-    while (parts * stripes < threads && stripes < tiles) stripes++;
-    int items = parts * stripes, nq = std::min(block, s.rows) * s.share;
-    int64_t kept = stripes > 1 ? (int64_t)items * nq : 0;  // partial results, merged at the end
+    while (!decode && stripes < 8 && parts < 8 * threads && parts * stripes % threads && stripes < tiles) stripes++;
+    while (!decode && parts * stripes < threads && stripes < tiles) stripes++;
+    int items = parts * stripes, nq = std::min(block, s.rows) * s.share, all = heads * nq;
+    int64_t kept = stripes > 1 ? (int64_t)items * all : 0;  // partial results, merged at the end
     std::unique_ptr<float[]> acc(new float[kept * D]), top(new float[kept]), norm(new float[kept]);
 #pragma omp parallel num_threads(threads)
     {
       Work w;
-      w.query.resize(nq * D); w.turned.resize(nq * D); w.keys.resize(TILE * D);
-      if (sizeof(T) < sizeof(float)) w.values.resize(TILE * D);
-      w.scores.resize(WIDE * TILE);
-      std::vector<float> own(stripes > 1 ? 0 : (int64_t)nq * (D + 2));
+      if (!DOTS<T>) {
+        w.query.resize(all * D); w.turned.resize(all * D); w.keys.resize(TILE * D);
+        if (sizeof(T) < sizeof(float)) w.values.resize(TILE * D);
+        w.scores.resize(WIDE * TILE);
+      }
+      std::vector<float> own(stripes > 1 ? 0 : (int64_t)all * (D + 2));
 #if HAS_DOTS
-      if (DOTS<T>) { w.plain.resize(nq * D); w.turned_plain.resize(nq * D); }
+      if (DOTS<T>) { w.plain.resize(all * D); w.turned_plain.resize(all * D); }
 #endif
       enter_amx();
 #pragma omp for schedule(dynamic, 1)
       for (int i = 0; i < items; i++) {
-        int stripe = i % stripes, g = i / stripes % s.groups, b = blocks - 1 - i / stripes / s.groups;
-        int b0 = b * block, b1 = std::min(s.rows, b0 + block);
-        int64_t at = (int64_t)i * nq;
-        float *sums = own.data(), *most = sums + nq * D, *weight = most + nq;
+        int stripe = i % stripes, part = i / stripes, g = part % (s.groups / heads) * heads;
+        int b = blocks - 1 - part / (s.groups / heads), b0 = b * block, b1 = std::min(s.rows, b0 + block);
+        int64_t at = (int64_t)i * all;
+        float *sums = own.data(), *most = sums + all * D, *weight = most + all;
         if (stripes > 1) sums = &acc[at * D], most = &top[at], weight = &norm[at];
-        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, b0, b1, stripe, stripes, w, sums, most,
-             weight);
-        if (stripes == 1) merge_rows(s, sums, most, weight, 1, nq, g, b0, b1, out);
+        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, g + heads, b0, b1, size, stripe, stripes, w,
+             sums, most, weight);
+        int count = (b1 - b0) * s.share;  // queries of a head
+        for (int h = 0; h < heads && stripes == 1; h++)
+          merge_rows(s, sums + (int64_t)h * count * D, most + h * count, weight + h * count, 1, all, g + h, b0, b1, out);
       }
       leave_amx();
 #pragma omp for schedule(static)
-      for (int i = 0; i < (stripes > 1 ? items / stripes : 0); i++) {
-        int g = i % s.groups, b = blocks - 1 - i / s.groups;
-        int64_t at = (int64_t)i * stripes * nq;
-        merge_rows(s, &acc[at * D], &top[at], &norm[at], stripes, nq, g, b * block,
-                   std::min(s.rows, (b + 1) * block), out);
+      for (int i = 0; i < (stripes > 1 ? s.groups * blocks : 0); i++) {
+        int g = i % s.groups, b = blocks - 1 - i / s.groups, b0 = b * block, b1 = std::min(s.rows, b0 + block);
+        int part = i / heads;  // of KV heads that were computed together
+        int64_t at = (int64_t)part * stripes * all + (int64_t)(g % heads) * (b1 - b0) * s.share;
+        merge_rows(s, &acc[at * D], &top[at], &norm[at], stripes, all, g, b0, b1, out);
       }
     }
   }

@@ -142,12 +142,10 @@ struct PackedTile {
   int width = 0;  // slots, rounded up to 32
 
   // Packs n <= TILE slots; slots from n to `width` become zeros.
-  void pack(const bf16* k, const bf16* v, int64_t stride, int n) {
+  void pack(const bf16* k, const bf16* v, int64_t stride, int n, const Ahead<bf16, D>& next) {
     width = (n + 31) / 32 * 32;
-    for (const bf16* rows : {k, v})  // of a decode, they come from memory
-      for (int j = 0; j < n; j++)
-        for (int c = 0; c < D; c += 2 * LANES) __builtin_prefetch(rows + j * stride + c);
-    for (int j = 0; j < width; j += LANES)
+    for (int j = 0; j < width; j += LANES) {
+      next.fetch_keys(j);
       for (int c = 0; c < D / 2; c += LANES) {
         constexpr int REST = D / 2 % LANES;  // pairs in the last columns; 0 or 8
         bool whole = !REST || c + LANES <= D / 2;
@@ -159,12 +157,15 @@ struct PackedTile {
         transpose(r);
         for (int i = 0; i < (whole ? LANES : REST); i++) store((float*)&keys[(c + i) * TILE + j], r[i]);
       }
-    for (int j = 0; j < width; j += 2)
+    }
+    for (int j = 0; j < width; j += 2) {
+      if (j % LANES == 0) next.fetch_values(j);
       for (int c = 0; c < D; c += 2 * LANES)
         pack_pair(v + j * stride + c, v + (j + 1) * stride + c, n - j, D - c, &values[j / 2 * D + c]);
+    }
   }
-  // Up to 32 columns of two rows, of which `rows` hold values.
-  static void pack_pair(const bf16* a, const bf16* b, int rows, int columns, uint32_t* to) {
+  // Up to 32 columns of two rows, of which `rows` hold values, as pairs in the first 16 columns and the last 16.
+  static void pack_pair(const bf16* a, const bf16* b, int rows, int columns, __m512i& low, __m512i& high) {
     alignas(64) static constexpr uint16_t ORDER[64] = {  // indices of x, and from 32 on of y
         0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
         11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
@@ -172,9 +173,14 @@ struct PackedTile {
     __mmask32 inside = columns >= 2 * LANES ? 0xffffffff : 0xffff;
     __m512i x = _mm512_maskz_loadu_epi16(rows > 0 ? inside : 0, a);
     __m512i y = _mm512_maskz_loadu_epi16(rows > 1 ? inside : 0, b);
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, _mm512_load_si512(ORDER), y));
-    if (columns >= 2 * LANES)
-      _mm512_storeu_si512(to + LANES, _mm512_permutex2var_epi16(x, _mm512_load_si512(ORDER + 32), y));
+    low = _mm512_permutex2var_epi16(x, _mm512_load_si512(ORDER), y);
+    if (columns >= 2 * LANES) high = _mm512_permutex2var_epi16(x, _mm512_load_si512(ORDER + 32), y);
+  }
+  static void pack_pair(const bf16* a, const bf16* b, int rows, int columns, uint32_t* to) {
+    __m512i low, high;
+    pack_pair(a, b, rows, columns, low, high);
+    _mm512_storeu_si512(to, low);
+    if (columns >= 2 * LANES) _mm512_storeu_si512(to + LANES, high);
   }
 
   // `used`: slots that a query of the block sees, rounded up to 32. The others are skipped.
@@ -183,6 +189,69 @@ struct PackedTile {
   }
   void mix(int rows, int used, float* out) {
     multiply<true, TILE, D, D>(rows, D, weights.data(), values.data(), used / 2, out);
+  }
+
+  // The same for few queries, directly from n stored rows, without packing.
+  void score_few(int rows, int n, const bf16* queries, const bf16* k, int64_t stride, const Ahead<bf16, D>& next) {
+    for (int j = 0; j < n; j += LANES) {
+      next.fetch_keys(j);
+      const bf16* row[LANES];
+      for (int r = 0; r < LANES; r++) row[r] = k + std::min(j + r, n - 1) * stride;
+      for (int m = 0; m < rows; m++) {
+        vec part[LANES];
+        for (int r = 0; r < LANES; r++) part[r] = products(queries + m * D, row[r]);
+        store(&scores[m * TILE + j], sum_rows(part));
+      }
+    }
+  }
+  static vec products(const bf16* a, const bf16* b) {  // of which the lanes' sum is a . b
+    __m512 sum = _mm512_setzero_ps();
+    for (int c = 0; c + 2 * LANES <= D; c += 2 * LANES)
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + c), (__m512bh)_mm512_loadu_si512(b + c));
+    if constexpr (D % (2 * LANES)) {
+      constexpr int C = D - LANES;
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)(a + C))),
+                             (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)(b + C))));
+    }
+    return (vec)sum;
+  }
+  template <int M>
+  void mix_few(int n, const bf16* v, int64_t stride, float* out, const Ahead<bf16, D>& next) {
+    constexpr int C = 4, REST = D / LANES % C;  // registers of columns at once, and in the last columns
+    for (int c = 0; c + C * LANES <= D; c += C * LANES)
+      mix_columns<M, C>(n, v + c, stride, out + c, c ? Ahead<bf16, D>{} : next);
+    constexpr int DONE = D - REST * LANES;
+    if constexpr (REST) mix_columns<M, REST>(n, v + DONE, stride, out + DONE, DONE ? Ahead<bf16, D>{} : next);
+  }
+  template <int M, int C>
+  void mix_columns(int n, const bf16* v, int64_t stride, float* out, const Ahead<bf16, D>& next) {
+    __m512 acc[M][C];
+    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) acc[m][c] = _mm512_loadu_ps(out + m * D + c * LANES);
+    for (int j = 0; j < n; j += 2) {
+      if (j % LANES == 0) next.fetch_values(j);
+      __m512i pairs[C + C % 2];
+      for (int c = 0; c < C; c += 2) {
+        const bf16* row = v + j * stride + c * LANES;
+        pack_pair(row, row + stride, n - j, (C - c) * LANES, pairs[c], pairs[c + 1]);
+      }
+      for (int m = 0; m < M; m++) {
+        int32_t pair;
+        memcpy(&pair, &weights[m * TILE + j], sizeof(pair));
+        __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+        for (int c = 0; c < C; c++) acc[m][c] = _mm512_dpbf16_ps(acc[m][c], x, (__m512bh)pairs[c]);
+      }
+    }
+    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) _mm512_storeu_ps(out + m * D + c * LANES, acc[m][c]);
+  }
+  void mix_few(int rows, int n, const bf16* v, int64_t stride, float* out, const Ahead<bf16, D>& next) {
+    switch (rows) {
+      case 6: return mix_few<6>(n, v, stride, out, next);
+      case 5: return mix_few<5>(n, v, stride, out, next);
+      case 4: return mix_few<4>(n, v, stride, out, next);
+      case 3: return mix_few<3>(n, v, stride, out, next);
+      case 2: return mix_few<2>(n, v, stride, out, next);
+      default: return mix_few<1>(n, v, stride, out, next);
+    }
   }
 
   // Online softmax step of query `m`: scores of visible slots [from, to) -> weights; updates running maximum and sum.

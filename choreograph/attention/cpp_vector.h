@@ -58,21 +58,60 @@ inline vec exp2_fast(vec x) {  // error at most 2 ulp for x in [-126, 0]; 0 belo
 }
 inline float exp2_fast(float x) { return exp2_fast(splat(x))[0]; }
 
-inline void transpose(vec r[LANES]) {  // LANES x LANES, by interleaving rows i and i + LANES / 2
 #if REGISTER == 16
-  const ivec low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  const ivec high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+constexpr ivec LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+constexpr ivec HIGH = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 #else
-  const ivec low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
+constexpr ivec LOW = {0, 8, 1, 9, 2, 10, 3, 11}, HIGH = {4, 12, 5, 13, 6, 14, 7, 15};
 #endif
+
+inline void transpose(vec r[LANES]) {  // LANES x LANES, by interleaving rows i and i + LANES / 2
   for (int width = LANES; width > 1; width /= 2) {
     vec t[LANES];
     for (int i = 0; i < LANES / 2; i++) {
-      t[2 * i] = __builtin_shuffle(r[i], r[i + LANES / 2], low);
-      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + LANES / 2], high);
+      t[2 * i] = __builtin_shuffle(r[i], r[i + LANES / 2], LOW);
+      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + LANES / 2], HIGH);
     }
     for (int i = 0; i < LANES; i++) r[i] = t[i];
   }
 }
+
+// Lane i of the result: sum of r[i]. Halves the number of rows by adding the even and odd elements of two, first
+// within 128 bits, which is fast, then by parts of 128 bits.
+inline vec sum_rows(vec r[LANES]) {
+#if REGISTER == 16
+  constexpr ivec EVEN = {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30};
+  constexpr ivec ODD = {1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31};
+  constexpr ivec EVEN_PARTS = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+  constexpr ivec ODD_PARTS = {4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
+#else
+  constexpr ivec EVEN = {0, 2, 8, 10, 4, 6, 12, 14}, ODD = {1, 3, 9, 11, 5, 7, 13, 15};
+  constexpr ivec EVEN_PARTS = {0, 1, 2, 3, 8, 9, 10, 11}, ODD_PARTS = {4, 5, 6, 7, 12, 13, 14, 15};
+#endif
+  for (int half = LANES / 2; half > LANES / 8; half /= 2)
+    for (int i = 0; i < half; i++)
+      r[i] = __builtin_shuffle(r[2 * i], r[2 * i + 1], EVEN) + __builtin_shuffle(r[2 * i], r[2 * i + 1], ODD);
+  for (int half = LANES / 8; half; half /= 2)
+    for (int i = 0; i < half; i++)
+      r[i] = __builtin_shuffle(r[2 * i], r[2 * i + 1], EVEN_PARTS) + __builtin_shuffle(r[2 * i], r[2 * i + 1], ODD_PARTS);
+  return r[0];
+}
+
+// Rows of keys and values of `heads` heads that are read next: prefetched in the order of memory, a share of them while
+// each head of the tile before is computed with.
+template <class T, int D>
+struct Ahead {
+  const T *keys, *values;
+  int64_t stride;
+  int n, heads, head, slots;  // slots: of the tile before, LANES of which are done between two calls
+  void fetch(const T* rows, int done) const {
+    if (!n) return;
+    int total = slots * heads, from = head * slots + done;
+    for (int64_t j = (int64_t)from * n / total; j < std::min<int64_t>(n, (int64_t)(from + LANES) * n / total); j++)
+      for (int c = 0; c < heads * D; c += 64 / sizeof(T)) __builtin_prefetch(rows + j * stride + c, 0, 2);  // into the second level
+  }
+  void fetch_keys(int done) const { fetch(keys, done); }
+  void fetch_values(int done) const { fetch(values, done); }
+};
 
 }  // namespace
