@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -146,19 +147,32 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
 
 def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) -> Path:
     """Compile the kernel library into `folder`, if missing; return its path."""
+    sources = [Path(__file__).with_name(name) for name in ("cpp_kernel.cpp", "cpp_tiles.h", "cpp_vector.h")]
+    flags = (f"-DWIDTH={head_dim}", f"-DELEMENT={C_TYPES[dtype]}", *extra_flags)
+    return compile_library("attend", sources, flags, folder)
+
+
+def compile_library(name: str, sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
+    """Compile a library into `folder`, if missing; return its path.
+
+    Args:
+        sources: the file to compile, then those that it includes.
+        flags: compiler flags in addition to `FLAGS`.
+
+    Raises:
+        BackendUnavailableError: without a compiler, or if it fails.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise BackendUnavailableError("no C++ compiler: install g++ or name one in CXX")
-    source = Path(__file__).with_name("cpp_kernel.cpp")
-    code = [source.with_name(name).read_text() for name in (source.name, "cpp_tiles.h", "cpp_vector.h")]
-    flags = (*FLAGS, f"-DWIDTH={head_dim}", f"-DELEMENT={C_TYPES[dtype]}", *extra_flags)
-    identity = "\0".join((*code, *flags, compiler, platform.machine(), _cpu_flags()))
-    target = folder / f"attend-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    code, flags = [source.read_text() for source in sources], (*FLAGS, *flags)
+    identity = "\0".join((*code, *flags, compiler, platform.machine(), cpu_flags()))
+    target = folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as draft:
-        command = [compiler, *flags, str(source), "-o", draft.name]
+        command = [compiler, *flags, str(sources[0]), "-o", draft.name]
     try:
         result = subprocess.run(command, capture_output=True, text=True)
         error = result.stderr.strip()[-400:] if result.returncode else None
@@ -166,12 +180,12 @@ def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) ->
         error = str(exc)
     if error is not None:
         os.unlink(draft.name)
-        raise BackendUnavailableError(f"the C++ compiler {compiler} could not build {source.name}: {error}")
+        raise BackendUnavailableError(f"the C++ compiler {compiler} could not build {sources[0].name}: {error}")
     os.replace(draft.name, target)
     return target
 
 
-def _cpu_flags() -> str:
+def cpu_flags() -> str:
     """Return the CPU feature flags, which -march=native depends on."""
     info = Path("/proc/cpuinfo")
     if not info.exists():

@@ -44,7 +44,7 @@ def fuse(model: nn.Module) -> list[FusionGroup]:
     for module in model.modules():
         for names in FUSABLE:
             group: Any = tuple(getattr(module, name, None) for name in names)
-            if not _fusable(group):
+            if not is_fusable(group):
                 continue
             own_counts = Counter(_storage_ptr(p) for part in group for p in (part.weight, part.bias) if p is not None)
             if any(storage_counts[storage] != count for storage, count in own_counts.items()):
@@ -67,7 +67,7 @@ def fused_for_tracing(groups: Iterable[FusionGroup]) -> Iterator[None]:
     fused: list[nn.Linear] = []
     try:
         for group in groups:
-            if _fusable(group):
+            if is_fusable(group):
                 _fuse_group(group)
                 fused += group
             else:
@@ -111,7 +111,10 @@ def deduplication_pass() -> Callable[[torch.fx.Graph], None]:
 
 def _deduplicate(graph: torch.fx.Graph) -> None:
     aten = torch.ops.aten
-    targets = {op.default for op in (aten.mm, aten.addmm, aten.permute, aten.t, aten.view, aten.reshape)}
+    operators = [aten.mm, aten.addmm, aten.permute, aten.t, aten.view, aten.reshape]
+    if hasattr(torch.ops.choreograph, "linear"):  # of packed weights
+        operators.append(torch.ops.choreograph.linear)
+    targets = {operator.default for operator in operators}
     first_nodes: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in targets:
@@ -121,7 +124,7 @@ def _deduplicate(graph: torch.fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def _fusable(group: Sequence[Any]) -> bool:
+def is_fusable(group: Sequence[Any]) -> bool:
     """Check for plain linear layers of equal input size, dtype and device."""
     if not all(type(part) is nn.Linear for part in group):
         return False

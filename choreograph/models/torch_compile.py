@@ -1,10 +1,11 @@
 """Batches through `torch.compile`: a graph per small size, one beyond.
 
-The model is unchanged: the graph is what transformers' own forward traces to, with weights folded in
-and prepacked (inductor freezing). A small batch is padded to the next size; padding tokens write to the
-null page and read nothing. The graph of larger batches takes any number of tokens. Attention is one
-opaque operator. It gets its forward context from a context variable, so graphs have only tensors as
-inputs. Graphs with packed weights are not cached on disk: every process compiles them.
+The model is unchanged: the graph is what transformers' own forward traces to. On processors with bfloat16 dot
+products, linear layers read weights that `packed_linear` packed; elsewhere weights are folded in and prepacked
+(inductor freezing), and such graphs are not cached on disk: every process compiles them. A small batch is
+padded to the next size; padding tokens write to the null page and read nothing. The graph of larger batches
+takes any number of tokens. Attention is one opaque operator. It gets its forward context from a context
+variable, so graphs have only tensors as inputs.
 """
 
 import warnings
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor
 
 from ..attention.backend import ForwardContext
+from ..attention.cpp_backend import BackendUnavailableError, cpu_flags
+from .fused_projections import deduplication_pass
 from .hf_model import HFModel
+from .packed_linear import load_kernel, pack_model, packed_for_tracing
 
 # Freezing folds and prepacks the weights; concatenation fuses projections that share an input. Both are
 # read while tracing: as options of torch.compile they would come too late.
@@ -62,6 +66,9 @@ class CompiledForward:
         self.sizes = sizes  # batch sizes in tokens, ascending
         self._compiles_larger = compiles_larger  # whether larger batches have a graph too
         self._graphs: dict[int | None, Any] = {}  # by size; None: of larger batches
+        self._packed_layers = _packed_layers(hf_model.model)
+        # with AMX, oneDNN multiplies more rows faster than the kernel of packed weights
+        self._max_packed_tokens = 8 if "amx_bf16" in cpu_flags() else None  # None: no limit
         self._tracing_options: Callable[[], AbstractContextManager[Any]] = nullcontext
         try:
             from torch._inductor import config
@@ -90,13 +97,15 @@ class CompiledForward:
             padding = [0] * (size - len(tokens))
             inputs = [torch.tensor([numbers + padding], device=device) for numbers in (tokens, positions)]
             forward_context = forward_context.pad_to(size)
+        packs = self._is_packed(size)
         if graph is None:
-            graph = compile_model(self._hf_model, f"forward_{size}", dynamic=size is None)
+            graph_pass = deduplication_pass() if packs else None
+            graph = compile_model(self._hf_model, f"forward_{size}", dynamic=size is None, graph_pass=graph_pass)
             if size is None:
                 for tensor, dim in zip(inputs, (1, 1, 0), strict=True):
                     torch._dynamo.mark_dynamic(tensor, dim)
         try:
-            with use_forward_context(forward_context), nullcontext() if is_traced else self._tracing():
+            with use_forward_context(forward_context), nullcontext() if is_traced else self._tracing(packs):
                 logits: Tensor = graph(*inputs)[0]
         except Exception as exc:
             if is_traced or size is not None:
@@ -108,14 +117,24 @@ class CompiledForward:
         self._graphs[size] = graph
         return logits[: len(logits_indices)].float() if size is None else logits[logits_indices].float()
 
-    @contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """Set inductor's options, and let it choose oneDNN on AVX2 processors.
+    def _is_packed(self, size: int | None) -> bool:
+        """Whether the graph of `size` uses packed weights."""
+        limit = self._max_packed_tokens
+        return bool(self._packed_layers) and (limit is None or (size is not None and size <= limit))
 
-        In float32, inductor takes MKL's matmul unless reduced precision is allowed. On AVX2, oneDNN
-        needs half the time for 2 to 8 rows, so reduced precision is allowed while tracing. AVX2
-        processors do not have it, and the setting is restored before the graph runs again.
+    @contextmanager
+    def _tracing(self, packs: bool) -> Iterator[None]:
+        """Set up how linear layers are compiled inside the block.
+
+        Packed weights have their own kernel; other layers are left to inductor, with freezing. In float32, it
+        takes MKL's matmul unless reduced precision is allowed. On AVX2, oneDNN needs half the time for 2 to 8
+        rows, so reduced precision is allowed while tracing. AVX2 processors do not have it, and the setting is
+        restored before the graph runs again.
         """
+        if packs:
+            with packed_for_tracing(self._packed_layers):
+                yield
+            return
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision = matmul.fp32_precision
         if torch.backends.cpu.get_cpu_capability() == "AVX2":
@@ -126,6 +145,15 @@ class CompiledForward:
                 yield
         finally:
             matmul.fp32_precision = precision
+
+
+def _packed_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
+    """Pack the model's weights, unless the kernel for them cannot run here."""
+    try:
+        load_kernel()
+    except BackendUnavailableError:
+        return []
+    return pack_model(model)
 
 
 def compile_model(

@@ -1,0 +1,159 @@
+"""Linear layers over packed bfloat16 weights, for compiled graphs on CPUs.
+
+A decode step of few tokens is bound by reading weights. On processors with bfloat16 dot products, oneDNN's
+products of few rows read them at a third of the memory's speed, so graphs call a kernel of our own
+(`packed_linear.cpp`), once per projection or group of projections with the same input. The weights are packed once
+per model and shared by all graphs. Since they are inputs of the graphs and not constants in them, the graphs are
+cached on disk.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import BFloat16
+from platformdirs import user_cache_path
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..attention.cpp_backend import BackendUnavailableError, compile_library, cpu_flags
+from .fused_projections import FUSABLE, is_fusable
+
+PANEL = 64  # output features that the kernel computes together; as in packed_linear.cpp
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+
+_library = torch.library.Library("choreograph", "FRAGMENT")
+_library.define("linear(Tensor input, Tensor packed, Tensor? bias, int features) -> Tensor")
+
+
+class PackedProjection(NamedTuple):
+    """Packed weight of layers with one input; output slice of one."""
+
+    packed: nn.Parameter  # (P, E / 2, 64, 2): panels, pairs of input features, output features
+    bias: nn.Parameter | None  # (F,)
+    features: int  # output features of all layers
+    start: int  # first output feature of the layer
+    end: int  # exclusive
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Drop the packed weight: a copied model has its own weights."""
+
+
+@cache
+def load_kernel() -> Any:
+    """Load the kernel; build if missing.
+
+    Raises:
+        BackendUnavailableError: without AVX-512 bfloat16 instructions or a compiler.
+    """
+    if "avx512_bf16" not in cpu_flags():
+        raise BackendUnavailableError("the processor has no AVX-512 bfloat16 instructions")
+    source = Path(__file__).with_name("packed_linear.cpp")
+    try:
+        library = ctypes.CDLL(str(compile_library("linear", [source], (), user_cache_path("choreograph") / "native")))
+    except OSError as exc:
+        raise BackendUnavailableError(str(exc)) from None
+    kernel = library.choreograph_linear
+    kernel.argtypes = (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG)
+    kernel.restype = None
+    return kernel
+
+
+def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
+    """Arrange a weight in panels; the last one is padded."""
+    features, width = weight.shape
+    panels = pad(weight, (0, 0, 0, -features % PANEL)).view(-1, PANEL, width // 2, 2)
+    return panels.transpose(1, 2).contiguous()
+
+
+def _linear(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    input = input.contiguous()
+    width = input.shape[-1]
+    out = input.new_empty((*input.shape[:-1], features))
+    load_kernel()(
+        *(input.data_ptr(), input.numel() // width, width, packed.data_ptr()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), features, torch.get_num_threads()),
+    )
+    return out
+
+
+def _linear_shape(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    return input.new_empty((*input.shape[:-1], features))
+
+
+_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("choreograph::linear", _linear_shape, lib=_library)
+
+
+def pack_model(model: nn.Module) -> list[nn.Linear]:
+    """Pack the weights of all supported linear layers; return the layers.
+
+    Layers of other types, such as quantized ones, and layers with an odd number of input features are left out.
+    Nothing is packed if they hold half of the weights: a frozen graph is faster then.
+    """
+    groups: list[tuple[Any, ...]] = []
+    for module in model.modules():
+        for names in FUSABLE:
+            group = tuple(getattr(module, name, None) for name in names)
+            if is_fusable(group):
+                groups.append(group)
+    grouped = {part for group in groups for part in group}
+    groups += [(module,) for module in model.modules() if type(module) is nn.Linear and module not in grouped]
+    groups = [group for group in groups if all(is_packable(part) for part in group)]
+    num_packable = sum(part.weight.numel() for group in groups for part in group)
+    if 2 * num_packable < sum(parameter.numel() for parameter in model.parameters()):
+        return []
+    for group in groups:
+        _pack_group(group)
+    return [part for group in groups for part in group]
+
+
+def is_packable(layer: nn.Linear) -> bool:
+    """Check for plain bfloat16 weights in the processor's memory."""
+    parameters = [parameter for parameter in (layer.weight, layer.bias) if parameter is not None]
+    return layer.in_features % 2 == 0 and all(
+        type(parameter) is nn.Parameter
+        and type(parameter.data) is Tensor
+        and parameter.dtype is torch.bfloat16
+        and parameter.device.type == "cpu"
+        for parameter in parameters
+    )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _pack_group(group: tuple[nn.Linear, ...]) -> None:
+    # parameters, because the compiler takes only the shapes of parameters as static
+    weight = torch.cat([part.weight.detach() for part in group])
+    biases = [part.bias.detach() for part in group if part.bias is not None]
+    packed = nn.Parameter(pack(weight), requires_grad=False)
+    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+    start = 0
+    for part in group:
+        end = start + part.out_features
+        vars(part)["packed_projection"] = PackedProjection(packed, bias, len(weight), start, end)
+        start = end  # no registered parameter: `state_dict()` is unchanged
+
+
+@contextmanager
+def packed_for_tracing(layers: list[nn.Linear]) -> Iterator[None]:
+    """Trace each layer as a call of the kernel inside the block."""
+    for layer in layers:
+        layer.forward = MethodType(_packed_forward, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _packed_forward(layer: Any, input: Tensor) -> Tensor:
+    packed: PackedProjection = layer.packed_projection
+    out: Tensor = torch.ops.choreograph.linear(input, packed.packed, packed.bias, packed.features)
+    return out if packed.end - packed.start == packed.features else out[..., packed.start : packed.end]

@@ -1,0 +1,122 @@
+"""Packed bfloat16 products equal products in float32, for every shape, and compiled steps that use them eager ones."""
+
+import copy
+
+import pytest
+import torch
+from helpers import tiny_models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import linear
+
+from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.attention.cpp_backend import BackendUnavailableError
+from choreograph.models import packed_linear, torch_compile
+from choreograph.models.packed_linear import load_kernel, pack, pack_model, packed_for_tracing
+
+try:
+    load_kernel()
+    AVAILABLE = True
+except BackendUnavailableError:
+    AVAILABLE = False
+
+needs_kernel = pytest.mark.skipif(not AVAILABLE, reason="the processor has no AVX-512 bfloat16 instructions")
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 14), st.sampled_from([191, 192, 193, 400])),
+    width=st.integers(1, 90).map(lambda half: 2 * half),
+    features=st.integers(1, 200),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_packed_products_equal_float32_products(rows, width, features, has_bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    x, weight, bias = noise(1, rows, width), noise(features, width), noise(features) if has_bias else None
+    out = torch.ops.choreograph.linear(x, pack(weight), bias, features)
+    expected = linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert out.shape == (1, rows, features) and out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-3 * width**0.5)
+
+
+@needs_kernel
+def test_inputs_that_are_not_contiguous():
+    x, weight = torch.randn(1, 40, 5).bfloat16().transpose(1, 2), torch.randn(70, 40).bfloat16()
+    out = torch.ops.choreograph.linear(x, pack(weight), None, 70)
+    torch.testing.assert_close(out.float(), linear(x.float(), weight.float()), rtol=2**-7, atol=1e-2)
+
+
+def test_packing_pads_the_last_panel_with_zeros():
+    weight = torch.arange(70 * 4).view(70, 4).bfloat16()
+    packed = pack(weight)
+    assert packed.shape == (2, 2, 64, 2)
+    assert torch.equal(packed[1, 1, 3], weight[67, 2:]) and not packed[1, :, 6:].any()
+
+
+@needs_kernel
+def test_projections_with_one_input_share_a_packed_weight():
+    model = tiny_models.build().bfloat16()
+    before, ids = copy.deepcopy(model), torch.arange(9)[None]
+    layers = pack_model(model)
+    attention = model.model.layers[0].self_attn
+    parts = [attention.q_proj.packed_projection, attention.k_proj.packed_projection]
+    assert parts[0].packed is parts[1].packed and parts[0].end == parts[1].start == attention.q_proj.out_features
+    assert model.state_dict().keys() == before.state_dict().keys()
+    with packed_for_tracing(layers):
+        torch.testing.assert_close(model(ids).logits, before(ids).logits, rtol=0.05, atol=0.05)
+    assert not any("forward" in vars(layer) for layer in layers)
+    assert copy.deepcopy(model).model.layers[0].mlp.up_proj.packed_projection is None
+
+
+def test_layers_that_the_kernel_cannot_compute_are_left_out():
+    assert pack_model(tiny_models.model()) == []  # float32
+    odd = nn.Sequential(nn.Linear(7, 20), nn.Linear(64, 20)).bfloat16()
+    assert pack_model(odd) == [odd[1]]
+    few = nn.Sequential(nn.Linear(7, 640), nn.Linear(64, 8)).bfloat16()  # less than half of the weights
+    assert pack_model(few) == []
+
+
+def compiled_engine() -> Engine:
+    config = EngineConfig(cache=CacheConfig(capacity=1024), compile=True, compile_sizes=(4,))
+    return Engine.from_pretrained(tiny_models.build().bfloat16(), config=config)
+
+
+def tokens_of(engine: Engine) -> list[int]:
+    with engine.session(seed=0) as session:
+        message = session.decode(list(range(3)), sampling=SamplingParams(temperature=0, max_tokens=6))
+        return list(message.tokens)
+
+
+@needs_kernel
+def test_a_compiled_step_calls_the_kernel_once_per_group(monkeypatch):
+    """Two layers of four groups, and the output layer."""
+    calls = []
+    kernel = load_kernel()
+    engine = compiled_engine()
+    monkeypatch.setattr(packed_linear, "load_kernel", lambda: lambda *args: (calls.append(args), kernel(*args)))
+    tokens_of(engine)
+    assert len(calls) == engine.stats().num_steps * 9
+
+
+def test_without_the_kernel_graphs_are_frozen(monkeypatch):
+    def unavailable() -> None:
+        raise BackendUnavailableError("no compiler")
+
+    monkeypatch.setattr(torch_compile, "load_kernel", unavailable)
+    engine = compiled_engine()
+    assert engine.core.hf_model.compiled._packed_layers == []
+    assert len(tokens_of(engine)) == 9
+
+
+@needs_kernel
+def test_with_amx_only_small_steps_use_the_kernel(monkeypatch):
+    monkeypatch.setattr(torch_compile, "cpu_flags", lambda: "avx512_bf16 amx_bf16")
+    compiled = compiled_engine().core.hf_model.compiled
+    assert [compiled._is_packed(size) for size in (1, 8, 16, None)] == [True, True, False, False]
