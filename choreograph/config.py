@@ -216,7 +216,7 @@ class EngineConfig:
     )
     backend: BackendName = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
     compile: StrictBool = False  # run steps through torch.compile, on a GPU small ones as CUDA graphs
-    # batch sizes in tokens to compile; None: 1 to 16 and one graph of all larger sizes, on a GPU 2 to 256
+    # batch sizes in tokens to compile; None: graphs for all sizes, on a GPU for 2 to 256 tokens
     compile_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=True), AfterValidator(_check_ascending)] | None = (
         None
     )

@@ -329,17 +329,19 @@ class Engine:
         self.core.check()
 
     def warm_up(self) -> None:
-        """Compile every batch size that fits the cache.
+        """Compile the graphs of every batch size that fits the cache.
 
-        Later steps then compile no batch of these sizes. Does nothing without `compile`. CUDA
-        graphs of larger batches are captured on first use.
+        Later steps then compile nothing. Does nothing without `compile`. CUDA graphs of larger batches are
+        captured on first use.
         """
         compiled, pool = self.core.hf_model.compiled, self.core.cache_manager.pool
         if compiled is None:
             return
         max_tokens = min(self.model_info.max_positions, pool.pages * pool.page_size)
         with self.session() as session:
-            for num_tokens in (size for size in compiled.sizes if size <= max_tokens):  # one step of n tokens each
+            for num_tokens in (
+                size for size in compiled.warm_up_sizes if size <= max_tokens
+            ):  # one step of n tokens each
                 session.prefill([0] * num_tokens).result()
 
     def close(self) -> None:
@@ -370,7 +372,7 @@ def _enable_compile(hf_model: HFModel, config: EngineConfig) -> None:
         from ..models.torch_compile import CompiledForward
 
         sizes = config.compile_sizes
-        hf_model.compiled = CompiledForward(hf_model, sizes or (1, 2, 4, 8, 16), compiles_larger=sizes is None)
+        hf_model.compiled = CompiledForward(hf_model, sizes, compiles_larger=sizes is None)
 
 
 def _create_cache_manager(

@@ -225,6 +225,7 @@ class CudaGraphForward:
         use_compiler: bool = True,
     ) -> None:
         self.sizes = tuple(sorted({max(2, size) for size in sizes}))  # a trace of one token would serve no other size
+        self.warm_up_sizes = self.sizes
         self._hf_model, self._capturer = hf_model, capturer or GraphCapturer()
         self._compiled: Callable[..., Tensor] | None = None
         self._fused_groups: list[FusionGroup] = []

@@ -28,6 +28,10 @@ from .packed_linear import load_kernel, pack_model, packed_for_tracing
 # read while tracing: as options of torch.compile they would come too late.
 INDUCTOR_OPTIONS = {"freezing": True, "cpp.enable_concat_linear": True}
 
+# Inductor decides by the sizes at tracing whether a loop runs in threads: one graph serves steps of few tokens and
+# another one prefills. Only with packed weights; frozen graphs would hold another copy of them.
+MAX_FEW_TOKENS = 32
+
 _FORWARD_CONTEXT: ContextVar[Any] = ContextVar("forward_context")  # of the graph that runs in this thread
 
 _library = torch.library.Library("choreograph", "DEF")
@@ -61,14 +65,25 @@ def use_forward_context(forward_context: Any) -> Iterator[None]:
 class CompiledForward:
     """Compiled `HFModel.forward`; returns None for batches without a graph."""
 
-    def __init__(self, hf_model: HFModel, sizes: tuple[int, ...], *, compiles_larger: bool = False) -> None:
+    def __init__(
+        self, hf_model: HFModel, sizes: tuple[int, ...] | None = None, *, compiles_larger: bool = False
+    ) -> None:
+        """Choose how steps are compiled; graphs are traced on first use.
+
+        Args:
+            sizes: batch sizes in tokens with a graph of their own, ascending; None chooses them.
+            compiles_larger: whether larger batches have a graph too.
+        """
         self._hf_model = hf_model
-        self.sizes = sizes  # batch sizes in tokens, ascending
-        self._compiles_larger = compiles_larger  # whether larger batches have a graph too
-        self._graphs: dict[int | None, Any] = {}  # by size; None: of larger batches
         self._packed_layers = _packed_layers(hf_model.model)
         # with AMX, oneDNN multiplies more rows faster than the kernel of packed weights
         self._max_packed_tokens = 8 if "amx_bf16" in cpu_flags() else None  # None: no limit
+        # without packed weights, oneDNN's products are chosen for each size
+        self.sizes = sizes or ((1,) if self._is_packed(None) else (1, 2, 4, 8, 16))
+        larger = (self.sizes[-1] + 1, MAX_FEW_TOKENS + 1) if compiles_larger else ()
+        self.warm_up_sizes = tuple(sorted({*self.sizes, *larger}))  # steps of these sizes trace every graph
+        self._compiles_larger = compiles_larger
+        self._graphs: dict[int | str | None, Any] = {}  # by size; "few" tokens; None: more
         self._tracing_options: Callable[[], AbstractContextManager[Any]] = nullcontext
         try:
             from torch._inductor import config
@@ -83,7 +98,9 @@ class CompiledForward:
         size = next((size for size in self.sizes if size >= len(tokens)), None)
         if size is None and not self._compiles_larger:
             return None
-        graph = self._graphs.get(size)
+        packs = self._is_packed(size)
+        key = "few" if size is None and packs and len(tokens) <= MAX_FEW_TOKENS else size
+        graph = self._graphs.get(key)
         is_traced = graph is not None
         device = self._hf_model.model_info.device
         if size is None:
@@ -97,10 +114,9 @@ class CompiledForward:
             padding = [0] * (size - len(tokens))
             inputs = [torch.tensor([numbers + padding], device=device) for numbers in (tokens, positions)]
             forward_context = forward_context.pad_to(size)
-        packs = self._is_packed(size)
         if graph is None:
             graph_pass = deduplication_pass() if packs else None
-            graph = compile_model(self._hf_model, f"forward_{size}", dynamic=size is None, graph_pass=graph_pass)
+            graph = compile_model(self._hf_model, f"forward_{key}", dynamic=size is None, graph_pass=graph_pass)
             if size is None:
                 for tensor, dim in zip(inputs, (1, 1, 0), strict=True):
                     torch._dynamo.mark_dynamic(tensor, dim)
@@ -114,7 +130,7 @@ class CompiledForward:
             warnings.warn(f"steps of more than {self.sizes[-1]} tokens stay eager: {str(exc)[:300]}", stacklevel=2)
             self._compiles_larger = False
             return None
-        self._graphs[size] = graph
+        self._graphs[key] = graph
         return logits[: len(logits_indices)].float() if size is None else logits[logits_indices].float()
 
     def _is_packed(self, size: int | None) -> bool:

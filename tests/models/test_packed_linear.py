@@ -116,6 +116,24 @@ def test_without_the_kernel_graphs_are_frozen(monkeypatch):
 
 
 @needs_kernel
+def test_three_graphs_serve_steps_of_every_size_and_a_warm_up_traces_them():
+    config = EngineConfig(cache=CacheConfig(capacity=1024), compile=True)
+    engine = Engine.from_pretrained(tiny_models.build().bfloat16(), config=config)
+    engine.warm_up()
+    graphs = engine.core.hf_model.compiled._graphs
+    assert set(graphs) == {1, "few", None}
+    before = dict(graphs)
+    with engine.session(seed=0) as session:
+        root = session.prefill(list(range(40)))
+        greedy = SamplingParams(temperature=0, max_tokens=3)
+        for count in (1, 2, 5, 17):
+            branches = [session.decode([30 + i], [root], sampling=greedy) for i in range(count)]
+            assert all(len(branch.tokens) == 4 for branch in branches)
+    assert graphs == before
+    engine.check()
+
+
+@needs_kernel
 def test_with_amx_only_small_steps_use_the_kernel(monkeypatch):
     monkeypatch.setattr(torch_compile, "cpu_flags", lambda: "avx512_bf16 amx_bf16")
     compiled = compiled_engine().core.hf_model.compiled
