@@ -58,36 +58,51 @@ inline vec exp2_fast(vec x) {  // error at most 2 ulp for x in [-126, 0]; 0 belo
 }
 inline float exp2_fast(float x) { return exp2_fast(splat(x))[0]; }
 
+// Indices of shuffles within parts of 128 bits, which are fast, and of whole parts: of two registers, the second of
+// which starts at index LANES.
 #if REGISTER == 16
-constexpr ivec LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-constexpr ivec HIGH = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+constexpr ivec LOW = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+constexpr ivec HIGH = {2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31};
+constexpr ivec LOW_PAIRS = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+constexpr ivec HIGH_PAIRS = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+constexpr ivec EVEN = {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30};
+constexpr ivec ODD = {1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31};
+constexpr ivec EVEN_PARTS = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+constexpr ivec ODD_PARTS = {4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
 #else
-constexpr ivec LOW = {0, 8, 1, 9, 2, 10, 3, 11}, HIGH = {4, 12, 5, 13, 6, 14, 7, 15};
+constexpr ivec LOW = {0, 8, 1, 9, 4, 12, 5, 13}, HIGH = {2, 10, 3, 11, 6, 14, 7, 15};
+constexpr ivec LOW_PAIRS = {0, 1, 8, 9, 4, 5, 12, 13}, HIGH_PAIRS = {2, 3, 10, 11, 6, 7, 14, 15};
+constexpr ivec EVEN = {0, 2, 8, 10, 4, 6, 12, 14}, ODD = {1, 3, 9, 11, 5, 7, 13, 15};
+constexpr ivec EVEN_PARTS = {0, 1, 2, 3, 8, 9, 10, 11}, ODD_PARTS = {4, 5, 6, 7, 12, 13, 14, 15};
 #endif
 
-inline void transpose(vec r[LANES]) {  // LANES x LANES, by interleaving rows i and i + LANES / 2
-  for (int width = LANES; width > 1; width /= 2) {
-    vec t[LANES];
-    for (int i = 0; i < LANES / 2; i++) {
-      t[2 * i] = __builtin_shuffle(r[i], r[i + LANES / 2], LOW);
-      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + LANES / 2], HIGH);
-    }
-    for (int i = 0; i < LANES; i++) r[i] = t[i];
+inline void transpose(vec r[LANES]) {  // LANES x LANES
+  vec t[LANES];
+  for (int i = 0; i < LANES; i += 4) {  // within parts: 4 x 4
+    vec a = __builtin_shuffle(r[i], r[i + 1], LOW), b = __builtin_shuffle(r[i], r[i + 1], HIGH);
+    vec c = __builtin_shuffle(r[i + 2], r[i + 3], LOW), d = __builtin_shuffle(r[i + 2], r[i + 3], HIGH);
+    t[i] = __builtin_shuffle(a, c, LOW_PAIRS);
+    t[i + 1] = __builtin_shuffle(a, c, HIGH_PAIRS);
+    t[i + 2] = __builtin_shuffle(b, d, LOW_PAIRS);
+    t[i + 3] = __builtin_shuffle(b, d, HIGH_PAIRS);
+  }
+  for (int i = 0; i < 4; i++) {  // parts
+    vec a = __builtin_shuffle(t[i], t[i + 4], EVEN_PARTS), b = __builtin_shuffle(t[i], t[i + 4], ODD_PARTS);
+#if REGISTER == 16
+    vec c = __builtin_shuffle(t[i + 8], t[i + 12], EVEN_PARTS), d = __builtin_shuffle(t[i + 8], t[i + 12], ODD_PARTS);
+    r[i] = __builtin_shuffle(a, c, EVEN_PARTS);
+    r[i + 4] = __builtin_shuffle(b, d, EVEN_PARTS);
+    r[i + 8] = __builtin_shuffle(a, c, ODD_PARTS);
+    r[i + 12] = __builtin_shuffle(b, d, ODD_PARTS);
+#else
+    r[i] = a;
+    r[i + 4] = b;
+#endif
   }
 }
 
-// Lane i of the result: sum of r[i]. Halves the number of rows by adding the even and odd elements of two, first
-// within 128 bits, which is fast, then by parts of 128 bits.
+// Lane i of the result: sum of r[i]. Halves the number of rows by adding the even and odd elements of two, then parts.
 inline vec sum_rows(vec r[LANES]) {
-#if REGISTER == 16
-  constexpr ivec EVEN = {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30};
-  constexpr ivec ODD = {1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31};
-  constexpr ivec EVEN_PARTS = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-  constexpr ivec ODD_PARTS = {4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
-#else
-  constexpr ivec EVEN = {0, 2, 8, 10, 4, 6, 12, 14}, ODD = {1, 3, 9, 11, 5, 7, 13, 15};
-  constexpr ivec EVEN_PARTS = {0, 1, 2, 3, 8, 9, 10, 11}, ODD_PARTS = {4, 5, 6, 7, 12, 13, 14, 15};
-#endif
   for (int half = LANES / 2; half > LANES / 8; half /= 2)
     for (int i = 0; i < half; i++)
       r[i] = __builtin_shuffle(r[2 * i], r[2 * i + 1], EVEN) + __builtin_shuffle(r[2 * i], r[2 * i + 1], ODD);

@@ -100,7 +100,7 @@ def test_backends_equal_the_reference(backend, heads, groups, width, dtype, call
 
 
 EMULATED_AMX = ("-include", str(Path(__file__).parents[1] / "helpers" / "amx_emulation.h"), "-D__AMX_BF16__")
-needs_dot_products = pytest.mark.skipif("avx512_bf16" not in native._cpu_flags(), reason="no AVX-512 bfloat16")
+needs_dot_products = pytest.mark.skipif("avx512_bf16" not in native.cpu_flags(), reason="no AVX-512 bfloat16")
 
 
 @pytest.mark.parametrize(
