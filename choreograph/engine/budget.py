@@ -144,7 +144,7 @@ class Budget:
             num_own, num_context = message.length, sum(parent.length for parent in message.parents)
             self.num_tokens += num_own + num_context
             stage = selected.get(message.id)
-            cost = math.ceil((1 + sum(SHARES)) * num_context) + (1 + 2 * len(SHARES)) * num_own  # at most
+            cost = math.ceil((1 + sum(SHARES)) * num_context) + (1 + len(SHARES)) * num_own + len(SHARES)  # at most
             if stage is None or self.num_shadow_tokens + cost > self.shadow_tokens * self.num_tokens:
                 continue
             self.num_shadow_tokens += cost

@@ -326,7 +326,7 @@ def _try_repairs(message: "Message", shares: Sequence[float], prefix: Float[Tens
     own = _own_segment(message)
     num_context = sum(parent.length for parent in message.parents)
     for share in shares:
-        with _repaired_context(message, own.tokens, share) as context:
+        with _repaired_context(message, own.tokens[:1], share) as context:
             if context is not None:
                 segment = own._replace(position=num_context, context=context)
                 rows = _score(message._core, message._request, [segment])[0]
@@ -357,7 +357,7 @@ def _own_segment(message: "Message") -> _Segment:
 
 @contextmanager
 def _repaired_context(message: "Message", tokens: list[int], share: float) -> Iterator[tuple[KVSlice, ...] | None]:
-    """Yield the context of a repaired prefill; None without capacity."""
+    """Yield the context of a repaired prefill of `tokens`; None without capacity."""
     core, original, parents = message._core, message._request, list[tuple[Request, int, int]]()
     for piece, first, end in _context(original):  # of a repaired message: the ranges that it replaced
         if piece.is_repair and piece.origin is not None:

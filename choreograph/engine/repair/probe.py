@@ -9,7 +9,6 @@ from torch import Tensor
 from ...attention.backend import ForwardContext
 from ...attention.reference import apply_softcap_alibi, outside_window
 from ...attention.rope import rotate
-from ...kv_cache.entry import KVSlice
 
 if TYPE_CHECKING:
     from .strategy import ContextView
@@ -32,7 +31,8 @@ class ProbeContext:
         self._context_positions = torch.tensor(
             [s.position + token for s in self._slices for token in range(s.num_tokens) if s.visible_in(0)]
         )
-        self._slots = {s: _slots(s, self._pool.keys[0].device) for s in self._slices}  # for all layers
+        self._gathered: dict[object, tuple[Tensor, list[int]]] = {}  # slots and shifts of visible tokens, by slices
+        self._rotations: dict[object, tuple[Tensor, Tensor]] = {}  # cos and sin of those shifts
         self._positions = torch.arange(position, position + num_tokens)
         self.saved_hidden: dict[int, Tensor] = {}  # as in `ForwardContext`: no layer inputs are cached
         self.keys: dict[int, Float[Tensor, "N G D"]] = {}  # of the probe tokens, by layer
@@ -42,22 +42,32 @@ class ProbeContext:
     def on_layer_input(self, layer: int, hidden: Tensor) -> Tensor:
         return hidden
 
+    def _visible(self, layer: int) -> tuple[bool, ...]:
+        return tuple(kv_slice.visible_in(layer) for kv_slice in self._slices)
+
+    def _tokens(self, visible: tuple[bool, ...]) -> tuple[Int[Tensor, " C"], list[int]]:
+        """Return the slots and the shifts of the tokens of the visible slices."""
+        if visible not in self._gathered:
+            slices = [kv_slice for kv_slice, is_visible in zip(self._slices, visible, strict=True) if is_visible]
+            slots = [s.entry.slot(t) for s in slices for t in range(s.token_start, s.token_start + s.num_tokens)]
+            shifts = [kv_slice.shift for kv_slice in slices for _ in range(kv_slice.num_tokens)]
+            self._gathered[visible] = torch.tensor(slots, device=self._pool.keys[0].device), shifts
+        return self._gathered[visible]
+
     def context_keys(self, layer: int) -> Float[Tensor, "C G D"]:
         """Return the context's keys, rotated to their positions in this call."""
-        spec, parts = self._specs[layer], []
-        for kv_slice in self._slices:
-            if not kv_slice.visible_in(layer):
-                continue
-            keys = self._pool.keys[layer].index_select(0, self._slots[kv_slice])
-            if spec.rope is not None and kv_slice.shift:
-                cos, sin = (torch.from_numpy(table).to(keys.device) for table in spec.rope.cos_sin([kv_slice.shift]))
-                keys = rotate(keys, cos[:, None], sin[:, None], spec.rope.interleaved).to(keys.dtype)
-            parts.append(keys)
-        return torch.cat(parts)
+        visible, rope = self._visible(layer), self._specs[layer].rope
+        slots, shifts = self._tokens(visible)
+        keys = self._pool.keys[layer].index_select(0, slots)
+        if rope is None or not any(shifts):
+            return keys
+        if (rope, visible) not in self._rotations:
+            cos, sin = (torch.from_numpy(table).to(keys.device)[:, None] for table in rope.cos_sin(shifts))
+            self._rotations[rope, visible] = cos, sin
+        return rotate(keys, *self._rotations[rope, visible], rope.interleaved).to(keys.dtype)
 
     def context_values(self, layer: int) -> Float[Tensor, "C G D"]:
-        values = self._pool.values[layer]
-        return torch.cat([values.index_select(0, self._slots[s]) for s in self._slices if s.visible_in(layer)])
+        return self._pool.values[layer].index_select(0, self._tokens(self._visible(layer))[0])
 
     def attend(
         self,
@@ -79,13 +89,15 @@ class ProbeContext:
             positions = torch.cat([self._context_positions, positions])
         positions, rows = positions.to(key.device), self._positions.to(key.device)
         keys, values, scores, outputs = keys.float(), values.float(), [], []
+        num_context = len(positions) - len(rows)
         for start in range(0, len(rows), ROWS):
+            end = num_context + start + ROWS  # later tokens are hidden from these rows
             grouped_query = query[0, :, start : start + ROWS].float().unflatten(0, (num_kv_heads, -1))  # G H/G N D
-            logits = torch.einsum("ghnd,cgd->ghnc", grouped_query, keys) * scale
-            distance = rows[start : start + ROWS, None] - positions
+            logits = torch.einsum("ghnd,cgd->ghnc", grouped_query, keys[:end]) * scale
+            distance = rows[start : start + ROWS, None] - positions[:end]
             logits = apply_softcap_alibi(logits.flatten(0, 1), distance, spec).view(logits.shape)
             hidden = distance < 0
-            hidden[:, : len(positions) - len(rows)] = False  # all of the context is visible, wherever it is placed
+            hidden[:, :num_context] = False  # all of the context is visible, wherever it is placed
             hidden |= outside_window(distance, spec)
             logits = logits.masked_fill(hidden, float("-inf"))
             if sinks is not None:
@@ -93,16 +105,11 @@ class ProbeContext:
                 weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
             else:
                 weights = logits.softmax(-1)
-            scores.append(weights[..., : len(self._context_positions)].sum(dim=(0, 1, 2)))
-            outputs.append(torch.einsum("ghnc,cgd->nghd", weights, values).flatten(1, 2))
+            scores.append(weights[..., :num_context].sum(dim=(0, 1, 2)))
+            outputs.append(torch.einsum("ghnc,cgd->nghd", weights, values[:end]).flatten(1, 2))
         if self._reads_context:
             self.scores.append(torch.stack(scores).sum(dim=0))
         return torch.cat(outputs)[None].to(query.dtype)
-
-
-def _slots(kv_slice: KVSlice, device: torch.device) -> Int[Tensor, " C"]:
-    first, end = kv_slice.token_start, kv_slice.token_start + kv_slice.num_tokens
-    return torch.tensor([kv_slice.entry.slot(token) for token in range(first, end)], device=device)
 
 
 def probe_context(
