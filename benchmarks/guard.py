@@ -2,12 +2,18 @@
 
 `make bench NAME=guard ARGS="--games 3"`: every game runs once in prefix mode; its texts are then forced under every
 condition, from an empty cache. Alice's secret instructions are then replaced by others of another length while every text
-stays the same: whatever Bob's distributions move is a leak.
+stays the same: whatever Bob's distributions move is a leak. Timed runs alternate between the conditions, in another order
+every time; the interval is of a bootstrap over games. Results are saved after every game.
+
+Ten minutes on two cores are enough for `--games 4 --repeats 2`.
 """
 
 import argparse
+import random
+import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,12 +22,14 @@ from rich.console import Console
 from choreograph import Engine, Message, SamplingParams
 from choreograph.console import print_table
 from choreograph.engine.request import RequestTag, tag_requests
+from choreograph.evaluation.statistics import ratio
 from choreograph.outputs import Mode
 from choreograph.workflows import prisoners_dilemma
 from choreograph.workflows.run import Transcript, WorkflowRun
 
 from .common import engine as make_engine
-from .common import provenance, save
+from .common import write
+from .repair import show
 
 CONDITIONS: dict[str, tuple[Mode, dict[str, Any]]] = {
     "prefix": ("prefix", {}),
@@ -68,32 +76,42 @@ def divergences(before: list[torch.Tensor], after: list[torch.Tensor]) -> Iterat
 
 def main() -> None:
     """Measure all games and print one row a condition."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--games", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=1, help="timed runs of every game; the fastest counts")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of every game; the median counts")
     args = parser.parse_args()
     engine = make_engine(compile=False, dtype="float32")
-    results: dict[str, Any] = {name: [] for name in CONDITIONS}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in CONDITIONS}
     for seed in range(args.games):
         _, _, texts = run(engine, "prefix", {"orders": SECRETS[0]}, seed)
-        for name, (mode, options) in CONDITIONS.items():
-            runs = [run(engine, mode, {"orders": SECRETS[0], **options}, seed, texts) for _ in range(args.repeats)]
-            costs, before, _ = min(runs, key=lambda result: result[0]["seconds"])
-            _, after, _ = run(engine, mode, {"orders": SECRETS[1], **options}, seed, texts)
-            moved = list(divergences(before, after))
-            largest = max((old - new).abs().max().item() for old, new in zip(before, after, strict=True))
-            results[name].append({**costs, "kl": sum(moved) / len(moved), "kl_max": max(moved), "largest": largest})
-    save("guard", [], games=args.games, conditions=results, **provenance())
+        times: dict[str, list[float]] = {name: [] for name in CONDITIONS}
+        for repeat in range(args.repeats):
+            for name in random.Random(f"{seed} {repeat}").sample(list(CONDITIONS), len(CONDITIONS)):
+                mode, options = CONDITIONS[name]
+                costs, before, _ = run(engine, mode, {"orders": SECRETS[0], **options}, seed, texts)
+                times[name].append(costs["seconds"])
+                if repeat == 0:  # repetitions compute the same
+                    _, after, _ = run(engine, mode, {"orders": SECRETS[1], **options}, seed, texts)
+                    moved = list(divergences(before, after))
+                    largest = max((old - new).abs().max().item() for old, new in zip(before, after, strict=True))
+                    leak = {"kl": sum(moved) / len(moved), "kl_max": max(moved), "largest": largest}
+                    results[name].append({**costs, **leak})
+        for name, games in results.items():
+            games[-1]["seconds"] = statistics.median(times[name])
+        write("guard", [], games=seed + 1, conditions=results, repeats=args.repeats)
+        print(f"... {seed + 1} of {args.games} games", flush=True)
     rows = []
+    plain = [game["seconds"] for game in results["choreographed"]]
     for name, games in results.items():
-        mean = {key: sum(game[key] for game in games) / len(games) for key in games[0]}
+        average = {key: sum(game[key] for game in games) / len(games) for key in games[0]}
         rows.append(
             (
                 name,
-                f"{mean['seconds']:.2f}",
-                f"{mean['computed']:.0f}",
-                f"{mean['reencoded']:.0f}",
-                f"{mean['kl']:.2g}",
+                f"{average['seconds']:.2f}",
+                show(asdict(ratio([game["seconds"] for game in games], plain)), ".2f"),
+                f"{average['computed']:.0f}",
+                f"{average['reencoded']:.0f}",
+                f"{average['kl']:.2g}",
                 f"{max(game['kl_max'] for game in games):.2g}",
                 f"{max(game['largest'] for game in games):.2g}",
             )
@@ -101,13 +119,14 @@ def main() -> None:
     header = (
         "condition",
         "seconds",
+        "over choreographed",
         "computed tokens",
         "encoded again",
         "KL, mean",
         "KL, largest",
         "change of a log-prob",
     )
-    print_table(Console(width=150), "guard", header, rows)
+    print_table(Console(width=160), "guard", header, rows)
 
 
 if __name__ == "__main__":
