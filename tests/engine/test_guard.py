@@ -173,7 +173,7 @@ def test_memory_tiers_and_recomputation_do_not_move_a_reader(tiers):
     assert_independent_of_the_secret(scenario)
 
 
-@pytest.mark.parametrize("strategy", ["first", "deviation", "attention"])
+@pytest.mark.parametrize("strategy", ["first", "unseen", "deviation", "attention"])
 @pytest.mark.parametrize("share", [0.3, 1])
 def test_repair_does_not_see_the_secret(strategy, share):
     def scenario(secret, guard):
@@ -226,7 +226,9 @@ def test_no_message_graph_carries_a_secret(nodes, data):
     slices = [data.draw(st.booleans()) for _ in nodes]
     clearance = data.draw(st.sets(st.sampled_from("bc")))
     secret = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=12))
-    repair = data.draw(st.sampled_from([0, 0, 0.4, 1, Repair(0.4, "deviation"), Repair(0.4, "attention")]))
+    repair = data.draw(
+        st.sampled_from([0, 0, 0.4, 1, Repair(0.4, "deviation"), Repair(0.4, "attention"), Repair(0.4, "unseen")])
+    )
     mode = data.draw(st.sampled_from(["choreographed", "choreographed", "prefix"]))
     order = data.draw(st.permutations([i for i in range(len(nodes)) if labels[i] <= clearance]))
 

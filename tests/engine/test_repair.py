@@ -47,6 +47,7 @@ def build(session, nodes):
         ("reference", 1),
         ("native", Repair(0.9999, "deviation")),  # every token, but selected by its score
         ("native", Repair(0.9999, "attention")),
+        ("native", Repair(0.9999, "unseen")),
     ],
 )
 @settings(max_examples=many(6), deadline=None)
@@ -143,9 +144,9 @@ def test_a_repaired_message_is_exact_for_readers_with_the_same_repair():
         assert answer.usage.repaired_tokens == 4 and reader.usage.repaired_tokens == 0
 
 
-@pytest.mark.parametrize("strategy", ["deviation", "attention"])
+@pytest.mark.parametrize("strategy", ["deviation", "attention", "unseen"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_scoring_strategies_recompute_the_share_of_the_tokens(strategy, share):
+def test_strategies_over_all_parents_recompute_the_share_of_the_tokens(strategy, share):
     engine = tiny_models.engine()
     with engine.session() as session:
         parents = [session.prefill([i, *range(20, 39)]) for i in range(3)]
@@ -153,7 +154,26 @@ def test_scoring_strategies_recompute_the_share_of_the_tokens(strategy, share):
         assert message.usage.repaired_tokens == math.ceil(share * 40)  # nothing precedes the first parent
 
 
-@pytest.mark.parametrize("strategy", ["first", "deviation", "attention"])
+def repaired_by_parent(session, parents, share):
+    """Numbers of tokens of each parent that "unseen" selects."""
+    message = session.decode([50], parents, sampling=GREEDY, repair=Repair(share, "unseen"))
+    return [p.repaired for p in message.explain().parents]
+
+
+def test_parents_that_saw_less_of_the_context_are_repaired_more():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        a, b, c, d = (session.prefill([i] * 10) for i in range(4))
+        assert repaired_by_parent(session, [a, b, c, d], 0.2) == [0, 1, 2, 3]  # 0, 10, 20, 30 tokens unseen
+        assert repaired_by_parent(session, [a, b, c, d], 0.8) == [0, 4, 10, 10]  # d is full: its rest is for c and b
+        saw_a = session.prefill([5] * 10, [a])
+        assert repaired_by_parent(session, [a, b, saw_a], 0.3) == [0, 3, 3]  # both lack ten tokens
+        saw_half = session.prefill([6] * 10, [a[:5], b])
+        assert repaired_by_parent(session, [a, b, saw_half], 0.3) == [0, 4, 2]
+        assert repaired_by_parent(session, [saw_a], 0.3) == [3]  # it saw too much, and lacks nothing
+
+
+@pytest.mark.parametrize("strategy", ["first", "unseen", "deviation", "attention"])
 def test_results_do_not_depend_on_memory(strategy):
     """Entries that leave the device come back for scoring and for reading."""
     results = []

@@ -4,9 +4,11 @@ from .attention import select_attended
 from .deviation import select_deviating
 from .first import select_first
 from .strategy import Strategy
+from .unseen import select_unseen
 
 REPAIR_STRATEGIES = {
     "first": Strategy(select_first, reads_kv=False),
+    "unseen": Strategy(select_unseen, reads_kv=False),
     "deviation": Strategy(select_deviating, reads_kv=True),
     "attention": Strategy(select_attended, reads_kv=True, reads_prompt=True),
 }

@@ -46,7 +46,7 @@ class ProbeContext:
         return tuple(kv_slice.visible_in(layer) for kv_slice in self._slices)
 
     def _tokens(self, visible: tuple[bool, ...]) -> tuple[Int[Tensor, " C"], list[int]]:
-        """Return the slots and the shifts of the tokens of the visible slices."""
+        """Return slots and shifts of the visible tokens."""
         if visible not in self._gathered:
             slices = [kv_slice for kv_slice, is_visible in zip(self._slices, visible, strict=True) if is_visible]
             slots = [s.entry.slot(t) for s in slices for t in range(s.token_start, s.token_start + s.num_tokens)]

@@ -26,7 +26,7 @@ class Repair:
     Args:
         share: share of the tokens of every parent, from 0 (reuse as it is) to 1 (the result of
             prefix mode).
-        strategy: key of `REPAIR_STRATEGIES`: "first", "deviation" or "attention".
+        strategy: key of `REPAIR_STRATEGIES`: "first", "unseen", "deviation" or "attention".
     """
 
     share: float
