@@ -21,7 +21,7 @@ from rich.console import Console
 from choreograph import Budget, Engine, SamplingParams
 from choreograph.console import print_table
 from choreograph.evaluation.runner import example_seed
-from choreograph.evaluation.statistics import mean, ratio
+from choreograph.evaluation.statistics import ratio
 from choreograph.outputs import Mode
 from choreograph.workflows import find
 from choreograph.workflows.run import WorkflowRun, call_workflow
@@ -29,7 +29,7 @@ from choreograph.workflows.run import WorkflowRun, call_workflow
 from .common import engine as make_engine
 from .common import merge_results, provenance, write
 from .quality import PLANS, Plan, examples_of
-from .repair import RUNS, losses, run, show
+from .repair import RUNS, average, losses, run, show
 
 
 def learn(engine: Engine, plan: Plan, budget: Budget, examples: list, max_tokens: int) -> None:
@@ -88,12 +88,12 @@ def main() -> None:
         rows, records = [], []
         for stage, values in gathered.items():
             ttft = {condition: sum(values[f"{condition} ttft"]) for condition in conditions}
-            saved, kl = ttft["prefix"] - ttft["reuse"], mean(values["budget kl"])
+            saved, kl = ttft["prefix"] - ttft["reuse"], average(values["budget kl"])
             record = {
                 "stage": stage,
                 "share": learner.share_for(f"{plan_name}/{stage}"),
                 "kl": asdict(kl),
-                "reuse_kl": asdict(mean(values["reuse kl"])),
+                "reuse_kl": asdict(average(values["reuse kl"])),
                 "within": kl.value <= given.max_kl,
                 "speedup": asdict(ratio(values["prefix ttft"], values["budget ttft"])),
                 "reuse_speedup": asdict(ratio(values["prefix ttft"], values["reuse ttft"])),

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -25,7 +26,7 @@ from choreograph.console import print_table
 from choreograph.engine.repair import REPAIR_STRATEGIES
 from choreograph.engine.request import RequestTag, tag_requests
 from choreograph.evaluation.runner import example_seed
-from choreograph.evaluation.statistics import Estimate, mean, ratio
+from choreograph.evaluation.statistics import Estimate, bootstrap, ratio
 from choreograph.outputs import Mode
 from choreograph.workflows import find
 from choreograph.workflows.run import Transcript, WorkflowRun, call_workflow
@@ -105,6 +106,11 @@ def losses(baseline: Measured, other: Measured) -> dict[str, tuple[list[float], 
     return result
 
 
+def average(values: Sequence[float]) -> Estimate:
+    """Mean of examples; zeros and ones are numbers like others."""
+    return bootstrap(np.mean, np.asarray(values))
+
+
 def closed(values: Sequence[float], full: Sequence[float]) -> Estimate | None:
     """Share of a mean gap that a condition closes; None without a gap."""
     if sum(full) <= 0:
@@ -119,12 +125,12 @@ def summarize(gathered: Mapping[tuple[str, str], Mapping[str, list[float]]]) -> 
     for (stage, condition), values in sorted(gathered.items()):
         reuse, prefix = gathered[stage, "reuse"], gathered[stage, "prefix"]
         estimates = {
-            "gap": mean(values["gap"]),
-            "kl": mean(values["kl"]),
+            "gap": average(values["gap"]),
+            "kl": average(values["kl"]),
             "gap_closed": closed(values["gap"], reuse["gap"]),
             "kl_closed": closed(values["kl"], reuse["kl"]),
             "ttft_over_prefix": ratio(prefix["ttft"], values["ttft"]),
-            "repaired_tokens": mean(values["repaired"]),
+            "repaired_tokens": average(values["repaired"]),
         }
         records.append({"stage": stage, "condition": condition, **{k: e and asdict(e) for k, e in estimates.items()}})
     return records
