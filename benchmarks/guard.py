@@ -5,7 +5,7 @@ condition, from an empty cache. Alice's secret instructions are then replaced by
 stays the same: whatever Bob's distributions move is a leak. Timed runs alternate between the conditions, in another order
 every time; the interval is of a bootstrap over games. Results are saved after every game.
 
-Ten minutes on two cores are enough for `--games 4 --repeats 2`.
+Ten minutes on two cores are enough for `--games 3 --max-tokens 32`.
 """
 
 import argparse
@@ -40,7 +40,13 @@ SECRETS = ("Promise to cooperate, then defect.", "You owe Bob a favour, and he k
 
 
 def run(
-    engine: Engine, mode: Mode, options: dict[str, Any], seed: int, replay: Transcript | None = None
+    engine: Engine,
+    mode: Mode,
+    options: dict[str, Any],
+    *,
+    seed: int,
+    max_tokens: int,
+    replay: Transcript | None = None,
 ) -> tuple[dict[str, float], list[torch.Tensor], Transcript]:
     """Play one game from an empty cache; return its costs, the rows (V,) of Bob's decodes, and the texts."""
     engine.clear_cache()
@@ -52,7 +58,9 @@ def run(
             message.on_logprobs(lambda row: own.append(row.clone()))
 
     with engine.session(mode=mode, seed=seed) as session, tag_requests(RequestTag(session, None, watch)):
-        wf = WorkflowRun(session, sampling=SamplingParams(temperature=0.7, top_p=0.95), replay=replay)
+        wf = WorkflowRun(
+            session, sampling=SamplingParams(temperature=0.7, top_p=0.95, max_tokens=max_tokens), replay=replay
+        )
         start = time.perf_counter()
         prisoners_dilemma.run(wf, "Alice", **options).result()
         engine.run_until_idle()
@@ -78,20 +86,22 @@ def main() -> None:
     """Measure all games and print one row a condition."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--games", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of every game; the median counts")
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs of every game; the median counts")
+    parser.add_argument("--max-tokens", type=int, default=48, help="of a message")
     args = parser.parse_args()
     engine = make_engine(compile=False, dtype="float32")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in CONDITIONS}
     for seed in range(args.games):
-        _, _, texts = run(engine, "prefix", {"orders": SECRETS[0]}, seed)
+        common = {"seed": seed, "max_tokens": args.max_tokens}
+        _, _, texts = run(engine, "prefix", {"orders": SECRETS[0]}, **common)
         times: dict[str, list[float]] = {name: [] for name in CONDITIONS}
         for repeat in range(args.repeats):
             for name in random.Random(f"{seed} {repeat}").sample(list(CONDITIONS), len(CONDITIONS)):
                 mode, options = CONDITIONS[name]
-                costs, before, _ = run(engine, mode, {"orders": SECRETS[0], **options}, seed, texts)
+                costs, before, _ = run(engine, mode, {"orders": SECRETS[0], **options}, replay=texts, **common)
                 times[name].append(costs["seconds"])
                 if repeat == 0:  # repetitions compute the same
-                    _, after, _ = run(engine, mode, {"orders": SECRETS[1], **options}, seed, texts)
+                    _, after, _ = run(engine, mode, {"orders": SECRETS[1], **options}, replay=texts, **common)
                     moved = list(divergences(before, after))
                     largest = max((old - new).abs().max().item() for old, new in zip(before, after, strict=True))
                     leak = {"kl": sum(moved) / len(moved), "kl_max": max(moved), "largest": largest}
