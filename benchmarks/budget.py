@@ -51,6 +51,7 @@ def main() -> None:
     options.add_argument("--learn", type=int, default=8, help="examples of each workflow to learn from")
     options.add_argument("--limit", type=int, default=4, help="other examples of each workflow to measure")
     options.add_argument("--max-tokens", type=int, default=24, help="of a message")
+    options.add_argument("--early", action="store_true", help="compute prefills before the calls that read them")
     options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
     if given.model is None:
@@ -74,7 +75,8 @@ def main() -> None:
         }
         gathered: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for number, example in enumerate(held_out):
-            common = {"sampling": sampling, "options": dict(plan.options), "seed": example_seed(0, example.id)}
+            common: dict[str, Any] = {"sampling": sampling, "options": dict(plan.options), "early": given.early}
+            common["seed"] = example_seed(0, example.id)
             workflow = find(plan.workflow)
             baseline, texts = run(engine, workflow, example.task, mode="prefix", repair=None, **common)
             for condition in random.Random(number).sample(list(conditions), len(conditions)):
@@ -106,7 +108,13 @@ def main() -> None:
             rows.append([stage, f"{record['share']:g}", *shown, "yes" if record["within"] else "no", *speeds, kept])
         header = ["stage", "repair", "KL of reuse", "KL", "within", "TTFT, prefix over reuse", "over this", "kept"]
         print_table(Console(width=170), f"{plan_name}, at most {given.max_kl} nats a token", header, rows)
-        facts = {"max_kl": given.max_kl, "learned_from": given.learn, "n": len(held_out), **provenance()}
+        facts = {
+            "max_kl": given.max_kl,
+            "learned_from": given.learn,
+            "n": len(held_out),
+            "early": given.early,
+            **provenance(),
+        }
         facts["seconds"] = time.perf_counter() - began
         write("budget", [], name, runs=merge_results("budget", "runs", {plan_name: {**facts, "rows": records}}))
         all_records += records
