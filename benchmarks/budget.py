@@ -4,8 +4,7 @@
 measured. On other examples the messages of a run in prefix mode are then forced in prefix mode again, under full reuse and
 under the budget, in another order for every example. Results are saved after every workflow.
 
-Ten minutes on two cores are enough for one workflow at a time (`--only bsm`), or for all with
-`--learn 8 --limit 2 --max-tokens 8`.
+Ten minutes on two cores are enough for one workflow at a time, such as `--only bsm --limit 2`.
 """
 
 import argparse

@@ -5,7 +5,7 @@ in prefix mode again and choreographed with each strategy and share, in another 
 of the mean log-loss a token of the baseline's own messages, in stages that read reused messages out of their context.
 Intervals are of a bootstrap over examples, paired. Results are saved after every example.
 
-Ten minutes on two cores are enough for `--only math-tree_of_thoughts --limit 3 --max-tokens 32 --shares 0.2`, and for
+Ten minutes on two cores are enough for `--only math-tree_of_thoughts --limit 6 --max-tokens 32 --shares 0.2`, and for
 `--only qa-nq_oracle --limit 8 --max-tokens 32 --shares 0.2 --early`.
 """
 
