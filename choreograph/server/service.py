@@ -19,12 +19,13 @@ from ..sampling_params import SamplingParams
 from .api_errors import ApiError, context_exceeded, overloaded
 from .chat_prompt import ChatPrompt, ChatRenderer
 from .engine_thread import ChoiceUpdate, EngineThread, Generation
+from .message_store import WorkflowKey
 from .output_parser import CALL_START, THINK_END, THINK_START
 from .prometheus import ServerMetrics
 from .protocol import ChoreographyOptions
 from .request_log import RequestLog, RequestRecord
 from .resumption import ForcedPrefix, SentAnswer
-from .reuse import Answer, Plan, ReusePlanner, SourceCounts, WorkflowKey
+from .reuse import Answer, Plan, ReusePlanner, SourceCounts
 from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
 from .structured import Constraint, GrammarCompiler

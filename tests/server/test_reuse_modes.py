@@ -8,7 +8,7 @@ import pytest
 from helpers.live_server import make_engine, serving
 
 from choreograph.server.chat_prompt import ChatRenderer, answer_key
-from choreograph.server.reuse import MessageStore, WorkflowKey
+from choreograph.server.message_store import MessageStore, WorkflowKey
 
 SYSTEM = {
     "role": "system",

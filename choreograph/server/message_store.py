@@ -1,0 +1,178 @@
+"""Stored messages of workflows, which later requests find by their content.
+
+All functions run in the engine's thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..agents import StepGraph, Workflow
+from ..engine.engine import Engine
+from ..engine.message import Message
+from ..engine.session import Session
+from .span_index import SpanIndex
+
+MAX_EQUAL = 8  # stored messages of equal content
+
+
+class WorkflowKey(NamedTuple):
+    """What separates stored messages: nothing is found under another key."""
+
+    client_id: str  # tenant and cache salt
+    workflow: str
+    model: str
+    labels: frozenset[str] = frozenset()  # of the texts of its requests
+
+    @property
+    def tenant(self) -> str:
+        return self.client_id.partition("\0")[0]
+
+
+@dataclass(eq=False)
+class StoredMessage:
+    """Message kept for later requests of its workflow."""
+
+    message: Message
+    workflow: "StoredWorkflow"
+    tokens: list[int]
+    lineage: int  # of the messages before it
+    content_keys: list[object] = field(default_factory=list)  # under which `by_content` has it
+
+
+class StoredWorkflow:
+    """Stored messages of one workflow, and their session."""
+
+    def __init__(self, session: Session, tracker: Workflow | None) -> None:
+        self.session = session
+        self.tracker = tracker  # of the agents, for eviction by steps to the next use
+        self.num_active = 0  # requests that run
+        self.by_content: dict[object, StoredMessage] = {}  # by (content, number among equal ones)
+        self.children: dict[tuple[int, int], list[StoredMessage]] = {}  # by lineage and first token
+        self.spans: SpanIndex[StoredMessage] = SpanIndex()
+        self.num_stored = 0
+
+    def find_content(self, key: object) -> StoredMessage | None:
+        stored = self.by_content.get(key)
+        return stored if stored is not None and stored.message.error is None else None
+
+    def unused_key(self, content: object) -> object:
+        """Return a key of `content` in `by_content` that no message has.
+
+        Messages of equal content get several, since a message cannot be twice in one context.
+        """
+        keys = ((content, number) for number in range(MAX_EQUAL))
+        return next((key for key in keys if self.find_content(key) is None), (content, 0))
+
+
+class MessageStore:
+    """Stored messages of all workflows; the least recently used are dropped."""
+
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
+        self._engine, self._max_tokens = engine, max_tokens
+        self._workflows: dict[WorkflowKey, StoredWorkflow] = {}
+        self._stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()  # least recently used first
+        self.num_tokens = 0
+        self.graphs: dict[tuple[str, str], StepGraph] = {}  # declared ones, by tenant and workflow
+
+    @property
+    def workflows(self) -> list[StoredWorkflow]:
+        return list(self._workflows.values())
+
+    @property
+    def num_workflows(self) -> int:
+        return len(self._workflows)
+
+    def open(self, key: WorkflowKey) -> StoredWorkflow:
+        """Return a workflow for a request; `close` it when the request ends."""
+        workflow = self._workflows.get(key)
+        if workflow is None:
+            session = self._engine.session(seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
+            workflow = self._workflows[key] = StoredWorkflow(session, self._track(key, session))
+        workflow.num_active += 1
+        return workflow
+
+    def _track(self, key: WorkflowKey, session: Session) -> Workflow | None:
+        """Track the agents of a workflow if the eviction policy uses it."""
+        if self._engine.core.config.cache.eviction != "workflow":
+            return None
+        return Workflow(session, self.graphs.get((key.tenant, key.workflow)))
+
+    def set_graph(self, tenant: str, name: str, graph: StepGraph | None) -> None:
+        """Declare the step graph of a workflow; None: learn it."""
+        self.graphs.pop((tenant, name), None)
+        if graph is not None:
+            self.graphs[tenant, name] = graph
+        for key, workflow in self._workflows.items():
+            if (key.tenant, key.workflow) == (tenant, name) and workflow.tracker is not None:
+                workflow.tracker.close()
+                workflow.tracker = self._track(key, workflow.session)
+
+    def close(self, key: WorkflowKey) -> None:
+        """End a request's use of a workflow; drop what exceeds the limit."""
+        self._workflows[key].num_active -= 1
+        while self.num_tokens > self._max_tokens and self._stored:
+            self._drop(next(iter(self._stored)))
+        self._close_if_unused(key)
+
+    def add(
+        self,
+        key: WorkflowKey,
+        message: Message,
+        lineage: int,
+        content_keys: Sequence[object] = (),
+        *,
+        with_spans: bool = False,
+    ) -> StoredMessage:
+        """Keep a message for later requests."""
+        workflow = self._workflows[key]
+        stored = StoredMessage(message, workflow, message.tokens, lineage, list(content_keys))
+        for content_key in content_keys:
+            workflow.by_content[content_key] = stored
+        workflow.children.setdefault((lineage, stored.tokens[0]), []).append(stored)
+        if with_spans:
+            workflow.spans.add(stored, stored.tokens)
+        workflow.num_stored += 1
+        self._stored[stored] = key
+        self.num_tokens += len(stored.tokens)
+        return stored
+
+    def use(self, stored: StoredMessage) -> None:
+        """Mark a message as recently used."""
+        self._stored.move_to_end(stored)
+
+    def clear(self) -> None:
+        """Drop all messages and close their sessions."""
+        while self._stored:
+            self._drop(next(iter(self._stored)))
+
+    def _drop(self, stored: StoredMessage) -> None:
+        key, workflow = self._stored.pop(stored), stored.workflow
+        self.num_tokens -= len(stored.tokens)
+        workflow.num_stored -= 1
+        for content_key in stored.content_keys:
+            if workflow.by_content.get(content_key) is stored:
+                del workflow.by_content[content_key]
+        branch = stored.lineage, stored.tokens[0]
+        workflow.children[branch].remove(stored)
+        if not workflow.children[branch]:
+            del workflow.children[branch]
+        if stored in workflow.spans:
+            workflow.spans.remove(stored)
+        stored.message.release()
+        self._close_if_unused(key)
+
+    def _close_if_unused(self, key: WorkflowKey) -> None:
+        workflow = self._workflows.get(key)
+        if workflow is not None and not workflow.num_active and not workflow.num_stored:
+            workflow.session.close()
+            del self._workflows[key]
+
+    def check(self) -> None:
+        """Raise AssertionError if counts and indexes disagree."""
+        assert self.num_tokens == sum(len(stored.tokens) for stored in self._stored), "wrong token count"
+        for key, workflow in self._workflows.items():
+            own = [stored for stored, its_key in self._stored.items() if its_key == key]
+            assert workflow.num_stored == len(own) == sum(map(len, workflow.children.values())), "wrong message count"
+            assert {stored.message for stored in own} <= set(workflow.session.messages), "a stored message was released"
