@@ -23,7 +23,10 @@ class PolicyRequestRouter(RequestRouter):
         queues = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
         if pending_request is not None:  # without this, full replicas are asked again without a pause
             pending_request.routing_context.should_backoff = True
-        names = choose(self.policy, self._route(pending_request), queues)
+        route = self._route(pending_request)
+        names = choose(self.policy, route, queues)
+        if route.is_movable:
+            route.sources = self.policy.sources(route)
         # ranks of one replica: inside a rank Ray chooses by the queue alone
         return [[by_name[name]] for name in names]
 

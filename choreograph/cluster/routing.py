@@ -4,17 +4,25 @@
 """
 
 import heapq
+import itertools
 import random
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..errors import ConfigError
 from .content_keys import ContentKeys
 
+TransferMode = Literal["auto", "always", "never"]  # when messages are fetched from replicas that hold them
+
 BYTES_PER_KEY = 224  # of a key that one replica has, in the two tables of `MessageAffinity`; tracemalloc measures 223
+
+MAX_SOURCES = 2  # replicas that are named to the one that lacks a message
+
+MAX_REPLICAS_OF_KEY = 64  # that a lookup visits
 
 MAX_RANKED = 8  # replicas that are tried in one round, where the first ones are full
 
@@ -28,6 +36,8 @@ class RouteRequest:
     pinned: str | None = None  # replica that has to run it if it exists
     failed: set[str] = field(default_factory=set)  # replicas that failed it
     learned: list[tuple[str, ContentKeys]] = field(default_factory=list)  # (replica, what it generated) before
+    is_movable: bool = False  # replicas may fetch its messages from each other
+    sources: dict[int, list[str]] = field(default_factory=dict)  # replicas that have a key, to fetch it from
 
 
 class RoutingPolicy(ABC):
@@ -43,6 +53,13 @@ class RoutingPolicy(ABC):
     def on_routed(self, request: RouteRequest, replica: str) -> None:  # noqa: B027
         """Note that a replica computes a request."""
 
+    def on_learned(self, replica: str, keys: ContentKeys) -> None:  # noqa: B027
+        """Note what a replica has generated."""
+
+    def sources(self, request: RouteRequest) -> dict[int, list[str]]:
+        """Return some replicas that have each key of a request."""
+        return {}
+
     def on_removed(self, replica: str) -> None:  # noqa: B027
         """Forget a replica."""
 
@@ -53,7 +70,13 @@ class RoutingPolicy(ABC):
 
 
 def choose(policy: RoutingPolicy, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-    """Rank replicas: the pinned one, and without those that failed the request."""
+    """Learn from a request, and rank replicas.
+
+    The first is the pinned one; those that failed the request are left out.
+    """
+    for name, keys in request.learned:
+        policy.on_learned(name, keys)
+    request.learned = []
     if request.pinned is not None and request.pinned in queues:
         return [request.pinned]
     usable = {name: queue for name, queue in queues.items() if name not in request.failed} or queues
@@ -61,52 +84,97 @@ def choose(policy: RoutingPolicy, request: RouteRequest, queues: Mapping[str, in
 
 
 class MessageAffinity(RoutingPolicy):
-    """The replica that holds most of the request's tokens, against its queue.
+    """The replica with the least work, this request included.
 
     Every replica has a digest: the most recent keys that were sent to it, with their tokens. A stale key
-    costs a recomputation, never a wrong answer.
+    costs a recomputation, never a wrong answer. Work is that of the queue, of this request, and of what a replica was
+    given lately, in tokens to compute. The latter is forgotten exponentially, over `horizon` requests of each
+    replica.
 
     Args:
         queue_tokens: tokens that one request in the queue weighs.
+        moving: work of a token that can be fetched from another replica; 1 is that of computing it.
+        balance: weight of the work that a replica was given lately.
+        horizon: requests of each replica after which that is forgotten.
         max_keys: keys of one replica's digest.
         max_tokens: tokens of one replica's digest, such as the size of its cache.
     """
 
-    def __init__(self, queue_tokens: float = 256.0, max_keys: int = 4096, max_tokens: int = 1 << 20) -> None:
-        if max_keys < 1 or max_tokens < 1 or queue_tokens < 0:
+    def __init__(
+        self,
+        queue_tokens: float = 64.0,
+        moving: float = 0.25,
+        balance: float = 0.5,
+        horizon: int = 256,
+        max_keys: int = 4096,
+        max_tokens: int = 1 << 20,
+    ) -> None:
+        if max_keys < 1 or max_tokens < 1 or horizon < 1 or min(queue_tokens, moving, balance) < 0:
             raise ConfigError(
-                f"{queue_tokens=}, {max_keys=}, {max_tokens=}: use limits of at least 1 and a weight >= 0"
+                f"{queue_tokens=}, {moving=}, {balance=}, {horizon=}, {max_keys=}, {max_tokens=}: "
+                "use limits of at least 1 and weights >= 0"
             )
-        self._queue_tokens, self._max_keys, self._max_tokens = queue_tokens, max_keys, max_tokens
+        self._queue_tokens, self._moving, self._balance, self._horizon = queue_tokens, moving, balance, horizon
+        self._max_keys, self._max_tokens = max_keys, max_tokens
         self._digests: dict[str, OrderedDict[int, int]] = {}  # tokens by key, least recently used first
         self._num_tokens: dict[str, int] = {}  # of each digest
         self._replicas_of: dict[int, dict[str, None]] = {}  # replicas whose digest has a key
+        self._work: dict[str, float] = {}  # given to each replica, in units of `_unit` tokens
+        self._unit = 1.0  # grows instead of all counts becoming less
 
     def held(self, request: RouteRequest) -> dict[str, int]:
-        """Return the request's tokens that each replica holds, if any."""
+        """Return the request's tokens that each replica holds, if any.
+
+        What very many replicas hold makes no difference, and is left out.
+        """
         result: dict[str, int] = {}
         for key, num_tokens in request.keys.items():
-            for replica in self._replicas_of.get(key, ()):
+            replicas = self._replicas_of.get(key, ())
+            for replica in replicas if len(replicas) <= MAX_REPLICAS_OF_KEY else ():
                 result[replica] = result.get(replica, 0) + num_tokens
         return result
 
+    def work(self, replica: str) -> float:
+        """Return the tokens that a replica was given lately."""
+        return self._work.get(replica, 0.0) / self._unit
+
     def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        held, session = self.held(request), _hash(request)
+        held, session, held_weight = self.held(request), _hash(request), self._moving if request.is_movable else 1.0
+        if new := [name for name in queues if name not in self._work]:
+            # they do not get everything at once
+            self._work |= dict.fromkeys(new, min(self._work.values(), default=0.0))
+        weight = self._balance / self._unit
+        load = {name: self._queue_tokens * queue + weight * self._work[name] for name, queue in queues.items()}
 
         def order(replica: str) -> tuple[float, int, int]:
-            score = held.get(replica, 0) - self._queue_tokens * queues[replica]
+            cost = load[replica] - held_weight * held.get(replica, 0)
             # equal replicas: a session keeps one of them, and sessions spread over all
-            return -score, queues[replica], _rendezvous(session, replica)
+            return cost, queues[replica], _rendezvous(session, replica)
 
-        shortest = min(queues.values())  # of the replicas that hold nothing, only these can be first
-        candidates = [name for name, queue in queues.items() if queue == shortest or name in held]
+        # of the replicas that hold nothing, only these can be first
+        candidates = {*heapq.nsmallest(MAX_RANKED, load, key=load.__getitem__), *(held.keys() & load.keys())}
         return heapq.nsmallest(MAX_RANKED, candidates, key=order)
 
     def on_routed(self, request: RouteRequest, replica: str) -> None:
-        for other, keys in request.learned:
-            if other in self._digests:  # it may have gone meanwhile
-                self._add(other, keys)
+        known = sum(tokens for key, tokens in request.keys.items() if key in self._replicas_of)
+        own: Mapping[int, int] = self._digests.get(replica, {})
+        num_held = sum(tokens for key, tokens in request.keys.items() if key in own)
+        num_computed: float = sum(request.keys.values()) - known
+        num_computed += (self._moving if request.is_movable else 1.0) * (known - num_held)
+        self._work[replica] = self._work.get(replica, 0.0) + num_computed * self._unit
+        self._unit *= 1 + 1 / (self._horizon * len(self._work))
+        if self._unit > 1e100:
+            self._work, self._unit = {name: work / self._unit for name, work in self._work.items()}, 1.0
         self._add(replica, request.keys)
+
+    def on_learned(self, replica: str, keys: ContentKeys) -> None:
+        if replica in self._digests:  # it may have gone meanwhile
+            self._add(replica, keys)
+
+    def sources(self, request: RouteRequest) -> dict[int, list[str]]:
+        # the first replicas that a key was sent to have computed it by now
+        found = {key: list(itertools.islice(self._replicas_of.get(key, ()), MAX_SOURCES)) for key in request.keys}
+        return {key: names for key, names in found.items() if names}
 
     def _add(self, replica: str, keys: ContentKeys) -> None:
         digest = self._digests.setdefault(replica, OrderedDict())
@@ -131,6 +199,8 @@ class MessageAffinity(RoutingPolicy):
         for key in self._digests.pop(replica, ()):
             self._discard(key, replica)
         self._num_tokens.pop(replica, None)
+        self._work.pop(replica, None)
+        self._work.pop(replica, None)
 
     @property
     def state_bytes(self) -> int:
@@ -171,7 +241,7 @@ class PrefixAffinity(RoutingPolicy):
 
     def __init__(self, imbalance: int = 4, min_match: float = 0.1, max_keys: int = 4096) -> None:
         self._imbalance, self._min_match = imbalance, min_match
-        self._prefixes = MessageAffinity(0.0, max_keys)
+        self._prefixes = MessageAffinity(max_keys=max_keys)
 
     @staticmethod
     def _chained(request: RouteRequest) -> RouteRequest:

@@ -44,7 +44,7 @@ def test_an_answer_is_found_by_what_the_client_sends_back():
 
 
 def test_the_replica_with_most_tokens_is_first_and_a_long_queue_outweighs_it():
-    policy = MessageAffinity(queue_tokens=100)
+    policy = MessageAffinity(queue_tokens=100, balance=0)
     policy.on_routed(RouteRequest({1: 250, 2: 40}), "b")
     policy.on_routed(RouteRequest({2: 40}), "a")
     request = RouteRequest({1: 250, 2: 40})
@@ -65,13 +65,65 @@ def test_a_digest_keeps_its_most_recent_keys_within_both_limits():
     policy.check()
 
 
+def test_work_that_replicas_were_given_spreads_what_no_replica_holds():
+    policy = MessageAffinity()
+    counts = dict.fromkeys(IDLE, 0)
+    for number in range(60):
+        request = RouteRequest({number: 1000 if number % 3 else 100})
+        name = choose(policy, request, IDLE)[0]
+        policy.on_routed(request, name)
+        counts[name] += sum(request.keys.values())
+    assert max(counts.values()) - min(counts.values()) <= 1000
+    policy.on_removed("a")
+    assert policy.work("a") == 0
+    choose(policy, RouteRequest(), IDLE)  # it is back, and does not get everything
+    assert policy.work("a") == min(policy.work(name) for name in "bc") > 0
+
+
+def test_a_hot_message_is_given_to_another_replica_once_its_source_has_more_work():
+    policy, first = MessageAffinity(), RouteRequest({1: 1000})
+    policy.on_routed(first, "a")
+    routed = []
+    for number in range(30):
+        request = RouteRequest({1: 1000, 100 + number: 200})
+        routed.append(choose(policy, request, IDLE)[0])
+        policy.on_routed(request, routed[-1])
+    assert routed[0] == "a" and set(routed) == set(IDLE)
+    assert [routed.count(name) for name in IDLE] == pytest.approx([10] * 3, abs=5)
+
+
+def test_tokens_that_can_be_fetched_weigh_less():
+    policy = MessageAffinity(queue_tokens=100, moving=0.25, balance=0)
+    policy.on_routed(RouteRequest({1: 600}), "a")
+    assert policy.rank(RouteRequest({1: 600}), IDLE | {"a": 2})[0] == "a"
+    assert policy.rank(RouteRequest({1: 600}, is_movable=True), IDLE | {"a": 2})[0] != "a"
+
+
+def test_what_replicas_were_given_is_forgotten_and_stays_finite():
+    policy = MessageAffinity(horizon=1)
+    policy.on_routed(RouteRequest({1: 1000}), "a")
+    for number in range(2000):
+        policy.on_routed(RouteRequest({number: 10}), "b")
+    assert policy.work("a") < 1e-9 and 5 < policy.work("b") < 50
+
+
 def test_answers_of_a_removed_replica_are_not_learned():
     policy = MessageAffinity()
     policy.on_routed(RouteRequest({1: 10}), "a")
     policy.on_removed("a")
-    policy.on_routed(RouteRequest({2: 10}, learned=[("a", {3: 10})]), "b")
+    choose(policy, RouteRequest(learned=[("a", {3: 10})]), IDLE)
+    policy.on_routed(RouteRequest({2: 10}), "b")
     assert policy.held(RouteRequest({1: 10, 2: 10, 3: 10})) == {"b": 10}
     policy.check()
+
+
+def test_what_replicas_generated_is_known_before_the_request_is_routed_and_is_named_to_others():
+    policy = MessageAffinity(balance=0)
+    policy.on_routed(RouteRequest({1: 10}), "a")
+    request = RouteRequest({1: 10, 2: 500}, learned=[("a", {2: 500})])
+    assert choose(policy, request, IDLE)[0] == "a" and not request.learned
+    assert policy.sources(RouteRequest({1: 10, 2: 500, 3: 10})) == {1: ["a"], 2: ["a"]}
+    assert create_policy("session").sources(request) == {}
 
 
 def test_a_pinned_replica_is_the_only_one_and_failed_ones_are_avoided():
@@ -113,20 +165,22 @@ STEPS = st.lists(st.tuples(st.sampled_from("abcd"), KEYS, st.booleans()), max_si
 @settings(max_examples=60, deadline=None)
 @given(STEPS, st.integers(1, 8), st.integers(1, 200))
 def test_tables_agree_after_any_sequence(steps, max_keys, max_tokens):
-    policy = MessageAffinity(max_keys=max_keys, max_tokens=max_tokens)
+    policy = MessageAffinity(256.0, max_keys=max_keys, max_tokens=max_tokens)
     for replica, keys, is_removed in steps:
-        request = RouteRequest(keys, learned=[("a", keys)])
+        request = RouteRequest(keys)
         held = policy.held(request)
         assert all(0 < tokens <= sum(keys.values()) for tokens in held.values())
         assert sorted(policy.rank(request, IDLE)) == sorted(IDLE)
         queues = {"a": len(keys), "b": 1, "c": 2}
-        scores = {name: held.get(name, 0) - 256 * queue for name, queue in queues.items()}
-        assert scores[policy.rank(request, queues)[0]] == max(scores.values())
+        first = policy.rank(request, queues)[0]
+        scores = {name: held.get(name, 0) - 256 * queues[name] - policy.work(name) / 2 for name in queues}
+        assert scores[first] == pytest.approx(max(scores.values()))
         if is_removed:
             policy.on_removed(replica)
             assert replica not in policy.held(request)
         else:
             policy.on_routed(request, replica)
+            policy.on_learned("a", keys)
         policy.check()
 
 
