@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
 }
 
-CLUSTER_OPTIONS = ("replicas", "max_replicas", "router", "ray_address")
+CLUSTER_OPTIONS = ("replicas", "max_replicas", "router", "transfer", "ray_address")
 
 ENGINE_OPTIONS = ("capacity", "host_capacity", "disk_capacity", "eviction")  # of CacheConfig
 
@@ -73,6 +73,9 @@ def serve(
     max_replicas: Annotated[int | None, typer.Option(min=1, help="Add replicas under load, up to this many.")] = None,
     router: Annotated[
         str | None, typer.Option(help="Routing to replicas: message, prefix, power-of-two, round-robin, session.")
+    ] = None,
+    transfer: Annotated[
+        str | None, typer.Option(help="Messages from other replicas: auto (if faster than computing), always, never.")
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="A running Ray, as auto.  [default: start a local one]")

@@ -2,11 +2,15 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..server.chat_prompt import ChatPrompt
+from ..server.chat_prompt import ChatPrompt, Segment
 from ..server.server_config import ReuseMode
+
+if TYPE_CHECKING:
+    from ..server.service import GenerationSpec
 
 BLOCK = 64  # tokens of a part of a prompt that is not cut into messages
 
@@ -29,11 +33,26 @@ def prompt_keys(mode: ReuseMode, scope: Sequence[str], prompts: Iterable[ChatPro
             keys |= anchor_keys(scope, prompt.tokens)
         elif mode == "messages":
             for segment in prompt.segments:
-                content = segment.tokens if segment.answer_key is None else segment.answer_key
-                keys[content_key(scope, content)] = len(segment.tokens)
+                keys[_message_key(scope, segment)] = len(segment.tokens)
         else:
             keys |= prefix_keys(scope, prompt)
     return keys
+
+
+def _message_key(scope: Sequence[str], segment: Segment) -> int:
+    return content_key(scope, segment.tokens if segment.answer_key is None else segment.answer_key)
+
+
+def segment_key(spec: "GenerationSpec", segment: Segment) -> int:
+    """Return the key of a message in `prompt_keys` of a request."""
+    return _message_key(scope_of(spec), segment)
+
+
+def scope_of(spec: "GenerationSpec") -> Sequence[str]:
+    """Return what separates the caches that a request may use."""
+    key = spec.key
+    # prefixes are found by all workflows of a client
+    return (key.client_id, key.model) if spec.reuse == "exact" else (key.client_id, key.model, key.workflow)
 
 
 def answer_keys(mode: ReuseMode, scope: Sequence[str], tokens: Sequence[int], contents: Iterable[str]) -> ContentKeys:

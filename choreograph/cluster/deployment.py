@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..models.loader import DEFAULT_MODEL
 from ..server.server_config import ServerConfig
 from ..utils import require
-from .routing import create_policy
+from .routing import TransferMode, create_policy
 
 APP_NAME = "choreograph"
 
@@ -37,6 +37,7 @@ class ClusterConfig:
     threads_per_replica: PositiveInt = 1  # of one operation on the CPU
     target_requests: PositiveInt = 8  # of a replica, running and waiting, that autoscaling keeps
     router: str = "message"  # policy of `cluster/routing.py`
+    transfer: TransferMode = "auto"  # when a replica fetches messages from others instead of computing them
 
     def __post_init__(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
@@ -102,7 +103,7 @@ def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: C
         },
         request_router_config=RequestRouterConfig(**router),
         **scaling,
-    ).bind(open_engine, config, cluster.threads_per_replica)
+    ).bind(open_engine, config, cluster.threads_per_replica, cluster.transfer)
     num_requests = config.max_requests * (cluster.max_replicas or cluster.replicas)
     gateway = serve.deployment(
         serve.ingress(None)(Gateway),
@@ -111,7 +112,8 @@ def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: C
         graceful_shutdown_timeout_s=config.drain_timeout,
         ray_actor_options={"num_cpus": 0},
     )
-    return gateway.bind(replicas, replace(config, max_requests=num_requests))
+    has_transfers = cluster.transfer != "never"
+    return gateway.bind(replicas, replace(config, max_requests=num_requests), has_transfers=has_transfers)
 
 
 def scale(context: Any) -> tuple[int, dict[str, Any]]:

@@ -20,7 +20,7 @@ from ..server.resumption import SentAnswer
 from ..server.reuse import Plan
 from ..server.server_config import ServerConfig
 from ..server.service import GenerationSpec, InferenceService, RunningRequest
-from .content_keys import answer_keys, prompt_keys
+from .content_keys import answer_keys, prompt_keys, scope_of
 from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaLoad, ReplicaUpdate
 from .routing import RouteRequest
 
@@ -198,10 +198,10 @@ class ReplicatedService(InferenceService):
 
     thread: ReplicaThread  # type: ignore[assignment]
 
-    def __init__(self, info: ReplicaInfo, config: ServerConfig, handle: Any) -> None:
+    def __init__(self, info: ReplicaInfo, config: ServerConfig, handle: Any, *, has_transfers: bool = False) -> None:
         proxy: Any = EngineProxy(info)
         super().__init__(proxy, config)
-        self._handle = handle
+        self._handle, self._has_transfers = handle, has_transfers
         self.thread = ReplicaThread(handle)
         proxy.stats = self._sum_stats
 
@@ -217,16 +217,10 @@ class ReplicatedService(InferenceService):
     def call_of(self, spec: GenerationSpec) -> ReplicaCall:
         """Return what any replica needs to run a request."""
         key, scope = spec.key, scope_of(spec)
-        route = RouteRequest(prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, key.workflow)))
+        keys, session = prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, key.workflow))
+        route = RouteRequest(keys, session, is_movable=self._has_transfers and spec.reuse == "messages")
         schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])
         return ReplicaCall(route, spec, self.planner.store.graphs.get((key.tenant, key.workflow)), schema)
-
-
-def scope_of(spec: GenerationSpec) -> Sequence[str]:
-    """Return what separates the caches that a request may use."""
-    key = spec.key
-    # prefixes are found by all workflows of a client
-    return (key.client_id, key.model) if spec.reuse == "exact" else (key.client_id, key.model, key.workflow)
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
@@ -246,11 +240,12 @@ class Gateway:
 
     Args:
         handle: of the deployment of `EngineReplica`.
+        has_transfers: replicas fetch messages from each other.
     """
 
-    async def __init__(self, handle: Any, config: ServerConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, handle: Any, config: ServerConfig, *, has_transfers: bool = False) -> None:  # type: ignore[misc]
         info: ReplicaInfo = await handle.describe.remote()
-        self._service = ReplicatedService(info, config, handle)
+        self._service = ReplicatedService(info, config, handle, has_transfers=has_transfers)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_service_app(self._service)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +12,15 @@ from ray import serve
 from ..agents import StepGraph
 from ..engine.engine import Engine
 from ..models.info import ModelInfo
-from ..outputs import EngineStats
+from ..outputs import BASE_MODEL, EngineStats
 from ..server.api_errors import ApiError, to_api_error
 from ..server.app import create_app
 from ..server.engine_thread import ChoiceUpdate
 from ..server.reuse import SourceCounts
 from ..server.server_config import ServerConfig
 from ..server.service import GenerationSpec, InferenceService, RunningRequest
-from .routing import RouteRequest
+from .message_transfer import MessageFetcher, MessageQuery, SentMessage, export_messages
+from .routing import RouteRequest, TransferMode
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,16 @@ class EngineReplica:
     Args:
         open_engine: loads the engine; called in the replica's process.
         threads: of one operation; None: as the machine has cores.
+        transfer: when messages are fetched from other replicas instead of computed.
     """
 
-    async def __init__(self, open_engine: Callable[[], Engine], config: ServerConfig, threads: int | None) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self,
+        open_engine: Callable[[], Engine],
+        config: ServerConfig,
+        threads: int | None,
+        transfer: TransferMode = "auto",
+    ) -> None:
         if threads is not None:
             import torch
 
@@ -108,7 +116,22 @@ class EngineReplica:
         engine = await asyncio.to_thread(open_engine)
         self._service: InferenceService = create_app(engine, config).state.service
         self._service.start()
-        self._name: str = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._name: str = context.replica_id.unique_id
+        others = serve.get_deployment_handle(context.deployment, context.app_name).options(method_name="export")
+
+        async def ask(source: str, query: MessageQuery) -> Sequence[SentMessage]:
+            response = others.remote(query)
+            try:
+                return await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+
+        if transfer != "never":  # before it is needed: it reads all weights
+            model_set = engine.core.model_set
+            self._hashing = asyncio.create_task(asyncio.to_thread(model_set.weights_hash, BASE_MODEL))
+        self._fetcher = MessageFetcher(self._service, ask, self._name, transfer)
 
     async def describe(self) -> ReplicaInfo:
         """Return what replicas have in common, and this one's state."""
@@ -121,17 +144,25 @@ class EngineReplica:
         stats: EngineStats = await self._service.thread.call(self._service.engine.stats)
         return ReplicaLoad(self._name, os.getpid(), stats)
 
+    async def export(self, query: MessageQuery) -> list[SentMessage]:
+        """Return messages for another replica."""
+        return await export_messages(self._service, query)
+
     async def generate(self, call: ReplicaCall) -> AsyncIterator[str | ReplicaUpdate | ReplicaError]:
         """Run a request: yield this replica's name, then updates or an error."""
         yield self._name
         updates = None
         try:
             await self._service.thread.call(lambda: self._declare(call))
+            await self._fetcher.fetch_missing(call.spec, call.route.sources)
             request: Any = _Connection()
             running: RunningRequest = self._service.submit(request, call.spec)
             updates = running.updates()
             async for choices in updates:
                 yield ReplicaUpdate(choices, running.counts)
+            ttft = [choice.timing.ttft for choice in choices if choice.timing is not None]
+            if ttft and ttft[0] is not None and not running.counts.cached:
+                self._fetcher.costs.observe_computing(running.counts.computed, ttft[0])
         except Exception as exc:
             error = to_api_error(exc)
             yield ReplicaError(error.status, error.body, error.headers)

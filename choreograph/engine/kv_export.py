@@ -106,6 +106,12 @@ def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
 
 def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
     """Copy the computed KV entry of a message to host memory."""
+    snapshot = copy_kv(core, request)
+    return snapshot._replace(checksum=_checksum(snapshot.base_position, snapshot.layers))
+
+
+def copy_kv(core: EngineCore, request: Request) -> KVSnapshot:
+    """Return `export_kv` without the checksum."""
     if request.mode != "choreographed":
         raise InvalidRequestError(
             f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts"
@@ -120,8 +126,7 @@ def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
         work_hash = portable_content_hash(
             entry.tokens, entry.base_position, entry.context, entry.model, core.model_set.weights_hash
         )
-        base_position, layers = entry.base_position, core.cache_manager.pool.export_slots(entry.slots)
-    return KVSnapshot(base_position, layers, model_hash, work_hash, _checksum(base_position, layers))
+        return KVSnapshot(entry.base_position, core.cache_manager.pool.export_slots(entry.slots), model_hash, work_hash)
 
 
 @contextmanager
@@ -186,13 +191,17 @@ def unpin_session(core: EngineCore, session_id: int) -> None:
         core.cache_manager.pins.unpin_session(session_id)
 
 
-def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check: bool) -> bool:
+def import_kv(
+    core: EngineCore, request: Request, snapshot: KVSnapshot, *, check: bool, any_context: bool = False
+) -> bool:
     """Complete a prefill from a snapshot, without queueing it.
 
     Returns False if there is no capacity for it at the moment.
 
     Args:
         check: verify the checksum, which reads the complete snapshot.
+        any_context: take a snapshot that was computed in a context that is not here; the request then needs a
+            cache salt of its own.
 
     Raises:
         InvalidRequestError: if the snapshot has other tokens or another context, or is damaged.
@@ -200,7 +209,7 @@ def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check
     """
     core.model_set.weights_hash(request.model)
     with core.lock:
-        _check_snapshot(core, request, snapshot)
+        _check_snapshot(core, request, snapshot, any_context)
     if check:  # slow: not under the lock
         if snapshot.checksum is None:
             raise InvalidRequestError(
@@ -232,7 +241,7 @@ def import_kv(core: EngineCore, request: Request, snapshot: KVSnapshot, *, check
     return True
 
 
-def _check_snapshot(core: EngineCore, request: Request, snapshot: object) -> None:
+def _check_snapshot(core: EngineCore, request: Request, snapshot: object, any_context: bool) -> None:
     """Check that a snapshot matches the request's model, tokens and context.
 
     Every field is validated first, since the snapshot may be edited by hand.
@@ -268,6 +277,8 @@ def _check_snapshot(core: EngineCore, request: Request, snapshot: object) -> Non
         raise InvalidRequestError(
             f"the copy is in {sorted(map(str, dtypes))}, the cache in {cache_dtype}: use what Message.export_kv gave"
         )
+    if any_context:
+        return
     work_hash = portable_content_hash(
         placement.tokens, placement.position, placement.context, request.model, core.model_set.weights_hash
     )

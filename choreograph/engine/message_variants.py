@@ -59,6 +59,22 @@ class MessageVariants:
             self._session._register([message])
         return is_imported
 
+    def import_encoded(self, tokens: list[int], snapshot: KVSnapshot) -> Message | None:
+        """Return a message with KV that another engine computed.
+
+        Its context may be unknown here. Returns None without capacity for it. If it is evicted, it is computed
+        again on its own.
+        """
+        message = self._session._build_prefill(tokens)
+        if self._session._guard.is_active:
+            self._session._guard.apply([message])
+        # a prefill of equal tokens must not find it
+        message._request.cache_salt += f"\0encoded elsewhere {snapshot.content_hash}"
+        if not import_kv(self._core, message._request, snapshot, check=False, any_context=True):
+            return None
+        self._session._register([message])
+        return message
+
     def resolve_parents(self, message: Message) -> tuple[Parent, ...]:
         """Replace parents of other models by their variants for the message's model.
 

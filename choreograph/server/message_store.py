@@ -16,6 +16,8 @@ from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
 
+IMPORTED = -1  # lineage of messages from other engines; no hash is -1
+
 
 class WorkflowKey(NamedTuple):
     """What separates stored messages: nothing is found under another key."""
@@ -40,6 +42,11 @@ class StoredMessage:
     lineage: int  # of the messages before it
     content_keys: list[object] = field(default_factory=list)  # under which `by_content` has it
 
+    @property
+    def is_imported(self) -> bool:
+        """True if another engine computed it."""
+        return self.lineage == IMPORTED
+
 
 class StoredWorkflow:
     """Stored messages of one workflow, and their session."""
@@ -55,7 +62,10 @@ class StoredWorkflow:
 
     def find_content(self, key: object) -> StoredMessage | None:
         stored = self.by_content.get(key)
-        return stored if stored is not None and stored.message.error is None else None
+        if stored is None or stored.message.error is not None:
+            return None
+        # the context that an imported message saw is not here: it is computed in that of the request
+        return None if stored.is_imported and stored.message.kv_location == "dropped" else stored
 
     def unused_key(self, content: object) -> object:
         """Return a key of `content` in `by_content` that no message has.
@@ -79,6 +89,11 @@ class MessageStore:
     @property
     def workflows(self) -> list[StoredWorkflow]:
         return list(self._workflows.values())
+
+    def find(self, key: WorkflowKey, content_key: object) -> StoredMessage | None:
+        """Return a stored message of a workflow by its content key."""
+        workflow = self._workflows.get(key)
+        return None if workflow is None else workflow.find_content(content_key)
 
     @property
     def num_workflows(self) -> int:

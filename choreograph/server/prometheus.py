@@ -77,7 +77,7 @@ class ServerMetrics:
         self._prompt_tokens.inc(total)
         self._queries.inc(total)
         self._hits.inc(counts.prefix)
-        for source in ("prefix", "message", "quoted", "computed"):
+        for source in ("prefix", "message", "quoted", "remote", "computed"):
             self._source_tokens.labels(self._model_name, source).inc(getattr(counts, source))
 
     def render(self, stats: EngineStats | None) -> bytes:

@@ -45,11 +45,12 @@ class SourceCounts:
     message: int = 0  # of a message that was encoded after other messages
     quoted: int = 0  # of a message that is quoted inside another text
     computed: int = 0
-    repaired: int = 0  # reused tokens that were computed again in this context; also in `message` or `quoted`
+    remote: int = 0  # of a message that another replica encoded
+    repaired: int = 0  # reused tokens that were computed again in this context; also in another count
 
     @property
     def cached(self) -> int:
-        return self.prefix + self.message + self.quoted
+        return self.prefix + self.message + self.quoted + self.remote
 
 
 @dataclass
@@ -165,7 +166,8 @@ class _PlanBuilder:
     def reuse_message(self, stored: StoredMessage) -> None:
         """Append a whole stored message."""
         self._is_prefix &= stored.lineage == self._lineage and self._next_offset is None
-        self._append(stored, 0, len(stored.tokens), "prefix" if self._is_prefix else "message")
+        source = "remote" if stored.is_imported else "prefix" if self._is_prefix else "message"
+        self._append(stored, 0, len(stored.tokens), source)
 
     def reuse_prefix(
         self, tokens: list[int], position: int, limit: int, excluded: Collection[StoredMessage] = ()

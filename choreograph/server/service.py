@@ -291,6 +291,7 @@ class RunningRequest:
                 "prefix_tokens": counts.prefix,
                 "message_tokens": counts.message,
                 "quoted_tokens": counts.quoted,
+                "remote_tokens": counts.remote,
                 "computed_tokens": counts.computed,
                 "repaired_tokens": counts.repaired,
             },

@@ -70,6 +70,7 @@ class RequestSpan:
                     "choreograph.usage.prefix_tokens": counts.prefix,
                     "choreograph.usage.message_tokens": counts.message,
                     "choreograph.usage.quoted_tokens": counts.quoted,
+                    "choreograph.usage.remote_tokens": counts.remote,
                     "choreograph.usage.computed_tokens": counts.computed,
                     "choreograph.usage.repaired_tokens": counts.repaired,
                 }

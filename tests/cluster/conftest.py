@@ -32,7 +32,7 @@ def ray_cluster(talker_folder):
     app = deployment.bind_app(
         partial(make_engine, talker_folder),
         ServerConfig(served_model_name="tiny", max_tokens=24),
-        deployment.ClusterConfig(replicas=2),
+        deployment.ClusterConfig(replicas=2, transfer="always"),
     )
     cluster = deployment.start(
         app, host="127.0.0.1", port=free_port(), num_cpus=3, object_store_memory=100 << 20, log_to_driver=False

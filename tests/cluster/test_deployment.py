@@ -41,9 +41,10 @@ def test_replicas_follow_requests_and_caches_within_their_limits():
 def test_a_config_file_of_ray_takes_the_options_of_the_server():
     app = build_app({"model": "m", "replicas": 3, "reuse": "auto", "capacity": 512, "api_keys": ["key-of-a-team"]})
     replicas = app._bound_deployment.init_args[0]._bound_deployment
-    open_engine, config, threads = replicas.init_args
+    open_engine, config, threads, transfer = replicas.init_args
     assert open_engine.args == ("m",) and open_engine.keywords["config"].cache.capacity == 512
     assert (config.reuse, config.api_keys, threads, replicas.num_replicas) == ("auto", ("key-of-a-team",), 1, 3)
+    assert transfer == "auto"
     with pytest.raises(ConfigError, match="prot: no such option"):
         build_app({"prot": 1})
 
