@@ -16,6 +16,7 @@ DETAILS = Path(__file__).parent / "results"  # pages with all tables, beside the
 SUMMARY_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 PAGES = (
     SUMMARY_PAGE,
+    SUMMARY_PAGE.with_name("scale.md"),
     *(
         DETAILS / f"{name}.md"
         for name in ("workflows", "quality", "finetuning", "prompt_cache", "kvflow", "layer_reuse", "quantization")
@@ -474,12 +475,36 @@ def reuse(name: str) -> str:
     return markdown(head, lines) + ("\n\n" + _provenance_note("reuse") if name == "reuse-quality" else "")
 
 
+def ray_scale() -> str:
+    """Computed tokens and balance of every router, simulated."""
+    cells: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for row in record("ray_scale")["rows"]:
+        place, _, measure = row["measure"].partition(": ")
+        workload, count, *router = place.split(", ")
+        if router:
+            cells.setdefault((workload, count), {}).setdefault(router[0], {})[measure] = row["value"]
+    routers = list(next(iter(cells.values())))
+    lines = []
+    for (workload, count), results in cells.items():
+        shares = [
+            f"{result['computed tokens'] / result['prompt tokens']:.0%} / {result['imbalance']:.1%}, "
+            f"{1000 * result['time to first token p99']:.0f} ms"
+            for result in map(results.__getitem__, routers)
+        ]
+        own = results[routers[-1]]
+        moved, state = own["moved tokens"] / own["prompt tokens"], own["state of the router"] / 1e6
+        lines.append([workload, count.split()[0], *shares, f"{moved:.0%}", f"{state:.1f} MB"])
+    head = ["Workload", "Replicas", *routers, "moved, with transfers", "router's state"]
+    return markdown(head, lines) + "\n\n" + _provenance_note("ray_scale")
+
+
 def paper(section: str) -> str:
     """Return the tables and figures of one paper."""
     return markdown(results_papers.HEAD, results_papers.SECTIONS[section](record))
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "ray-scale": ray_scale,
     "speed": speed,
     "stages": stages,
     "scaling": scaling,
