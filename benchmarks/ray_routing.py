@@ -64,7 +64,7 @@ def measure(router: str, workload: Callable[..., None], num_workflows: int, conc
     app = deployment.build_app({"replicas": 2, "router": router, "capacity": 32768, "reuse": "messages"})
     cluster = deployment.start(app, host="127.0.0.1", port=PORT, num_cpus=2, log_to_driver=False)
     ttft: list[float] = []
-    totals = {"prompt": 0, "computed": 0}
+    totals = {"prompt": 0, "computed": 0, "remote": 0}
     try:
         with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
             model = client.models.list().data[0].id
@@ -88,6 +88,7 @@ def measure(router: str, workload: Callable[..., None], num_workflows: int, conc
                     if chunk.usage:
                         totals["prompt"] += chunk.usage.prompt_tokens
                         totals["computed"] += chunk.usage.choreography["computed_tokens"]
+                        totals["remote"] += chunk.usage.choreography["remote_tokens"]
                 ttft.append(first or time.perf_counter() - began)
                 return answer
 
@@ -115,9 +116,12 @@ def main() -> None:
             result = measure(router, WORKLOADS[name], arguments.workflows, arguments.concurrency)
             computed[router] = result["computed"]
             print(name, router, result["computed"], statistics.median(result["ttft"]), result["imbalance"], flush=True)
-            for measure_name, value in (("computed tokens", result["computed"]), ("imbalance", result["imbalance"])):
-                required = 0.1 if (router, measure_name) == ("message", "imbalance") else None
-                rows.append(Row(f"{name}, {router}: {measure_name}", value, "", value, value, "lower", required))
+            for measure_name, unit in (("computed", "tokens"), ("remote", "tokens"), ("imbalance", "share")):
+                required, value = (
+                    0.1 if (router, measure_name) == ("message", "imbalance") else None,
+                    result[measure_name],
+                )
+                rows.append(Row(f"{name}, {router}: {measure_name}", value, unit, value, value, "lower", required))
             rows.append(median_row(f"{name}, {router}: time to first token", result["ttft"], "s", better="lower"))
         others = [count for router, count in computed.items() if router != "message"]
         if "message" in computed and others:
