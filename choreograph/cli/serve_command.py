@@ -1,14 +1,18 @@
 """`choreograph serve`: the OpenAI-compatible server."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import ConfigError
 from ..utils import require
 from . import common
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 KeyOption = Annotated[list[str] | None, typer.Option("--api-key", help="A key that clients may use; each is a tenant.")]
 KeyFileOption = Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")]
@@ -44,7 +48,9 @@ def serve(
     reuse: ReuseOption = None,
     dtype: Annotated[str | None, typer.Option(help="The type to compute in.  [default: auto]")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda.  [default: cpu]")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile", help="Compile small steps.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile", help="Compile steps before the first request, in minutes.")
+    ] = None,
     capacity: Annotated[str | None, typer.Option(help="KV cache: tokens, or a size like 4GiB.")] = None,
     host_capacity: Annotated[str | None, typer.Option(help="Host tier: tokens, or a size.")] = None,
     disk_capacity: Annotated[str | None, typer.Option(help="Disk tier: tokens, or a size.")] = None,
@@ -170,4 +176,12 @@ def _engine_opener(options: dict[str, Any]) -> Any:
 
     common.quiet_transformers()
     config = EngineConfig(cache=CacheConfig(**cache), compile=compile, max_model_len=options.pop("max_model_len", None))
-    return partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)
+    load = partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)
+    return partial(_load_compiled, load) if compile else load
+
+
+def _load_compiled(load: "Callable[[], Engine]") -> "Engine":
+    """Load an engine and compile its steps before the first request."""
+    engine = load()
+    engine.warm_up()
+    return engine
