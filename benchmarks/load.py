@@ -40,9 +40,11 @@ def serve() -> None:
     import uvicorn
 
     from choreograph import CacheConfig, Engine, EngineConfig
+    from choreograph.cli.serve_command import limit_primitive_cache
     from choreograph.server.app import create_app
     from choreograph.server.server_config import ServerConfig
 
+    limit_primitive_cache()
     model, compile, dtype = sys.argv[1:]
     config = EngineConfig(cache=CacheConfig(capacity=CAPACITY), compile=compile == "compile")
     engine = Engine.from_pretrained(model, config=config, dtype=dtype, device="cpu")

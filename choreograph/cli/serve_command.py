@@ -1,5 +1,6 @@
 """`choreograph serve`: the OpenAI-compatible server."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,8 @@ DEFAULTS: dict[str, Any] = {
     "device": "cpu",
     "compile": False,
 }
+
+PRIMITIVE_CACHE_CAPACITY = 256  # compiled matrix products
 
 CLUSTER_OPTIONS = ("replicas", "max_replicas", "router", "ray_address")
 
@@ -100,6 +103,7 @@ def serve(
     keys = tuple(options.pop("api_key", None) or ())
     if (file := options.pop("api_key_file", None)) is not None:
         keys += _read_keys(Path(file))
+    limit_primitive_cache()
     address = {name: options.pop(name) for name in ("host", "port")}
     cluster = {name: options.pop(name) for name in CLUSTER_OPTIONS if name in options}
     open_engine = _engine_opener(options)
@@ -121,6 +125,15 @@ def serve(
         timeout_graceful_shutdown=server_config.drain_timeout,
         server_header=False,
     )
+
+
+def limit_primitive_cache() -> None:
+    """Limit oneDNN's cache of compiled matrix products.
+
+    oneDNN compiles each product again for every number of rows, and keeps 1024 by default. A server's steps
+    have all numbers of rows, so its memory would grow for minutes or hours. Has no effect after the first product.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_CACHE_CAPACITY))
 
 
 def _option_names() -> set[str]:

@@ -7,6 +7,7 @@ event loop in one call, so the loop wakes up once a step however many requests r
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +24,7 @@ from ..utils import call_all
 T = TypeVar("T")
 
 QUIET_TURNS = 8  # of the event loop without a request, more than it needs to read and submit one
-MAX_TURNS = 128
-GATHER_SECONDS = 0.05  # limit of one turn
+GATHER_SECONDS = 0.05  # limit of these turns
 
 LINGER_SECONDS = 0.05  # that the KV of the last tokens of answers may wait for a next request
 
@@ -142,9 +142,10 @@ class EngineThread:
         core, timeout = self.engine.core, 0.0
         while True:
             is_idle = not self._active and not core.scheduler.num_unfinished
-            if not self._handle_inbox(None if is_idle else max(timeout, self._linger_seconds())):
+            linger = self._linger_seconds()
+            if not self._handle_inbox(None if is_idle else max(timeout, linger)):
                 break
-            if is_idle and not self._gather():
+            if (is_idle or linger) and not self._gather():
                 break
             is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
             try:
@@ -172,13 +173,11 @@ class EngineThread:
         Returns:
             False if the thread has to end.
         """
-        num_quiet = 0
-        for _ in range(MAX_TURNS):
-            if num_quiet == QUIET_TURNS or self._loop is None or self._loop.is_closed():
-                break
+        num_quiet, end = 0, time.monotonic() + GATHER_SECONDS
+        while num_quiet < QUIET_TURNS and (left := end - time.monotonic()) > 0:
             turn = threading.Event()
-            self._loop.call_soon_threadsafe(turn.set)
-            turn.wait(GATHER_SECONDS)
+            self._post(turn.set)
+            turn.wait(left)
             num_quiet = num_quiet + 1 if self._inbox.empty() else 0
             if not self._handle_inbox(0):
                 return False

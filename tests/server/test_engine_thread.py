@@ -4,10 +4,12 @@ import asyncio
 
 from helpers.live_server import make_engine
 
+from choreograph.server import engine_thread
 from choreograph.server.engine_thread import EngineThread, Generation
 
 
-def test_requests_that_arrive_together_share_their_first_step(talker_folder):
+def test_requests_that_arrive_together_share_their_first_step(talker_folder, monkeypatch):
+    monkeypatch.setattr(engine_thread, "GATHER_SECONDS", 60)
     engine = make_engine(talker_folder)
     session = engine.session(mode="prefix", seed=0)
 
