@@ -32,7 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
 }
 
-PRIMITIVE_CACHE_CAPACITY = 256  # compiled matrix products
+PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # variables of oneDNN and of PyTorch
+PRIMITIVE_CACHE_CAPACITY = 128  # compiled matrix products
 
 CLUSTER_OPTIONS = ("replicas", "max_replicas", "router", "ray_address")
 
@@ -128,12 +129,14 @@ def serve(
 
 
 def limit_primitive_cache() -> None:
-    """Limit oneDNN's cache of compiled matrix products.
+    """Limit oneDNN's caches of compiled matrix products.
 
-    oneDNN compiles each product again for every number of rows, and keeps 1024 by default. A server's steps
-    have all numbers of rows, so its memory would grow for minutes or hours. Has no effect after the first product.
+    oneDNN compiles each product again for every number of rows; it and PyTorch each keep 1024 by default. A
+    server's steps have all numbers of rows, so its memory would grow for minutes or hours. Has no effect after
+    the first product.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_CACHE_CAPACITY))
+    for name in PRIMITIVE_CACHES:
+        os.environ.setdefault(name, str(PRIMITIVE_CACHE_CAPACITY))
 
 
 def _option_names() -> set[str]:

@@ -54,13 +54,14 @@ def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_
 
 
 def test_the_cache_of_compiled_products_is_limited_unless_the_user_chooses(started, talker_folder, monkeypatch):
-    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-    monkeypatch.setenv(name, "7")
+    for name in serve_command.PRIMITIVE_CACHES:
+        monkeypatch.setenv(name, "7")
     serve_command.limit_primitive_cache()
-    assert os.environ[name] == "7"
-    monkeypatch.delenv(name)
+    assert [os.environ[name] for name in serve_command.PRIMITIVE_CACHES] == ["7", "7"]
+    for name in serve_command.PRIMITIVE_CACHES:
+        monkeypatch.delenv(name)
     started(talker_folder, "--capacity", 512, "--dtype", "float32")
-    assert os.environ[name] == "256"
+    assert [os.environ[name] for name in serve_command.PRIMITIVE_CACHES] == ["128", "128"]
 
 
 def test_replicas_are_served_on_ray_with_the_same_options(monkeypatch, talker_folder):
