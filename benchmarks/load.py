@@ -40,12 +40,15 @@ def serve() -> None:
     import uvicorn
 
     from choreograph import CacheConfig, Engine, EngineConfig
+    from choreograph.cli.serve_command import limit_primitive_cache
     from choreograph.server.app import create_app
     from choreograph.server.server_config import ServerConfig
 
+    limit_primitive_cache()
     model, compile, dtype = sys.argv[1:]
     config = EngineConfig(cache=CacheConfig(capacity=CAPACITY), compile=compile == "compile")
     engine = Engine.from_pretrained(model, config=config, dtype=dtype, device="cpu")
+    engine.warm_up()
     options = ServerConfig(api_keys=KEYS, served_model_name="model", max_workflow_tokens=STORED_TOKENS)
     app = create_app(engine, options)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
@@ -239,8 +242,9 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--eager", action="store_true", help="compile nothing, which takes minutes before the load")
     arguments = parser.parse_args()
-    result = measure(arguments.model, seconds=arguments.seconds, clients=arguments.clients, compile=True)
+    result = measure(arguments.model, seconds=arguments.seconds, clients=arguments.clients, compile=not arguments.eager)
     counts, slope, width = result["counts"], result["slope"], result["slope_width"]
     what = f"{arguments.clients} clients, {arguments.seconds:g} s"
 

@@ -1,12 +1,12 @@
 """The server: three agent programs in `exact` and `auto` and on other servers, and its overhead against the engine.
 
-make bench NAME=serve                                    # about ten minutes, after the first start of vLLM
+make bench NAME=serve                                    # about twenty minutes on two cores
 make bench NAME=serve ARGS="--only debate --rounds 1 --peers llama.cpp"
 
 The programs have the shapes of those in `examples/serve`: a debate whose speakers quote each other, a supervisor's workers
 who read all notes, and a hand-off of one conversation to agents with other instructions. All sides answer each program in
-turns, on the same model with the same number of threads. Results are saved after each part; a server that fails is left
-out from then on.
+turns, on the same model with the same number of threads; the other servers are stopped meanwhile. Results are saved
+after each part; a server that fails is left out from then on.
 """
 
 import argparse
@@ -157,9 +157,10 @@ def program_rows(
         for name, side in list(sides.items()):
             start = time.perf_counter()
             try:
-                turns = asyncio.run(run_program(program, side, number, max_tokens))
+                with side.server.running():
+                    turns = asyncio.run(run_program(program, side, number, max_tokens))
             except Exception as exc:
-                failed[name] = f"{program}: {type(exc).__name__}: {exc}"
+                failed[name] = f"{program}: {type(exc).__name__}: {exc}: {side.server.log_tail()}"
                 print(f"... {name} failed: {failed[name]}", flush=True)
                 del sides[name]
                 continue
@@ -198,9 +199,22 @@ def program_rows(
     return rows
 
 
+async def read_stream(url: str, body: Mapping[str, Any]) -> bytes:
+    """Reply of a streamed completion, unparsed: the client shares the cores with the server."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps({**body, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    reply = await reader.read()
+    writer.close()
+    return reply
+
+
 def overhead_rows(server: Server, rounds: int) -> list[Row]:
     """Tokens per second of the server and of the engine in process, at STREAMS streams."""
     local, seeds = engine(), iter(range(1 << 30))
+    local.warm_up()
 
     def tokens_per_second(run: Callable[[list[list[int]]], object]) -> float:
         seed = next(seeds) * STREAMS
@@ -215,12 +229,13 @@ def overhead_rows(server: Server, rounds: int) -> list[Row]:
                 message.result()
 
     async def over_http(prompts: list[list[int]]) -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
-            body = {"model": server.model, "temperature": 0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
-            await asyncio.gather(*(stream(client, "/v1/completions", {**body, "prompt": p}) for p in prompts))
+        body = {"model": server.model, "temperature": 0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        answers = await asyncio.gather(*(read_stream(server.url, {**body, "prompt": p}) for p in prompts))
+        assert all(b"data: [DONE]" in answer for answer in answers)
 
     def served(prompts: list[list[int]]) -> None:
-        asyncio.run(over_http(prompts))
+        with server.running():
+            asyncio.run(over_http(prompts))
 
     sides = (lambda: tokens_per_second(served), lambda: tokens_per_second(in_process))
     interleaved(1, *sides)  # compiles
@@ -247,6 +262,8 @@ def start(peers: list[str], failed: dict[str, str]) -> dict[str, Server]:
         except RuntimeError as exc:
             failed[name] = str(exc)
             servers.pop(name).close()
+    for server in servers.values():
+        server.pause()
     return servers
 
 

@@ -1,11 +1,13 @@
 """Servers that `benchmarks.serve` compares, each in a process of its own: ours, vLLM's and llama.cpp's."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -14,12 +16,13 @@ from choreograph.models.loader import bundled_gguf, convert_gguf
 
 from .peer_engines import VLLM
 
-START_SECONDS = 600  # until a server answers
+START_SECONDS = 900  # until a server answers: vLLM imports and compiles for minutes
+LOG_LINES = 15  # shown of a server that fails
 LOGS = Path("out")
 
 
 class Server:
-    """An OpenAI server in a process of its own; its output goes to `out/serve-<name>.log`."""
+    """An OpenAI server in processes of its own; its output goes to `out/serve-<name>.log`."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         with socket.socket() as probe:
@@ -31,7 +34,11 @@ class Server:
         self._log = LOGS / f"serve-{name}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [*command, "--port", str(port)], env=variables | dict(environment or {}), stdout=log, stderr=log
+                [*command, "--port", str(port)],
+                env=variables | dict(environment or {}),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a process group, which holds the workers too
             )
 
     def wait(self) -> None:
@@ -39,19 +46,42 @@ class Server:
         end = time.monotonic() + START_SECONDS
         while True:
             try:
-                self.model = httpx.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]["id"]
+                reply = httpx.get(f"{self.url}/v1/models", timeout=60).raise_for_status()
+                self.model = reply.json()["data"][0]["id"]
                 return
             except httpx.HTTPError:
                 if self._process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"{self.name} does not answer: see {self._log}") from None
+                    raise RuntimeError(f"{self.name} does not answer: {self.log_tail()}") from None
                 time.sleep(0.5)
 
-    def close(self) -> None:
-        self._process.terminate()
+    def log_tail(self) -> str:
+        """Return the last lines of the log."""
+        return "\n".join([str(self._log), *self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]])
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the server run in this block."""
+        self._signal(signal.SIGCONT)
         try:
+            yield
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        """Stop the server's processes until `running`: idle threads of some servers spin."""
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._signal(signal.SIGKILL)  # workers that outlive it
+        self._process.wait()
 
 
 def start_ours(threads: int) -> Server:
@@ -68,7 +98,7 @@ def start_vllm(threads: int) -> Server:
     command += ["--max-num-seqs", "64", "--enable-prompt-tokens-details", "--host", "127.0.0.1"]
     environment = {
         "PYTHONPATH": "",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

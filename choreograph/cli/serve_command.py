@@ -1,14 +1,19 @@
 """`choreograph serve`: the OpenAI-compatible server."""
 
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import ConfigError
 from ..utils import require
 from . import common
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 KeyOption = Annotated[list[str] | None, typer.Option("--api-key", help="A key that clients may use; each is a tenant.")]
 KeyFileOption = Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")]
@@ -27,6 +32,9 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
 }
 
+PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # variables of oneDNN and of PyTorch
+PRIMITIVE_CACHE_CAPACITY = 128  # compiled matrix products
+
 CLUSTER_OPTIONS = ("replicas", "max_replicas", "router", "transfer", "ray_address")
 
 ENGINE_OPTIONS = ("capacity", "host_capacity", "disk_capacity", "eviction")  # of CacheConfig
@@ -44,7 +52,9 @@ def serve(
     reuse: ReuseOption = None,
     dtype: Annotated[str | None, typer.Option(help="The type to compute in.  [default: auto]")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda.  [default: cpu]")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile", help="Compile small steps.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile", help="Compile steps before the first request, in minutes.")
+    ] = None,
     capacity: Annotated[str | None, typer.Option(help="KV cache: tokens, or a size like 4GiB.")] = None,
     host_capacity: Annotated[str | None, typer.Option(help="Host tier: tokens, or a size.")] = None,
     disk_capacity: Annotated[str | None, typer.Option(help="Disk tier: tokens, or a size.")] = None,
@@ -97,6 +107,7 @@ def serve(
     keys = tuple(options.pop("api_key", None) or ())
     if (file := options.pop("api_key_file", None)) is not None:
         keys += _read_keys(Path(file))
+    limit_primitive_cache()
     address = {name: options.pop(name) for name in ("host", "port")}
     cluster = {name: options.pop(name) for name in CLUSTER_OPTIONS if name in options}
     open_engine = _engine_opener(options)
@@ -118,6 +129,17 @@ def serve(
         timeout_graceful_shutdown=server_config.drain_timeout,
         server_header=False,
     )
+
+
+def limit_primitive_cache() -> None:
+    """Limit oneDNN's caches of compiled matrix products.
+
+    oneDNN compiles each product again for every number of rows; it and PyTorch each keep 1024 by default. A
+    server's steps have all numbers of rows, so its memory would grow for minutes or hours. Has no effect after
+    the first product.
+    """
+    for name in PRIMITIVE_CACHES:
+        os.environ.setdefault(name, str(PRIMITIVE_CACHE_CAPACITY))
 
 
 def _option_names() -> set[str]:
@@ -173,4 +195,12 @@ def _engine_opener(options: dict[str, Any]) -> Any:
 
     common.quiet_transformers()
     config = EngineConfig(cache=CacheConfig(**cache), compile=compile, max_model_len=options.pop("max_model_len", None))
-    return partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)
+    load = partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)
+    return partial(_load_compiled, load) if compile else load
+
+
+def _load_compiled(load: "Callable[[], Engine]") -> "Engine":
+    """Load an engine and compile its steps before the first request."""
+    engine = load()
+    engine.warm_up()
+    return engine

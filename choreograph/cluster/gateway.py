@@ -203,9 +203,8 @@ class ReplicatedService(InferenceService):
         super().__init__(proxy, config)
         self._handle, self._has_transfers = handle, has_transfers
         self.thread = ReplicaThread(handle)
-        proxy.stats = self._sum_stats
 
-    async def _sum_stats(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         """Return the summed state of all replicas."""
         results = await self._handle.broadcast("load").results_async(timeout_s=30, return_exceptions=True)
         return sum_stats([load.stats for load in results if isinstance(load, ReplicaLoad)])

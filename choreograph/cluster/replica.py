@@ -141,7 +141,7 @@ class EngineReplica:
 
     async def load(self) -> ReplicaLoad:
         """Return who this replica is and what it does."""
-        stats: EngineStats = await self._service.thread.call(self._service.engine.stats)
+        stats = await self._service.stats()
         return ReplicaLoad(self._name, os.getpid(), stats)
 
     async def export(self, query: MessageQuery) -> list[SentMessage]:

@@ -303,26 +303,28 @@ class Engine:
             self.core.cache_manager.evict_unreferenced()
 
     def stats(self) -> EngineStats:
-        """Return the engine's load (queues, KV cache, tiers) and its counters."""
+        """Return the engine's load (queues, KV cache, tiers) and its counters.
+
+        Waits for no other thread: during a step, the numbers may be those of a part of it.
+        """
         core = self.core
-        with core.lock:
-            entries = core.cache_manager.entries.values()
-            return EngineStats(
-                num_waiting=len(core.scheduler.waiting),
-                num_running=len(core.scheduler.running),
-                num_steps=core.num_steps,
-                num_batched_tokens=core.num_batched_tokens,
-                num_drafted_tokens=core.speculator.num_drafted if core.speculator else 0,
-                num_accepted_tokens=core.speculator.num_accepted if core.speculator else 0,
-                **core.cache_manager.stats,
-                tier_tokens={
-                    tier.name: sum(
-                        copy.tokens for e in entries for name, copy in e.tier_copies.items() if name == tier.name
-                    )
-                    for tier in core.cache_manager.offload_manager.tiers
-                },
-                events=dict(core.events.counts),
-            )
+        copies = [
+            copy for entry in list(core.cache_manager.entries.values()) for copy in list(entry.tier_copies.items())
+        ]
+        return EngineStats(
+            num_waiting=len(core.scheduler.waiting),
+            num_running=len(core.scheduler.running),
+            num_steps=core.num_steps,
+            num_batched_tokens=core.num_batched_tokens,
+            num_drafted_tokens=core.speculator.num_drafted if core.speculator else 0,
+            num_accepted_tokens=core.speculator.num_accepted if core.speculator else 0,
+            **core.cache_manager.stats,
+            tier_tokens={
+                tier.name: sum(copy.tokens for name, copy in copies if name == tier.name)
+                for tier in core.cache_manager.offload_manager.tiers
+            },
+            events=dict(core.events.counts),
+        )
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of cache or queues is broken."""

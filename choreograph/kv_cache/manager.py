@@ -435,14 +435,15 @@ class KVCacheManager:
     @property
     def stats(self) -> dict[str, int]:
         """Return entry and page counts of the device; see `EngineStats`."""
-        referenced = [entry for entry in self.entries.values() if entry.owners]
+        entries = list(self.entries.values())  # a copy: another thread may be running a step
+        referenced = [entry for entry in entries if entry.owners]
         num_partial = sum(len(e.pages) for e in referenced if e.computed_layers is not None)
         return {
             "num_pages": self.pool.pages,
             "num_free_pages": self.pool.free_pages,
             "num_referenced_pages": sum(len(e.pages) for e in referenced) - num_partial,
             "num_referenced_entries": len(referenced),
-            "num_unreferenced_entries": len(self.entries) - len(referenced),
+            "num_unreferenced_entries": len(entries) - len(referenced),
             "num_partial_pages": self.pool.num_pages(partial=True),
             "num_referenced_partial_pages": num_partial,
         }

@@ -189,7 +189,7 @@ def _add_status_routes(app: FastAPI, service: InferenceService) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
-        stats = await service.thread.call(service.engine.stats) if service.thread.is_running else None
+        stats = await service.stats() if service.thread.is_running else None
         store = service.planner.store
         service.metrics.num_workflows, service.metrics.num_stored_tokens = store.num_workflows, store.num_tokens
         return Response(service.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")

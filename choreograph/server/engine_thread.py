@@ -7,6 +7,7 @@ event loop in one call, so the loop wakes up once a step however many requests r
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +15,18 @@ from typing import Any, TypeVar
 
 from ..engine.engine import Engine
 from ..engine.message import Message
+from ..engine.request import RequestState
 from ..errors import RequestFailedError, SessionClosedError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import FinishReason, Timing, TokenLogprob
 from ..utils import call_all
 
 T = TypeVar("T")
+
+QUIET_TURNS = 8  # of the event loop without a request, more than it needs to read and submit one
+GATHER_SECONDS = 0.05  # limit of these turns
+
+LINGER_SECONDS = 0.05  # that the KV of the last tokens of answers may wait for a next request
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,10 @@ class EngineThread:
         core, timeout = self.engine.core, 0.0
         while True:
             is_idle = not self._active and not core.scheduler.num_unfinished
-            if not self._handle_inbox(None if is_idle else timeout):
+            linger = self._linger_seconds()
+            if not self._handle_inbox(None if is_idle else max(timeout, linger)):
+                break
+            if (is_idle or linger) and not self._gather():
                 break
             is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
             try:
@@ -154,6 +164,35 @@ class EngineThread:
                     )
         for generation in list(self._active):
             self._end(generation, SessionClosedError("the server is shutting down: send the request to another one"))
+
+    def _gather(self) -> bool:
+        """Read what arrives together with a first request, to share its step.
+
+        Waits while the event loop is busy, in turns of it; an idle loop's take microseconds.
+
+        Returns:
+            False if the thread has to end.
+        """
+        num_quiet, end = 0, time.monotonic() + GATHER_SECONDS
+        while num_quiet < QUIET_TURNS and (left := end - time.monotonic()) > 0:
+            turn = threading.Event()
+            self._post(turn.set)
+            turn.wait(left)
+            num_quiet = num_quiet + 1 if self._inbox.empty() else 0
+            if not self._handle_inbox(0):
+                return False
+        return True
+
+    def _linger_seconds(self) -> float:
+        """Seconds to wait for a request that shares the next step.
+
+        Not zero if only KV of complete answers is left to compute: a next request would wait for this step.
+        """
+        scheduler = self.engine.core.scheduler
+        if self._active or scheduler.waiting:
+            return 0.0
+        is_rest = all(request.state is RequestState.TOKENS_FINAL for request in scheduler.running)
+        return LINGER_SECONDS if is_rest else 0.0
 
     def _handle_inbox(self, timeout: float | None) -> bool:
         """Run what was queued; False if the thread has to end.

@@ -14,7 +14,7 @@ from ..engine.engine import Engine
 from ..engine.message import Message
 from ..engine.request import TokenMask
 from ..errors import ConfigError, InvalidRequestError
-from ..outputs import BASE_MODEL
+from ..outputs import BASE_MODEL, EngineStats
 from ..sampling_params import SamplingParams
 from .api_errors import ApiError, context_exceeded, overloaded
 from .chat_prompt import ChatPrompt, ChatRenderer
@@ -111,6 +111,10 @@ class InferenceService:
             callback()
         if self._compiler is not None:
             self._compiler.close()
+
+    async def stats(self) -> EngineStats:
+        """Return the engine's state; waits for no step."""
+        return self.engine.stats()
 
     # -- who asks for what ----------------------------------------------------------------------------------
 
@@ -303,13 +307,13 @@ class RunningRequest:
         A caller that stops, a client that disconnects and the time limit cancel the request.
         """
         num_open, limit = self.num_choices, self._service.config.request_timeout
-        deadline = asyncio.get_running_loop().time() + limit
+        too_long = ApiError(408, f"the request took longer than {limit:g} s", type="timeout", code="timeout")
+        timer = asyncio.get_running_loop().call_later(limit, self._generation.updates.put_nowait, too_long)
         watcher = asyncio.create_task(self._watch_connection())
         error: BaseException | None = None
         try:
             while num_open:
-                async with asyncio.timeout_at(deadline):
-                    updates = await self._generation.updates.get()
+                updates = await self._generation.updates.get()
                 if isinstance(updates, Exception):
                     raise updates
                 for update in updates:
@@ -326,13 +330,11 @@ class RunningRequest:
                 yield updates
             for plan in self._plans:
                 self._service.metrics.observe_prompt(plan.counts)
-        except TimeoutError:
-            error = ApiError(408, f"the request took longer than {limit:g} s", type="timeout", code="timeout")
-            raise error from None
         except BaseException as exc:
             error = asyncio.CancelledError() if self._has_disconnected else exc
             raise
         finally:
+            timer.cancel()
             watcher.cancel()
             if num_open:
                 self._service.thread.cancel(self._generation)

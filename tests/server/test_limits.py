@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import httpx
 import openai
@@ -51,6 +52,31 @@ def test_request_ids_are_returned_and_unknown_paths_are_404(live):
     assert (answer.status_code, answer.headers["x-request-id"]) == (404, "abc")
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert len(httpx.get(f"{live.url}/health").headers["x-request-id"]) == 32
+
+
+def test_status_routes_answer_while_a_step_runs(live, client, monkeypatch):
+    has_entered, may_continue = threading.Event(), threading.Event()
+    forward = live.engine.core.model_runner.forward
+
+    def slow_forward(batch):
+        has_entered.set()
+        assert may_continue.wait(60)
+        return forward(batch)
+
+    monkeypatch.setattr(live.engine.core.model_runner, "forward", slow_forward)
+    ask = partial(client.chat.completions.create, model="tiny", messages=ASK, max_tokens=1)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        assert has_entered.wait(60)
+        for route in ("health", "ready", "version", "v1/models", "metrics"):
+            answer = httpx.get(f"{live.url}/{route}", timeout=20)
+            assert answer.status_code == 200
+        assert 'num_requests_running{model_name="tiny"} 1.0' in answer.text
+    finally:
+        may_continue.set()
+        thread.join(60)
+    live.wait_until_idle()
 
 
 def test_a_client_that_leaves_a_stream_cancels_its_request(live, client):

@@ -7,6 +7,7 @@ import openai
 import pytest
 from helpers.live_server import make_engine, serving
 
+from choreograph.server import engine_thread
 from choreograph.server.chat_prompt import ChatRenderer, answer_key
 from choreograph.server.message_store import MessageStore, WorkflowKey
 
@@ -276,3 +277,17 @@ def test_offsets_that_cannot_be_used_are_refused(live, path, choreography, param
     assert (answer.status_code, error["param"]) == (400, param) and text in error["message"], error
     live.wait_until_idle()
     live.engine.check()
+
+
+def test_the_last_tokens_of_an_answer_share_the_first_step_of_the_next_request(live, client, monkeypatch):
+    live.wait_until_idle()
+    monkeypatch.setattr(engine_thread, "LINGER_SECONDS", 60)
+    num_steps = live.engine.stats().num_steps
+    options = {"ignore_eos": True, "choreography": {"reuse": "auto", "workflow": "shared steps"}}
+    for topic in TOPICS[:2]:
+        client.chat.completions.create(model="tiny", messages=[SYSTEM, topic], max_tokens=5, extra_body=options)
+    monkeypatch.setattr(engine_thread, "LINGER_SECONDS", 0)
+    assert live.engine.stats().num_steps - num_steps == 2 * 5
+    httpx.delete(f"{live.url}/v1/workflows/other")  # wakes the engine's thread
+    live.wait_until_idle()
+    assert live.engine.stats().num_steps - num_steps == 2 * 5 + 1

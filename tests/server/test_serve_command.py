@@ -1,5 +1,6 @@
 """`choreograph serve`: options from the command line and a file, keys, and the end by SIGTERM."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_
     assert service.config.otlp_traces_endpoint == "http://127.0.0.1:9/v1/traces"
     service.on_stop[0]()  # ends the exporter's thread
     assert service.config.api_keys == ("key-of-the-owner", "key-of-team-one", "key-of-team-two")
+
+
+def test_the_cache_of_compiled_products_is_limited_unless_the_user_chooses(started, talker_folder, monkeypatch):
+    for name in serve_command.PRIMITIVE_CACHES:
+        monkeypatch.setenv(name, "7")
+    serve_command.limit_primitive_cache()
+    assert [os.environ[name] for name in serve_command.PRIMITIVE_CACHES] == ["7", "7"]
+    for name in serve_command.PRIMITIVE_CACHES:
+        monkeypatch.delenv(name)
+    started(talker_folder, "--capacity", 512, "--dtype", "float32")
+    assert [os.environ[name] for name in serve_command.PRIMITIVE_CACHES] == ["128", "128"]
 
 
 def test_replicas_are_served_on_ray_with_the_same_options(monkeypatch, talker_folder):
