@@ -18,6 +18,7 @@ class Event(NamedTuple):
     failed_transfer, orphaned_file. Cross-model kinds: layers_reused, recomputed.
 
     `hit` is a prefill that was found in the KV cache, with the `where` of its entry; `miss` one that was not found.
+    `step` has the tokens that were computed, and the number of `layers`, None for all of them.
     `evicted` has the destination tier `to`, the policy, and the policy's inputs.
     """
 

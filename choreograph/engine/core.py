@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -259,7 +259,8 @@ class EngineCore:
             copy_headers(self.cache_manager, batch.shared_headers)
         self.num_steps += 1
         self.num_batched_tokens += len(batch.tokens)
-        self.events.emit("step", tokens=len(batch.tokens), requests=len(batch.chunks))
+        layers = None if batch.computed_layers is None else len(batch.computed_layers)
+        self.events.emit("step", tokens=len(batch.tokens), requests=len(batch.chunks), layers=layers)
         if logits is None or not batch.sampled:
             return []
         launch_next = self.model_runner.overlaps and self.speculator is None and not self.scheduler.has_runnable
@@ -370,7 +371,7 @@ class EngineCore:
         if not self.scheduler.running:
             self.model_runner.reset()
         if previous_state is RequestState.WAITING:
-            self.release_dependencies(request)
+            self.release_dependencies(request.dependencies)
         for kv_slice in request.context:
             cache.release(kv_slice.entry, request.request_owner)
         request.context = ()
@@ -402,13 +403,13 @@ class EngineCore:
             self.scheduler.preemptor.preempt_readers(entry)
             self.cache_manager.fail(entry, exc)
 
-    def release_dependencies(self, request: Request) -> None:
-        """Decrement `num_waiting_dependents` of a request's dependencies.
+    def release_dependencies(self, dependencies: Iterable[Request]) -> None:
+        """Decrement `num_waiting_dependents` of the dependencies of a request.
 
         Called when the request is admitted or ends. A dependency whose release was deferred is
         released when its count reaches zero.
         """
-        for parent in request.dependencies:
+        for parent in dependencies:
             parent.num_waiting_dependents -= 1
             if parent.released and not parent.num_waiting_dependents:
                 self._release_message(parent)

@@ -246,7 +246,7 @@ class Preemptor:
         for kv_slice in entry.context:
             cache.release(kv_slice.entry, request.message_owner)
         self._core.context_loader.release(request.id)
-        self._core.release_dependencies(request)
+        self._core.release_dependencies(request.dependencies)
         self._core.events.emit("resumed", request=request.id, entry=entry.id)
 
 

@@ -221,7 +221,7 @@ class Scheduler:
         self.waiting.discard(request)
         self.waiting.wake(request)
         self.running.append(request)
-        self._core.release_dependencies(request)
+        self._core.release_dependencies(request.dependencies)
         self._core.events.emit(
             "admitted",
             request=request.id,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import tiny_models
+from helpers import model_variants, tiny_models
 from helpers.hypothesis_profile import many
 from helpers.message_graphs import graphs
 from hypothesis import given, settings
@@ -200,6 +200,19 @@ def test_a_released_parent_serves_the_calls_that_wait_for_it():
         a.release(), b.release()
         assert len(reader.output_token_ids) == 4
         engine.check()
+    assert engine.stats().num_referenced_entries == 0
+
+
+@pytest.mark.parametrize("kv_reuse", ["recompute", "partial"])
+def test_repair_of_another_models_message_keeps_nothing(kv_reuse):
+    engine = model_variants.engine()
+    engine.enable_layer_reuse("math", pattern=[0, 1, 3])
+    with engine.session() as session:
+        question, plan = session.prefill([1, 2, 3]), session.decode([4], sampling=GREEDY)
+        options = {"model": "math", "kv_reuse": kv_reuse, "repair": 0.5, "sampling": GREEDY}
+        assert session.decode([5], [question, plan], **options).usage.repaired_tokens > 0
+    engine.run_until_idle()
+    engine.check()
     assert engine.stats().num_referenced_entries == 0
 
 

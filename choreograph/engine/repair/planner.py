@@ -161,10 +161,11 @@ class RepairPlanner:
         for prefill in prefills:
             for dependency in prefill.dependencies:
                 dependency.num_waiting_dependents += 1
-        for dependency in context.requests:
-            dependency.num_waiting_dependents += 1
-        self._core.release_dependencies(request)
+        previous = request.dependencies
         request.parents, request.parent_slices = tuple(context.requests), context.slices
+        for dependency in request.dependencies:  # sources of the new parents too
+            dependency.num_waiting_dependents += 1
+        self._core.release_dependencies(previous)
         request.offsets, request.new_offset = (None,) * len(context.requests), None
         request.repair, request.repaired_positions = None, tuple(view.position for view in parents)
         for prefill in prefills:
