@@ -42,14 +42,15 @@ class RemoteEngine:
         self._error = httpx.HTTPError
 
     def session(
-        self, *, mode: Mode = "choreographed", seed: int | None = None, model: str = BASE_MODEL, **guard: Any
+        self, *, mode: Mode = "choreographed", seed: int | None = None, model: str = BASE_MODEL, **options: Any
     ) -> "RemoteSession":
         """Open a session, as `Engine.session`.
 
         Args:
-            guard: `labels`, `clearance` and `on_leak`.
+            options: `repair` and `max_kl` as numbers, `labels`, `clearance`, `on_leak`; `workflow` names the step
+                graph (`PUT /v1/workflows/{workflow}`) of the agents that calls name.
         """
-        reply = self.request("POST", "/sessions", {"mode": mode, "seed": seed, "model": model, **_guard_body(guard)})
+        reply = self.request("POST", "/sessions", {"mode": mode, "seed": seed, "model": model, **_json_body(options)})
         return RemoteSession(self, reply["id"], mode)
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -236,16 +237,24 @@ class RemoteSession(ChatTurns):
         *,
         model: str | None = None,
         kv_reuse: KVReuse = "recompute",
-        **guard: Any,
+        **options: Any,
     ) -> Any:
-        """Prefill tokens or a list of calls, as `Session.prefill`."""
+        """Prefill tokens or a list of calls, as `Session.prefill`.
+
+        Args:
+            options: `repair`, `labels`, `clearance` and `on_leak`.
+        """
         if _is_batch(tokens):
             return self._submit("prefill", tokens)
         call = {"tokens": tokens, "parents": parents, "offsets": offsets, "new_offset": new_offset}
-        return self._submit("prefill", [{**call, "model": model, "kv_reuse": kv_reuse, **guard}])[0]
+        return self._submit("prefill", [{**call, "model": model, "kv_reuse": kv_reuse, **options}])[0]
 
     def decode(self, header: Any, parents: Iterable[Any] = (), *args: Any, **options: Any) -> Any:
-        """Generate a message or a list of them, as `Session.decode`."""
+        """Generate a message or a list of them, as `Session.decode`.
+
+        Two options more: `agent` names the agent whose turn it is, for eviction by the step graph; `schema` names a
+        Prompt Cache schema of the server, and `header` is then a prompt in PML.
+        """
         if _is_batch(header):
             return self._submit("decode", header)
         options |= dict(zip(("offsets", "new_offset"), args, strict=False))
@@ -277,9 +286,7 @@ class RemoteSession(ChatTurns):
 
 _CALL_NAMES = {"prefill": "tokens", "decode": "header"}
 
-_OPTIONS = ("offsets", "new_offset", "model", "kv_reuse")
-
-_GUARD_OPTIONS = ("labels", "clearance", "on_leak")
+_OPTIONS = ("offsets", "new_offset", "model", "kv_reuse", "repair", "agent", "schema", "labels", "clearance", "on_leak")
 
 
 def _is_batch(value: object) -> bool:
@@ -291,9 +298,7 @@ def _call_body(kind: str, call: Mapping[str, Any], parents: Sequence[Any]) -> di
     options = {name: value for name, value in call.items() if name not in (_CALL_NAMES[kind], "parents")}
     body: dict[str, Any] = {"kind": kind, "tokens": _prompt_body(call[_CALL_NAMES[kind]])}
     body["parents"] = [_parent_body(parent) for parent in parents]
-    body |= {name: options.pop(name) for name in _OPTIONS if options.get(name) is not None}
-    body |= _guard_body({name: options.pop(name) for name in _GUARD_OPTIONS if name in options})
-    options = {name: value for name, value in options.items() if name not in _OPTIONS}
+    body |= _json_body({name: options.pop(name, None) for name in _OPTIONS})
     if body.get("offsets") is not None:
         body["offsets"] = list(body["offsets"])
     if kind == "decode":
@@ -307,8 +312,8 @@ def _call_body(kind: str, call: Mapping[str, Any], parents: Sequence[Any]) -> di
     return body
 
 
-def _guard_body(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return labels and clearance as JSON; the server checks them."""
+def _json_body(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that were given as JSON; the server checks them."""
     return {name: sorted(v) if isinstance(v, set | frozenset) else v for name, v in options.items() if v is not None}
 
 

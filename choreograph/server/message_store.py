@@ -104,15 +104,15 @@ class MessageStore:
         workflow = self._workflows.get(key)
         if workflow is None:
             session = self._engine.session(seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
-            workflow = self._workflows[key] = StoredWorkflow(session, self._track(key, session))
+            workflow = self._workflows[key] = StoredWorkflow(session, self.track(key.tenant, key.workflow, session))
         workflow.num_active += 1
         return workflow
 
-    def _track(self, key: WorkflowKey, session: Session) -> Workflow | None:
+    def track(self, tenant: str, name: str, session: Session) -> Workflow | None:
         """Track the agents of a workflow if the eviction policy uses it."""
         if self._engine.core.config.cache.eviction != "workflow":
             return None
-        return Workflow(session, self.graphs.get((key.tenant, key.workflow)))
+        return Workflow(session, self.graphs.get((tenant, name)))
 
     def set_graph(self, tenant: str, name: str, graph: StepGraph | None) -> None:
         """Declare the step graph of a workflow; None: learn it."""
@@ -122,7 +122,7 @@ class MessageStore:
         for key, workflow in self._workflows.items():
             if (key.tenant, key.workflow) == (tenant, name) and workflow.tracker is not None:
                 workflow.tracker.close()
-                workflow.tracker = self._track(key, workflow.session)
+                workflow.tracker = self.track(tenant, name, workflow.session)
 
     def close(self, key: WorkflowKey) -> None:
         """End a request's use of a workflow; drop what exceeds the limit."""

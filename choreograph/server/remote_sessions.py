@@ -4,13 +4,15 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ..agents import Workflow
 from ..engine.labels import OnLeak
 from ..engine.message import Message, MessageSlice
 from ..engine.request import RequestState
@@ -27,6 +29,8 @@ from .service import InferenceService
 
 MAX_CALLS, MAX_MESSAGES, MAX_SESSIONS = 256, 4096, 256  # of one request, one session, all tenants
 IDLE_SECONDS = 3600.0  # after which a session may be closed
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _StrictBody(BaseModel):
@@ -51,6 +55,9 @@ class SessionBody(GuardBody):
     mode: Mode = "choreographed"
     seed: int | None = None
     model: str = BASE_MODEL
+    repair: Share | None = None
+    max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    workflow: Annotated[str, Field(max_length=256)] | None = None  # whose step graph the session's agents follow
 
 
 class TurnBody(_StrictBody):
@@ -71,6 +78,15 @@ class ParentBody(_StrictBody):
 
 Prompt = str | list[int] | TurnBody
 
+SCHEMA_FIELDS = {
+    "kind",
+    "tokens",
+    "prompt_schema",
+    "agent",
+    "sampling",
+    "forced_tokens",
+}  # a call with a schema has no other
+
 
 class CallBody(GuardBody):
     """One `prefill` or `decode`."""
@@ -82,6 +98,9 @@ class CallBody(GuardBody):
     new_offset: int | None = None
     model: str | None = None
     kv_reuse: KVReuse = "recompute"
+    repair: Share | None = None
+    agent: Annotated[str, Field(max_length=256)] | None = None  # whose turn the calls of one request are
+    prompt_schema: str | None = Field(None, alias="schema")  # `tokens` are PML and import modules of this schema
     sampling: dict[str, JsonValue] | None = None
     footer: Prompt | None = None
     forced_tokens: list[int] | None = None
@@ -107,6 +126,7 @@ class RemoteSessions:
         self._sessions: dict[tuple[str, int], Session] = {}
         self._used: dict[tuple[str, int], float] = {}  # time.monotonic() of the last call
         self._messages: dict[tuple[str, int], dict[int, Message]] = {}  # unreleased ones by id
+        self._trackers: dict[tuple[str, int], Workflow | None] = {}  # of the agents
 
     def open(self, tenant: str, body: SessionBody) -> int:
         now = time.monotonic()
@@ -115,16 +135,19 @@ class RemoteSessions:
         if len(self._sessions) >= MAX_SESSIONS:
             raise overloaded(MAX_SESSIONS)
         model = BASE_MODEL if body.model == self._service.model_name else body.model
+        options = {"repair": body.repair, "max_kl": body.max_kl, **body.guard}
         session = self._service.engine.session(
-            mode=body.mode, seed=body.seed, client_id=f"{tenant}\0", model=model, **body.guard
+            mode=body.mode, seed=body.seed, client_id=f"{tenant}\0", model=model, **options
         )
         self._sessions[tenant, session.id], self._messages[tenant, session.id] = session, {}
+        tracker = self._service.planner.store.track(tenant, body.workflow or "", session)
+        self._trackers[tenant, session.id] = tracker
         self._used[tenant, session.id] = now
         return session.id
 
     def close(self, tenant: str, session_id: int) -> None:
         self.get(tenant, session_id).close()
-        for table in (self._sessions, self._used, self._messages):
+        for table in (self._sessions, self._used, self._messages, self._trackers):
             del table[tenant, session_id]
 
     def close_all(self) -> None:
@@ -153,8 +176,17 @@ class RemoteSessions:
         kind = body.calls[0].kind
         if any(call.kind != kind for call in body.calls):
             raise ApiError(400, "calls: use calls of one kind", code="InvalidRequestError")
-        calls = [self._arguments(tenant, session_id, call) for call in body.calls]
-        submitted = session.prefill(calls) if kind == "prefill" else session.decode(calls)
+        agent, tracker = body.calls[0].agent, self._trackers[tenant, session_id]
+        if any(call.agent != agent for call in body.calls):
+            raise ApiError(400, "agent: use calls of one agent", code="InvalidRequestError")
+        turn = nullcontext() if agent is None or tracker is None else tracker.agent(agent)
+        if any(call.prompt_schema is not None for call in body.calls):
+            with turn:
+                submitted = [self._generate(tenant, session, body)]
+        else:
+            calls = [self._arguments(tenant, session_id, call) for call in body.calls]
+            with turn:
+                submitted = session.prefill(calls) if kind == "prefill" else session.decode(calls)
         for message in submitted:
             messages[message.id] = message
             if self._service.log is not None and message._request.state is not RequestState.DONE:
@@ -165,6 +197,19 @@ class RemoteSessions:
             for message in submitted
         ]
 
+    def _generate(self, tenant: str, session: Session, body: CallsBody) -> Message:
+        """Submit a prompt whose modules come from a schema's cache."""
+        call = body.calls[0]
+        given = call.model_dump(exclude_defaults=True).keys()
+        if len(body.calls) > 1 or not given <= SCHEMA_FIELDS or call.kind != "decode":
+            raise ApiError(
+                400, "schema: submit one decode, without parents or options of them", code="InvalidRequestError"
+            )
+        if call.prompt_schema is None or not isinstance(call.tokens, str):
+            raise ApiError(400, "schema: the prompt is one PML text", code="InvalidRequestError")
+        cache = self._service.schemas.get(tenant, call.prompt_schema)
+        return cache.generate(session, call.tokens, sampling=_sampling(call), forced_tokens=call.forced_tokens)
+
     def _arguments(self, tenant: str, session_id: int, call: CallBody) -> dict[str, Any]:
         parents: list[Message | MessageSlice] = []
         for parent in call.parents:
@@ -172,13 +217,10 @@ class RemoteSessions:
             is_slice = parent.start is not None and parent.stop is not None
             parents.append(MessageSlice(message, parent.start or 0, parent.stop or 0) if is_slice else message)
         arguments: dict[str, Any] = {"parents": parents, "offsets": call.offsets, "new_offset": call.new_offset}
-        arguments |= {"model": call.model, "kv_reuse": call.kv_reuse, **call.guard}
+        arguments |= {"model": call.model, "kv_reuse": call.kv_reuse, "repair": call.repair, **call.guard}
         if call.kind == "prefill":
             return {"tokens": _prompt_of(call.tokens), **arguments}
-        sampling: dict[str, Any] = dict(call.sampling or {})
-        if isinstance(bias := sampling.get("logit_bias"), dict):
-            sampling["logit_bias"] = {int(token) if token.isdecimal() else token: bias[token] for token in bias}
-        arguments |= {"sampling": SamplingParams(**sampling), "forced_tokens": call.forced_tokens}
+        arguments |= {"sampling": _sampling(call), "forced_tokens": call.forced_tokens}
         footer = None if call.footer is None else _prompt_of(call.footer)
         return {"header": _prompt_of(call.tokens), "footer": footer, **arguments}
 
@@ -210,6 +252,13 @@ class RemoteSessions:
         while not message._is_finished() and message.error is None:
             await asyncio.sleep(POLL_SECONDS)
         return await thread.call(lambda: _values(message))
+
+
+def _sampling(call: CallBody) -> SamplingParams:
+    options: dict[str, Any] = dict(call.sampling or {})
+    if isinstance(bias := options.get("logit_bias"), dict):
+        options["logit_bias"] = {int(token) if token.isdecimal() else token: bias[token] for token in bias}
+    return SamplingParams(**options)
 
 
 def _prompt_of(prompt: Prompt) -> str | list[int] | Turn:

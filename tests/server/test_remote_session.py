@@ -1,10 +1,14 @@
 """`choreograph.connect`: sessions of a server give what sessions in process give."""
 
+import httpx
 import pytest
+from helpers.live_server import make_engine, serving
 
 from choreograph import SamplingParams, connect
 from choreograph.errors import (
+    GraphError,
     InvalidPositionError,
+    InvalidRequestError,
     InvalidTokensError,
     LeakError,
     MessageReleasedError,
@@ -13,6 +17,7 @@ from choreograph.errors import (
     SamplingError,
     SessionClosedError,
 )
+from choreograph.prompt_cache import PromptCache
 from choreograph.workflows import find
 from choreograph.workflows.run import WorkflowRun
 
@@ -146,3 +151,39 @@ def test_labels_and_clearances_work_as_in_process(live):
         reply = session.decode([11], [public, said], clearance=set(), max_tokens=2)
         assert reply.labels == frozenset() and reply.offsets == (0, 3)
         assert session.prefill([12], [plan.declassify("alice")], clearance=set()).labels == frozenset()
+
+
+def test_repair_schemas_and_agents_work_as_in_process(talker_folder):
+    schema = '<schema name="dock"><module name="a">The dock is deep.</module><module name="b">It has a gate.</module></schema>'
+    prompt = '<prompt schema="dock"><b/> What has it?</prompt>'
+    engine = make_engine(talker_folder, eviction="workflow")
+    options = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+
+    def program(session, first, **agent):
+        text = session.prefill("A ship waits before the gate of the dock.")
+        again = session.decode("So", [text, first], **agent, **options)
+        return [first.text, again.text, again.usage.repaired_tokens]
+
+    with serving(engine) as live, connect(live.url) as remote:
+        assert httpx.put(f"{live.url}/v1/schemas/dock", json={"pml": schema}).status_code == 200
+        agents = {"agents": {"reader": None, "judge": "reader"}}
+        assert httpx.put(f"{live.url}/v1/workflows/w", json=agents).status_code == 200
+        with remote.session(seed=0, workflow="w", repair=0.5) as session:
+            got = program(session, session.decode(prompt, schema="dock", agent="reader", **options), agent="judge")
+            with pytest.raises(GraphError, match="'stranger' is not declared"):
+                session.decode("x", agent="stranger", max_tokens=2)
+            with pytest.raises(InvalidRequestError, match="without parents"):
+                session.decode(prompt, [session.prefill([1])], schema="dock", max_tokens=2)
+            with pytest.raises(RequestFailedError, match="does not exist"):
+                session.decode(prompt, schema="other", max_tokens=2)
+            with pytest.raises(RequestFailedError, match="repair"):
+                session.prefill([1], repair=2)
+        with remote.session(max_kl=0.0) as session:
+            parents = [session.prefill([1, 2, 3]), session.prefill([4, 5, 6])]
+            assert session.decode([7], parents, max_tokens=2).usage.repaired_tokens == 3  # the second one
+        live.wait_until_idle()
+        assert engine.stats().num_referenced_entries == 1  # the module
+    with PromptCache(engine, schema) as cache, engine.session(seed=0, repair=0.5) as session:
+        assert (
+            got == program(session, cache.generate(session, prompt, sampling=SamplingParams(**options))) and got[2] > 0
+        )
