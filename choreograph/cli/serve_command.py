@@ -50,6 +50,12 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
     adapter: AdaptersOption = None,
     reuse: ReuseOption = None,
+    max_kl: Annotated[
+        float | None, typer.Option(min=0, help="Divergence of requests that give none, in nats a token.")
+    ] = None,
+    shadow_calls: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of calls with such a limit to measure.  [default: 0]")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="The type to compute in.  [default: auto]")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda.  [default: cpu]")] = None,
     compile: Annotated[

@@ -8,7 +8,7 @@ then the context is computed as in prefix mode.
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from .explain import measure_repairs
 from .repair.strategy import Repair
 
 if TYPE_CHECKING:
+    from .message import Message
     from .request import Request
     from .session import Session
 
@@ -128,7 +129,9 @@ class Budget:
             del self._stages[next(iter(self._stages))]
 
     def _stage_of(self, request: "Request") -> str:
-        name = self.stage if self.stage is not None else request.agent_key
+        name = self.stage
+        if name is None and isinstance(request.agent_key, tuple):
+            name = request.agent_key[-1]  # (client, agent)
         if not isinstance(name, str):  # runs of prefills (p) and decodes (d) among the parents
             kinds = "".join("d" if parent.is_decode else "p" for parent in request.parents)
             name = f"{'decode' if request.is_decode else 'prefill'} {len(kinds)} {kinds[:16]}"
@@ -137,13 +140,17 @@ class Budget:
     # -- measurements -------------------------------------------------------------------------------------
 
     def _measure_selected(self, session: "Session") -> None:
-        selected = self._selected.pop(session.id, {})
-        for message in session.messages:
+        self.measure(session.messages)
+        self._selected.pop(session.id, None)
+
+    def measure(self, messages: Iterable["Message"]) -> None:
+        """Measure those of complete messages that were selected; call it once for each message."""
+        for message in messages:
             if message.error is not None or not message.done:
                 continue
             num_own, num_context = message.length, sum(parent.length for parent in message.parents)
             self.num_tokens += num_own + num_context
-            stage = selected.get(message.id)
+            stage = self._selected.get(message._request.session_id, {}).pop(message.id, None)
             cost = math.ceil((1 + sum(SHARES)) * num_context) + (1 + len(SHARES)) * num_own + len(SHARES)  # at most
             if stage is None or self.num_shadow_tokens + cost > self.shadow_tokens * self.num_tokens:
                 continue

@@ -129,6 +129,7 @@ def prepare(
         parser_options.keys_of,
         body.priority or 0,
         body.repair,
+        body.max_kl,
     )
     return spec, parser_options
 

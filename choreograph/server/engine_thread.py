@@ -110,6 +110,10 @@ class EngineThread:
         """End a generation before the next step, unless it has ended."""
         self._inbox.put(lambda: self._end(generation, RequestFailedError("the request was cancelled")))
 
+    def defer(self, function: Callable[[], object]) -> None:
+        """Run a function before the next step; its errors are dropped."""
+        self._inbox.put(partial(call_all, [function]))
+
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps and return its result."""
         if not self.is_running:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..agents import StepGraph, Workflow
+from ..engine.budget import Budget
 from ..engine.engine import Engine
 from ..engine.message import Message
 from ..engine.session import Session
@@ -17,6 +18,8 @@ from .span_index import SpanIndex
 MAX_EQUAL = 8  # stored messages of equal content
 
 IMPORTED = -1  # lineage of messages from other engines; no hash is -1
+
+MAX_BUDGETS = 1024  # workflows whose divergences are remembered
 
 
 class WorkflowKey(NamedTuple):
@@ -79,7 +82,9 @@ class StoredWorkflow:
 class MessageStore:
     """Stored messages of all workflows; the least recently used are dropped."""
 
-    def __init__(self, engine: Engine, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, max_tokens: int, shadow_calls: float = 0.0) -> None:
+        self._budgets: OrderedDict[WorkflowKey, Budget] = OrderedDict()  # the least recently used first
+        self._shadow_calls = shadow_calls  # share of calls that budgets measure
         self._engine, self._max_tokens = engine, max_tokens
         self._workflows: dict[WorkflowKey, StoredWorkflow] = {}
         self._stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()  # least recently used first
@@ -107,6 +112,16 @@ class MessageStore:
             workflow = self._workflows[key] = StoredWorkflow(session, self.track(key.tenant, key.workflow, session))
         workflow.num_active += 1
         return workflow
+
+    def budget(self, key: WorkflowKey, max_kl: float | None, agent: str | None) -> Budget | None:
+        """Return a workflow's budget for calls of an agent; None without a limit."""
+        if max_kl is None:
+            return None
+        budget = self._budgets.pop(key, None) or Budget(max_kl, shadow_calls=self._shadow_calls)
+        self._budgets[key], budget.max_kl, budget.stage = budget, max_kl, agent
+        if len(self._budgets) > MAX_BUDGETS:
+            self._budgets.popitem(last=False)
+        return budget
 
     def track(self, tenant: str, name: str, session: Session) -> Workflow | None:
         """Track the agents of a workflow if the eviction policy uses it."""

@@ -47,6 +47,8 @@ class ChoreographyOptions(_Body):
     workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
     agent: Annotated[str, Field(max_length=256)] | None = None  # name of the caller, for reports
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
+    # divergence from prefix mode to stay within, nats a token; None: the server's default
+    max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     labels: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default_factory=list, max_length=64)
     # of every message, its first position; None: after the message before it
     offsets: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None] | None = None
@@ -222,6 +224,11 @@ class _GenerationBody(_Body):
     def repair(self) -> float | None:
         """Share of reused tokens to compute again; None for none."""
         return None if self.choreography is None else self.choreography.repair
+
+    @property
+    def max_kl(self) -> float | None:
+        """Divergence to stay within, nats a token; None for the server's."""
+        return None if self.choreography is None else self.choreography.max_kl
 
     def sampling(self, max_tokens: int | None, logprobs: int | None, seed: int) -> SamplingParams:
         """Return the sampling parameters of one answer.

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ..engine.engine import Engine
@@ -35,6 +36,7 @@ class Answer(NamedTuple):
     keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of the generated text
     priority: int = 0  # requests with a lower number are admitted first
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
+    max_kl: float | None = None  # divergence from prefix mode to stay within, nats a token; None: unlimited
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Plan:
     messages: list[Message]  # one decode an answer
     counts: SourceCounts
     close: Callable[[bool], None]  # called once, with whether all answers are complete
+    measure: Callable[[], object] | None = None  # called after it, if they are: measures selected calls
 
 
 def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
@@ -147,8 +150,9 @@ class _PlanBuilder:
     ) -> None:
         self._store, self._key, self._with_spans = store, key, with_spans
         self._offsets = offsets  # of every part of the context; empty: one after the other
-        self._answers = answers  # of equal priority and repair
+        self._answers = answers  # of equal priority, repair and max_kl
         self.workflow = store.open(key)
+        self._budget = self.workflow.session.budget = store.budget(key, answers[0].max_kl, agent)
         self._turn = ExitStack()  # of the agent
         if agent is not None and self.workflow.tracker is not None:
             try:
@@ -246,7 +250,9 @@ class _PlanBuilder:
                     message.release()
             self._store.close(self._key)
 
-        return Plan(messages, self.counts, close)
+        budget = self._budget
+        measure = None if budget is None else partial(budget.measure, [*self._computed, *messages])
+        return Plan(messages, self.counts, close, measure)
 
     def abort(self) -> None:
         """End the request after an error; messages that were submitted stay stored."""
@@ -294,9 +300,9 @@ def _decode_prompt(
 class ReusePlanner:
     """Plans requests in the reuse mode that they choose."""
 
-    def __init__(self, engine: Engine, max_stored_tokens: int) -> None:
+    def __init__(self, engine: Engine, max_stored_tokens: int, shadow_calls: float = 0.0) -> None:
         self._engine = engine
-        self.store = MessageStore(engine, max_stored_tokens)
+        self.store = MessageStore(engine, max_stored_tokens, shadow_calls)
 
     def check(self, mode: ReuseMode) -> None:
         """Check that the model supports a reuse mode."""

@@ -11,6 +11,8 @@ from ..errors import ConfigError
 ReuseMode = Literal["exact", "messages", "auto"]
 ToolParser = Literal["auto", "hermes", "llama3_json"]
 
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -21,6 +23,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()  # each is a tenant with its own cache; empty: no authentication
     served_model_name: str | None = None  # of the base model; None: its own name
     reuse: ReuseMode = "exact"  # of requests that do not choose
+    max_kl: NonNegativeFloat | None = None  # divergence of requests that give none, nats a token; None: unlimited
+    shadow_calls: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of calls with a limit to measure; 0 learns nothing
     max_tokens: PositiveInt | None = None  # of requests that give none; None: what the context leaves
     max_requests: PositiveInt = 256  # running and waiting; more are answered with 429
     max_choices: PositiveInt = 128  # most answers of one request (`n` times prompts)

@@ -60,6 +60,7 @@ class GenerationSpec:
     keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of an answer
     priority: int = 0  # requests with a lower number are admitted first
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
+    max_kl: float | None = None  # divergence to stay within, nats a token; None: the server's
     schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
     sent: Sequence[SentAnswer] = ()  # what an earlier engine generated of every answer; empty: nothing
 
@@ -72,7 +73,7 @@ class InferenceService:
             raise ConfigError(f"{engine.model_info.name} has no tokenizer: a server needs one")
         self.engine, self.config = engine, config
         self.thread = EngineThread(engine)
-        self.planner = ReusePlanner(engine, config.max_workflow_tokens)
+        self.planner = ReusePlanner(engine, config.max_workflow_tokens, config.shadow_calls)
         self.schemas = SchemaStore(engine)
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name
@@ -360,6 +361,7 @@ class RunningRequest:
 
     def _submit(self) -> list[Message]:
         spec, service, seed = self.spec, self._service, self.spec.sampling.seed or 0
+        max_kl = service.config.max_kl if spec.max_kl is None else spec.max_kl
         messages: list[Message] = []
         for prompt in spec.prompts:
             answers = []
@@ -371,7 +373,7 @@ class RunningRequest:
                 if spec.sent:
                     sent = spec.sent[len(messages) + number].token_ids
                     mask = ForcedPrefix(sent, service.engine.model_info.vocab_size, mask)
-                answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair))
+                answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair, max_kl))
             if spec.schema_prompt is not None:
                 plan = service.schemas.plan(*spec.schema_prompt, prompt, answers)
             else:
@@ -386,5 +388,7 @@ class RunningRequest:
     def _close(self, is_complete: bool) -> None:
         for plan in self._plans:
             plan.close(is_complete)
+            if is_complete and plan.measure is not None:
+                self._service.thread.defer(plan.measure)
         if self._record is not None and self._service.log is not None:
             self._service.log.finish(self._record, vars(self.counts), is_complete)

@@ -65,6 +65,7 @@ def prepare_completion(
         constraint,
         priority=body.priority or 0,
         repair=body.repair,
+        max_kl=body.max_kl,
         schema_prompt=schema_prompt,
     )
 

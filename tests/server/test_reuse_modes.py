@@ -7,6 +7,7 @@ import openai
 import pytest
 from helpers.live_server import make_engine, serving
 
+from choreograph.engine.budget import MIN_SAMPLES
 from choreograph.server import engine_thread
 from choreograph.server.chat_prompt import ChatRenderer, answer_key
 from choreograph.server.message_store import MessageStore, WorkflowKey
@@ -232,6 +233,41 @@ def test_repaired_tokens_are_counted(caller):
     )
     usage = answer.usage.model_extra["choreography"]
     assert 0 < usage["repaired_tokens"] <= usage["message_tokens"]
+
+
+def test_a_budget_computes_until_its_stage_is_known_then_reuses(talker_folder):
+    engine = make_engine(talker_folder)
+    options = {"max_kl": 100.0, "shadow_calls": 1.0}
+    with serving(engine, **options) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
+        caller = Caller(live, client, "messages", "w")
+
+        def ask(number):
+            """Read stored topics after a new question, which they have not seen."""
+            new = {"role": "user", "content": f"Question {number}: which of them is older?"}
+            body = {"model": "tiny", "messages": [new, TOPICS[2], TOPICS[0]], "max_tokens": 3, **caller.options}
+            usage = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60).json()["usage"]["choreography"]
+            live.wait_until_idle()
+            return usage["repaired_tokens"]
+
+        caller.ask([SYSTEM, *TOPICS])
+        assert ask(0) > 40
+        (budget,) = live.app.state.service.planner.store._budgets.values()
+        assert budget.num_shadow_tokens <= 0.1 * budget.num_tokens
+        budget.shadow_tokens = 1e9
+        for number in range(MIN_SAMPLES + 1):  # the last may still be measured
+            ask(1 + number)
+        assert budget.share_for("/tester") == 0 and ask(20) == 0
+        caller.options["choreography"] |= {"max_kl": 0.0}
+        assert ask(21) > 40  # another limit, of the same expectation
+        caller.options["choreography"] |= {"max_kl": 100.0, "agent": "other"}
+        assert ask(22) > 40  # another stage
+        caller.options["choreography"] |= {"repair": 0.0}
+        assert ask(23) == 0  # an explicit share wins
+        caller.options["choreography"] |= {"max_kl": -1}
+        answer = httpx.post(
+            f"{live.url}/v1/chat/completions", json={"model": "tiny", "messages": [SYSTEM], **caller.options}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "choreography.max_kl")
 
 
 @pytest.mark.parametrize("offsets", [[0, 60, None, 40], [200, None, 90, 90], [None] * 4])
