@@ -8,7 +8,8 @@ from helpers.message_graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph import Repair, SamplingParams
+from choreograph import Budget, Repair, SamplingParams
+from choreograph.engine.budget import MIN_SAMPLES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SECRETS = ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [30] * 17)  # of equal and of different lengths
@@ -98,6 +99,43 @@ def test_a_reader_may_be_submitted_before_the_text_is_final():
         assert len(reader.output_token_ids) == 4
         assert reader.parents[0].tokens == said.tokens and reader.parents[0].position == 2
         engine.check()
+
+
+def test_an_explanation_names_nothing_that_the_guard_has_removed():
+    with tiny_models.engine().session() as session:
+        public, secret = session.prefill([1, 2]), session.prefill([3, 4, 5], labels={"alice"})
+        said = session.decode([6], [public, secret], sampling=GREEDY)
+        free, guarded = (session.decode([8], [said], sampling=GREEDY, **clearance_of(g)) for g in (False, True))
+        (parent,) = free.explain().parents
+        assert parent.leaked == ((public.id, 2), (secret.id, 3))
+        result = guarded.explain(measure=True)
+        (parent,) = result.parents
+        assert parent.leaked == ((public.id, 2),) and parent.message == guarded.parents[0].id
+        assert parent.shift == -2 and len(result.divergence) == 4
+        exact = session.decode([8], [public, said], sampling=GREEDY, clearance=set()).explain(measure=True)
+        assert exact.kl < 1e-6 and not any(p.leaked or p.blocked for p in exact.parents)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_a_budget_in_a_guarded_session_does_not_see_the_secret(share):
+    """Stages are known: calls reuse or repair, and some of them are measured when the session closes."""
+
+    def scenario(secret, guard):
+        engine, budget = tiny_models.engine(backend="reference"), Budget(0.1, shadow_calls=1, shadow_tokens=1e9)
+        for _ in range(MIN_SAMPLES):
+            for stage in ("/prefill 2 pp", "/decode 2 pp"):
+                budget.observe(stage, {share: 0.01})
+        with engine.session(max_kl=budget) as session:
+            private, public = session.prefill(secret, labels={"alice"}), session.prefill([40, 41])
+            engine.run_until_idle()
+            said = session.prefill([6, 7, 8, 9, 10], [public, private])
+            engine.run_until_idle()
+            rows = distributions(session, [14], [session.prefill([20, 21, 22]), said], **clearance_of(guard))
+        engine.check()
+        assert budget.num_shadow_tokens > 0 and engine.stats().num_referenced_entries == 0
+        return rows
+
+    assert_independent_of_the_secret(scenario)
 
 
 def test_a_declassified_message_is_read_as_it_is():
