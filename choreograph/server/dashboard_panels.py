@@ -256,10 +256,23 @@ def graph_panel(rows: Sequence[MessageRow]) -> str:
         repaired = f", {count(row.repaired)} repaired" if row.repaired else ""
         parts.append(
             f'<div class="message"><div class="line"><span class="name"><b>{numbers[row.id]}</b> {escape(row.label)}</span>'
-            f'<small>{tokens}{repaired}</small></div><div class="track tall">{"".join(bars)}</div></div>'
+            f'<small>{tokens}{repaired}</small></div><div class="track tall">{"".join(bars)}</div>'
+            f"{_parents_table(row, numbers)}</div>"
         )
     axis = f'<div class="axis"><span>position 0</span><span>{count(end)}</span></div>'
     return legend(BAR_TEXTS.items()) + axis + "".join(parts)
+
+
+def _parents_table(row: MessageRow, numbers: Mapping[int, int]) -> str:
+    """Return the parents of an answer as a table that can be opened."""
+    if not row.parents:
+        return ""
+    names = ("Message", "Reused", "Repaired", "Computed", "Leaked", "Blocked")
+    lines = ["".join(f"<th>{name}</th>" for name in names)]
+    for source, *tokens in row.parents:
+        lines.append(f"<td>{numbers.get(source, '–')}</td>" + "".join(f"<td>{count(number)}</td>" for number in tokens))
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<details><summary>Parents</summary><div><table>{table}</table></div></details>"
 
 
 def result_panel(result: ModeResult, other: ModeResult | None) -> str:

@@ -15,6 +15,8 @@ from ..engine.request import RequestState
 
 MAX_RECORDS, MAX_WORKFLOWS, MAX_ROWS = 200, 32, 80  # requests and workflows of a tenant, messages of a workflow
 
+MAX_PARENTS = 32  # of an answer that is explained; its cost is quadratic
+
 SOURCES = ("prefix", "message", "quoted", "remote", "computed")  # where prompt tokens came from
 
 SESSION = "session"  # reuse mode of calls of the library, which name their own parents
@@ -31,6 +33,17 @@ class ContextBar(NamedTuple):
     kind: str  # "reused", "moved" (reused at other positions), "computed" or "generated"
 
 
+class ParentRow(NamedTuple):
+    """One parent of an answer; numbers of tokens."""
+
+    source: int  # id of the parent
+    reused: int  # whose KV was taken as it is
+    repaired: int  # computed again in this context
+    computed: int  # encoded for this request
+    leaked: int  # seen by the reused ones, but not before them here
+    blocked: int  # before the reused ones here, but not seen by them
+
+
 class MessageRow(NamedTuple):
     """What one message attended to, and itself as the last bars."""
 
@@ -38,6 +51,7 @@ class MessageRow(NamedTuple):
     label: str  # agent or stage
     bars: tuple[ContextBar, ...]
     repaired: int  # reused tokens that were computed again
+    parents: tuple[ParentRow, ...] = ()  # of an answer
 
 
 @dataclass(eq=False)
@@ -206,7 +220,21 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
     start = message.position + num_prompt
     bars.append(ContextBar(message.id, start, footer_start - start, "generated"))
     bars.append(ContextBar(message.id, footer_start, len(footer), "computed"))
-    return MessageRow(message.id, label, tuple(bar for bar in bars if bar.length), request.usage.repaired_tokens)
+    shown = tuple(bar for bar in bars if bar.length)
+    return MessageRow(message.id, label, shown, request.usage.repaired_tokens, tuple(_parent_rows(message, known)))
+
+
+def _parent_rows(message: Message, known: set[int]) -> Iterator[ParentRow]:
+    """Yield the parents of an answer, compared with prefix mode."""
+    if message.kind != "decode" or len(message.parents) > MAX_PARENTS:
+        return
+    for parent, explained in zip(message.parents, message.explain().parents, strict=True):
+        request = unwrap_slice(parent)._request
+        is_new = request.id not in known and request.finish_reason == "encoded"
+        reused, computed = (0, explained.reused) if is_new else (explained.reused, 0)
+        leaked, blocked = (sum(m.num_tokens for m in part) for part in (explained.leaked, explained.blocked))
+        computed += explained.computed
+        yield ParentRow(request.id, reused, explained.repaired, computed, leaked, blocked)
 
 
 def _split(source: int, start: int, length: int, limit: int) -> Iterator[ContextBar]:

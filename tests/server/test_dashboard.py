@@ -1,6 +1,7 @@
 """The dashboard: what tenants see, keys, its page over HTTP and in a browser."""
 
 import asyncio
+import os
 import re
 import shutil
 import time
@@ -106,6 +107,17 @@ def test_a_reordered_chat_is_shown_with_its_reused_and_moved_messages(guarded):
     counts = usage["choreography"]
     reused = sum(bar.length for bar in judge.bars if bar.kind in ("reused", "moved"))
     assert reused == counts["prefix_tokens"] + counts["message_tokens"]
+    lengths = {bar.source: bar.length for bar in judge.bars[:4]}
+    n_system, n_new, n_planner, n_question = (lengths[row.id] for row in (system, new, planner, question))
+    assert judge.parents == (  # tokens reused, repaired, computed, leaked, blocked
+        (system.id, n_system, 0, 0, 0, 0),
+        (new.id, 0, 0, n_new, 0, 0),
+        (planner.id, n_planner, 0, 0, n_question, n_new),
+        (question.id, n_question, 0, 0, 0, n_new + n_planner),
+    )
+    html = panels.graph_panel(rows)
+    assert f"<td>3</td><td>{n_planner}</td><td>0</td><td>0</td><td>{n_question}</td><td>{n_new}</td>" in html
+    assert not system.parents and html.count("<details>") == 2
     ends = [bar.start + bar.length for bar in judge.bars]
     assert [bar.start for bar in judge.bars] == [0, *ends[:-1]]  # positions without gaps
 
@@ -131,6 +143,7 @@ def test_quotes_repaired_context_and_several_answers_are_shown(guarded):
     assert len(rows) == 6 and state_of(guarded, "tenant-0").timeline[0].status == "finished"
     assert sum(bar.length for bar in rows[2].bars if bar.kind == "moved") == quoted["quoted_tokens"] > 0
     assert 0 < sum(row.repaired for row in rows[4:]) <= repaired["repaired_tokens"]
+    assert sum(parent.repaired for row in rows[4:] for parent in row.parents) > 0
     for row in rows:
         ends = [bar.start + bar.length for bar in row.bars]
         assert [bar.start for bar in row.bars] == [0, *ends[:-1]]
@@ -286,6 +299,12 @@ def test_a_browser_logs_in_and_runs_the_playground(guarded, browser):
     click("Messages")
     wait(lambda: "planner" in text_of("body") and browser.find_elements("css selector", ".message .generated"))
     assert fits(400)
+    find(".message summary").click()
+    wait(lambda: "Blocked" in text_of(".message table"))
+    for width in (1280, 400):
+        assert fits(width)
+        if folder := os.environ.get("SCREENSHOTS"):
+            browser.save_screenshot(f"{folder}/messages-{width}.png")
     click("Playground")
     wait(lambda: "No run yet" in text_of("body"))
     limit = find("input[type=number]")
