@@ -144,7 +144,7 @@ class Budget:
         self._selected.pop(session.id, None)
 
     def measure(self, messages: Iterable["Message"]) -> None:
-        """Measure those of complete messages that were selected; call it once for each message."""
+        """Measure the selected ones of complete messages, each passed once."""
         for message in messages:
             if message.error is not None or not message.done:
                 continue

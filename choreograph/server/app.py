@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .. import __version__
 from ..agents import StepGraph
 from ..engine.engine import Engine
-from ..errors import ChoreographError
+from ..engine.labels import parse_labels
+from ..errors import ChoreographError, InvalidRequestError
 from . import text_completions
 from .api_errors import ApiError, to_api_error
 from .chat_completions import ChatAnswer, prepare, sse
@@ -270,9 +271,13 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
 
     @app.put("/v1/workflows/{workflow}", responses=ERRORS)
     async def put_workflow(workflow: str, body: dict[str, JsonValue], tenant: str = tenant_of) -> dict[str, Any]:
-        """Declare the step graph of a workflow, as `StepGraph.read`."""
+        """Declare the step graph and labels of a workflow's agents."""
+        labels: Any = body.pop("labels", None) if "agents" in body else None
         graph = StepGraph.read(body)
-        await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, graph))
+        if not isinstance(labels, dict | None) or not set(labels or ()) <= set(graph.agents):
+            raise InvalidRequestError(f"labels: {labels!r:.80}: map declared agents to lists of labels")
+        by_agent = {agent: parse_labels(names, "labels") for agent, names in (labels or {}).items()}
+        await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, graph, by_agent))
         return {"id": workflow, "agents": list(graph.agents)}
 
     @app.delete("/v1/workflows/{workflow}", responses=ERRORS)

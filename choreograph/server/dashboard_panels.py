@@ -264,7 +264,7 @@ def graph_panel(rows: Sequence[MessageRow]) -> str:
 
 
 def _parents_table(row: MessageRow, numbers: Mapping[int, int]) -> str:
-    """Return the parents of an answer as a table that can be opened."""
+    """Return the parents of an answer as a folded table."""
     if not row.parents:
         return ""
     names = ("Message", "Reused", "Repaired", "Computed", "Leaked", "Blocked")

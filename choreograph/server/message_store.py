@@ -4,7 +4,7 @@ All functions run in the engine's thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,6 +90,7 @@ class MessageStore:
         self._stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()  # least recently used first
         self.num_tokens = 0
         self.graphs: dict[tuple[str, str], StepGraph] = {}  # declared ones, by tenant and workflow
+        self.agent_labels: dict[tuple[str, str], Mapping[str, frozenset[str]]] = {}  # declared with them, by agent
 
     @property
     def workflows(self) -> list[StoredWorkflow]:
@@ -114,7 +115,7 @@ class MessageStore:
         return workflow
 
     def budget(self, key: WorkflowKey, max_kl: float | None, agent: str | None) -> Budget | None:
-        """Return a workflow's budget for calls of an agent; None without a limit."""
+        """Return a workflow's budget, set to an agent; None without limit."""
         if max_kl is None:
             return None
         budget = self._budgets.pop(key, None) or Budget(max_kl, shadow_calls=self._shadow_calls)
@@ -129,9 +130,18 @@ class MessageStore:
             return None
         return Workflow(session, self.graphs.get((tenant, name)))
 
-    def set_graph(self, tenant: str, name: str, graph: StepGraph | None) -> None:
-        """Declare the step graph of a workflow; None: learn it."""
+    def set_graph(
+        self, tenant: str, name: str, graph: StepGraph | None, labels: Mapping[str, frozenset[str]] | None = None
+    ) -> None:
+        """Declare the step graph of a workflow; None: learn it.
+
+        Args:
+            labels: of the requests that name an agent.
+        """
         self.graphs.pop((tenant, name), None)
+        self.agent_labels.pop((tenant, name), None)
+        if labels:
+            self.agent_labels[tenant, name] = labels
         if graph is not None:
             self.graphs[tenant, name] = graph
         for key, workflow in self._workflows.items():

@@ -176,12 +176,15 @@ class InferenceService:
         self.planner.check(reuse)
         client_id = f"{tenant}\0{body.cache_salt or ''}"
         labels = {*options.labels, *filter(None, map(str.strip, headers.get("x-choreography-labels", "").split(",")))}
+        agent = options.agent or header_options["agent"]
+        if agent is not None:
+            labels |= self.planner.store.agent_labels.get((tenant, workflow), {}).get(agent, frozenset())
         key = WorkflowKey(client_id, workflow, self.resolve_model(body.model), frozenset(labels))
         if options.offsets is not None and (reuse != "messages" or not hasattr(body, "messages")):
             raise InvalidRequestError(
                 "offsets: positions of messages need a chat with reuse='messages'; leave them out"
             )
-        return key, reuse, options.agent or header_options["agent"]
+        return key, reuse, agent
 
     # -- what the engine gets -------------------------------------------------------------------------------
 

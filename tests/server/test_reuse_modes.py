@@ -224,6 +224,25 @@ def test_requests_find_nothing_of_requests_with_other_labels(caller, reuse):
     assert by_header[1] == repeated[1]
 
 
+def test_labels_of_an_agent_apply_to_requests_that_name_it(caller, live):
+    alice, bob = caller("messages"), caller("messages")
+    url, workflow = f"{live.url}/v1/workflows/", alice.options["choreography"]["workflow"]
+    alice.options["choreography"]["agent"], bob.options["choreography"]["agent"] = "alice", "bob"
+    graph = {"agents": {"alice": None, "bob": "alice"}}
+    assert httpx.put(url + workflow, json={**graph, "labels": {"alice": ["alice-private"]}}).status_code == 200
+    chat = [{"role": "system", "content": "Agents have labels of their own here."}, *TOPICS]
+    first = alice.ask(chat)[1]["computed"]
+    assert alice.ask(chat)[1]["computed"] < first / 2
+    assert bob.ask(chat)[1]["computed"] >= first - 4  # nothing of another's but the first tokens of the template
+    named = bob.ask(chat, extra_headers={"x-choreography-labels": "alice-private"})
+    assert named[1]["computed"] < first / 2
+    for labels in ({"carol": ["a"]}, ["a"], {"alice": "a"}, {"alice": [1]}):
+        answer = httpx.put(url + workflow, json={**graph, "labels": labels})
+        assert answer.status_code == 400 and "labels" in answer.json()["error"]["message"]
+    assert httpx.delete(url + workflow).status_code == 200
+    assert not live.app.state.service.planner.store.agent_labels
+
+
 def test_repaired_tokens_are_counted(caller):
     asker = caller("messages")
     asker.ask([SYSTEM, *TOPICS])
