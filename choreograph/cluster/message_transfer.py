@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..engine.kv_export import KVSnapshot, copy_kv
+from ..engine.request import RequestState
 from ..kv_cache.tiers import as_bytes, checksum
 from ..server.chat_prompt import Segment
 from ..server.message_store import IMPORTED, WorkflowKey
@@ -111,6 +112,8 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> lis
             if stored is None or not stored.message.labels <= query.key.labels:
                 continue
             request = stored.message._request
+            if request.state is RequestState.TOKENS_FINAL:  # the KV of its last token waits for the next request's step
+                stored.message.wait_encoded()
             if request.tokens_final and request.entry is not None and request.entry.has_data:
                 result.append((stored.content_keys, stored.tokens, copy_kv(core, request)))
         return result
