@@ -21,7 +21,7 @@ SOURCES = ("prefix", "message", "quoted", "remote", "computed")  # where prompt 
 
 SESSION = "session"  # reuse mode of calls of the library, which name their own parents
 
-ENDED = (RequestState.DONE, RequestState.FAILED, RequestState.CANCELLED)
+INCOMPLETE = (RequestState.FAILED, RequestState.CANCELLED)
 
 
 class ContextBar(NamedTuple):
@@ -153,12 +153,15 @@ class RequestLog:
             self.finish(record, tokens, message.error is None)
 
     def _end_session_call(self, record: RequestRecord) -> None:
-        """End the record of a session's call once its message has ended."""
+        """End the record of a session's call once its message has ended.
+
+        A decode ends with its last token, whose KV may wait for the next request.
+        """
         (message,) = record.messages
-        request = message._request
-        if request.state in ENDED:
+        request, is_complete = message._request, message._is_finished()
+        if is_complete or request.state in INCOMPLETE:
             tokens = {"remote": request.usage.cached_tokens, "computed": request.usage.computed_tokens}
-            self.finish(record, tokens, request.state is RequestState.DONE)
+            self.finish(record, tokens, is_complete)
 
     def _add_rows(self, log: TenantLog, record: RequestRecord) -> None:
         rows = log.graphs.setdefault(record.workflow, {})

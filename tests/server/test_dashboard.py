@@ -281,6 +281,14 @@ def test_a_browser_logs_in_and_runs_the_playground(guarded, browser):
         (element,) = [e for e in browser.find_elements("css selector", ".q-tab, button") if text in e.text]
         element.click()
 
+    def select(workflow):
+        wait(lambda: text_of(".q-field__native"))  # another test's workflow may be the latest
+        find(".q-select").click()
+        wait(lambda: workflow in text_of(".q-menu").splitlines())
+        (element,) = [e for e in browser.find_elements("css selector", ".q-menu .q-item") if e.text == workflow]
+        element.click()
+        wait(lambda: text_of(".q-field__native") == workflow)
+
     def fits(width):
         browser.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
@@ -297,6 +305,7 @@ def test_a_browser_logs_in_and_runs_the_playground(guarded, browser):
     assert "mine · messages" in text and "Only the stored messages of your key" in text and "secret-plan" not in text
     assert fits(1280) and fits(400)
     click("Messages")
+    select("mine")
     wait(lambda: "planner" in text_of("body") and browser.find_elements("css selector", ".message .generated"))
     assert fits(400)
     find(".message summary").click()
