@@ -38,9 +38,10 @@ def ray_cluster(talker_folder):
         app, host="127.0.0.1", port=free_port(), num_cpus=3, object_store_memory=100 << 20, log_to_driver=False
     )
     yield cluster
+    started = psutil.Process().children(recursive=True)  # not those of another test process
     cluster.stop()
-    names = [process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])]
-    assert not [name for name in names if name[0].startswith("ray::") and "choreograph" in name[0]], "still running"
+    names = [process.name() for process in psutil.wait_procs(started, timeout=30)[1] if process.is_running()]
+    assert not [name for name in names if name.startswith(("ray", "gcs_server"))], "still running"
 
 
 @pytest.fixture
