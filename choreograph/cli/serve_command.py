@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -126,7 +127,10 @@ def serve(
         return
     if cluster:
         raise ConfigError(f"{next(iter(cluster))}: give --replicas too")
-    engine = open_engine()
+    # in a thread that ends: OpenMP's threads of the main thread would stay, and with more threads than cores those of
+    # the engine's thread sleep after every kernel
+    with ThreadPoolExecutor(1) as loader:
+        engine = loader.submit(open_engine).result()
     uvicorn: Any = require("uvicorn", "serve")
     uvicorn.run(
         create_app(engine, server_config),
