@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "dtype": "auto",
     "device": "cpu",
     "compile": False,
+    "draft_tokens": 0,
 }
 
 PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # variables of oneDNN and of PyTorch
@@ -61,6 +62,9 @@ def serve(
     device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda.  [default: cpu]")] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile", help="Compile steps before the first request, in minutes.")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens to draft a step from text that a decode reads.  [default: 0]")
     ] = None,
     capacity: Annotated[str | None, typer.Option(help="KV cache: tokens, or a size like 4GiB.")] = None,
     host_capacity: Annotated[str | None, typer.Option(help="Host tier: tokens, or a size.")] = None,
@@ -204,7 +208,12 @@ def _engine_opener(options: dict[str, Any]) -> Any:
     from ..engine.engine import Engine
 
     common.quiet_transformers()
-    config = EngineConfig(cache=CacheConfig(**cache), compile=compile, max_model_len=options.pop("max_model_len", None))
+    config = EngineConfig(
+        cache=CacheConfig(**cache),
+        compile=compile,
+        draft_tokens=options.pop("draft_tokens"),
+        max_model_len=options.pop("max_model_len", None),
+    )
     load = partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)
     return partial(_load_compiled, load) if compile else load
 

@@ -49,8 +49,8 @@ def build_app(args: Mapping[str, Any]) -> Any:
     options = {name.replace("-", "_"): value for name, value in args.items()}
     cluster = {name: options.pop(name) for name in ClusterConfig.__dataclass_fields__ if name in options}
     cache = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
-    compile, max_model_len = options.pop("compile", False), options.pop("max_model_len", None)
-    engine_config = EngineConfig(cache=CacheConfig(**cache), compile=compile, max_model_len=max_model_len)
+    steps = {name: options.pop(name) for name in ("compile", "draft_tokens", "max_model_len") if name in options}
+    engine_config = EngineConfig(cache=CacheConfig(**cache), **steps)
     open_engine = partial(
         Engine.from_pretrained,
         options.pop("model", DEFAULT_MODEL),

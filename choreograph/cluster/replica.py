@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +114,10 @@ class EngineReplica:
             import torch
 
             torch.set_num_threads(threads)
-        engine = await asyncio.to_thread(open_engine)
+        with ThreadPoolExecutor(
+            1
+        ) as loader:  # ends, so that its OpenMP threads do not slow those of the engine's thread
+            engine = await asyncio.wrap_future(loader.submit(open_engine))
         self._service: InferenceService = create_app(engine, config).state.service
         self._service.start()
         context = serve.get_replica_context()
