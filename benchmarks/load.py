@@ -42,13 +42,13 @@ def serve() -> None:
     from choreograph import CacheConfig, Engine, EngineConfig
     from choreograph.cli.serve_command import limit_primitive_cache
     from choreograph.server.app import create_app
+    from choreograph.server.engine_thread import load_engine
     from choreograph.server.server_config import ServerConfig
 
     limit_primitive_cache()
     model, compile, dtype = sys.argv[1:]
     config = EngineConfig(cache=CacheConfig(capacity=CAPACITY), compile=compile == "compile")
-    engine = Engine.from_pretrained(model, config=config, dtype=dtype, device="cpu")
-    engine.warm_up()
+    engine = load_engine(lambda: Engine.from_pretrained(model, config=config, dtype=dtype, device="cpu"))
     options = ServerConfig(api_keys=KEYS, served_model_name="model", max_workflow_tokens=STORED_TOKENS)
     app = create_app(engine, options)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))

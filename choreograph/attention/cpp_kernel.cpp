@@ -222,10 +222,10 @@ struct Kernel {
         bool wide = active > FEW;
 #if HAS_DOTS
         if constexpr (DOTS<T>) {
-          Ahead<T, D> next{};
+          Prefetch<T, D> next{};
           if (i + 1 < w.tiles.size()) {
-            int64_t ahead = rows_of(i + 1) + g0 * D;
-            next = {K + ahead, Vs + ahead, s.slot_stride, w.tiles[i + 1].n, g1 - g0, g - g0, n};
+            int64_t after = rows_of(i + 1) + g0 * D;
+            next = {K + after, Vs + after, s.slot_stride, w.tiles[i + 1].n, g1 - g0, g - g0, n};
           }
           if (wide) w.tile.pack(k, v, s.slot_stride, n, next);
           for (int e = first; e < end; e++)
@@ -247,7 +247,7 @@ struct Kernel {
     for (int e = first; e < end; e++) {
       int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
       int64_t row = (int64_t)rd[e].shift * rot.half;
-      bool still = !rd[e].shift || !rot.half;
+      bool is_unrotated = !rd[e].shift || !rot.half;
 #if HAS_DOTS
       if (DOTS<T> && !rd[e].shift) continue;  // read as they came
 #endif
@@ -256,13 +256,13 @@ struct Kernel {
         if constexpr (DOTS<T>) {
           float x[D], y[D];
           for (int d = 0; d < D; d++) x[d] = to_float(w.plain[m * D + d]);
-          if (still) memcpy(y, x, sizeof(x));
+          if (is_unrotated) memcpy(y, x, sizeof(x));
           else turn(x, y, rot.cos + row, rot.sin + row, rot);
           for (int d = 0; d < D; d++) from_float(y[d], w.turned_plain[m * D + d]);
           continue;
         }
 #endif
-        if (still) memcpy(&w.turned[m * D], &w.query[m * D], D * sizeof(float));
+        if (is_unrotated) memcpy(&w.turned[m * D], &w.query[m * D], D * sizeof(float));
         else turn(&w.query[m * D], &w.turned[m * D], rot.cos + row, rot.sin + row, rot);
       }
     }
@@ -271,7 +271,7 @@ struct Kernel {
 #if HAS_DOTS
   // A reader of the tile, which is packed for wide products.
   static void dot_reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, const T* v,
-                         bool wide, Ahead<T, D>& next, int64_t at, Work& w, float* acc, float* top, float* norm) {
+                         bool wide, Prefetch<T, D>& next, int64_t at, Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
     const bf16* q = (r.shift ? w.turned_plain.data() : w.plain.data()) + at * D;

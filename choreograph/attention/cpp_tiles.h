@@ -142,7 +142,7 @@ struct PackedTile {
   int width = 0;  // slots, rounded up to 32
 
   // Packs n <= TILE slots; slots from n to `width` become zeros.
-  void pack(const bf16* k, const bf16* v, int64_t stride, int n, const Ahead<bf16, D>& next) {
+  void pack(const bf16* k, const bf16* v, int64_t stride, int n, const Prefetch<bf16, D>& next) {
     width = (n + 31) / 32 * 32;
     for (int j = 0; j < width; j += LANES) {
       next.fetch_keys(j);
@@ -192,7 +192,7 @@ struct PackedTile {
   }
 
   // The same for few queries, directly from n stored rows, without packing.
-  void score_few(int rows, int n, const bf16* queries, const bf16* k, int64_t stride, const Ahead<bf16, D>& next) {
+  void score_few(int rows, int n, const bf16* queries, const bf16* k, int64_t stride, const Prefetch<bf16, D>& next) {
     for (int j = 0; j < n; j += LANES) {
       next.fetch_keys(j);
       const bf16* row[LANES];
@@ -216,15 +216,15 @@ struct PackedTile {
     return (vec)sum;
   }
   template <int M>
-  void mix_few(int n, const bf16* v, int64_t stride, float* out, const Ahead<bf16, D>& next) {
+  void mix_few(int n, const bf16* v, int64_t stride, float* out, const Prefetch<bf16, D>& next) {
     constexpr int C = 4, REST = D / LANES % C;  // registers of columns at once, and in the last columns
     for (int c = 0; c + C * LANES <= D; c += C * LANES)
-      mix_columns<M, C>(n, v + c, stride, out + c, c ? Ahead<bf16, D>{} : next);
+      mix_columns<M, C>(n, v + c, stride, out + c, c ? Prefetch<bf16, D>{} : next);
     constexpr int DONE = D - REST * LANES;
-    if constexpr (REST) mix_columns<M, REST>(n, v + DONE, stride, out + DONE, DONE ? Ahead<bf16, D>{} : next);
+    if constexpr (REST) mix_columns<M, REST>(n, v + DONE, stride, out + DONE, DONE ? Prefetch<bf16, D>{} : next);
   }
   template <int M, int C>
-  void mix_columns(int n, const bf16* v, int64_t stride, float* out, const Ahead<bf16, D>& next) {
+  void mix_columns(int n, const bf16* v, int64_t stride, float* out, const Prefetch<bf16, D>& next) {
     __m512 acc[M][C];
     for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) acc[m][c] = _mm512_loadu_ps(out + m * D + c * LANES);
     for (int j = 0; j < n; j += 2) {
@@ -243,7 +243,7 @@ struct PackedTile {
     }
     for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) _mm512_storeu_ps(out + m * D + c * LANES, acc[m][c]);
   }
-  void mix_few(int rows, int n, const bf16* v, int64_t stride, float* out, const Ahead<bf16, D>& next) {
+  void mix_few(int rows, int n, const bf16* v, int64_t stride, float* out, const Prefetch<bf16, D>& next) {
     switch (rows) {
       case 6: return mix_few<6>(n, v, stride, out, next);
       case 5: return mix_few<5>(n, v, stride, out, next);

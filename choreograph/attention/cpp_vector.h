@@ -115,7 +115,7 @@ inline vec sum_rows(vec r[LANES]) {
 // Rows of keys and values of `heads` heads that are read next: prefetched in the order of memory, a share of them while
 // each head of the tile before is computed with.
 template <class T, int D>
-struct Ahead {
+struct Prefetch {
   const T *keys, *values;
   int64_t stride;
   int n, heads, head, slots;  // slots: of the tile before, LANES of which are done between two calls

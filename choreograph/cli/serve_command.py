@@ -1,20 +1,15 @@
 """`choreograph serve`: the OpenAI-compatible server."""
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import ConfigError
 from ..utils import require
 from . import common
-
-if TYPE_CHECKING:
-    from ..engine.engine import Engine
 
 KeyOption = Annotated[list[str] | None, typer.Option("--api-key", help="A key that clients may use; each is a tenant.")]
 KeyFileOption = Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")]
@@ -61,7 +56,7 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="The type to compute in.  [default: auto]")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda.  [default: cpu]")] = None,
     compile: Annotated[
-        bool | None, typer.Option("--compile", help="Compile steps before the first request, in minutes.")
+        bool | None, typer.Option("--compile", help="Compile steps before the first request; takes minutes.")
     ] = None,
     draft_tokens: Annotated[
         int | None, typer.Option(min=0, help="Tokens to draft a step from text that a decode reads.  [default: 0]")
@@ -113,6 +108,7 @@ def serve(
     if options.get("dashboard"):
         require("nicegui", "dashboard")
     from ..server.app import create_app
+    from ..server.engine_thread import load_engine
     from ..server.server_config import ServerConfig
 
     keys = tuple(options.pop("api_key", None) or ())
@@ -131,13 +127,9 @@ def serve(
         return
     if cluster:
         raise ConfigError(f"{next(iter(cluster))}: give --replicas too")
-    # in a thread that ends: OpenMP's threads of the main thread would stay, and with more threads than cores those of
-    # the engine's thread sleep after every kernel
-    with ThreadPoolExecutor(1) as loader:
-        engine = loader.submit(open_engine).result()
     uvicorn: Any = require("uvicorn", "serve")
     uvicorn.run(
-        create_app(engine, server_config),
+        create_app(load_engine(open_engine), server_config),
         **address,
         log_level=log_level,
         timeout_graceful_shutdown=server_config.drain_timeout,
@@ -214,12 +206,4 @@ def _engine_opener(options: dict[str, Any]) -> Any:
         draft_tokens=options.pop("draft_tokens"),
         max_model_len=options.pop("max_model_len", None),
     )
-    load = partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)
-    return partial(_load_compiled, load) if compile else load
-
-
-def _load_compiled(load: "Callable[[], Engine]") -> "Engine":
-    """Load an engine and compile its steps before the first request."""
-    engine = load()
-    engine.warm_up()
-    return engine
+    return partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)

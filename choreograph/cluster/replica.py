@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from ..models.info import ModelInfo
 from ..outputs import BASE_MODEL, EngineStats
 from ..server.api_errors import ApiError, to_api_error
 from ..server.app import create_app
-from ..server.engine_thread import ChoiceUpdate
+from ..server.engine_thread import ChoiceUpdate, load_engine
 from ..server.reuse import SourceCounts
 from ..server.server_config import ServerConfig
 from ..server.service import GenerationSpec, InferenceService, RunningRequest
@@ -114,10 +113,7 @@ class EngineReplica:
             import torch
 
             torch.set_num_threads(threads)
-        with ThreadPoolExecutor(
-            1
-        ) as loader:  # ends, so that its OpenMP threads do not slow those of the engine's thread
-            engine = await asyncio.wrap_future(loader.submit(open_engine))
+        engine = await asyncio.to_thread(load_engine, open_engine)
         self._service: InferenceService = create_app(engine, config).state.service
         self._service.start()
         context = serve.get_replica_context()

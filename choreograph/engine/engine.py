@@ -341,10 +341,9 @@ class Engine:
             return
         max_tokens = min(self.model_info.max_positions, pool.pages * pool.page_size)
         with self.session() as session:
-            for num_tokens in (
-                size for size in compiled.warm_up_sizes if size <= max_tokens
-            ):  # one step of n tokens each
-                session.prefill([0] * num_tokens).result()
+            for num_tokens in compiled.warm_up_sizes:
+                if num_tokens <= max_tokens:
+                    session.prefill([0] * num_tokens).result()  # one step
 
     def close(self) -> None:
         """Refuse further requests and delete the disk tier's files."""

@@ -1,8 +1,8 @@
 """Linear layers over packed bfloat16 weights, for compiled graphs on CPUs.
 
 A decode step of few tokens is bound by reading weights. On processors with bfloat16 dot products, oneDNN's
-products of few rows read them at a third of the memory's speed, so graphs call a kernel of our own
-(`packed_linear.cpp`), once per projection or group of projections with the same input. The weights are packed once
+products of few rows read them more slowly than the memory allows (`make bench NAME=linear`), so graphs call a kernel
+of our own (`packed_linear.cpp`), once per projection or group of projections with the same input. The weights are packed once
 per model and shared by all graphs. Since they are inputs of the graphs and not constants in them, the graphs are
 cached on disk.
 """
@@ -95,7 +95,7 @@ def pack_model(model: nn.Module) -> list[nn.Linear]:
     """Pack the weights of all supported linear layers; return the layers.
 
     Layers of other types, such as quantized ones, and layers with an odd number of input features are left out.
-    Nothing is packed if they hold half of the weights: a frozen graph is faster then.
+    Nothing is packed if they hold less than half of the weights: a frozen graph is faster then.
     """
     groups: list[tuple[Any, ...]] = []
     for module in model.modules():

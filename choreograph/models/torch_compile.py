@@ -1,11 +1,10 @@
-"""Batches through `torch.compile`: a graph per small size, one beyond.
+"""Batches through `torch.compile`: graphs of one size, and of any.
 
 The model is unchanged: the graph is what transformers' own forward traces to. On processors with bfloat16 dot
 products, linear layers read weights that `packed_linear` packed; elsewhere weights are folded in and prepacked
-(inductor freezing), and such graphs are not cached on disk: every process compiles them. A small batch is
-padded to the next size; padding tokens write to the null page and read nothing. The graph of larger batches
-takes any number of tokens. Attention is one opaque operator. It gets its forward context from a context
-variable, so graphs have only tensors as inputs.
+(inductor freezing), and such graphs are not cached on disk: every process compiles them. Where a graph has one
+size, smaller batches are padded; padding tokens write to the null page and read nothing. Attention is one opaque
+operator. It gets its forward context from a context variable, so graphs have only tensors as inputs.
 """
 
 import warnings

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -68,6 +69,18 @@ class Generation:
             elif token_ids:
                 updates.append(ChoiceUpdate(index, text, token_ids, logprobs))
         return updates
+
+
+def load_engine(open_engine: Callable[[], Engine]) -> Engine:
+    """Load an engine and compile its steps, in a thread that ends.
+
+    The OpenMP threads of the loading thread end with it. Otherwise there would be more of them than cores, and
+    libgomp would let those of the engine's thread sleep after every kernel.
+    """
+    with ThreadPoolExecutor(1) as loader:
+        engine = loader.submit(open_engine).result()
+        loader.submit(engine.warm_up).result()
+    return engine
 
 
 class EngineThread:

@@ -1,4 +1,4 @@
-"""Messages travel through Ray's object store, also where the replica that has them stops or dies."""
+"""Messages are transferred through Ray's object store, also where the replica that has them stops or dies."""
 
 import asyncio
 import os
