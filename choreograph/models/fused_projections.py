@@ -21,6 +21,10 @@ from torch.nn.functional import linear
 
 FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module, called with the same input
 
+# What the deduplication pass merges; packed weights add the operators that multiply by them.
+_ATEN = torch.ops.aten
+MERGEABLE_OPERATORS = {op.default for op in (_ATEN.mm, _ATEN.addmm, _ATEN.permute, _ATEN.t, _ATEN.view, _ATEN.reshape)}
+
 FusionGroup = tuple[nn.Linear, ...]
 
 
@@ -110,14 +114,9 @@ def deduplication_pass() -> Callable[[torch.fx.Graph], None]:
 
 
 def _deduplicate(graph: torch.fx.Graph) -> None:
-    aten = torch.ops.aten
-    operators = [aten.mm, aten.addmm, aten.permute, aten.t, aten.view, aten.reshape]
-    if hasattr(torch.ops.choreograph, "linear"):  # of packed weights
-        operators.append(torch.ops.choreograph.linear)
-    targets = {operator.default for operator in operators}
     first_nodes: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in targets:
+        if node.op == "call_function" and node.target in MERGEABLE_OPERATORS:
             first = first_nodes.setdefault((node.target, str(node.args), str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)

@@ -26,6 +26,7 @@ from ..outputs import BASE_MODEL
 from ..utils import allow_sigint
 from .architectures import SUPPORTED_ARCHITECTURES, LegacyAttentionPatch, StaticRope
 from .info import ModelInfo, free_memory, resolve_max_positions, sampled_weights_hash, weights_hash
+from .int4_linear import GROUP_SIZE, quantize_layers
 from .introspect import PROBE_POSITIONS, AttentionProbe, analyze, check_no_token_mixing, verify_cache_reuse
 from .layers import DecoderLayers
 from .lora import LoraManager, LoraWeights
@@ -36,10 +37,16 @@ _log = logging.getLogger("choreograph")
 
 ATTENTION = "choreograph"  # name of the attention function in transformers' registry
 
-INT4_GROUP_SIZE = 32  # weights that share a scale
-
 _SETTING = "_attn_implementation_internal"  # where transformers' property `_attn_implementation` keeps its value
 _FORWARD_LOCK = threading.RLock()  # the attention setting belongs to the model, which several engines can share
+
+
+def _quantize_int8(model: torch.nn.Module, linears: set[torch.nn.Linear]) -> None:
+    try:
+        from torchao import quantization as torchao
+    except ImportError:
+        raise ConfigError("quantization='int8' needs torchao: pip install 'choreograph[int8]'") from None
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=lambda module, path: module in linears)
 
 
 def _attention(
@@ -177,22 +184,13 @@ class HFModel:
             raise ModelError(f"{name}: architecture {config.model_type!r} cannot be served: {reason}") from exc
 
     def quantize(self, scheme: str) -> None:
-        """Quantize the weights in place with torchao.
+        """Quantize the weights in place.
 
         Args:
-            scheme: "int8", or "int4" in groups of 32 weights. On a CPU torchao stores int4 values in
-                bytes and converts them to floating point for every product, which is slow.
+            scheme: "int8" through torchao, or "int4" in groups of 32 weights (`int4_linear`).
         """
         self.ensure_single_process(f"quantization={scheme!r}")
-        try:
-            from torchao import quantization as torchao
-        except ImportError:
-            raise ConfigError(f"quantization={scheme!r} needs torchao: pip install 'choreograph[int8]'") from None
-        if scheme == "int4":
-            group_size, granularity = INT4_GROUP_SIZE, torchao.PerGroup(INT4_GROUP_SIZE)
-            config: Any = torchao.IntxWeightOnlyConfig(getattr(torch, scheme), granularity=granularity)
-        else:
-            group_size, config = 1, torchao.Int8WeightOnlyConfig()
+        group_size = GROUP_SIZE if scheme == "int4" else 1
         linears = [
             module
             for module in self.model.modules()
@@ -202,9 +200,12 @@ class HFModel:
         if 2 * num_weights < info.parameters:
             raise ConfigError(
                 f"quantization={scheme!r}: only {num_weights:,} of {info.parameters:,} weights of {info.name} are in "
-                "layers that torchao can quantise; use quantization=None"
+                "linear layers of a supported shape; use quantization=None"
             )
-        torchao.quantize_(self.model, config, filter_fn=lambda module, path: module in linears)
+        if scheme == "int4":
+            quantize_layers(self.model, set(linears))
+        else:
+            _quantize_int8(self.model, set(linears))
         self.model_info = replace(info, fingerprint=f"{info.fingerprint}-{scheme}")
 
     @torch.no_grad()

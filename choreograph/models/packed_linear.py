@@ -22,20 +22,19 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..attention.cpp_backend import BackendUnavailableError, compile_library, cpu_flags
-from .fused_projections import FUSABLE, is_fusable
+from .fused_projections import FUSABLE, MERGEABLE_OPERATORS, is_fusable
 
 PANEL = 64  # output features that the kernel computes together; as in packed_linear.cpp
 
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-
-_library = torch.library.Library("choreograph", "FRAGMENT")
-_library.define("linear(Tensor input, Tensor packed, Tensor? bias, int features) -> Tensor")
+operator_library = torch.library.Library("choreograph", "FRAGMENT")
+operator_library.define("linear(Tensor input, Tensor packed, Tensor? bias, int features) -> Tensor")
 
 
 class PackedProjection(NamedTuple):
     """Packed weight of layers with one input; output slice of one."""
 
-    packed: nn.Parameter  # (P, E / 2, 64, 2): panels, pairs of input features, output features
+    operator: Any  # (input, packed, bias, features) -> output
+    packed: nn.Parameter  # panels of 64 output features; here (P, E / 2, 64, 2), with pairs of input features
     bias: nn.Parameter | None  # (F,)
     features: int  # output features of all layers
     start: int  # first output feature of the layer
@@ -52,15 +51,25 @@ def load_kernel() -> Any:
     Raises:
         BackendUnavailableError: without AVX-512 bfloat16 instructions or a compiler.
     """
+    return load_symbol("packed_linear.cpp", "choreograph_linear")
+
+
+def load_symbol(source: str, name: str) -> Any:
+    """Load a kernel with the arguments of `call_packed` from a file of this folder.
+
+    Raises:
+        BackendUnavailableError: without AVX-512 bfloat16 instructions or a compiler.
+    """
     if "avx512_bf16" not in cpu_flags():
         raise BackendUnavailableError("the processor has no AVX-512 bfloat16 instructions")
-    source = Path(__file__).with_name("packed_linear.cpp")
+    path = Path(__file__).with_name(source)
     try:
-        library = ctypes.CDLL(str(compile_library("linear", [source], (), user_cache_path("choreograph") / "native")))
+        library = ctypes.CDLL(str(compile_library(path.stem, [path], (), user_cache_path("choreograph") / "native")))
     except OSError as exc:
         raise BackendUnavailableError(str(exc)) from None
-    kernel = library.choreograph_linear
-    kernel.argtypes = (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG)
+    kernel = getattr(library, name)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number)
     kernel.restype = None
     return kernel
 
@@ -72,23 +81,30 @@ def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
     return panels.transpose(1, 2).contiguous()
 
 
-def _linear(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+def call_packed(kernel: Any, input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    """Run a kernel over packed weights."""
     input = input.contiguous()
     width = input.shape[-1]
     out = input.new_empty((*input.shape[:-1], features))
-    load_kernel()(
+    kernel(
         *(input.data_ptr(), input.numel() // width, width, packed.data_ptr()),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), features, torch.get_num_threads()),
     )
     return out
 
 
-def _linear_shape(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+def _linear(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    return call_packed(load_kernel(), input, packed, bias, features)
+
+
+def packed_output(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    """Return an output of the right shape, for tracing."""
     return input.new_empty((*input.shape[:-1], features))
 
 
-_library.impl("linear", _linear, "CPU")
-torch.library.register_fake("choreograph::linear", _linear_shape, lib=_library)
+operator_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("choreograph::linear", packed_output, lib=operator_library)
+MERGEABLE_OPERATORS.add(torch.ops.choreograph.linear.default)
 
 
 def pack_model(model: nn.Module) -> list[nn.Linear]:
@@ -134,10 +150,10 @@ def _pack_group(group: tuple[nn.Linear, ...]) -> None:
     biases = [part.bias.detach() for part in group if part.bias is not None]
     packed = nn.Parameter(pack(weight), requires_grad=False)
     bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-    start = 0
+    operator, start = torch.ops.choreograph.linear, 0
     for part in group:
         end = start + part.out_features
-        vars(part)["packed_projection"] = PackedProjection(packed, bias, len(weight), start, end)
+        vars(part)["packed_projection"] = PackedProjection(operator, packed, bias, len(weight), start, end)
         start = end  # no registered parameter: `state_dict()` is unchanged
 
 
@@ -155,5 +171,5 @@ def packed_for_tracing(layers: list[nn.Linear]) -> Iterator[None]:
 
 def _packed_forward(layer: Any, input: Tensor) -> Tensor:
     packed: PackedProjection = layer.packed_projection
-    out: Tensor = torch.ops.choreograph.linear(input, packed.packed, packed.bias, packed.features)
+    out: Tensor = packed.operator(input, packed.packed, packed.bias, packed.features)
     return out if packed.end - packed.start == packed.features else out[..., packed.start : packed.end]

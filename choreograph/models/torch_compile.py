@@ -21,6 +21,7 @@ from ..attention.backend import ForwardContext
 from ..attention.cpp_backend import BackendUnavailableError, cpu_flags
 from .fused_projections import deduplication_pass
 from .hf_model import HFModel
+from .int4_linear import Int4Linear
 from .packed_linear import load_kernel, pack_model, packed_for_tracing
 
 # Freezing folds and prepacks the weights; concatenation fuses projections that share an input. Both are
@@ -76,7 +77,8 @@ class CompiledForward:
         self._hf_model = hf_model
         self._packed_layers = _packed_layers(hf_model.model)
         # with AMX, oneDNN multiplies more rows faster than the kernel of packed weights
-        self._max_packed_tokens = 8 if "amx_bf16" in cpu_flags() else None  # None: no limit
+        is_quantized = any(isinstance(layer, Int4Linear) for layer in self._packed_layers)
+        self._max_packed_tokens = 8 if "amx_bf16" in cpu_flags() and not is_quantized else None  # None: no limit
         # without packed weights, oneDNN's products are chosen for each size
         self.sizes = sizes or ((1,) if self._is_packed(None) else (1, 2, 4, 8, 16))
         larger = (self.sizes[-1] + 1, MAX_FEW_TOKENS + 1) if compiles_larger else ()
@@ -163,7 +165,9 @@ class CompiledForward:
 
 
 def _packed_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    """Pack the model's weights, unless the kernel for them cannot run here."""
+    """Pack the model's weights, unless they are or the kernel for them cannot run here."""
+    if quantized := [module for module in model.modules() if isinstance(module, Int4Linear)]:
+        return list(quantized)
     try:
         load_kernel()
     except BackendUnavailableError:

@@ -1,0 +1,144 @@
+"""Linear layers with 4-bit weights: two thirds less to read per decode step than in bfloat16.
+
+Each group of 32 weights has a float16 scale and minimum, as in the Q4_1 format of GGUF files, so weights that were read
+from such a file keep their values but for rounding. On processors with bfloat16 dot products, a kernel of our
+own (`int4_linear.cpp`) multiplies bfloat16 activations by the packed weights; elsewhere and in other dtypes, weights are
+dequantized for every product, which is slow.
+"""
+
+from collections.abc import Container
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float16, UInt8
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from ..attention.cpp_backend import BackendUnavailableError
+from .fused_projections import FUSABLE, MERGEABLE_OPERATORS, is_fusable
+from .packed_linear import PANEL, PackedProjection, call_packed, load_symbol, operator_library, packed_output
+
+GROUP_SIZE = 32  # weights that share a scale and a minimum
+_VALUE_BYTES = PANEL * GROUP_SIZE // 2  # of a group of each feature of a panel
+_GROUP_BYTES = _VALUE_BYTES + 2 * 2 * PANEL  # with scales and minimums
+
+operator_library.define("linear_int4(Tensor input, Tensor packed, Tensor? bias, int features) -> Tensor")
+
+
+@cache
+def _load_kernel() -> Any:
+    """Load the kernel; None where it cannot run."""
+    try:
+        return load_symbol("int4_linear.cpp", "choreograph_linear_int4")
+    except BackendUnavailableError:
+        return None
+
+
+def quantize(
+    weight: Float[Tensor, "F E"],
+) -> tuple[UInt8[Tensor, "F G 32"], Float16[Tensor, "F G"], Float16[Tensor, "F G"]]:
+    """Round every group of weights to 16 equidistant values from its minimum to its maximum.
+
+    Returns:
+        Values from 0 to 15, scales and minimums; a weight is about scale * value + minimum.
+    """
+    groups = weight.float().unflatten(1, (-1, GROUP_SIZE))
+    minimum, maximum = groups.aminmax(dim=-1)
+    minimums = minimum.half()
+    scales = ((maximum - minimums.float()) / 15).half()
+    steps = torch.where(scales == 0, 1, scales.float())[..., None]
+    values = ((groups - minimums.float()[..., None]) / steps).round().clamp(0, 15)
+    return values.to(torch.uint8), scales, minimums
+
+
+def pack(
+    values: UInt8[Tensor, "F G 32"], scales: Float16[Tensor, "F G"], minimums: Float16[Tensor, "F G"]
+) -> UInt8[Tensor, "P G bytes"]:
+    """Arrange a quantized weight in panels, as described in int4_linear.cpp; the last one is padded."""
+    missing = -len(values) % PANEL
+    parts = [
+        pad(part, (0, 0, 0, missing)).view(-1, PANEL, part.shape[1]).mT.contiguous().view(torch.uint8)
+        for part in (scales, minimums)
+    ]
+    # (panel, 16 features, feature, group, four pairs, pair, half), of which pairs share a word
+    nibbles = pad(values, (0, 0, 0, 0, 0, missing)).view(-1, PANEL // 16, 16, values.shape[1], GROUP_SIZE // 8, 4, 2)
+    shifts = torch.arange(0, 16, 4, device=values.device)[:, None]
+    words = (nibbles.int() << shifts).sum(-2, dtype=torch.int32).to(torch.uint16).permute(0, 3, 1, 4, 2, 5)
+    return torch.cat([*parts, words.contiguous().view(torch.uint8).flatten(2)], -1)
+
+
+def dequantize(packed: UInt8[Tensor, "P G bytes"], features: int) -> Float[Tensor, "F E"]:
+    """Return the float32 weight of a packed one."""
+    panels, groups, _ = packed.shape
+    scales, minimums = (
+        part.contiguous().view(torch.float16).mT.reshape(-1, groups, 1).float()
+        for part in packed[..., :-_VALUE_BYTES].chunk(2, -1)
+    )
+    words = packed[..., -_VALUE_BYTES:].contiguous().view(torch.uint16).int()
+    words = words.view(panels, groups, PANEL // 16, GROUP_SIZE // 8, 1, 16, 2)
+    shifts = torch.arange(0, 16, 4, device=packed.device)[:, None, None]
+    values = ((words >> shifts) & 15).permute(0, 2, 5, 1, 3, 4, 6).reshape(-1, groups, GROUP_SIZE)
+    return (scales * values + minimums).flatten(1)[:features]
+
+
+def _linear_int4(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    kernel = _load_kernel() if input.dtype is torch.bfloat16 and input.device.type == "cpu" else None
+    if kernel is None:
+        return linear(input, dequantize(packed, features).to(input.dtype), bias)
+    return call_packed(kernel, input, packed, bias, features)
+
+
+for _device in ("CPU", "CUDA"):
+    operator_library.impl("linear_int4", _linear_int4, _device)
+torch.library.register_fake("choreograph::linear_int4", packed_output, lib=operator_library)
+MERGEABLE_OPERATORS.add(torch.ops.choreograph.linear_int4.default)
+
+
+class Int4Linear(nn.Linear):
+    """Linear layer with a packed 4-bit weight."""
+
+    packed_projection: PackedProjection  # the group's weight, for graphs
+
+    def __init__(self, layer: nn.Linear, weight: UInt8[Tensor, "P G bytes"]) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.choreograph.linear_int4(input, self.weight, self.bias, self.out_features)  # type: ignore[no-any-return]
+
+
+def quantize_layers(model: nn.Module, layers: Container[nn.Module]) -> None:
+    """Replace linear layers, whose input features are multiples of 32.
+
+    Projections with one input share a packed weight that graphs multiply by once.
+    """
+    for module in list(model.modules()):
+        children: dict[str, Any] = {name: child for name, child in module.named_children() if child in layers}
+        groups = [names for names in FUSABLE if is_fusable([children.get(name) for name in names])]
+        grouped = {name for names in groups for name in names}
+        for names in (*groups, *((name,) for name in children if name not in grouped)):
+            for name, layer in zip(names, _quantize_group([children[name] for name in names]), strict=True):
+                setattr(module, name, layer)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _quantize_group(parts: list[nn.Linear]) -> list[Int4Linear]:
+    """Quantize layers with one input; their packed weights are views of one tensor if panels end with layers."""
+    features = [part.out_features for part in parts]
+    biases = [part.bias.detach() for part in parts if part.bias is not None]
+    if any(count % PANEL for count in features[:-1]):
+        return [layer for part in parts for layer in _quantize_group([part])]
+    packed = [pack(*quantize(part.weight.detach())) for part in parts]
+    weight = nn.Parameter(torch.cat(packed), requires_grad=False)
+    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+    layers = [Int4Linear(part, view) for part, view in zip(parts, weight.split([len(p) for p in packed]), strict=True)]
+    operator, total = torch.ops.choreograph.linear_int4, sum(features)
+    for layer, end in zip(layers, accumulate(features), strict=True):
+        projection = PackedProjection(operator, weight, bias, total, end - layer.out_features, end)
+        vars(layer)["packed_projection"] = projection  # no registered parameter: `state_dict()` has each weight once
+    return layers
