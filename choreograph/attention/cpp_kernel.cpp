@@ -5,7 +5,7 @@
 // A tile of slots is converted to float32, or packed for dot products (cpp_tiles.h), once and used by every reader of
 // the range, so a context shared by many requests is read once. Work is split by block of query rows, KV head and KV
 // split (consecutive tiles). Rows of a decode step read little per tile and are bound by memory: they are split by tiles
-// alone, so that the rows of all KV heads are read in the order of memory, the next tile while one is computed with.
+// alone, so that the rows of all KV heads are read in the order of memory, the next ones while a tile is computed with.
 // KV splits are merged by their log-sum-exp. Scores are in base 2.
 
 #include "cpp_tiles.h"
@@ -21,7 +21,6 @@ struct Shape {
   const float *slopes, *sinks;
 };
 struct Rotation { const float *cos, *sin; int half, interleaved; };
-struct Segment { int32_t lo, hi, first; };
 struct Reader { int32_t row0, row1, shift, limit, step, position; };
 
 // D: head dimension. V = D / LANES vectors per head.
@@ -125,8 +124,6 @@ struct Kernel {
     }
   }
 
-  struct Tile { int segment, start, n, active; };  // slots of a segment, and the queries that may read them
-
   // Of all KV heads of an item. query: scaled. plain: as they came. turned and turned_plain: rotated for the readers of
   // a range.
   struct Work {
@@ -210,6 +207,9 @@ struct Kernel {
     std::fill(norm, norm + all, 0.0f);
     split(s, seg, segs, rd, readers, b0, b1, size, stripe, stripes, w.tiles);
     auto rows_of = [&](size_t i) { return (int64_t)(seg[w.tiles[i].segment].lo + w.tiles[i].start) * s.slot_stride; };
+#if HAS_DOTS
+    Ahead<T, D> next(K + g0 * D, Vs + g0 * D, s.slot_stride, g1 - g0, seg, w.tiles);
+#endif
     for (size_t i = 0; i < w.tiles.size(); i++) {
       auto [segment, t, n, active] = w.tiles[i];
       int first = seg[segment].first, end = segment + 1 < segs ? seg[segment + 1].first : readers;
@@ -222,11 +222,7 @@ struct Kernel {
         bool wide = active > FEW;
 #if HAS_DOTS
         if constexpr (DOTS<T>) {
-          Prefetch<T, D> next{};
-          if (i + 1 < w.tiles.size()) {
-            int64_t after = rows_of(i + 1) + g0 * D;
-            next = {K + after, Vs + after, s.slot_stride, w.tiles[i + 1].n, g1 - g0, g - g0, n};
-          }
+          next.begin(n);
           if (wide) w.tile.pack(k, v, s.slot_stride, n, next);
           for (int e = first; e < end; e++)
             dot_reader(s, rd[e], g, b0, b1, t, n, k, v, wide, next, at, w, acc + at * D, top + at, norm + at);
@@ -271,7 +267,7 @@ struct Kernel {
 #if HAS_DOTS
   // A reader of the tile, which is packed for wide products.
   static void dot_reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, const T* v,
-                         bool wide, Prefetch<T, D>& next, int64_t at, Work& w, float* acc, float* top, float* norm) {
+                         bool wide, Ahead<T, D>& next, int64_t at, Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
     const bf16* q = (r.shift ? w.turned_plain.data() : w.plain.data()) + at * D;
@@ -300,7 +296,7 @@ struct Kernel {
       }
       float* sums = acc + (int64_t)m * D;
       if (wide) w.tile.mix(count, used, sums);
-      else w.tile.mix_few(count, exact, v, s.slot_stride, sums, next), next.n = 0;  // prefetched once
+      else w.tile.mix_few(count, exact, v, s.slot_stride, sums, next);
     }
   }
 #endif
@@ -382,7 +378,7 @@ struct Kernel {
     int64_t slots = 0, tiles = 0;
     for (int i = 0; i < segs; i++) slots += seg[i].hi - seg[i].lo, tiles += (seg[i].hi - seg[i].lo + TILE - 1) / TILE;
     if (decode) {
-      if (threads > 1) stripes = std::min<int64_t>((2 * threads + parts - 1) / parts, std::max<int64_t>(1, slots / 64));
+      if (threads > 1) stripes = std::min<int64_t>((threads + parts - 1) / parts, std::max<int64_t>(1, slots / 64));
       while (stripes > 1 && size > 32 && slots < 4 * stripes * size) size /= 2;
     }
     // a few items must divide evenly; many balance themselves

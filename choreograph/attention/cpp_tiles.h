@@ -142,10 +142,10 @@ struct PackedTile {
   int width = 0;  // slots, rounded up to 32
 
   // Packs n <= TILE slots; slots from n to `width` become zeros.
-  void pack(const bf16* k, const bf16* v, int64_t stride, int n, const Prefetch<bf16, D>& next) {
+  void pack(const bf16* k, const bf16* v, int64_t stride, int n, Ahead<bf16, D>& next) {
     width = (n + 31) / 32 * 32;
     for (int j = 0; j < width; j += LANES) {
-      next.fetch_keys(j);
+      next.advance(LANES);
       for (int c = 0; c < D / 2; c += LANES) {
         constexpr int REST = D / 2 % LANES;  // pairs in the last columns; 0 or 8
         bool whole = !REST || c + LANES <= D / 2;
@@ -159,7 +159,7 @@ struct PackedTile {
       }
     }
     for (int j = 0; j < width; j += 2) {
-      if (j % LANES == 0) next.fetch_values(j);
+      if (j % LANES == 0) next.advance(LANES);
       for (int c = 0; c < D; c += 2 * LANES)
         pack_pair(v + j * stride + c, v + (j + 1) * stride + c, n - j, D - c, &values[j / 2 * D + c]);
     }
@@ -192,9 +192,9 @@ struct PackedTile {
   }
 
   // The same for few queries, directly from n stored rows, without packing.
-  void score_few(int rows, int n, const bf16* queries, const bf16* k, int64_t stride, const Prefetch<bf16, D>& next) {
+  void score_few(int rows, int n, const bf16* queries, const bf16* k, int64_t stride, Ahead<bf16, D>& next) {
     for (int j = 0; j < n; j += LANES) {
-      next.fetch_keys(j);
+      next.advance(LANES);
       const bf16* row[LANES];
       for (int r = 0; r < LANES; r++) row[r] = k + std::min(j + r, n - 1) * stride;
       for (int m = 0; m < rows; m++) {
@@ -216,19 +216,19 @@ struct PackedTile {
     return (vec)sum;
   }
   template <int M>
-  void mix_few(int n, const bf16* v, int64_t stride, float* out, const Prefetch<bf16, D>& next) {
+  void mix_few(int n, const bf16* v, int64_t stride, float* out, Ahead<bf16, D>& next) {
     constexpr int C = 4, REST = D / LANES % C;  // registers of columns at once, and in the last columns
     for (int c = 0; c + C * LANES <= D; c += C * LANES)
-      mix_columns<M, C>(n, v + c, stride, out + c, c ? Prefetch<bf16, D>{} : next);
+      mix_columns<M, C>(n, v + c, stride, out + c, next);
     constexpr int DONE = D - REST * LANES;
-    if constexpr (REST) mix_columns<M, REST>(n, v + DONE, stride, out + DONE, DONE ? Prefetch<bf16, D>{} : next);
+    if constexpr (REST) mix_columns<M, REST>(n, v + DONE, stride, out + DONE, next);
   }
   template <int M, int C>
-  void mix_columns(int n, const bf16* v, int64_t stride, float* out, const Prefetch<bf16, D>& next) {
+  void mix_columns(int n, const bf16* v, int64_t stride, float* out, Ahead<bf16, D>& next) {
     __m512 acc[M][C];
     for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) acc[m][c] = _mm512_loadu_ps(out + m * D + c * LANES);
     for (int j = 0; j < n; j += 2) {
-      if (j % LANES == 0) next.fetch_values(j);
+      if (j % LANES == 0) next.advance(LANES);
       __m512i pairs[C + C % 2];
       for (int c = 0; c < C; c += 2) {
         const bf16* row = v + j * stride + c * LANES;
@@ -243,7 +243,7 @@ struct PackedTile {
     }
     for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) _mm512_storeu_ps(out + m * D + c * LANES, acc[m][c]);
   }
-  void mix_few(int rows, int n, const bf16* v, int64_t stride, float* out, const Prefetch<bf16, D>& next) {
+  void mix_few(int rows, int n, const bf16* v, int64_t stride, float* out, Ahead<bf16, D>& next) {
     switch (rows) {
       case 6: return mix_few<6>(n, v, stride, out, next);
       case 5: return mix_few<5>(n, v, stride, out, next);

@@ -112,21 +112,75 @@ inline vec sum_rows(vec r[LANES]) {
   return r[0];
 }
 
-// Rows of keys and values of `heads` heads that are read next: prefetched in the order of memory, a share of them while
-// each head of the tile before is computed with.
+struct Segment { int32_t lo, hi, first; };
+struct Tile { int segment, start, n, active; };  // slots of a segment, and the queries that may read them
+
+// Prefetches keys and values of consecutive tiles into the second-level cache, in the order of memory, at a fixed
+// distance before they are read. Requests are spread over the computation: in bursts, they wait for one another.
 template <class T, int D>
-struct Prefetch {
-  const T *keys, *values;
+class Ahead {
+  static constexpr int LINE = 64 / sizeof(T), DISTANCE = 128;  // elements of a cache line; slots
+  const T *keys, *values;                                      // of the first slot and head
   int64_t stride;
-  int n, heads, head, slots;  // slots: of the tile before, LANES of which are done between two calls
-  void fetch(const T* rows, int done) const {
-    if (!n) return;
-    int total = slots * heads, from = head * slots + done;
-    for (int64_t j = (int64_t)from * n / total; j < std::min<int64_t>(n, (int64_t)(from + LANES) * n / total); j++)
-      for (int c = 0; c < heads * D; c += 64 / sizeof(T)) __builtin_prefetch(rows + j * stride + c, 0, 2);  // into the second level
+  int heads;
+  const Segment* segments;
+  const Tile *tile, *end;           // not yet begun
+  const T *key = nullptr, *value = nullptr;  // next lines
+  int64_t lines = 0, rows = 0;               // left of this row; rows left of this tile
+  int64_t budget = 0;                        // lines that may be fetched before the next pass
+
+ public:
+  Ahead(const T* keys, const T* values, int64_t stride, int heads, const Segment* segments,
+        const std::vector<Tile>& tiles)
+      : keys(keys), values(values), stride(stride), heads(heads), segments(segments), tile(tiles.data()),
+        end(tiles.data() + tiles.size()) {
+    fetch((int64_t)DISTANCE * heads * D / LINE);
   }
-  void fetch_keys(int done) const { fetch(keys, done); }
-  void fetch_values(int done) const { fetch(values, done); }
+  // Before one head of a tile of n slots is computed with: allows as many bytes of all heads together.
+  void begin(int n) {
+    fetch(budget);
+    budget = (int64_t)n * D / LINE;
+  }
+  // While `slots` keys or values are computed with.
+  void advance(int slots) {
+    int64_t count = std::min<int64_t>(budget, slots * D / (2 * LINE));
+    budget -= count;
+    fetch(count);
+  }
+
+ private:
+  void fetch(int64_t count) {
+    while (count > 0 && (lines || next_row())) {
+      int64_t some = std::min(count, lines);
+      for (int64_t i = 0; i < some; i++) {
+        __builtin_prefetch(key + i * LINE, 0, 2);  // into the second level
+        __builtin_prefetch(value + i * LINE, 0, 2);
+      }
+      key += some * LINE;
+      value += some * LINE;
+      count -= some;
+      lines -= some;
+    }
+  }
+  bool next_row() {
+    int64_t width = (int64_t)heads * D;
+    bool adjoin = stride == width;  // all rows of a tile are one
+    if (rows > 0) {
+      key += stride - width;
+      value += stride - width;
+    } else {
+      if (tile == end) return false;
+      int64_t at = (int64_t)(segments[tile->segment].lo + tile->start) * stride;
+      key = keys + at;
+      value = values + at;
+      rows = adjoin ? 1 : tile->n;
+      width *= adjoin ? tile->n : 1;
+      tile++;
+    }
+    rows--;
+    lines = (width + LINE - 1) / LINE;
+    return true;
+  }
 };
 
 }  // namespace
