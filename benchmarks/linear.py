@@ -1,7 +1,7 @@
-"""Linear layers over packed bfloat16 weights against oneDNN's prepacked products, which frozen graphs call.
+"""Linear layers over packed weights against oneDNN's prepacked products in bfloat16 and ATen's in int4.
 
-Weights of 1,536 x 576 one after the other, 270 MB in all, so that they come from memory as in a step. The speed of memory
-is that of a sum over the same weights. Needs AVX-512 bfloat16 instructions.
+Weights of 1,536 x 576 one after the other, 270 MB in bfloat16 and 83 MB in int4, so that they come from memory as in a
+step. The speed of memory is that of a sum over the bfloat16 weights. Needs AVX-512 bfloat16 instructions.
 """
 
 from functools import partial
@@ -9,12 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from choreograph.models import int4_linear
 from choreograph.models.packed_linear import load_kernel, pack
 
 from .common import Row, interleaved, median_row, ratio_row, save, seconds
 
 FEATURES, WIDTH, LAYERS, ROUNDS = 1536, 576, 150, 12
-GIGABYTES = 2 * FEATURES * WIDTH * LAYERS / 1e9
+COUNT = FEATURES * WIDTH * LAYERS
+GROUP = int4_linear.GROUP_SIZE
 
 
 def packed(x: Tensor, weights: list[Tensor]) -> None:
@@ -22,28 +24,62 @@ def packed(x: Tensor, weights: list[Tensor]) -> None:
         torch.ops.choreograph.linear(x, weight, None, FEATURES)
 
 
+def packed_int4(x: Tensor, weights: list[Tensor]) -> None:
+    for weight in weights:
+        torch.ops.choreograph.linear_int4(x, weight, None, FEATURES)
+
+
 def prepacked(x: Tensor, weights: list[Tensor]) -> None:
     for weight in weights:
         torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
+def aten_int4(x: Tensor, weights: list[tuple[Tensor, Tensor]]) -> None:
+    rows = x.view(-1, WIDTH)
+    for weight, scales_and_zeros in weights:
+        torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight, GROUP, scales_and_zeros)
+
+
+def for_aten(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize as `int4_linear` does, but for scales and zero points in bfloat16: (value - 8) * scale + zero."""
+    values, scales, minimums = int4_linear.quantize(weight)
+    zeros = minimums.float() + 8 * scales.float()
+    layout = torch.stack([scales.float(), zeros], -1).transpose(0, 1).bfloat16().contiguous()
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.flatten(1).int(), 1), layout
+
+
+def compare(name: str, sides: dict[str, partial[float]], num_bytes: float) -> list[Row]:
+    """Measure two sides in turns, ours first."""
+    (ours, own), (theirs, other) = zip(sides, interleaved(ROUNDS, *sides.values()), strict=True)
+    result = [
+        median_row(f"{name}: {side}", [t / LAYERS * 1e6 for t in times], "us", better="lower")
+        for side, times in ((ours, own), (theirs, other))
+    ]
+    result.append(median_row(f"{name}: {ours}, weights read", [num_bytes / 1e9 / t for t in own], "GB/s"))
+    return [*result, ratio_row(name, other, own, peer=theirs)]
+
+
 def main() -> None:
     load_kernel()
+    assert int4_linear.is_kernel_available()
     weights = [torch.randn(FEATURES, WIDTH).bfloat16() for _ in range(LAYERS)]
     ours = [pack(weight) for weight in weights]
+    ours_int4 = [int4_linear.pack(*int4_linear.quantize(weight)) for weight in weights]
+    theirs_int4 = [for_aten(weight) for weight in weights]
     words = torch.stack(weights).view(torch.float32)
     (reading,) = interleaved(ROUNDS, lambda: seconds(words.sum))
-    rows: list[Row] = [median_row("memory: sum over the weights", [GIGABYTES / t for t in reading], "GB/s")]
+    rows: list[Row] = [median_row("memory: sum over the weights", [2 * COUNT / 1e9 / t for t in reading], "GB/s")]
     for num_rows in (1, 8, 32, 512):
         x = torch.randn(1, num_rows, WIDTH).bfloat16()
         theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, num_rows) for weight in weights]
-        sides = [partial(seconds, partial(run, x, each)) for run, each in ((prepacked, theirs), (packed, ours))]
-        interleaved(2, *sides)
-        other, own = interleaved(ROUNDS, *sides)
-        for name, times in (("packed", own), ("oneDNN", other)):
-            rows.append(median_row(f"{num_rows} rows: {name}", [t / LAYERS * 1e6 for t in times], "us", better="lower"))
-        rows.append(median_row(f"{num_rows} rows: packed weights read", [GIGABYTES / t for t in own], "GB/s"))
-        rows.append(ratio_row(f"{num_rows} rows", other, own, peer="oneDNN, prepacked"))
+        sides = {"packed": partial(seconds, partial(packed, x, ours))}
+        sides["oneDNN, prepacked"] = partial(seconds, partial(prepacked, x, theirs))
+        interleaved(2, *sides.values())
+        rows += compare(f"{num_rows} rows", sides, 2 * COUNT)
+        sides = {"packed": partial(seconds, partial(packed_int4, x, ours_int4))}
+        sides["ATen"] = partial(seconds, partial(aten_int4, x, theirs_int4))
+        interleaved(2, *sides.values())
+        rows += compare(f"int4, {num_rows} rows", sides, 0.625 * COUNT)
     save("linear", rows)
 
 

@@ -1,7 +1,8 @@
 """The engine against vLLM's CPU build, llama.cpp and Hugging Face: one model, the same prompts, counts and threads.
 
-All sides run in turns in one run. The first run installs vLLM into out/vllm. Weights are bfloat16, llama.cpp's are
-Q4_1. `--only decode` (or prefill, programs) measures a part and keeps the other results; `--rounds` sets how often.
+All sides run in turns in one run. The first run installs vLLM into out/vllm. Weights are bfloat16; llama.cpp's are Q4_1,
+the format of `quantization="int4"`, which is measured too. `--only decode` (or prefill, programs) measures a part and
+keeps the other results; `--rounds` sets how often.
 """
 
 import argparse
@@ -41,7 +42,7 @@ PREFILLS = {  # name -> (tokens, prompts)
     "prefill of 8000": (8000, 1),
     "prefill of 16 prompts of 512": (512, 16),
 }
-OURS = "choreograph compiled"  # what ratios are of
+OURS, OURS_INT4 = "choreograph compiled", "choreograph compiled int4"  # what ratios are of
 PARTS = ("decode", "prefill", "programs")
 
 
@@ -96,6 +97,8 @@ def compare(name: str, sides: dict[str, Callable[[], float]], rounds: int, unit:
         if not side.startswith("choreograph"):
             facts = goals if side == "vLLM" else {}
             rows.append(ratio_row(name, taken[side], taken[OURS], peer=side, **facts))
+            if OURS_INT4 in taken:
+                rows.append(ratio_row(f"{name}, int4", taken[side], taken[OURS_INT4], peer=side, **goals))
     return rows
 
 
@@ -130,7 +133,7 @@ def main() -> None:
     given = options.parse_args()
     threads = torch.get_num_threads()
     compiled, eager = engine(tokens=16384), engine(tokens=16384, compile=False)
-    ours = {OURS: compiled, "choreograph eager": eager}
+    ours = {OURS: compiled, OURS_INT4: engine(tokens=16384, quantization="int4"), "choreograph eager": eager}
     makers: dict[str, Callable[[], HuggingFace | LlamaCpp | VLLM]] = {
         "vLLM": lambda: VLLM(threads),
         "llama.cpp Q4_1": lambda: LlamaCpp(threads),
@@ -152,7 +155,7 @@ def main() -> None:
     if "prefill" in given.only:
         parts["prefill"] = []
         for name, shape in PREFILLS.items():
-            sides = {label: partial(prefill_ours, e, *shape) for label, e in ours.items()}
+            sides = {label: partial(prefill_ours, e, *shape) for label, e in ours.items() if label != OURS_INT4}
             sides |= {label: partial(peer.prefill, *shape) for label, peer in peers.items()}
             parts["prefill"] += compare(name, sides, given.rounds, "s", required=1.1, target=1.5)
             print(f"... {name}", flush=True)

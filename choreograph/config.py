@@ -222,5 +222,5 @@ class EngineConfig:
     )
     # speculative decoding: tokens drafted at most for a request in a step, from text that it reads; 0: none
     draft_tokens: NonNegativeInt = 0
-    quantization: Quantization | None = None  # weight-only, through torchao
+    quantization: Quantization | None = None  # of weights; int8 needs torchao
     max_model_len: PositiveInt | None = None  # logical positions to use; None: the limit of the model

@@ -184,3 +184,10 @@ extern "C" void choreograph_linear_int4(const bf16* x, int64_t rows, int64_t in,
     }
   }
 }
+
+#ifdef WITH_OPERATOR
+using Packed = Group;
+#define KERNEL choreograph_linear_int4
+#define OPERATOR "linear_int4"
+#include "packed_operator.h"
+#endif

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights: two thirds less to read per decode step than in bfloat16.
+"""Linear layers with 4-bit weights, for decode steps that read less.
 
 Each group of 32 weights has a float16 scale and minimum, as in the Q4_1 format of GGUF files, so weights that were read
 from such a file keep their values but for rounding. On processors with bfloat16 dot products, a kernel of our
@@ -18,7 +18,7 @@ from torch.nn.functional import linear, pad
 
 from ..attention.cpp_backend import BackendUnavailableError
 from .fused_projections import FUSABLE, MERGEABLE_OPERATORS, is_fusable
-from .packed_linear import PANEL, PackedProjection, call_packed, load_symbol, operator_library, packed_output
+from .packed_linear import PANEL, PackedProjection, load_operator, operator_library, packed_output
 
 GROUP_SIZE = 32  # weights that share a scale and a minimum
 _VALUE_BYTES = PANEL * GROUP_SIZE // 2  # of a group of each feature of a panel
@@ -28,18 +28,19 @@ operator_library.define("linear_int4(Tensor input, Tensor packed, Tensor? bias, 
 
 
 @cache
-def _load_kernel() -> Any:
-    """Load the kernel; None where it cannot run."""
+def is_kernel_available() -> bool:
+    """Load the kernel behind `torch.ops.choreograph.linear_int4`; build if missing."""
     try:
-        return load_symbol("int4_linear.cpp", "choreograph_linear_int4")
+        load_operator("int4_linear.cpp", "linear_int4")
     except BackendUnavailableError:
-        return None
+        return False
+    return True
 
 
 def quantize(
     weight: Float[Tensor, "F E"],
 ) -> tuple[UInt8[Tensor, "F G 32"], Float16[Tensor, "F G"], Float16[Tensor, "F G"]]:
-    """Round every group of weights to 16 equidistant values from its minimum to its maximum.
+    """Round groups of weights to 16 equidistant values, minimum to maximum.
 
     Returns:
         Values from 0 to 15, scales and minimums; a weight is about scale * value + minimum.
@@ -56,7 +57,7 @@ def quantize(
 def pack(
     values: UInt8[Tensor, "F G 32"], scales: Float16[Tensor, "F G"], minimums: Float16[Tensor, "F G"]
 ) -> UInt8[Tensor, "P G bytes"]:
-    """Arrange a quantized weight in panels, as described in int4_linear.cpp; the last one is padded."""
+    """Arrange a quantized weight in panels, as int4_linear.cpp describes."""
     missing = -len(values) % PANEL
     parts = [
         pad(part, (0, 0, 0, missing)).view(-1, PANEL, part.shape[1]).mT.contiguous().view(torch.uint8)
@@ -83,15 +84,11 @@ def dequantize(packed: UInt8[Tensor, "P G bytes"], features: int) -> Float[Tenso
     return (scales * values + minimums).flatten(1)[:features]
 
 
-def _linear_int4(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    kernel = _load_kernel() if input.dtype is torch.bfloat16 and input.device.type == "cpu" else None
-    if kernel is None:
-        return linear(input, dequantize(packed, features).to(input.dtype), bias)
-    return call_packed(kernel, input, packed, bias, features)
+def linear_dequantized(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    """Multiply by the dequantized weight: the kernel's reference and substitute."""
+    return linear(input, dequantize(packed, features).to(input.dtype), bias)
 
 
-for _device in ("CPU", "CUDA"):
-    operator_library.impl("linear_int4", _linear_int4, _device)
 torch.library.register_fake("choreograph::linear_int4", packed_output, lib=operator_library)
 MERGEABLE_OPERATORS.add(torch.ops.choreograph.linear_int4.default)
 
@@ -102,13 +99,16 @@ class Int4Linear(nn.Linear):
     packed_projection: PackedProjection  # the group's weight, for graphs
 
     def __init__(self, layer: nn.Linear, weight: UInt8[Tensor, "P G bytes"]) -> None:
+        """Take the shape and bias of `layer`; its packed weight is given."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = layer.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.choreograph.linear_int4(input, self.weight, self.bias, self.out_features)  # type: ignore[no-any-return]
+        """Multiply by this layer's weight."""
+        out: Tensor = self.packed_projection.operator(input, self.weight, self.bias, self.out_features)
+        return out
 
 
 def quantize_layers(model: nn.Module, layers: Container[nn.Module]) -> None:
@@ -128,7 +128,10 @@ def quantize_layers(model: nn.Module, layers: Container[nn.Module]) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _quantize_group(parts: list[nn.Linear]) -> list[Int4Linear]:
-    """Quantize layers with one input; their packed weights are views of one tensor if panels end with layers."""
+    """Quantize layers with one input.
+
+    Their packed weights are views of one tensor if panels end with layers.
+    """
     features = [part.out_features for part in parts]
     biases = [part.bias.detach() for part in parts if part.bias is not None]
     if any(count % PANEL for count in features[:-1]):
@@ -137,7 +140,9 @@ def _quantize_group(parts: list[nn.Linear]) -> list[Int4Linear]:
     weight = nn.Parameter(torch.cat(packed), requires_grad=False)
     bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
     layers = [Int4Linear(part, view) for part, view in zip(parts, weight.split([len(p) for p in packed]), strict=True)]
-    operator, total = torch.ops.choreograph.linear_int4, sum(features)
+    has_kernel = parts[0].weight.dtype is torch.bfloat16 and parts[0].weight.is_cpu and is_kernel_available()
+    operator = torch.ops.choreograph.linear_int4 if has_kernel else linear_dequantized
+    total = sum(features)
     for layer, end in zip(layers, accumulate(features), strict=True):
         projection = PackedProjection(operator, weight, bias, total, end - layer.out_features, end)
         vars(layer)["packed_projection"] = projection  # no registered parameter: `state_dict()` has each weight once

@@ -75,3 +75,10 @@ extern "C" void choreograph_linear(const bf16* x, int64_t rows, int64_t in, cons
     }
   }
 }
+
+#ifdef WITH_OPERATOR
+using Packed = uint32_t;
+#define KERNEL choreograph_linear
+#define OPERATOR "linear"
+#include "packed_operator.h"
+#endif

@@ -10,7 +10,7 @@ cached on disk.
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -45,33 +45,42 @@ class PackedProjection(NamedTuple):
 
 
 @cache
-def load_kernel() -> Any:
-    """Load the kernel; build if missing.
+def load_kernel() -> None:
+    """Load the kernel behind `torch.ops.choreograph.linear`; build if missing.
 
     Raises:
         BackendUnavailableError: without AVX-512 bfloat16 instructions or a compiler.
     """
-    return load_symbol("packed_linear.cpp", "choreograph_linear")
+    load_operator("packed_linear.cpp", "linear")
 
 
-def load_symbol(source: str, name: str) -> Any:
-    """Load a kernel with the arguments of `call_packed` from a file of this folder.
+def load_operator(source: str, name: str) -> None:
+    """Register the kernel `choreograph_<name>` of a file as an operator.
 
     Raises:
         BackendUnavailableError: without AVX-512 bfloat16 instructions or a compiler.
     """
     if "avx512_bf16" not in cpu_flags():
         raise BackendUnavailableError("the processor has no AVX-512 bfloat16 instructions")
-    path = Path(__file__).with_name(source)
+    path, folder = Path(__file__).with_name(source), user_cache_path("choreograph") / "native"
     try:
-        library = ctypes.CDLL(str(compile_library(path.stem, [path], (), user_cache_path("choreograph") / "native")))
+        header = path.with_name("packed_operator.h")
+        ctypes.CDLL(str(compile_library(path.stem, [path, header], _operator_flags(), folder)))
+        return  # registered while it was loaded
+    except (BackendUnavailableError, OSError):  # another version of PyTorch's headers
+        pass
+    try:
+        kernel = getattr(ctypes.CDLL(str(compile_library(path.stem, [path], (), folder))), f"choreograph_{name}")
     except OSError as exc:
         raise BackendUnavailableError(str(exc)) from None
-    kernel = getattr(library, name)
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number)
-    kernel.restype = None
-    return kernel
+    operator_library.impl(name, partial(call_packed, kernel), "CPU")
+
+
+def _operator_flags() -> tuple[str, ...]:
+    torch_folder = Path(torch.__file__).parent
+    headers, libraries = torch_folder / "include", torch_folder / "lib"
+    # C++20 for PyTorch's headers; its library is loaded already, and only named here
+    return ("-std=c++20", "-DWITH_OPERATOR", f"-I{headers}", f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch_cpu")
 
 
 def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
@@ -82,10 +91,12 @@ def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
 
 
 def call_packed(kernel: Any, input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    """Run a kernel over packed weights."""
+    """Run a kernel over packed weights from Python, where it is no operator."""
     input = input.contiguous()
     width = input.shape[-1]
     out = input.new_empty((*input.shape[:-1], features))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number)
     kernel(
         *(input.data_ptr(), input.numel() // width, width, packed.data_ptr()),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), features, torch.get_num_threads()),
@@ -93,16 +104,11 @@ def call_packed(kernel: Any, input: Tensor, packed: Tensor, bias: Tensor | None,
     return out
 
 
-def _linear(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    return call_packed(load_kernel(), input, packed, bias, features)
-
-
 def packed_output(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
     """Return an output of the right shape, for tracing."""
     return input.new_empty((*input.shape[:-1], features))
 
 
-operator_library.impl("linear", _linear, "CPU")
 torch.library.register_fake("choreograph::linear", packed_output, lib=operator_library)
 MERGEABLE_OPERATORS.add(torch.ops.choreograph.linear.default)
 

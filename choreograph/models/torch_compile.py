@@ -165,7 +165,7 @@ class CompiledForward:
 
 
 def _packed_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    """Pack the model's weights, unless they are or the kernel for them cannot run here."""
+    """Return layers with packed weights; pack those of a model in bfloat16."""
     if quantized := [module for module in model.modules() if isinstance(module, Int4Linear)]:
         return list(quantized)
     try:

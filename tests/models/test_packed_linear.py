@@ -1,6 +1,7 @@
 """Packed bfloat16 products equal products in float32, for every shape, and compiled steps that use them eager ones."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch.nn.functional import linear
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention.cpp_backend import BackendUnavailableError
-from choreograph.models import packed_linear, torch_compile
+from choreograph.models import int4_linear, packed_linear, torch_compile
 from choreograph.models.packed_linear import load_kernel, pack, pack_model, packed_for_tracing
 
 try:
     load_kernel()
+    int4_linear.is_kernel_available()
     AVAILABLE = True
 except BackendUnavailableError:
     AVAILABLE = False
@@ -94,15 +96,40 @@ def tokens_of(engine: Engine) -> list[int]:
         return list(message.tokens)
 
 
+def profile() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+def calls_of(profiled: torch.profiler.profile, name: str) -> int:
+    return sum(event.count for event in profiled.key_averages() if event.key == name)
+
+
 @needs_kernel
-def test_a_compiled_step_calls_the_kernel_once_per_group(monkeypatch):
+def test_a_compiled_step_calls_the_kernel_once_per_group():
     """Two layers of four groups, and the output layer."""
-    calls = []
-    kernel = load_kernel()
     engine = compiled_engine()
-    monkeypatch.setattr(packed_linear, "load_kernel", lambda: lambda *args: (calls.append(args), kernel(*args)))
     tokens_of(engine)
-    assert len(calls) == engine.stats().num_steps * 9
+    before = engine.stats().num_steps
+    with profile() as profiled:
+        tokens_of(engine)
+    assert calls_of(profiled, "choreograph::linear") == (engine.stats().num_steps - before) * 9
+
+
+@needs_kernel
+@pytest.mark.parametrize(("source", "name"), [("packed_linear.cpp", "linear"), ("int4_linear.cpp", "linear_int4")])
+def test_without_pytorchs_headers_the_kernel_is_called_from_python(monkeypatch, source, name):
+    registered = {}
+    monkeypatch.setattr(packed_linear, "_operator_flags", lambda: ("-include", "missing.h"))
+    monkeypatch.setattr(
+        packed_linear,
+        "operator_library",
+        SimpleNamespace(impl=lambda name, run, device: registered.update({name: run})),
+    )
+    packed_linear.load_operator(source, name)
+    x, weight, bias = torch.randn(1, 3, 64).bfloat16(), torch.randn(70, 64).bfloat16(), torch.randn(70).bfloat16()
+    packed = pack(weight) if name == "linear" else int4_linear.pack(*int4_linear.quantize(weight))
+    expected = getattr(torch.ops.choreograph, name)(x, packed, bias, 70)
+    assert torch.equal(registered[name](x, packed, bias, 70), expected)
 
 
 def test_without_the_kernel_graphs_are_frozen(monkeypatch):
