@@ -91,7 +91,7 @@ def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
 
 
 def call_packed(kernel: Any, input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    """Run a kernel over packed weights from Python, where it is no operator."""
+    """Run a kernel over packed weights from Python."""
     input = input.contiguous()
     width = input.shape[-1]
     out = input.new_empty((*input.shape[:-1], features))
