@@ -117,7 +117,8 @@ class CompiledForward:
             forward_context = forward_context.pad_to(size)
         if graph is None:
             graph_pass = deduplication_pass() if packs else None
-            graph = compile_model(self._hf_model, f"forward_{key}", dynamic=size is None, graph_pass=graph_pass)
+            # not dynamic=True: the model's numbers would vary as well, until dynamo traces once more
+            graph = compile_model(self._hf_model, f"forward_{key}", graph_pass=graph_pass)
             if size is None:
                 for tensor, dim in zip(inputs, (1, 1, 0), strict=True):
                     torch._dynamo.mark_dynamic(tensor, dim)
@@ -179,7 +180,7 @@ def compile_model(
     hf_model: HFModel,
     name: str,
     *,
-    dynamic: bool = False,
+    dynamic: bool | None = None,
     graph_pass: Callable[[torch.fx.Graph], None] | None = None,
 ) -> Any:
     """Compile the model into one graph.
@@ -189,7 +190,7 @@ def compile_model(
 
     Args:
         name: distinct name of the code object; dynamo keeps one list of graphs per code object.
-        dynamic: accept any number of tokens and indices.
+        dynamic: accept any number of tokens; None: if the inputs are marked so.
         graph_pass: changes the graph before it is lowered.
     """
     model = hf_model.model

@@ -69,7 +69,7 @@ def test_larger_steps_stay_eager_where_no_graph_of_any_size_can_be_traced(monkey
     engine = Engine.from_pretrained(tiny_models.model(), config=config)
     hf_model = engine.core.hf_model
     hf_model.compiled = CompiledForward(hf_model, (1,), compiles_larger=True)
-    monkeypatch.setattr(torch_compile, "compile_model", lambda *_, dynamic, **__: fail)
+    monkeypatch.setattr(torch_compile, "compile_model", lambda *_, **__: fail)
     with engine.session() as session:
         with pytest.warns(UserWarning, match="more than 1 tokens stay eager: specialized"):
             session.prefill(list(range(30))).result()
