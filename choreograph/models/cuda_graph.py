@@ -20,7 +20,8 @@ from ..attention import triton_backend as triton
 from ..attention.backend import ForwardContext, to_device
 from ..attention.metadata import AttentionMetadata, AttentionSpec
 from ..attention.triton_partition import TileMetadata, partition
-from .fused_projections import FusionGroup, deduplication_pass, fuse, fused_for_tracing, unfuse
+from .fused_projections import FusionGroup, fuse, fused_for_tracing, unfuse
+from .graph_passes import deduplication_pass
 from .hf_model import HFModel
 from .torch_compile import compile_model, use_forward_context
 

@@ -3,14 +3,12 @@
 A step of few tokens is bound by reading weights, and three small matmuls read them more slowly than one
 large one. The weights of such projections are concatenated in place (parameters become views), so eager
 execution and `state_dict()` are unchanged. While a model is traced, each projection is a slice of the
-fused matmul, which a graph pass deduplicates.
+fused matmul, which a graph pass deduplicates (`graph_passes`).
 """
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -20,10 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module, called with the same input
-
-# What the deduplication pass merges; packed weights add the operators that multiply by them.
-_ATEN = torch.ops.aten
-MERGEABLE_OPERATORS = {op.default for op in (_ATEN.mm, _ATEN.addmm, _ATEN.permute, _ATEN.t, _ATEN.view, _ATEN.reshape)}
 
 FusionGroup = tuple[nn.Linear, ...]
 
@@ -94,33 +88,6 @@ def unfuse(groups: Iterable[FusionGroup]) -> None:
     for group in groups:
         for part in group:
             vars(part).pop("fused_weight", None)
-
-
-def deduplication_pass() -> Callable[[torch.fx.Graph], None]:
-    """Return a graph pass that merges equal matmuls and input views."""
-    try:
-        from torch._inductor.custom_graph_pass import CustomGraphPass
-    except ImportError:  # a private module: inductor takes plain functions too, but does not cache their graphs
-        return _deduplicate
-
-    class DeduplicationPass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            _deduplicate(graph)
-
-        def uuid(self) -> Any:
-            return hashlib.sha256(Path(__file__).read_bytes()).digest()
-
-    return DeduplicationPass()
-
-
-def _deduplicate(graph: torch.fx.Graph) -> None:
-    first_nodes: dict[Any, torch.fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in MERGEABLE_OPERATORS:
-            first = first_nodes.setdefault((node.target, str(node.args), str(node.kwargs)), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
 
 
 def is_fusable(group: Sequence[Any]) -> bool:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from ..attention.cpp_backend import BackendUnavailableError
-from .fused_projections import FUSABLE, MERGEABLE_OPERATORS, is_fusable
+from .fused_projections import FUSABLE, is_fusable
+from .graph_passes import MERGEABLE_OPERATORS
 from .packed_linear import PANEL, PackedProjection, load_operator, operator_library, packed_output
 
 GROUP_SIZE = 32  # weights that share a scale and a minimum

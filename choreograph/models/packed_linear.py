@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..attention.cpp_backend import BackendUnavailableError, compile_library, cpu_flags
-from .fused_projections import FUSABLE, MERGEABLE_OPERATORS, is_fusable
+from .fused_projections import FUSABLE, is_fusable
+from .graph_passes import MERGEABLE_OPERATORS
 
 PANEL = 64  # output features that the kernel computes together; as in packed_linear.cpp
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention.backend import ForwardContext
 from ..attention.cpp_backend import BackendUnavailableError, cpu_flags
-from .fused_projections import deduplication_pass
+from .graph_passes import deduplication_pass
 from .hf_model import HFModel
 from .int4_linear import Int4Linear
 from .packed_linear import load_kernel, pack_model, packed_for_tracing

@@ -15,8 +15,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModelForCausalLM
 
-from choreograph.models import cuda_graph, fused_projections
-from choreograph.models.fused_projections import deduplication_pass, fuse, fused_for_tracing
+from choreograph.models import cuda_graph, graph_passes
+from choreograph.models.fused_projections import fuse, fused_for_tracing
+from choreograph.models.graph_passes import deduplication_pass
 
 
 def random_model(name: str) -> nn.Module:
@@ -142,8 +143,8 @@ def test_a_compiler_makes_one_product_of_them(name, is_cached, monkeypatch):
     if not is_cached:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
-            assert deduplication_pass() is fused_projections._deduplicate
-        monkeypatch.setattr(cuda_graph, "deduplication_pass", lambda: fused_projections._deduplicate)
+            assert deduplication_pass() is graph_passes._deduplicate
+        monkeypatch.setattr(cuda_graph, "deduplication_pass", lambda: graph_passes._deduplicate)
     model = tiny_models.model() if name == "llama" else random_model(name)
     expected = talk(engine_with(model, use_graphs=False))
     engine = engine_with(model, use_graphs=True, through_compiler=True)

@@ -165,3 +165,14 @@ def test_with_amx_only_small_steps_use_the_kernel(monkeypatch):
     monkeypatch.setattr(torch_compile, "cpu_flags", lambda: "avx512_bf16 amx_bf16")
     compiled = compiled_engine().core.hf_model.compiled
     assert [compiled._is_packed(size) for size in (1, 8, 16, None)] == [True, True, False, False]
+
+
+@needs_kernel
+def test_a_compiled_step_computes_the_rotary_tables_once():
+    engine = compiled_engine()
+    tokens_of(engine)
+    before = engine.stats().num_steps
+    with profile() as profiled:
+        tokens_of(engine)
+    num_steps = engine.stats().num_steps - before
+    assert [calls_of(profiled, f"choreograph::{name}") for name in ("cos", "sin")] == [num_steps, num_steps]
