@@ -58,6 +58,7 @@ def serve(
     compile: Annotated[
         bool | None, typer.Option("--compile", help="Compile steps before the first request; takes minutes.")
     ] = None,
+    quantization: Annotated[str | None, typer.Option(help="Weights in int4, or in int8 (extra `int8`).")] = None,
     draft_tokens: Annotated[
         int | None, typer.Option(min=0, help="Tokens to draft a step from text that a decode reads.  [default: 0]")
     ] = None,
@@ -203,6 +204,7 @@ def _engine_opener(options: dict[str, Any]) -> Any:
     config = EngineConfig(
         cache=CacheConfig(**cache),
         compile=compile,
+        quantization=options.pop("quantization", None),
         draft_tokens=options.pop("draft_tokens"),
         max_model_len=options.pop("max_model_len", None),
     )

@@ -49,7 +49,11 @@ def build_app(args: Mapping[str, Any]) -> Any:
     options = {name.replace("-", "_"): value for name, value in args.items()}
     cluster = {name: options.pop(name) for name in ClusterConfig.__dataclass_fields__ if name in options}
     cache = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
-    steps = {name: options.pop(name) for name in ("compile", "draft_tokens", "max_model_len") if name in options}
+    steps = {
+        name: options.pop(name)
+        for name in ("compile", "quantization", "draft_tokens", "max_model_len")
+        if name in options
+    }
     engine_config = EngineConfig(cache=CacheConfig(**cache), **steps)
     open_engine = partial(
         Engine.from_pretrained,

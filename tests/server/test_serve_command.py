@@ -42,7 +42,7 @@ def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_
     config = tmp_path / "serve.yaml"
     config.write_text(
         f"model: {talker_folder}\nport: 9001\nreuse: auto\nmax-tokens: 5\ncapacity: 512\napi-key-file: {keys}\n"
-        "otlp-traces-endpoint: http://127.0.0.1:9/v1/traces\n"
+        "otlp-traces-endpoint: http://127.0.0.1:9/v1/traces\nquantization: int4\n"
     )
     result = started(
         "--config", config, "--port", 9002, "--api-key", "key-of-the-owner", "--dtype", "float32", "--draft-tokens", 3
@@ -51,6 +51,7 @@ def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_
     assert (result["host"], result["port"], result["timeout_graceful_shutdown"]) == ("127.0.0.1", 9002, 60)
     assert (service.config.reuse, service.config.max_tokens, service.max_model_len) == ("auto", 5, 512)
     assert service.engine.core.speculator is not None
+    assert service.engine.model_info.fingerprint.endswith("-int4")
     assert service.config.otlp_traces_endpoint == "http://127.0.0.1:9/v1/traces"
     service.on_stop[0]()  # ends the exporter's thread
     assert service.config.api_keys == ("key-of-the-owner", "key-of-team-one", "key-of-team-two")
