@@ -7,7 +7,7 @@ can therefore attend to tokens of other requests in the same batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -108,6 +108,18 @@ def _create_triton_backend(device: torch.device) -> Backend:
     return FunctionBackend("triton", triton_backend.attend, triton_backend.write)
 
 
+# called with a layer, queries (H, N, D) of consecutive tokens, the first one's position, the scale and the sinks (H,)
+QueryObserver = Callable[[int, Tensor, int, float, Tensor | None], None]
+
+
+class ObservedRows(NamedTuple):
+    """Rows of a batch whose queries are observed."""
+
+    observer: QueryObserver
+    start: int  # first row
+    end: int  # exclusive
+
+
 @dataclass(eq=False)
 class ForwardContext:
     """Inputs of the attention layers for one forward pass."""
@@ -121,6 +133,7 @@ class ForwardContext:
     layer_metadata: Mapping[int, AttentionMetadata] = field(default_factory=dict)  # layers with another context
     saved_hidden: Mapping[int, Tensor] = field(default_factory=dict)  # (S, E) caches of layer inputs
     injected_hidden: Mapping[int, Tensor] = field(default_factory=dict)  # (1, N, E), replace layer inputs
+    observed: Sequence["ObservedRows"] = ()  # rows whose queries are observed after each layer
 
     def attend(
         self,
@@ -137,7 +150,10 @@ class ForwardContext:
         metadata = self.layer_metadata.get(layer, self.metadata)
         cache = self.keys[layer], self.values[layer]
         call = AttentionCall(metadata, query[0], key[0], value[0], *cache, scale, self.specs[layer], sinks)
-        return self.backend(call)[None]
+        output = self.backend(call)[None]
+        for rows in self.observed:  # the keys of this step are written
+            rows.observer(layer, query[0, :, rows.start : rows.end], self.metadata.positions[rows.start], scale, sinks)
+        return output
 
     def on_layer_input(self, layer: int, hidden: Float[Tensor, "1 N E"]) -> Float[Tensor, "1 N E"]:
         """Return the injected layer input, or `hidden`, saved where required."""

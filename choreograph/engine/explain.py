@@ -252,7 +252,6 @@ class _SegmentedContext:
             outputs.append(probe.attend(layer, *rows, scale, sinks))
             probe.keys.clear()
             probe.values.clear()
-            probe.scores.clear()
         return torch.cat(outputs, dim=1)
 
 

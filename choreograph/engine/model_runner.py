@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..attention.backend import Backend, ForwardContext, to_device
+from ..attention.backend import Backend, ForwardContext, ObservedRows, to_device
 from ..attention.metadata import AttentionMetadata, KVRead, build_metadata
 from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads, group_layers_by_context
 from ..kv_cache.pool import KVPool
@@ -59,6 +59,7 @@ class Batch:
     draft_states: dict[int, DecodeState] = field(default_factory=dict)  # by index into `sampled`, of drafted rows
     shared_headers: list[Request] = field(default_factory=list)  # requests that read another one's header
     computed_layers: frozenset[int] | None = None  # layers that are computed; None: all
+    observed: list[ObservedRows] = field(default_factory=list)
     # called with a layer; each blocks until that layer is loaded
     layer_waiters: tuple[Callable[[int], None], ...] = ()
     # called with an entry and a layer; blocks until the cached inputs of that layer are loaded
@@ -82,6 +83,8 @@ class Batch:
         entry.num_scheduled_tokens = token_end
         if request.shared_header is not None:
             self.shared_headers.append(request)
+        if request.observer is not None:
+            self.observed.append(ObservedRows(request.observer, q_start, q_start + num_tokens))
         is_sampled = request.state is RequestState.RUNNING and request.decode_state is not None
         if is_sampled and not request.cancel_when_computed and token_end == len(entry.tokens):
             self.sampled.append(request)
@@ -389,6 +392,7 @@ class ModelRunner:
             batch.layer_waiters,
             layer_metadata,
             hidden,
+            observed=batch.observed,
         )
 
 

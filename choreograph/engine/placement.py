@@ -88,7 +88,7 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
     )
     if not model_info.supports_shift:
         _check_unshifted(kv_slices, model_info.name)
-    if request.is_decode:
+    if request.is_decode or request.observer is not None:
         return Placement(list(request.prompt), request.position, kv_slices)
     salt = cache_salt(request, model_info)
     if request.computed_layers is not None and request.source is not None:

@@ -20,6 +20,7 @@ from ..sampling_params import SamplingParams
 from .text import Detokenizer
 
 if TYPE_CHECKING:
+    from ..attention.backend import QueryObserver
     from .cross_model import RemoteContext
     from .message import Message
     from .repair.strategy import Repair
@@ -200,8 +201,11 @@ class Request:
     is_part_of_answer: bool = False  # encoded by the call that returns the answer, for whose usage it is not cached
     agent_key: object = None  # agent the KV entry belongs to, for eviction hints
     is_recompute: bool = False  # internal: recomputes a discarded entry
+    scoring: "Request | None" = None  # internal: computes the prompt to score the context, before `repair` is planned
     repair: "Repair | None" = None  # share of the context to recompute; None once that is planned
     is_repair: bool = False  # internal: recomputes a part of another request's context
+    # internal: called after each layer with that of the rows that are computed; its KV is shared with no request
+    observer: "QueryObserver | None" = None
     text_labels: frozenset[str] = frozenset()  # of the tokens
     labels: frozenset[str] = frozenset()  # of the keys and values: `text_labels` and those of everything it attends to
     # request and first token whose text this one repeats: of a repair or of an imported message

@@ -101,12 +101,12 @@ class Scheduler:
                 if not request.dependencies_ready:
                     self.waiting.park(request)
                     continue
-                if request.repair is None:
-                    candidates = [request]
-                elif not (candidates := [] if blocked else self._core.repair_planner.expand(request)):
-                    if request.state is RequestState.WAITING:  # it scores its context, which is loaded
+                candidates: list[Request] | None = [request]
+                if request.repair is not None:
+                    candidates = None if blocked else self._core.repair_planner.expand(request)
+                    if candidates is None:  # it scores its context, which is loaded
                         blocked.append(request)
-                for candidate in candidates:
+                for candidate in candidates or ():
                     if not candidate.dependencies_ready:
                         break  # a prefill of its repair failed
                     if not self._try_admit(candidate, is_first=not blocked):
@@ -229,7 +229,7 @@ class Scheduler:
             cached=request.usage.cached_tokens,
             num_tokens=len(entry.tokens),
         )
-        if request.mode == "choreographed" and request.computed_layers is None:
+        if request.mode == "choreographed" and request.computed_layers is None and request.observer is None:
             reuse_header(cache, request)
 
     def add_recompute(self, entry: KVEntry) -> None:

@@ -10,9 +10,11 @@ from helpers.message_graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph import Repair, SamplingParams
+from choreograph import Engine, EngineConfig, Repair, SamplingParams, SchedulerConfig
+from choreograph.engine.repair import REPAIR_STRATEGIES
 from choreograph.engine.repair.planner import RepairPlanner
-from choreograph.errors import ConfigError
+from choreograph.engine.repair.probe import AttentionObserver
+from choreograph.errors import ConfigError, RequestFailedError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -47,6 +49,7 @@ def build(session, nodes):
         ("reference", 1),
         ("native", Repair(0.9999, "deviation")),  # every token, but selected by its score
         ("native", Repair(0.9999, "attention")),
+        ("sdpa", Repair(0.9999, "attention")),
         ("native", Repair(0.9999, "unseen")),
     ],
 )
@@ -106,24 +109,98 @@ def test_readers_of_one_context_share_its_repair():
         assert longer.usage.repaired_tokens == 4
 
 
-@pytest.mark.parametrize(("strategy", "passes"), [("deviation", 1), ("attention", 2)])
-def test_readers_of_one_context_share_its_scoring(monkeypatch, strategy, passes):
-    """Deviation does not read the prompts; attention scores the context once for every prompt."""
+def test_readers_of_one_context_share_its_scoring(monkeypatch):
+    """Deviation does not read the prompts."""
     engine, calls = tiny_models.engine(), []
     planner = engine.core.repair_planner
     monkeypatch.setattr(
         planner, "_is_loaded", lambda *args: calls.append(1) or RepairPlanner._is_loaded(planner, *args)
     )
-    with engine.session(repair=Repair(0.5, strategy)) as session:
+    with engine.session(repair=Repair(0.5, "deviation")) as session:
         solutions = [session.prefill([i] * 8) for i in range(4)]
         for solution in solutions:
             solution.wait_encoded()
         voters = [session.decode([40 + i // 2], solutions, sampling=GREEDY) for i in range(4)]
         engine.run_until_idle()
-        assert len(calls) == passes
+        assert len(calls) == 1
         assert sum(voter.usage.repaired_tokens for voter in voters) >= 12
         session.decode([40], solutions[::-1], sampling=GREEDY).wait_encoded()
-        assert len(calls) == passes + 1
+        assert len(calls) == 2
+
+
+def steps_of(engine):
+    """List the numbers of tokens of steps from now on."""
+    steps = []
+    engine.events.subscribe(lambda event: steps.append(event.data["tokens"]) if event.kind == "step" else None)
+    return steps
+
+
+def test_equal_prompts_are_scored_once_in_one_step():
+    """The header of two voters is [40, 41], that of the others [41, 41]: two rows each."""
+    engine = tiny_models.engine()
+    with engine.session(repair=Repair(0.5, "attention")) as session:
+        solutions = [session.prefill([i] * 8) for i in range(4)]
+        for solution in solutions:
+            solution.wait_encoded()
+        steps, count = steps_of(engine), engine.stats().num_batched_tokens
+        voters = [session.decode([40 + i // 2, 41], solutions, sampling=GREEDY) for i in range(4)]
+        engine.run_until_idle()
+        assert steps[:2] == [4, sum(voter.usage.repaired_tokens for voter in voters) + 8]
+        assert engine.stats().num_batched_tokens - count == 4 + sum(v.usage.computed_tokens + 4 for v in voters)
+        again = session.decode([40, 41], solutions, sampling=GREEDY)
+        again.wait_encoded()
+        assert again.usage.repaired_tokens == 0 and steps[-5:] == [2, 1, 1, 1, 1]
+    engine.check()
+
+
+def test_the_prompt_is_scored_in_the_step_that_completes_the_context():
+    engine = tiny_models.engine()
+    with engine.session(repair=Repair(0.5, "attention")) as session:
+        solutions = [session.decode([i, 1, 2, 3], sampling=GREEDY, footer=[5, 6]) for i in range(3)]
+        reader = session.decode([40, 41], solutions, sampling=GREEDY)
+        steps = steps_of(engine)
+        assert len(reader.output_token_ids) == 4
+        # 4 steps of the solutions; their last token and footer with the scored prompt; the repair with the prompt
+        assert steps[:6] == [12, 3, 3, 3, 9 + 2, reader.usage.repaired_tokens + 2]
+        assert reader.usage.repaired_tokens == 10
+
+
+@pytest.mark.parametrize("step", [1024, 4])
+def test_the_observed_attention_is_that_of_transformers(monkeypatch, step):
+    """With one layer, keys do not depend on what precedes a message; small steps compute the prompt in parts."""
+    scheduler = SchedulerConfig(max_num_batched_tokens=step)
+    engine = Engine.from_pretrained(tiny_models.build(layers=1), config=EngineConfig(scheduler=scheduler))
+    parts, prompt, observed = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]], [20, 21, 22, 23, 24, 25], []
+    strategy = REPAIR_STRATEGIES["attention"]
+    select = lambda view: observed.append(view.attention) or strategy.select(view)  # noqa: E731
+    monkeypatch.setitem(REPAIR_STRATEGIES, "attention", strategy._replace(select=select))
+    with engine.session() as session:
+        parents = [session.prefill(part) for part in parts]
+        session.decode(prompt, parents, sampling=GREEDY, repair=Repair(0.5, "attention")).wait_encoded()
+    reference = tiny_models.build(layers=1)
+    reference.set_attn_implementation("eager")
+    (weights,) = reference(
+        torch.tensor([[token for part in [*parts, prompt] for token in part]]), output_attentions=True
+    ).attentions
+    assert torch.allclose(observed[0], weights[0, :, -6:, :12].sum(dim=(0, 1)), atol=1e-5)
+
+
+def test_a_call_whose_scoring_fails_ends_with_the_error(monkeypatch):
+    engine = tiny_models.engine()
+    monkeypatch.setattr(AttentionObserver, "__call__", lambda *args: 1 / 0)
+    with engine.session(repair=Repair(0.5, "attention")) as session:
+        parents = [session.prefill([i] * 8) for i in range(3)]
+        reader, other = (session.decode([40, 41], parents, sampling=GREEDY) for _ in range(2))
+        plain = session.decode([40, 41], parents, sampling=GREEDY, repair=0)
+        assert len(plain.output_token_ids) == 4
+        for message in (reader, other):
+            with pytest.raises(RequestFailedError, match="division by zero"):
+                message.result()
+        monkeypatch.undo()
+        assert len(session.decode([40, 41], parents, sampling=GREEDY).output_token_ids) == 4
+    engine.run_until_idle()
+    engine.check()
+    assert engine.stats().num_referenced_entries == 0
 
 
 def test_what_already_saw_its_context_is_not_repaired():

@@ -7,8 +7,8 @@ from .strategy import Strategy
 from .unseen import select_unseen
 
 REPAIR_STRATEGIES = {
-    "first": Strategy(select_first, reads_kv=False),
-    "unseen": Strategy(select_unseen, reads_kv=False),
+    "first": Strategy(select_first),
+    "unseen": Strategy(select_unseen),
     "deviation": Strategy(select_deviating, reads_kv=True),
-    "attention": Strategy(select_attended, reads_kv=True, reads_prompt=True),
+    "attention": Strategy(select_attended, reads_prompt=True),
 }

@@ -16,7 +16,7 @@ def select_deviating(view: ContextView) -> list[TokenRanges]:
     """Select the tokens whose key and value change most."""
     layer = min(CHECK_LAYER, len(view.core.cache_manager.pool.keys) - 1)
     tokens = [token for parent in view.parents for token in parent.tokens]
-    probe = probe_context(view, tokens, position=0, num_layers=layer + 1, reads_context=False)
+    probe = probe_context(view, tokens, num_layers=layer + 1)
     change = torch.zeros(len(tokens), device=probe.keys[layer].device)
     for new, old in (
         (probe.keys[layer], probe.context_keys(layer)),

@@ -10,15 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import CacheFullError, ChoreographError, InvalidPositionError, RequestTooLargeError
+from ...errors import (
+    CacheFullError,
+    ChoreographError,
+    InvalidPositionError,
+    RequestFailedError,
+    RequestTooLargeError,
+)
 from ...kv_cache.entry import KVEntry, KVSlice
 from ...kv_cache.hashing import content_hash
 from ..placement import cache_salt, parent_slices
-from ..request import Request, wrap_error
+from ..request import Request, RequestState, wrap_error
 from . import REPAIR_STRATEGIES
+from .probe import AttentionObserver
 from .strategy import ContextView, ParentView, TokenRanges
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..core import EngineCore
 
 MAX_SELECTIONS = 256  # selections that are kept for other readers of a context
@@ -74,26 +83,30 @@ class RepairPlanner:
     def __init__(self, core: "EngineCore") -> None:
         self._core = core
         self._selections: dict[object, list[TokenRanges]] = {}
+        self._scorings: dict[object, Request] = {}  # in progress, or complete and not used yet
 
-    def expand(self, request: Request) -> list[Request]:
+    def expand(self, request: Request) -> list[Request] | None:
         """Replace the parents of a request whose parents are final.
 
         Returns the requests to admit, in order: new prefills, which enter the waiting queue before
-        the request, and the request. There are none while a strategy that scores the context waits
-        for its KV. Fails the request if its context cannot be repaired.
+        the request, and the request. It is not among them while its prompt is computed to score
+        the context. None while the context is loaded for that. Fails the request if its context
+        cannot be repaired.
         """
         try:
             return self._expand(request)
         except CacheFullError as exc:
             if isinstance(exc, RequestTooLargeError):
                 self._core.fail(request, exc)
+            else:
+                return None
         except ChoreographError as exc:
             self._core.fail(request, exc)
         except Exception as exc:
             self._core.fail(request, wrap_error(request, "repairing its context raised", exc))
         return []
 
-    def _expand(self, request: Request) -> list[Request]:
+    def _expand(self, request: Request) -> list[Request] | None:
         assert request.repair is not None
         strategy, share = REPAIR_STRATEGIES[request.repair.strategy], request.repair.share
         parents = list(self._views(request))
@@ -103,13 +116,36 @@ class RepairPlanner:
         key = self._selection_key(request, parents)
         selected = self._selections.get(key)
         if selected is None:
+            view = ContextView(self._core, request, parents, share)
             if strategy.reads_kv and not self._is_loaded(request, parents):
-                return []
-            selected = strategy.select(ContextView(self._core, request, parents, share))
+                return None
+            if strategy.reads_prompt:
+                if request.scoring is None or not request.scoring.is_finished:
+                    return self._score(key, view)
+                view = view._replace(attention=_attention_of(request.scoring))
+                self._scorings.pop(key, None)
+            selected = strategy.select(view)
             if len(self._selections) >= MAX_SELECTIONS:
                 del self._selections[next(iter(self._selections))]  # the oldest
             self._selections[key] = selected
         return self._replace_parents(request, parents, selected)
+
+    def _score(self, key: object, view: ContextView) -> list[Request]:
+        """Compute the prompt over the reused context, once for equal keys."""
+        request = view.request
+        scoring = request.scoring or self._scorings.get(key)
+        if scoring is not None and scoring.error is None:
+            request.scoring = scoring
+            return self._expand(request) or [] if scoring.is_finished else []
+        scoring = self._build_request(request, list(request.prompt), request.parents, request.parent_slices)
+        scoring.observer, scoring.num_skipped_steps = AttentionObserver(view, scoring), 1 << 30  # a call waits for it
+        for dependency in scoring.dependencies:
+            dependency.num_waiting_dependents += 1
+        if len(self._scorings) >= MAX_SELECTIONS:
+            del self._scorings[next(iter(self._scorings))]  # its call was cancelled
+        self._scorings[key] = request.scoring = scoring
+        self._core.scheduler.waiting.add(scoring)
+        return [scoring]
 
     def _selection_key(self, request: Request, parents: list[ParentView]) -> object:
         """Return what a selection depends on: calls with equal keys share it."""
@@ -168,22 +204,36 @@ class RepairPlanner:
         self._core.release_dependencies(previous)
         request.offsets, request.new_offset = (None,) * len(context.requests), None
         request.repair, request.repaired_positions = None, tuple(view.position for view in parents)
+        request.scoring = None
         for prefill in prefills:
             self._core.scheduler.waiting.add(prefill)
         return [*prefills, request]
 
     def _build_prefill(self, request: Request, tokens: list[int], context: _RepairedContext) -> Request:
         """Append the prefill of a range to the context."""
-        core = self._core
-        prefill = Request(
-            id=core.new_id(),
+        prefill = self._build_request(request, tokens, tuple(context.requests), context.slices)
+        prefill.position = context.num_tokens
+        salt = cache_salt(prefill, self._core.hf_model.model_info)
+        context.append(prefill, content_hash(salt, tokens, prefill.position, context.hashes), 0, len(tokens))
+        return prefill
+
+    def _build_request(
+        self,
+        request: Request,
+        tokens: list[int],
+        parents: tuple[Request, ...],
+        parent_slices: tuple[tuple[int, int] | None, ...],
+    ) -> Request:
+        """Return a prefill for a request, at the position of prefix mode."""
+        return Request(
+            id=self._core.new_id(),
             session_id=request.session_id,
             mode="choreographed",
             cache_salt=request.cache_salt,
             prompt=tokens,
-            parents=tuple(context.requests),
-            parent_slices=context.slices,
-            offsets=(None,) * len(context.requests),
+            parents=parents,
+            parent_slices=parent_slices,
+            offsets=(None,) * len(parents),
             new_offset=None,
             model=request.model,
             weights_group=request.weights_group,
@@ -194,10 +244,15 @@ class RepairPlanner:
             submit_time=request.submit_time,
             released=True,  # kept for its readers only
         )
-        prefill.position = context.num_tokens
-        salt = cache_salt(prefill, core.hf_model.model_info)
-        context.append(prefill, content_hash(salt, tokens, prefill.position, context.hashes), 0, len(tokens))
-        return prefill
+
+
+def _attention_of(scoring: Request) -> "Tensor":
+    """Return the attention that a finished request has observed, or raise."""
+    if scoring.state is not RequestState.DONE:
+        reason = scoring.error or scoring.state.value
+        raise RequestFailedError(f"computing its prompt to score the context failed: {reason}") from scoring.error
+    assert isinstance(scoring.observer, AttentionObserver)
+    return scoring.observer.attention
 
 
 def _visible(request: Request) -> Iterator[tuple[Request, int, int]]:

@@ -1,5 +1,6 @@
-"""Forward pass that scores context tokens and writes no KV."""
+"""Attention over a context, of a dense pass or observed in steps."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,14 +12,15 @@ from ...attention.reference import apply_softcap_alibi, outside_window
 from ...attention.rope import rotate
 
 if TYPE_CHECKING:
+    from ..request import Request
     from .strategy import ContextView
 
-
 ROWS = 256  # query tokens whose attention weights are in memory at once
+LATE_LAYERS = 0.6  # share of the layers before those whose attention counts, as in InfoFlow KV (arXiv:2603.05353)
 
 
 class ProbeContext:
-    """Dense attention of probe tokens, in float32, recording keys, values and attention.
+    """Dense attention of probe tokens, in float32, recording keys and values.
 
     Takes the place of `ForwardContext` in a forward pass. The probe tokens attend causally to
     themselves and, with `reads_context`, to all of the call's context.
@@ -37,7 +39,6 @@ class ProbeContext:
         self.saved_hidden: dict[int, Tensor] = {}  # as in `ForwardContext`: no layer inputs are cached
         self.keys: dict[int, Float[Tensor, "N G D"]] = {}  # of the probe tokens, by layer
         self.values: dict[int, Float[Tensor, "N G D"]] = {}  # likewise
-        self.scores: list[Float[Tensor, " C"]] = []  # attention that each context token receives, by layer
 
     def on_layer_input(self, layer: int, hidden: Tensor) -> Tensor:
         return hidden
@@ -79,54 +80,111 @@ class ProbeContext:
         sinks: Float[Tensor, "H"] | None = None,
     ) -> Float[Tensor, "1 N H D"]:
         """Attend densely; see `ForwardContext.attend`."""
-        spec, num_kv_heads = self._specs[layer], key.shape[1]
         own_keys, own_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         self.keys[layer], self.values[layer] = own_keys, own_values
-        keys, values, positions = own_keys, own_values, self._positions
+        keys, values = own_keys, own_values
         if self._reads_context:
             keys = torch.cat([self.context_keys(layer), keys])
             values = torch.cat([self.context_values(layer), values])
-            positions = torch.cat([self._context_positions, positions])
-        positions, rows = positions.to(key.device), self._positions.to(key.device)
-        keys, values, scores, outputs = keys.float(), values.float(), [], []
-        num_context = len(positions) - len(rows)
-        for start in range(0, len(rows), ROWS):
-            end = num_context + start + ROWS  # later tokens are hidden from these rows
-            grouped_query = query[0, :, start : start + ROWS].float().unflatten(0, (num_kv_heads, -1))  # G H/G N D
-            logits = torch.einsum("ghnd,cgd->ghnc", grouped_query, keys[:end]) * scale
-            distance = rows[start : start + ROWS, None] - positions[:end]
+        keys, values = keys.float(), values.float()
+        outputs = [
+            torch.einsum("ghnc,cgd->nghd", weights, values[: weights.shape[-1]]).flatten(1, 2)
+            for weights in self.attention_weights(layer, query[0], keys, scale, sinks)
+        ]
+        return torch.cat(outputs)[None].to(query.dtype)
+
+    def attention_weights(
+        self,
+        layer: int,
+        query: Float[Tensor, "H N D"],
+        keys: Float[Tensor, "K G D"],
+        scale: float,
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Iterator[Float[Tensor, "G H/G B K"]]:
+        """Yield the attention of the last probe tokens, in blocks.
+
+        Args:
+            keys: float32, of the context, if any, and of all probe tokens. Those that a block does not see are
+                missing at the end of its result.
+        """
+        spec, num_own = self._specs[layer], len(self._positions)
+        num_context = len(keys) - num_own
+        rows = self._positions.to(keys.device)
+        positions = torch.cat([self._context_positions.to(keys.device), rows]) if num_context else rows
+        num_tokens = query.shape[1]
+        for start in range(num_own - num_tokens, num_own, ROWS):
+            end = min(start + ROWS, num_own)
+            block = query[:, start - num_own + num_tokens : end - num_own + num_tokens].float()
+            grouped_query = block.unflatten(0, (keys.shape[1], -1))  # G H/G B D
+            logits = torch.einsum("ghnd,cgd->ghnc", grouped_query, keys[: num_context + end]) * scale
+            distance = rows[start:end, None] - positions[: num_context + end]
             logits = apply_softcap_alibi(logits.flatten(0, 1), distance, spec).view(logits.shape)
             hidden = distance < 0
             hidden[:, :num_context] = False  # all of the context is visible, wherever it is placed
             hidden |= outside_window(distance, spec)
             logits = logits.masked_fill(hidden, float("-inf"))
             if sinks is not None:
-                sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, len(distance), 1)
-                weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
+                sink = sinks.float().view(keys.shape[1], -1, 1, 1).expand(-1, -1, len(distance), 1)
+                yield torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
             else:
-                weights = logits.softmax(-1)
-            scores.append(weights[..., :num_context].sum(dim=(0, 1, 2)))
-            outputs.append(torch.einsum("ghnc,cgd->nghd", weights, values[:end]).flatten(1, 2))
-        if self._reads_context:
-            self.scores.append(torch.stack(scores).sum(dim=0))
-        return torch.cat(outputs)[None].to(query.dtype)
+                yield logits.softmax(-1)
 
 
-def probe_context(
-    view: "ContextView", tokens: list[int], *, position: int, num_layers: int, reads_context: bool
-) -> ProbeContext:
-    """Run the first layers on `tokens` from `position` on.
+class AttentionObserver:
+    """Attention that each context token receives from a prompt in steps."""
+
+    def __init__(self, view: "ContextView", request: "Request") -> None:
+        """Observe a request that computes the call's prompt over the context."""
+        self._view, self._request = view, request
+        self._first_layer = int(LATE_LAYERS * len(view.core.cache_manager.pool.keys))
+        self._context: ProbeContext | None = None  # of the current step: entries may move between steps
+        self._own_slots: Int[Tensor, " N"] | None = None  # likewise, of the request's tokens up to this step's last
+        self._scores: dict[tuple[int, int], Float[Tensor, " C"]] = {}  # by layer and first position
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Tensor, "H N D"],
+        position: int,
+        scale: float,
+        sinks: Float[Tensor, "H"] | None,
+    ) -> None:
+        """Add the attention of consecutive tokens in one layer; see `QueryObserver`."""
+        if layer < self._first_layer:
+            return
+        pool, entry = self._view.core.cache_manager.pool, self._request.entry
+        if layer == self._first_layer:
+            num_own = position + query.shape[1] - entry.base_position
+            self._context = ProbeContext(
+                self._view, position=entry.base_position, num_tokens=num_own, reads_context=True
+            )
+            self._own_slots = torch.tensor([entry.slot(token) for token in range(num_own)], device=query.device)
+        assert self._context is not None and self._own_slots is not None
+        context_keys = self._context.context_keys(layer)
+        keys = torch.cat([context_keys, pool.keys[layer].index_select(0, self._own_slots)]).float()
+        weights = self._context.attention_weights(layer, query, keys, scale, sinks)
+        scores = [block[..., : len(context_keys)].sum(dim=(0, 1, 2)) for block in weights]
+        self._scores[layer, position] = torch.stack(scores).sum(dim=0)
+
+    @property
+    def attention(self) -> Float[Tensor, " C"]:
+        """Attention that each context token received, summed over tokens and layers."""
+        return torch.stack(list(self._scores.values())).sum(dim=0).cpu()
+
+
+def probe_context(view: "ContextView", tokens: list[int], *, num_layers: int) -> ProbeContext:
+    """Run the first layers on `tokens` from position 0 on.
 
     Raises:
         ModelError: if the layers of this family do not run one by one.
     """
-    context = ProbeContext(view, position=position, num_tokens=len(tokens), reads_context=reads_context)
+    context = ProbeContext(view, position=0, num_tokens=len(tokens), reads_context=False)
     request = view.request
     view.core.model_set.get(request.model).forward_layers(
         0,
         num_layers,
         tokens,
-        list(range(position, position + len(tokens))),
+        list(range(len(tokens))),
         cast(ForwardContext, context),
         [request.model] * len(tokens),
     )

@@ -64,14 +64,16 @@ class ContextView(NamedTuple):
     request: "Request"  # the call that reads the context
     parents: list[ParentView]
     share: float  # of the tokens to recompute
+    # (C,) attention that each context token receives from the call's prompt in late layers; None without `reads_prompt`
+    attention: "Tensor | None" = None
 
 
 class Strategy(NamedTuple):
     """Selection of the tokens to recompute."""
 
     select: Callable[[ContextView], list[TokenRanges]]  # ranges of every parent, relative to its first visible token
-    reads_kv: bool  # the context must be complete and on the device
-    reads_prompt: bool = False  # the selection depends on the prompt of the call
+    reads_kv: bool = False  # the context must be complete and on the device
+    reads_prompt: bool = False  # the prompt is computed over the context first, for `ContextView.attention`
 
 
 def select_by_score(view: ContextView, scores: "Tensor") -> list[TokenRanges]:
