@@ -385,10 +385,13 @@ class Request:
     @property
     def dependencies_ready(self) -> bool:
         """True if all tokens the request depends on are final."""
-        if self.source is not None and not (
-            self.source.tokens_final and (self.source.remote is not None or self.source.position is not None)
-        ):
-            return False
+        source = self.source
+        if source is not None:
+            if not source.tokens_final:
+                return False
+            reads_entry = self.computed_layers is not None or self.selects_from is not None
+            if source.remote is None and (source.position is None or (reads_entry and source.entry is None)):
+                return False  # it waits for capacity
         needs_entries = self.mode == "choreographed"
         return all(
             parent.tokens_final and (not needs_entries or all(p.entry is not None for p in parent.source_chain))
