@@ -56,8 +56,8 @@ class StageDivergence:
 class Budget:
     """Divergence from prefix mode to stay within, and the learned stages.
 
-    Give one budget to the sessions of a workflow (`Engine.session(max_kl=budget)`). Selected calls are
-    measured when their session closes.
+    Give one budget to the sessions of a workflow (`Engine.session(max_kl=budget)`). Selected calls, at most
+    one of each stage, are measured when their session closes.
 
     Args:
         max_kl: nats a token, the mean over the calls of a stage.
@@ -140,8 +140,13 @@ class Budget:
     # -- measurements -------------------------------------------------------------------------------------
 
     def _measure_selected(self, session: "Session") -> None:
+        by_stage: dict[str, list[int]] = {}
+        for message_id, stage in self._selected.pop(session.id, {}).items():
+            by_stage.setdefault(stage, []).append(message_id)
+        # calls of a session share their context: several of a stage would count as independent measurements
+        self._selected[session.id] = {self._random.choice(ids): stage for stage, ids in by_stage.items()}
         self.measure(session.messages)
-        self._selected.pop(session.id, None)
+        del self._selected[session.id]
 
     def measure(self, messages: Iterable["Message"]) -> None:
         """Measure the selected ones of complete messages, each passed once."""

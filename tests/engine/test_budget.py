@@ -95,6 +95,19 @@ def test_a_stage_is_learned_from_its_own_calls():
     assert budget.share_for("/decode 2 pp") == 0
 
 
+def test_a_session_measures_one_call_of_each_stage():
+    """Calls of one session share their context, so they are no independent measurements."""
+    engine, budget = tiny_models.engine(), Budget(100.0, shadow_calls=1, shadow_tokens=1e9)
+    for number in range(MIN_SAMPLES):
+        assert budget.share_for("/decode 2 pp") == budget.share_for("/decode 1 p") == 1, number
+        with engine.session(seed=number, max_kl=budget) as session:
+            parents = [session.prefill([number, i] * 3) for i in (1, 2)]
+            calls = [session.decode([3 + i], parents, sampling=GREEDY) for i in range(3)]
+            calls += [session.decode([3], parents[:1], sampling=GREEDY)]
+            assert all(len(call.output_token_ids) == 4 for call in calls)
+    assert budget.share_for("/decode 2 pp") == budget.share_for("/decode 1 p") == 0
+
+
 def test_measurements_cost_no_more_than_their_limit():
     plain, shadowed = Budget(1e9), Budget(1e9, shadow_calls=1, shadow_tokens=0.5)
     without = serve(plain, 20).stats().num_batched_tokens
