@@ -10,8 +10,8 @@ A small team handles incidents at a harbour, one after the other:
 - the clerk writes to the public. It reads plan and verdicts, but nothing that depends on what the caller said (guard);
 - the cache is too small for all of them: the step graph says whose instructions are needed next (KVFlow).
 
-python examples/all_together/together.py            # in process: one table, every part against the same run without it
-python examples/all_together/together.py --server   # and through a server
+python examples/all_together/together.py            # in process: one table, everything against runs without a part
+python examples/all_together/together.py --server   # everything in process and through a server
 """
 
 import argparse
@@ -37,33 +37,76 @@ from choreograph.server.app import create_app
 
 RULES = (
     "You answer questions about the machines of a harbour. Use the chapters of the manual that follow and no others. "
+    "Name one cause, the most likely one, and the chapter that describes it. If no chapter describes it, say so. "
 )
 CHAPTERS = {
-    "pump": "The pump lifts water out of the dock. It runs dry if the inlet is blocked, and a dry run wears its seal. "
-    "Stop it at once, clear the inlet, and look at the seal before it runs again. A spare seal takes one hour. ",
-    "crane": "The crane lifts at most nine tonnes. Its brake holds the load if the power fails. A brake that squeals is "
-    "worn: lower the load, lock the arm, and change the pads. Nobody stands below the arm meanwhile. ",
-    "gate": "The gate keeps the tide out of the dock. It closes by its own weight. If it stays open, something lies on "
-    "the sill: send the diver at low water. Never close the gate by force, since its hinges are of cast iron. ",
+    "pump": "Chapter on the pump. The pump lifts water out of the dock through an inlet at the bottom and an outlet in the "
+    "north wall. It runs dry if the inlet is blocked, and a dry run of more than two minutes wears its seal. A worn seal "
+    "leaks oil into the dock, which shows as a film on the water. The pump is loud when it draws air. Stop it at once, "
+    "clear the inlet with the long rake, and look at the seal before it runs again. A spare seal is in the second drawer "
+    "of the store; changing it takes one hour and two people. After a change, run the pump for ten minutes with the outlet "
+    "half open and read the pressure: it is four bar, and never less than three. ",
+    "crane": "Chapter on the crane. The crane lifts at most nine tonnes, and six in a wind of more than thirty knots. Its "
+    "brake holds the load if the power fails. A brake that squeals is worn: lower the load, lock the arm, and change the "
+    "pads. Pads are changed in pairs, and the new ones are run in with an empty hook for a quarter of an hour. A load that "
+    "swings was lifted too fast. Nobody stands below the arm meanwhile, and the yard is closed by the red chain. If the "
+    "power fails while a load hangs, release the brake by hand, a little at a time, with one person at the lever and one "
+    "who watches the load. The rope is looked at every month, and replaced if a strand is broken. ",
+    "gate": "Chapter on the gate. The gate keeps the tide out of the dock. It closes by its own weight when the water "
+    "outside stands one metre above the water inside. If it stays open, something lies on the sill: send the diver at low "
+    "water, with the lamp and the short hook. Never close the gate by force, since its hinges are of cast iron. A gate that "
+    "leaks at the side needs a new wooden strip, which the carpenter cuts to measure. The gate is greased in spring and in "
+    "autumn. At a tide of more than five metres the dock is emptied of ships before, because the gate may be lifted by "
+    "waves. The key of the gate house hangs in the office; take it only after you have signed for it. ",
 }
 SCHEMA = f'<schema name="manual">{RULES}' + "".join(
     f'<module name="{name}">{text}</module>' for name, text in CHAPTERS.items()
 )
 SCHEMA += "</schema>"
-DUTIES = "Write one short sentence. Keep to what was reported. Say what is done first and who does it. Be calm. "
+DUTIES = (
+    "Write one short sentence. Keep to what was reported and to what the manual says. Say what is done first and who does it. "
+    "Think of the tide, of the weather and of the people who work in the yard at that time. Do not promise what the harbour "
+    "cannot keep, and do not blame anyone. If two things must be done at once, name the one that protects people first, then "
+    "the one that protects ships, then the one that protects machines. Be calm. "
+)
 CRITICS = ("diver", "engineer", "treasurer")
-ROLES = {name: f"You are the {name} of the harbour. {DUTIES * 4}" for name in ("planner", *CRITICS, "clerk")}
+ROLES = {name: f"You are the {name} of the harbour. {DUTIES}" for name in ("planner", *CRITICS, "clerk")}
 AGENTS = {"reader": None, "planner": "reader", **dict.fromkeys(CRITICS, "planner"), "clerk": {"all_of": [*CRITICS]}}
 GRAPH = {"agents": AGENTS, "repeats": True}
-INCIDENTS = (  # chapters to look at, what happened, and what the public must not know
+INCIDENTS = (  # chapters to look at, what happened, the log of the watch, and what the public must not know
     (
         ("pump", "gate"),
         "The pump is loud and no water comes.",
+        "At six the pump was started by the night watch to empty the dock for the ferry. At ten past six it became loud, and "
+        "the pressure fell from four bar to one. The outlet in the north wall gave foam and then nothing. The gate was closed "
+        "and the water inside stood at two metres. Weed drifts in the dock since the storm of Tuesday, and a fender is "
+        "missing. The pump ran on for four minutes before the watch stopped it. There is a film of oil next to the inlet. The "
+        "ferry waits outside with eighty passengers, and low water is at nine. The rake is in its place, but its handle is "
+        "broken. Two people are on duty; the engineer can come at seven. ",
         "The caller is Ada Holm, who is in debt to the harbour.",
     ),
-    (("crane", "gate"), "The brake of the crane squeals under load.", "The caller is Ivo Lund, who fell asleep."),
-    (("pump", "crane"), "The pump ran dry and its seal leaks.", "The caller is Ada Holm again, who is furious."),
-    (("crane", "gate"), "The gate is open at high tide.", "The caller is the mayor, who wants no one to hear of it."),
+    (
+        ("crane", "gate"),
+        "The brake of the crane squeals under load.",
+        "At noon the crane lifted a boiler of seven tonnes from the coaster in the dock. The wind was twenty knots and rising. "
+        "When the boiler was three metres above the deck, the brake began to squeal, and the load sank by a hand before it "
+        "held. The driver stopped and locked nothing, because he did not know whether the arm may be locked with a load. The "
+        "coaster must leave before the tide of five metres in the evening, and its mate stands below the arm to guide the "
+        "boiler. The pads were changed in March, one of them only. The red chain is open for a lorry. The gate is open, and "
+        "the dock will be emptied of ships at four. ",
+        "The caller is Ivo Lund, who fell asleep.",
+    ),
+    (
+        ("pump", "crane"),
+        "The pump ran dry and its seal leaks.",
+        "At four in the morning the dock was nearly empty, and the pump drew air until the watch woke at twenty past. The seal "
+        "leaks a cup of oil a minute. The spare seal is not in the second drawer; the store book says that it was used in May. "
+        "The crane holds a rudder over the dock, for the repair of the tug, and its rope has one broken strand, which the "
+        "month's inspection noted. The tug stands on blocks and must float at ten. The power failed twice in the night, for a "
+        "few seconds each, and the brake held. A new seal can be brought by the noon train, or turned from brass by the smith "
+        "within five hours. Rain is expected. ",
+        "The caller is Ada Holm again, who is furious.",
+    ),
 )
 
 
@@ -81,17 +124,21 @@ class Parts:
 
 @dataclass
 class Result:
-    """Texts and costs of a run."""
+    """Texts and costs of a run. Counts are of tokens."""
 
     texts: list[str]  # of all decodes, in order
-    tokens: float  # computed by the engine; one in a third of the layers counts as a third
-    seconds: float
+    tokens: float = 0.0  # computed by the engine; one in a third of the layers counts as a third
+    reused: int = 0  # read from the cache by the calls that attended to them
+    evicted: int = 0  # from the device
+    prefetched: int = 0  # loaded before the calls that needed them
+    moved: int = 0  # bytes copied between device and host
+    seconds: float = 0.0
 
 
 Call = Callable[..., Any]
 
 
-def run(prefill: Call, decode: Call, parts: Parts, *, max_tokens: int = 16) -> list[tuple[str, Any]]:
+def run(prefill: Call, decode: Call, parts: Parts, *, max_tokens: int = 8) -> list[tuple[str, Any]]:
     """Run the workflow; return agent and message of its decodes.
 
     Args:
@@ -102,10 +149,10 @@ def run(prefill: Call, decode: Call, parts: Parts, *, max_tokens: int = 16) -> l
     decodes = []
 
     def write(agent: str, *args: Any, **options: Any) -> Any:
-        decodes.append((agent, decode(agent, *args, **options, **sampling).result()))
+        decodes.append((agent, decode(agent, *args, **options, **sampling)))
         return decodes[-1][1]
 
-    for chapters, symptom, caller in INCIDENTS:
+    for chapters, symptom, log, caller in INCIDENTS:
         question = f"The incident: {symptom} The cause:"
         if parts.schema:
             imports = "".join(f"<{chapter}/>" for chapter in chapters)
@@ -113,25 +160,36 @@ def run(prefill: Call, decode: Call, parts: Parts, *, max_tokens: int = 16) -> l
         else:
             manual = prefill(RULES + "".join(CHAPTERS[chapter] for chapter in chapters))
             cause = write("reader", question, [manual])
-        report = prefill(f"The incident: {symptom}", [cause])
+        report = prefill(f"The incident: {symptom} {log}", [cause.result()])
         private = prefill(caller, [report], labels={"caller"})
         context = [prefill(ROLES["planner"], model="planner"), cause, report, private]
         layers: Any = {"kv_reuse": "partial" if parts.layers else "recompute"}
-        plan = write("planner", " The plan:", context, model="planner", **layers)
+        plan = write("planner", " The plan:", context, model="planner", **layers).result()
         verdicts = []
-        for critic in CRITICS:
+        for critic in CRITICS:  # computed together
             context = [prefill(ROLES[critic]), report, cause, plan]
             verdicts.append(write(critic, " The weakness of the plan:", context, repair=parts.repair))
+        verdicts = [verdict.result() for verdict in verdicts]
         clearance: Any = {"clearance": set()} if parts.guard else {}
-        write("clerk", " To the public:", [prefill(ROLES["clerk"]), report, plan, *verdicts], **clearance)
+        write("clerk", " To the public:", [prefill(ROLES["clerk"]), report, plan, *verdicts], **clearance).result()
     return decodes
 
 
 def make_engine(
-    parts: Parts, model: Any = "smollm2-135m-instruct", sibling: Any = None, capacity: int = 1300
+    parts: Parts,
+    model: Any = "smollm2-135m-instruct",
+    sibling: Any = None,
+    capacity: int = 1400,
+    host_capacity: int | None = None,
 ) -> Engine:
-    """Return an engine with two models of a family; the second is a perturbed copy unless it is given."""
-    cache = CacheConfig(capacity=capacity, eviction="workflow" if parts.graph else "lru")
+    """Return an engine with two models of a family; the second is a perturbed copy unless it is given.
+
+    Args:
+        capacity: tokens on the device.
+        host_capacity: tokens on the host; None: what is evicted is computed again.
+    """
+    eviction: Any = "workflow" if parts.graph else "lru"
+    cache = CacheConfig(capacity=capacity, host_capacity=host_capacity, eviction=eviction)
     engine = Engine.from_pretrained(model, config=EngineConfig(cache=cache), dtype="float32")
     if sibling is None:  # stands for one that you have fine-tuned
         sibling = Engine.from_pretrained(model, dtype="float32").core.hf_model.model
@@ -184,67 +242,76 @@ def measure(
     program: Callable[..., list[tuple[str, Any]]] | None = None,
     **options: Any,
 ) -> Result:
-    """Run a program, `run` by default, from an empty cache; count what its engine computes."""
+    """Run a program, `run` by default, from an empty cache; count what its engine does."""
     engine.clear_cache()
-    computed, num_layers = [], engine.model_info.layers
+    result, num_layers = Result([]), engine.model_info.layers
 
     def count(event: Event) -> None:
+        data: Any = event.data
         if event.kind == "step":
-            layers: Any = event.data["layers"] or num_layers
-            computed.append(event.data["tokens"] * layers / num_layers)
+            result.tokens += data["tokens"] * (data["layers"] or num_layers) / num_layers
+        elif event.kind == "admitted":
+            result.reused += data["cached"]
+        elif event.kind in ("hit", "prefetch", "evicted"):
+            field = {"hit": "reused", "prefetch": "prefetched", "evicted": "evicted"}[event.kind]
+            setattr(result, field, getattr(result, field) + data["tokens"])
+        elif event.kind in ("loaded", "offloaded"):
+            result.moved += data["tokens"] * engine.model_info.kv_bytes_per_token
 
     with calls as (prefill, decode):
         unsubscribe, start = engine.events.subscribe(count), time.perf_counter()
-        texts = [message.text for _, message in (program or run)(prefill, decode, parts, **options)]
-        seconds = time.perf_counter() - start
+        result.texts = [message.text for _, message in (program or run)(prefill, decode, parts, **options)]
+        result.seconds = time.perf_counter() - start
     unsubscribe()
-    return Result(texts, sum(computed), seconds)
+    return result
 
 
-VARIANTS = {
-    "Prompt Cache: modules of the manual": ("its text in every prompt", {"schema": False}),
-    "DroidSpeak: a third of the layers": ("all layers", {"layers": False}),
-    "KVFlow: eviction by the step graph": ("least recently used", {"graph": False}),
-    "Repair of a fifth of what the critics read": ("all of it", {"repair": 1.0}),
-    "Leak guard": ("no guard", {"guard": False}),
-    "All of them": (
-        "prefix mode alone",
-        {"schema": False, "layers": False, "graph": False, "choreographed": False, "guard": False},
-    ),
+PREFIX_MODE = {"schema": False, "layers": False, "graph": False, "choreographed": False, "guard": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "Everything": {},
+    "Prompt Cache left out: the manual in every prompt": {"schema": False},
+    "DroidSpeak left out: all layers": {"layers": False},
+    "KVFlow left out: least recently used": {"graph": False},
+    "Repair of all that the critics read": {"repair": 1.0},
+    "Leak guard left out": {"guard": False},
+    "Everything left out: prefix mode": PREFIX_MODE,
 }
 
 
 def main(model: Any = "smollm2-135m-instruct", **engine_options: Any) -> None:
     """Run everything, then leave out one part after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", action="store_true", help="run it through a server too")
-    parser.add_argument("--max-tokens", type=int, default=16, help="of every message")
+    parser.add_argument("--server", action="store_true", help="everything in process and through a server")
+    parser.add_argument("--max-tokens", type=int, default=8, help="of every message")
+    parser.add_argument("--host-capacity", type=int, default=None, help="tokens of a host tier; default: none")
     args = parser.parse_args()
+    options = {**engine_options, "host_capacity": args.host_capacity}
+    engines = {has_graph: make_engine(Parts(graph=has_graph), model, **options) for has_graph in (True, False)}
+    for engine in engines.values():
+        with engine.session() as session:  # the first step of an engine is slower
+            session.decode(ROLES["planner"], max_tokens=2).result()
 
-    engines = {has_graph: make_engine(Parts(graph=has_graph), model, **engine_options) for has_graph in (True, False)}
-
-    def run_variant(parts: Parts, max_tokens: int = args.max_tokens) -> Result:
+    def run_variant(changes: dict[str, Any]) -> Result:
+        parts = replace(Parts(), **changes)
         engine = engines[parts.graph]
-        return measure(engine, in_process(engine, parts), parts, max_tokens=max_tokens)
+        return measure(engine, in_process(engine, parts), parts, max_tokens=args.max_tokens)
 
-    for has_graph in engines:
-        run_variant(Parts(graph=has_graph), 1)  # the first run of an engine is slower
-    complete = run_variant(Parts())
-    rows = []
-    for name, (alternative, changes) in VARIANTS.items():
-        rows.append(row(name, alternative, complete, run_variant(replace(Parts(), **changes))))
+    names = ("Everything", "Everything left out: prefix mode") if args.server else tuple(VARIANTS)
+    results = {name: run_variant(VARIANTS[name]) for name in names}
+    complete = results["Everything"]
     if args.server:
         with serving(engines[True]) as url:
             remote = measure(engines[True], on_server(url), Parts(), max_tokens=args.max_tokens)
-        has_same_texts = "the same texts" if remote.texts == complete.texts else "other texts"
-        rows.append(row(f"Through a server: {has_same_texts}", "in process", remote, complete))
-    header = ["Part", "Instead", "Tokens with it", "Instead", "Saved", "Seconds with it", "Instead"]
-    print_table(Console(), "What each part saves", header, rows, num_text_columns=2)
+        results[f"A server: {'the same' if remote.texts == complete.texts else 'other'} texts"] = remote
+    header = ["Run", "Computed", "Saved", "Reused", "Evicted", "Prefetched", "MB moved", "Seconds"]
+    rows = [row(name, result, complete) for name, result in results.items()]
+    print_table(Console(), "Tokens of each run; saved: by everything, against it", header, rows)
 
 
-def row(name: str, alternative: str, result: Result, other: Result) -> list[str]:
-    tokens = result.tokens, other.tokens, other.tokens - result.tokens
-    return [name, alternative, *(f"{n:,.0f}" for n in tokens), f"{result.seconds:.1f}", f"{other.seconds:.1f}"]
+def row(name: str, result: Result, complete: Result) -> list[str]:
+    saved = result.tokens - complete.tokens
+    counts = (result.tokens, saved, result.reused, result.evicted, result.prefetched, result.moved / 1e6)
+    return [name, *(f"{count:,.0f}" for count in counts), f"{result.seconds:.1f}"]
 
 
 @contextmanager
