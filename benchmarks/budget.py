@@ -23,6 +23,7 @@ from rich.console import Console
 from choreograph import Budget, Engine, SamplingParams
 from choreograph.console import print_table
 from choreograph.engine.concurrency import run_concurrently
+from choreograph.engine.repair import REPAIR_STRATEGIES
 from choreograph.evaluation.datasets import Example
 from choreograph.evaluation.runner import example_seed
 from choreograph.evaluation.statistics import ratio
@@ -56,6 +57,7 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True)
     options.add_argument("--only", nargs="*", default=list(RUNS))
     options.add_argument("--max-kl", type=float, default=0.02, help="nats a token")
+    options.add_argument("--strategy", default="attention", choices=list(REPAIR_STRATEGIES), help="of repair")
     options.add_argument("--learn", type=int, default=8, help="examples of each workflow to learn from")
     options.add_argument("--limit", type=int, default=3, help="other examples of each workflow to measure")
     options.add_argument("--max-tokens", type=int, default=16, help="of a message")
@@ -72,7 +74,7 @@ def main() -> None:
         plan, began = PLANS[plan_name], time.perf_counter()
         examples = examples_of(plan, given.data)
         held_out = examples[given.learn : given.learn + given.limit]
-        learner = Budget(given.max_kl, shadow_calls=1, shadow_tokens=1e9, workflow=plan_name)
+        learner = Budget(given.max_kl, shadow_calls=1, shadow_tokens=1e9, strategy=given.strategy, workflow=plan_name)
         learn(engine, plan, learner, examples[: given.learn], given.max_tokens)
         print(f"... {plan_name}: learned in {time.perf_counter() - began:.0f} s", flush=True)
         learner.shadow_calls = 0.0
@@ -118,6 +120,7 @@ def main() -> None:
         print_table(Console(width=170), f"{plan_name}, at most {given.max_kl} nats a token", header, rows)
         facts = {
             "max_kl": given.max_kl,
+            "strategy": given.strategy,
             "learned_from": given.learn,
             "n": len(held_out),
             "early": given.early,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ChoreographError, ConfigError, DataError
 from ..utils import atomic_write_text
 from .explain import measure_repairs
+from .repair import REPAIR_STRATEGIES
 from .repair.strategy import Repair
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Budget:
         shadow_calls: share of calls to measure, 0 to 1; 0 learns nothing.
         shadow_tokens: limit of the tokens computed for measurements, as a share of the tokens of all
             calls with their contexts.
+        strategy: of repair, key of `REPAIR_STRATEGIES`.
         workflow: name that separates the stages of workflows in saved files.
         seed: of the selection of calls.
     """
@@ -74,6 +76,7 @@ class Budget:
         *,
         shadow_calls: float = 0.0,
         shadow_tokens: float = 0.1,
+        strategy: str = "first",
         workflow: str = "",
         seed: int = 0,
     ) -> None:
@@ -88,6 +91,8 @@ class Budget:
             shadow_tokens,
             workflow,
         )
+        self._options = [Repair(share, strategy) for share in SHARES]
+        self.strategy = strategy
         self.stage: str | None = None  # of the next calls; None: named by their structure
         self.num_tokens = 0  # tokens of the measured sessions' calls with their contexts
         self.num_shadow_tokens = 0  # tokens computed for measurements
@@ -112,7 +117,7 @@ class Budget:
         stage = self._stage_of(request)
         if self.shadow_calls and self._random.random() < self.shadow_calls:
             self._selected.setdefault(request.session_id, {})[request.id] = stage
-        return Repair.parse(self.share_for(stage))
+        return Repair.parse(Repair(self.share_for(stage), self.strategy))
 
     def share_for(self, stage: str) -> float:
         """Return a stage's share of repair: 0 reuses, 1 computes."""
@@ -157,11 +162,13 @@ class Budget:
             self.num_tokens += num_own + num_context
             stage = self._selected.get(message._request.session_id, {}).pop(message.id, None)
             cost = math.ceil((1 + sum(SHARES)) * num_context) + (1 + len(SHARES)) * num_own + len(SHARES)  # at most
+            if REPAIR_STRATEGIES[self.strategy].reads_prompt:  # for its scores, and over the repaired context
+                cost += 2 * len(SHARES) * num_own
             if stage is None or self.num_shadow_tokens + cost > self.shadow_tokens * self.num_tokens:
                 continue
             self.num_shadow_tokens += cost
             with suppress(ChoreographError):  # a call that cannot be measured teaches nothing
-                self.observe(stage, {trial.share: trial.kl for trial in measure_repairs(message, SHARES)})
+                self.observe(stage, {trial.share: trial.kl for trial in measure_repairs(message, self._options)})
 
     # -- files --------------------------------------------------------------------------------------------
 
@@ -171,7 +178,8 @@ class Budget:
             stage: [[share, d.count, d.mean, d.variance] for share, d in known.items()]
             for stage, known in self._stages.items()
         }
-        atomic_write_text(Path(path), json.dumps({"version": VERSION, "stages": stages}, indent=1) + "\n")
+        record = {"version": VERSION, "strategy": self.strategy, "stages": stages}
+        atomic_write_text(Path(path), json.dumps(record, indent=1) + "\n")
 
     def load(self, path: str | Path) -> None:
         """Replace what was learned by a file of `save`."""
@@ -179,6 +187,8 @@ class Budget:
             record: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
             if record["version"] != VERSION:
                 raise ValueError(f"version {record['version']} instead of {VERSION}")
+            if (strategy := record.get("strategy", "first")) != self.strategy:
+                raise ValueError(f"strategy {strategy!r} instead of {self.strategy!r}")
             stages = {
                 stage: {float(share): StageDivergence(int(n), float(m), float(v)) for share, n, m, v in rows}
                 for stage, rows in record["stages"].items()

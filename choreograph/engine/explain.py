@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import CacheFullError, InvalidRequestError, MessageReleasedError
 from ..kv_cache.entry import KVSlice
 from ..outputs import Mode
+from .repair import REPAIR_STRATEGIES
 from .repair.probe import ProbeContext
 from .repair.strategy import ContextView, ParentView, Repair
 from .request import Request, RequestState
@@ -311,25 +312,27 @@ def _measure(message: "Message") -> tuple[tuple[float, ...], tuple[RepairTrial, 
     prefix, actual = _score(core, request, [_prefix_segment(message), segment])
     divergence = _divergence(prefix, actual)
     shares = TRIAL_SHARES if request.parents and fmean(divergence) >= SMALL_KL else ()
-    return divergence, tuple(_try_repairs(message, shares, prefix))
+    return divergence, tuple(_try_repairs(message, map(Repair, shares), prefix))
 
 
-def measure_repairs(message: "Message", shares: Sequence[float]) -> list[RepairTrial]:
-    """Return the divergence of a choreographed message for each share that fits."""
+def measure_repairs(message: "Message", repairs: Iterable[Repair]) -> list[RepairTrial]:
+    """Return the divergence of a choreographed message for each repair that fits."""
     message.wait_encoded()
     prefix = _score(message._core, message._request, [_prefix_segment(message)])[0]
-    return list(_try_repairs(message, shares, prefix))
+    return list(_try_repairs(message, repairs, prefix))
 
 
-def _try_repairs(message: "Message", shares: Sequence[float], prefix: Float[Tensor, "R V"]) -> Iterator[RepairTrial]:
+def _try_repairs(message: "Message", repairs: Iterable[Repair], prefix: Float[Tensor, "R V"]) -> Iterator[RepairTrial]:
     own = _own_segment(message)
     num_context = sum(parent.length for parent in message.parents)
-    for share in shares:
-        with _repaired_context(message, own.tokens[:1], share) as context:
+    for repair in repairs:
+        reads_prompt = REPAIR_STRATEGIES[repair.strategy].reads_prompt
+        tokens = list(message._request.prompt) if reads_prompt and repair.share else own.tokens[:1]
+        with _repaired_context(message, tokens, repair) as context:
             if context is not None:
                 segment = own._replace(position=num_context, context=context)
                 rows = _score(message._core, message._request, [segment])[0]
-                yield RepairTrial(share, fmean(_divergence(prefix, rows)))
+                yield RepairTrial(repair.share, fmean(_divergence(prefix, rows)))
 
 
 def _prefix_segment(message: "Message") -> _Segment:
@@ -355,7 +358,7 @@ def _own_segment(message: "Message") -> _Segment:
 
 
 @contextmanager
-def _repaired_context(message: "Message", tokens: list[int], share: float) -> Iterator[tuple[KVSlice, ...] | None]:
+def _repaired_context(message: "Message", tokens: list[int], repair: Repair) -> Iterator[tuple[KVSlice, ...] | None]:
     """Yield the context of a repaired prefill of `tokens`; None without capacity."""
     core, original, parents = message._core, message._request, list[tuple[Request, int, int]]()
     for piece, first, end in _context(original):  # of a repaired message: the ranges that it replaced
@@ -378,7 +381,7 @@ def _repaired_context(message: "Message", tokens: list[int], share: float) -> It
         new_offset=None,
         model=original.model,
         weights_group=original.weights_group,
-        repair=Repair.parse(share),
+        repair=Repair.parse(repair),
     )
     core.add_requests([trial], random.Random(0))
     try:

@@ -5,8 +5,9 @@ import pytest
 import torch
 from helpers import tiny_models
 
-from choreograph import Budget, SamplingParams
+from choreograph import Budget, Repair, SamplingParams
 from choreograph.engine.budget import MAX_STAGES, MIN_SAMPLES, SHARES
+from choreograph.engine.explain import measure_repairs
 from choreograph.errors import ConfigError, DataError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -108,8 +109,26 @@ def test_a_session_measures_one_call_of_each_stage():
     assert budget.share_for("/decode 2 pp") == budget.share_for("/decode 1 p") == 0
 
 
-def test_measurements_cost_no_more_than_their_limit():
-    plain, shadowed = Budget(1e9), Budget(1e9, shadow_calls=1, shadow_tokens=0.5)
+def test_a_budget_repairs_and_measures_with_its_strategy():
+    engine, budget = tiny_models.engine(), Budget(100.0, shadow_calls=1, shadow_tokens=1e9, strategy="attention")
+    with engine.session(max_kl=budget) as session:
+        parents = [session.prefill([i] * 10) for i in (1, 2, 3)]
+        session.decode([4, 5], parents, sampling=GREEDY).result()
+        by_hand = [session.decode([4, 5], parents, sampling=GREEDY, repair=Repair(s, "attention")) for s in SHARES]
+        trials = measure_repairs(by_hand[0], [Repair(share, "attention") for share in SHARES])
+        for message, trial in zip(by_hand, trials, strict=True):
+            rows = [message.result().explain(measure=True).kl, trial.kl]
+            if message.output_token_ids == by_hand[0].output_token_ids:
+                assert rows[0] == pytest.approx(rows[1], abs=1e-4)
+        for _ in range(MIN_SAMPLES):
+            budget.observe("/decode 3 ppp", {0.0: 1e3, 0.2: 0.0})
+        assert budget.choose(by_hand[0]._request) == Repair(0.2, "attention")
+
+
+@pytest.mark.parametrize("strategy", ["first", "attention"])
+def test_measurements_cost_no_more_than_their_limit(strategy):
+    plain = Budget(1e9)
+    shadowed = Budget(1e9, shadow_calls=1, shadow_tokens=0.5, strategy=strategy)
     without = serve(plain, 20).stats().num_batched_tokens
     extra = serve(shadowed, 20).stats().num_batched_tokens - without  # of the engine's steps
     assert 0 < shadowed.num_shadow_tokens <= 0.5 * shadowed.num_tokens
@@ -135,13 +154,17 @@ def test_what_was_learned_is_bounded_saved_and_loaded(tmp_path):
     other = Budget(0.005)
     other.load(tmp_path / "budget.json")
     assert other.share_for(f"s{MAX_STAGES + 9}") == 0.2 and other.share_for("s0") == 1
+    with pytest.raises(DataError, match="strategy 'first' instead of 'attention'"):
+        Budget(0.005, strategy="attention").load(tmp_path / "budget.json")
     (tmp_path / "budget.json").write_text("{}")
     with pytest.raises(DataError, match="remove it"):
         other.load(tmp_path / "budget.json")
     assert other.share_for(f"s{MAX_STAGES + 9}") == 0.2
 
 
-@pytest.mark.parametrize("options", [{"max_kl": -1}, {"max_kl": True}, {"max_kl": 1, "shadow_calls": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"max_kl": -1}, {"max_kl": True}, {"max_kl": 1, "shadow_calls": 1.5}, {"max_kl": 1, "strategy": "best"}]
+)
 def test_invalid_budgets_are_refused(options):
     with pytest.raises(ConfigError):
         Budget(**options)

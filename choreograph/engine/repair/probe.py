@@ -154,6 +154,8 @@ class AttentionObserver:
             return
         pool, entry = self._view.core.cache_manager.pool, self._request.entry
         if layer == self._first_layer:
+            if position == entry.base_position:
+                self._scores.clear()  # of a computation that was preempted
             num_own = position + query.shape[1] - entry.base_position
             self._context = ProbeContext(
                 self._view, position=entry.base_position, num_tokens=num_own, reads_context=True
