@@ -4,8 +4,8 @@
 measured. On other examples the messages of a run in prefix mode are then forced in prefix mode again, under full reuse and
 under the budget, in another order for every example. Results are saved after every workflow.
 
-The defaults are for about twelve minutes on two cores. A stage is used after eight measurements, one an example, so `--learn`
-must be at least eight.
+A stage is used after eight measurements, one an example, so `--learn` must be at least eight. Workflows whose prefills are long
+need `--early` to show what reuse saves.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
     options.add_argument("--only", nargs="*", default=list(RUNS))
     options.add_argument("--max-kl", type=float, default=0.02, help="nats a token")
     options.add_argument("--strategy", default="attention", choices=list(REPAIR_STRATEGIES), help="of repair")
-    options.add_argument("--learn", type=int, default=8, help="examples of each workflow to learn from")
+    options.add_argument("--learn", type=int, default=10, help="examples of each workflow to learn from")
     options.add_argument("--limit", type=int, default=3, help="other examples of each workflow to measure")
     options.add_argument("--max-tokens", type=int, default=16, help="of a message")
     options.add_argument("--early", action="store_true", help="compute prefills before the calls that read them")

@@ -410,7 +410,8 @@ class Request:
             if self.keeps_positions:
                 self.offsets, self.new_offset = self.source.parent_positions, self.source.position
         finish_times = [p.finish_time if p.is_decode else p.ready_time for p in self.dependencies]
-        self.ready_time = max([self.submit_time, *(t for t in finish_times if t is not None)])
+        # a repair replaces parents: what was known of the earlier ones stays
+        self.ready_time = max([self.submit_time, self.ready_time, *(t for t in finish_times if t is not None)])
 
     @property
     def timing(self) -> Timing:

@@ -269,6 +269,16 @@ def test_results_do_not_depend_on_memory(strategy):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_the_time_to_first_token_starts_when_the_repaired_parents_have_ended(share):
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        a, b = session.prefill([1] * 8), session.decode([2] * 8, sampling=GREEDY)
+        reader = session.decode([3], [a, b], sampling=GREEDY, repair=share)
+        engine.run_until_idle()
+        assert reader._request.ready_time == b._request.finish_time > reader._request.submit_time
+
+
 def test_a_released_parent_serves_the_calls_that_wait_for_it():
     engine = tiny_models.engine()
     with engine.session() as session:

@@ -184,6 +184,7 @@ class RepairPlanner:
     def _replace_parents(self, request: Request, parents: list[ParentView], ranges: list[TokenRanges]) -> list[Request]:
         """Replace the parents by unchanged ranges and prefills of the selected ones."""
         context, prefills = _RepairedContext(), list[Request]()
+        request.resolve_dependencies()  # TTFT starts when the parents that are replaced have ended
         for (parent, start, end), view, selected in zip(_visible(request), parents, ranges, strict=True):
             kept = start
             for first, last in () if context.is_context_of(parent, start, request) else selected:
