@@ -1,10 +1,13 @@
 """Ray Serve's request router over a `RoutingPolicy`."""
 
+import time
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from .routing import RouteRequest, choose, create_policy
+
+SYNCHRONIZE_SECONDS = 10.0  # as long as Ray believes in the length of a queue
 
 
 class PolicyRequestRouter(RequestRouter):
@@ -15,20 +18,48 @@ class PolicyRequestRouter(RequestRouter):
 
     def initialize_state(self, policy: str = "message", **options: Any) -> None:
         self.policy = create_policy(policy, **options)
+        self._synchronized = 0.0  # when all queues were last read
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        queues = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
         if pending_request is not None:  # without this, full replicas are asked again without a pause
             pending_request.routing_context.should_backoff = True
+        if time.monotonic() - self._synchronized > SYNCHRONIZE_SECONDS:
+            self._synchronize()
         route = self._route(pending_request)
-        names = choose(self.policy, route, queues)
+        names = choose(self.policy, route)
+        for name in names:  # probes of Ray call no hook
+            self._note_queue(self._by_name[name].replica_id)
         if route.is_movable:
             route.sources = self.policy.sources(route)
         # ranks of one replica: inside a rank Ray chooses by the queue alone
-        return [[by_name[name]] for name in names]
+        return [[self._by_name[name]] for name in names]
+
+    def _synchronize(self) -> None:
+        """Read all queues.
+
+        Lengths that Ray has forgotten were noted long ago.
+        """
+        self._synchronized = time.monotonic()
+        for replica_id in self.curr_replicas:
+            self._note_queue(replica_id)
+
+    def _note_queue(self, replica_id: ReplicaID) -> None:
+        if replica_id in self.curr_replicas:
+            self.policy.set_queue(replica_id.unique_id, self.replica_queue_len_cache.get(replica_id) or 0)
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
+        self._note_queue(replica_id)
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._note_queue(replica_id)
+
+    def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
+        super().decrement_queue_len_cache(replica_id)
+        self._note_queue(replica_id)
 
     @staticmethod
     def _route(pending_request: PendingRequest | None) -> RouteRequest:
@@ -44,8 +75,9 @@ class PolicyRequestRouter(RequestRouter):
         self.policy.on_removed(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        names = {replica.replica_id.unique_id for replica in replicas}
+        self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         for replica_id in list(self.curr_replicas):
-            if replica_id.unique_id not in names:
+            if replica_id.unique_id not in self._by_name:
                 self.policy.on_removed(replica_id.unique_id)
         super().update_replicas(replicas)
+        self._synchronize()

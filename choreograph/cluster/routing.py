@@ -3,13 +3,15 @@
 `benchmarks/ray_scale.py` runs the same objects on a virtual clock.
 """
 
+import bisect
 import heapq
 import itertools
+import math
 import random
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,12 +45,22 @@ class RouteRequest:
 class RoutingPolicy(ABC):
     """Choice of a replica.
 
-    Replicas are named; a queue is a number of requests, running and waiting.
+    Replicas are named. Every change of a queue is noted, so that a decision does not read all of them.
     """
 
+    def __init__(self) -> None:
+        self.queues: dict[str, int] = {}  # requests of each replica, running and waiting
+
     @abstractmethod
-    def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        """Return replicas, the best first; all of `queues` or some of them."""
+    def rank(self, request: RouteRequest) -> list[str]:
+        """Return some or all replicas, the best first.
+
+        Those that failed the request are only returned if all have.
+        """
+
+    def set_queue(self, replica: str, length: int) -> None:
+        """Note the number of requests of a replica, which may be new."""
+        self.queues[replica] = length
 
     def on_routed(self, request: RouteRequest, replica: str) -> None:  # noqa: B027
         """Note that a replica computes a request."""
@@ -60,8 +72,9 @@ class RoutingPolicy(ABC):
         """Return some replicas that have each key of a request."""
         return {}
 
-    def on_removed(self, replica: str) -> None:  # noqa: B027
+    def on_removed(self, replica: str) -> None:
         """Forget a replica."""
+        self.queues.pop(replica, None)
 
     @property
     def state_bytes(self) -> int:
@@ -69,7 +82,7 @@ class RoutingPolicy(ABC):
         return 0
 
 
-def choose(policy: RoutingPolicy, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
+def choose(policy: RoutingPolicy, request: RouteRequest) -> list[str]:
     """Learn from a request, and rank replicas.
 
     The first is the pinned one; those that failed the request are left out.
@@ -77,10 +90,54 @@ def choose(policy: RoutingPolicy, request: RouteRequest, queues: Mapping[str, in
     for name, keys in request.learned:
         policy.on_learned(name, keys)
     request.learned = []
-    if request.pinned is not None and request.pinned in queues:
+    if request.pinned is not None and request.pinned in policy.queues:
         return [request.pinned]
-    usable = {name: queue for name, queue in queues.items() if name not in request.failed} or queues
-    return policy.rank(request, usable)
+    return policy.rank(request)
+
+
+def _without_failed(names: Iterable[str], request: RouteRequest) -> list[str]:
+    names = list(names)
+    return [name for name in names if name not in request.failed] or names if request.failed else names
+
+
+class QueueIndex:
+    """Replicas by the length of their queue, then sorted by work."""
+
+    def __init__(self) -> None:
+        self._sorted: dict[int, list[tuple[float, str]]] = {}  # (work, replica) of each length
+        self._place: dict[str, tuple[int, float]] = {}  # length and work of each replica
+
+    def set(self, replica: str, length: int, work: float) -> None:
+        """Add a replica or move it; O(log replicas)."""
+        if self._place.get(replica) == (length, work):
+            return
+        self.remove(replica)
+        self._place[replica] = length, work
+        bisect.insort(self._sorted.setdefault(length, []), (work, replica))
+
+    def remove(self, replica: str) -> None:
+        if (place := self._place.pop(replica, None)) is not None:
+            length, work = place
+            names = self._sorted[length]
+            del names[bisect.bisect_left(names, (work, replica))]
+            if not names:
+                del self._sorted[length]
+
+    def least(self, num_failed: int) -> Iterator[tuple[int, float, str]]:
+        """Yield (length, work, replica): those with least work of each length.
+
+        Args:
+            num_failed: replicas that may be of no use; each length yields more than that, if it has more.
+        """
+        each = num_failed + max(1, MAX_RANKED // max(1, len(self._sorted)))
+        for length, names in self._sorted.items():
+            for work, replica in names[:each]:
+                yield length, work, replica
+
+    @property
+    def spread(self) -> int:
+        """Difference between the longest and the shortest queue."""
+        return max(self._sorted, default=0) - min(self._sorted, default=0)
 
 
 class MessageAffinity(RoutingPolicy):
@@ -89,13 +146,15 @@ class MessageAffinity(RoutingPolicy):
     Every replica has a digest: the most recent keys that were sent to it, with their tokens. A stale key
     costs a recomputation, never a wrong answer. Work is that of the queue, of this request, and of what a replica was
     given lately, in tokens to compute. The latter is forgotten exponentially, over `horizon` requests of each
-    replica.
+    replica. Loads that exceed the least by at most `slack` are equal: of such replicas, the one that holds most is
+    first. If no replica runs anything, all loads are equal.
 
     Args:
         queue_tokens: tokens that one request in the queue weighs.
         moving: work of a token that can be fetched from another replica; 1 is that of computing it.
         balance: weight of the work that a replica was given lately.
         horizon: requests of each replica after which that is forgotten.
+        slack: tokens of load that make no difference where a replica holds more than others; about one step.
         max_keys: keys of one replica's digest.
         max_tokens: tokens of one replica's digest, such as the size of its cache.
     """
@@ -106,21 +165,26 @@ class MessageAffinity(RoutingPolicy):
         moving: float = 0.25,
         balance: float = 0.5,
         horizon: int = 256,
+        slack: float = 1024.0,
         max_keys: int = 4096,
         max_tokens: int = 1 << 20,
     ) -> None:
-        if max_keys < 1 or max_tokens < 1 or horizon < 1 or min(queue_tokens, moving, balance) < 0:
+        super().__init__()
+        if max_keys < 1 or max_tokens < 1 or horizon < 1 or min(queue_tokens, moving, balance, slack) < 0:
             raise ConfigError(
-                f"{queue_tokens=}, {moving=}, {balance=}, {horizon=}, {max_keys=}, {max_tokens=}: "
+                f"{queue_tokens=}, {moving=}, {balance=}, {horizon=}, {slack=}, {max_keys=}, {max_tokens=}: "
                 "use limits of at least 1 and weights >= 0"
             )
         self._queue_tokens, self._moving, self._balance, self._horizon = queue_tokens, moving, balance, horizon
-        self._max_keys, self._max_tokens = max_keys, max_tokens
+        self._slack, self._max_keys, self._max_tokens = slack, max_keys, max_tokens
         self._digests: dict[str, OrderedDict[int, int]] = {}  # tokens by key, least recently used first
         self._num_tokens: dict[str, int] = {}  # of each digest
         self._replicas_of: dict[int, dict[str, None]] = {}  # replicas whose digest has a key
         self._work: dict[str, float] = {}  # given to each replica, in units of `_unit` tokens
         self._unit = 1.0  # grows instead of all counts becoming less
+        self._num_queued = 0  # requests of all replicas
+        self._num_asked = 0  # requests whose sources were named
+        self.index = QueueIndex()  # by queue and work
 
     def held(self, request: RouteRequest) -> dict[str, int]:
         """Return the request's tokens that each replica holds, if any.
@@ -138,33 +202,49 @@ class MessageAffinity(RoutingPolicy):
         """Return the tokens that a replica was given lately."""
         return self._work.get(replica, 0.0) / self._unit
 
-    def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
+    def set_queue(self, replica: str, length: int) -> None:
+        if replica not in self._work:  # a new one does not get everything at once
+            self._work[replica] = min(self._work.values(), default=0.0)
+        self._num_queued += length - self.queues.get(replica, 0)
+        super().set_queue(replica, length)
+        self.index.set(replica, length, self._work[replica])
+
+    def rank(self, request: RouteRequest) -> list[str]:
         held, session, held_weight = self.held(request), _hash(request), self._moving if request.is_movable else 1.0
-        if new := [name for name in queues if name not in self._work]:
-            # they do not get everything at once
-            self._work |= dict.fromkeys(new, min(self._work.values(), default=0.0))
-        weight = self._balance / self._unit
-        load = {name: self._queue_tokens * queue + weight * self._work[name] for name, queue in queues.items()}
-
-        def order(replica: str) -> tuple[float, int, int]:
-            cost = load[replica] - held_weight * held.get(replica, 0)
-            # equal replicas: a session keeps one of them, and sessions spread over all
-            return cost, queues[replica], _rendezvous(session, replica)
-
+        queues, weight = self.queues, self._balance / self._unit
         # of the replicas that hold nothing, only these can be first
-        candidates = {*heapq.nsmallest(MAX_RANKED, load, key=load.__getitem__), *(held.keys() & load.keys())}
-        return heapq.nsmallest(MAX_RANKED, candidates, key=order)
+        load = {
+            name: self._queue_tokens * length + weight * work
+            for length, work, name in self.index.least(len(request.failed))
+        }
+        least = min(load.values(), default=0.0)
+        limit = least + self._slack if self._num_queued else math.inf
+        load |= {name: self._queue_tokens * queues[name] + weight * self._work[name] for name in held}
+        names = _without_failed(load, request)
+
+        def order(replica: str) -> tuple[float, float, int, int]:
+            own = load[replica]
+            cost = (own if own > limit else least) - held_weight * held.get(replica, 0)
+            # equal replicas: a session keeps one of them, and sessions spread over all
+            return cost, own, queues[replica], _rendezvous(session, replica)
+
+        return heapq.nsmallest(MAX_RANKED, names, key=order)
 
     def on_routed(self, request: RouteRequest, replica: str) -> None:
+        if replica not in self.queues:  # it may have gone meanwhile
+            return
         known = sum(tokens for key, tokens in request.keys.items() if key in self._replicas_of)
         own: Mapping[int, int] = self._digests.get(replica, {})
         num_held = sum(tokens for key, tokens in request.keys.items() if key in own)
         num_computed: float = sum(request.keys.values()) - known
         num_computed += (self._moving if request.is_movable else 1.0) * (known - num_held)
-        self._work[replica] = self._work.get(replica, 0.0) + num_computed * self._unit
+        self._work[replica] += num_computed * self._unit
+        self.index.set(replica, self.queues[replica], self._work[replica])
         self._unit *= 1 + 1 / (self._horizon * len(self._work))
         if self._unit > 1e100:
             self._work, self._unit = {name: work / self._unit for name, work in self._work.items()}, 1.0
+            for name, work in self._work.items():
+                self.index.set(name, self.queues[name], work)
         self._add(replica, request.keys)
 
     def on_learned(self, replica: str, keys: ContentKeys) -> None:
@@ -172,9 +252,15 @@ class MessageAffinity(RoutingPolicy):
             self._add(replica, keys)
 
     def sources(self, request: RouteRequest) -> dict[int, list[str]]:
-        # the first replicas that a key was sent to have computed it by now
-        found = {key: list(itertools.islice(self._replicas_of.get(key, ()), MAX_SOURCES)) for key in request.keys}
-        return {key: names for key, names in found.items() if names}
+        # the first half of those that a key was sent to has computed it by now; they are asked in turn
+        self._num_asked += 1
+        result: dict[int, list[str]] = {}
+        for key in request.keys:
+            names = list(itertools.islice(self._replicas_of.get(key, ()), MAX_REPLICAS_OF_KEY))
+            names = names[: (len(names) + 1) // 2]
+            if names:
+                result[key] = [names[(self._num_asked + i) % len(names)] for i in range(min(MAX_SOURCES, len(names)))]
+        return result
 
     def _add(self, replica: str, keys: ContentKeys) -> None:
         digest = self._digests.setdefault(replica, OrderedDict())
@@ -200,14 +286,19 @@ class MessageAffinity(RoutingPolicy):
             self._discard(key, replica)
         self._num_tokens.pop(replica, None)
         self._work.pop(replica, None)
-        self._work.pop(replica, None)
+        self._num_queued -= self.queues.get(replica, 0)
+        self.index.remove(replica)
+        super().on_removed(replica)
 
     @property
     def state_bytes(self) -> int:
         return BYTES_PER_KEY * sum(map(len, self._digests.values()))
 
     def check(self) -> None:
-        """Raise AssertionError if the two tables disagree or a limit is exceeded."""
+        """Raise AssertionError if the tables disagree or a limit is exceeded."""
+        places = {(length, self._work[name], name) for name, length in self.queues.items()}
+        assert places == set(self.index.least(len(places))), "the index differs"
+        assert self._num_queued == sum(self.queues.values()), "wrong number of requests"
         pairs = {(key, replica) for replica, digest in self._digests.items() for key in digest}
         assert pairs == {(key, name) for key, names in self._replicas_of.items() for name in names}, "tables differ"
         for replica, digest in self._digests.items():
@@ -240,6 +331,7 @@ class PrefixAffinity(RoutingPolicy):
     """
 
     def __init__(self, imbalance: int = 4, min_match: float = 0.1, max_keys: int = 4096) -> None:
+        super().__init__()
         self._imbalance, self._min_match = imbalance, min_match
         self._prefixes = MessageAffinity(max_keys=max_keys)
 
@@ -252,20 +344,27 @@ class PrefixAffinity(RoutingPolicy):
             keys[chain] = num_tokens
         return RouteRequest(keys, request.session)
 
-    def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        by_queue = sorted(queues, key=lambda name: (queues[name], _rendezvous(_hash(request), name)))
-        if queues[by_queue[-1]] - queues[by_queue[0]] > self._imbalance:
-            return by_queue
+    def set_queue(self, replica: str, length: int) -> None:
+        super().set_queue(replica, length)
+        self._prefixes.set_queue(replica, length)
+
+    def rank(self, request: RouteRequest) -> list[str]:
+        index = self._prefixes.index
+        by_queue = [name for _, _, name in sorted(index.least(len(request.failed)))]
+        if index.spread > self._imbalance:
+            return _without_failed(by_queue, request)
         chained = self._chained(request)
         held, total = self._prefixes.held(chained), sum(chained.keys.values())
-        if max((held.get(name, 0) for name in queues), default=0) < self._min_match * max(1, total):
-            return by_queue
-        return sorted(by_queue, key=lambda name: -held.get(name, 0))
+        if max(held.values(), default=0) < self._min_match * max(1, total):
+            held = {}
+        names = _without_failed(dict.fromkeys([*by_queue, *held]), request)
+        return sorted(names, key=lambda name: (-held.get(name, 0), self.queues[name]))
 
     def on_routed(self, request: RouteRequest, replica: str) -> None:
         self._prefixes.on_routed(self._chained(request), replica)
 
     def on_removed(self, replica: str) -> None:
+        super().on_removed(replica)
         self._prefixes.on_removed(replica)
 
     @property
@@ -277,21 +376,23 @@ class PowerOfTwo(RoutingPolicy):
     """The shorter queue of two random replicas."""
 
     def __init__(self, seed: int = 0) -> None:
+        super().__init__()
         self._random = random.Random(seed)
 
-    def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        names = list(queues)
-        return sorted(self._random.sample(names, min(2, len(names))), key=lambda name: queues[name])
+    def rank(self, request: RouteRequest) -> list[str]:
+        names = _without_failed(self.queues, request)
+        return sorted(self._random.sample(names, min(2, len(names))), key=self.queues.__getitem__)
 
 
 class RoundRobin(RoutingPolicy):
     """One replica after the other."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._next = 0
 
-    def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        names = sorted(queues)
+    def rank(self, request: RouteRequest) -> list[str]:
+        names = _without_failed(self.queues, request)
         start, self._next = self._next % len(names), self._next + 1
         return names[start:] + names[:start]
 
@@ -299,8 +400,9 @@ class RoundRobin(RoutingPolicy):
 class SessionAffinity(RoutingPolicy):
     """One replica a session, by rendezvous hashing."""
 
-    def rank(self, request: RouteRequest, queues: Mapping[str, int]) -> list[str]:
-        return sorted(queues, key=lambda name: _rendezvous(_hash(request), name))
+    def rank(self, request: RouteRequest) -> list[str]:
+        names, session = _without_failed(self.queues, request), _hash(request)
+        return heapq.nsmallest(MAX_RANKED, names, key=lambda name: _rendezvous(session, name))
 
 
 POLICIES: Mapping[str, type[RoutingPolicy]] = {

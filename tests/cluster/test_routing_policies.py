@@ -10,6 +10,27 @@ from choreograph.errors import ConfigError
 from choreograph.server.chat_prompt import ChatPrompt, Segment
 
 IDLE = {"a": 0, "b": 0, "c": 0}
+BUSY = dict.fromkeys(IDLE, 1)
+
+
+def with_queues(policy, queues):
+    """Return a policy that knows exactly these replicas and their queues."""
+    for name in policy.queues.keys() - queues.keys():
+        policy.on_removed(name)
+    for name, length in queues.items():
+        policy.set_queue(name, length)
+    return policy
+
+
+def rank(policy, request, queues):
+    return with_queues(policy, queues).rank(request)
+
+
+def routed_to(policy, request, queues):
+    """Choose a replica, and note that it computes the request."""
+    result = choose(with_queues(policy, queues), request)[0]
+    policy.on_routed(request, result)
+    return result
 
 
 def prompt(*messages, header=(9,)):
@@ -44,18 +65,18 @@ def test_an_answer_is_found_by_what_the_client_sends_back():
 
 
 def test_the_replica_with_most_tokens_is_first_and_a_long_queue_outweighs_it():
-    policy = MessageAffinity(queue_tokens=100, balance=0)
+    policy = with_queues(MessageAffinity(queue_tokens=100, balance=0, slack=0), IDLE)
     policy.on_routed(RouteRequest({1: 250, 2: 40}), "b")
     policy.on_routed(RouteRequest({2: 40}), "a")
     request = RouteRequest({1: 250, 2: 40})
-    assert policy.rank(request, IDLE) == ["b", "a", "c"]
+    assert rank(policy, request, IDLE) == ["b", "a", "c"]
     assert policy.held(request) == {"b": 290, "a": 40}
-    assert policy.rank(request, IDLE | {"b": 2})[0] == "b"
-    assert policy.rank(request, IDLE | {"b": 3})[0] == "a"
+    assert rank(policy, request, IDLE | {"b": 2})[0] == "b"
+    assert rank(policy, request, IDLE | {"b": 3})[0] == "a"
 
 
 def test_a_digest_keeps_its_most_recent_keys_within_both_limits():
-    policy = MessageAffinity(max_keys=2, max_tokens=100)
+    policy = with_queues(MessageAffinity(max_keys=2, max_tokens=100), IDLE)
     policy.on_routed(RouteRequest({1: 10, 2: 10}), "a")
     policy.on_routed(RouteRequest({1: 10}), "a")  # used again: 2 is the oldest now
     policy.on_routed(RouteRequest({3: 10}), "a")
@@ -70,37 +91,54 @@ def test_work_that_replicas_were_given_spreads_what_no_replica_holds():
     counts = dict.fromkeys(IDLE, 0)
     for number in range(60):
         request = RouteRequest({number: 1000 if number % 3 else 100})
-        name = choose(policy, request, IDLE)[0]
-        policy.on_routed(request, name)
-        counts[name] += sum(request.keys.values())
+        counts[routed_to(policy, request, IDLE)] += sum(request.keys.values())
     assert max(counts.values()) - min(counts.values()) <= 1000
     policy.on_removed("a")
     assert policy.work("a") == 0
-    choose(policy, RouteRequest(), IDLE)  # it is back, and does not get everything
+    with_queues(policy, IDLE)  # it is back, and does not get everything
     assert policy.work("a") == min(policy.work(name) for name in "bc") > 0
 
 
 def test_a_hot_message_is_given_to_another_replica_once_its_source_has_more_work():
-    policy, first = MessageAffinity(), RouteRequest({1: 1000})
-    policy.on_routed(first, "a")
-    routed = []
-    for number in range(30):
-        request = RouteRequest({1: 1000, 100 + number: 200})
-        routed.append(choose(policy, request, IDLE)[0])
-        policy.on_routed(request, routed[-1])
+    policy = with_queues(MessageAffinity(), BUSY)
+    policy.on_routed(RouteRequest({1: 1000}), "a")
+    routed = [routed_to(policy, RouteRequest({1: 1000, 100 + number: 200}), BUSY) for number in range(60)]
     assert routed[0] == "a" and set(routed) == set(IDLE)
-    assert [routed.count(name) for name in IDLE] == pytest.approx([10] * 3, abs=5)
+    assert [routed.count(name) for name in IDLE] == pytest.approx([20] * 3, abs=10)
+
+
+@pytest.mark.parametrize("is_movable", [False, True])
+def test_an_idle_cluster_keeps_a_workflow_where_its_messages_are(is_movable):
+    policy, keys = MessageAffinity(), {}
+    first = None
+    for turn in range(40):  # each turn adds a message, and nothing else runs
+        keys = keys | {turn: 300}
+        replica = routed_to(policy, RouteRequest(keys, "debate", is_movable=is_movable), IDLE)
+        first = first or replica
+        assert replica == first
+    # another workflow goes to a replica that was given less
+    assert routed_to(policy, RouteRequest({100: 300}, "other"), IDLE) != first
+
+
+def test_loads_that_differ_by_less_than_a_step_are_equal_to_the_holder_of_messages():
+    policy, request = with_queues(MessageAffinity(slack=500), BUSY), RouteRequest({1: 100}, is_movable=True)
+    policy.on_routed(RouteRequest({1: 100}), "a")
+    policy.on_routed(RouteRequest({2: 600}), "a")  # half of its work counts
+    assert rank(policy, request, BUSY)[0] == "a"
+    policy.on_routed(RouteRequest({3: 400}), "a")
+    assert rank(policy, request, BUSY)[0] != "a"
+    assert rank(policy, request, IDLE)[0] == "a"
 
 
 def test_tokens_that_can_be_fetched_weigh_less():
-    policy = MessageAffinity(queue_tokens=100, moving=0.25, balance=0)
+    policy = with_queues(MessageAffinity(queue_tokens=100, moving=0.25, balance=0, slack=0), IDLE)
     policy.on_routed(RouteRequest({1: 600}), "a")
-    assert policy.rank(RouteRequest({1: 600}), IDLE | {"a": 2})[0] == "a"
-    assert policy.rank(RouteRequest({1: 600}, is_movable=True), IDLE | {"a": 2})[0] != "a"
+    assert rank(policy, RouteRequest({1: 600}), IDLE | {"a": 2})[0] == "a"
+    assert rank(policy, RouteRequest({1: 600}, is_movable=True), IDLE | {"a": 2})[0] != "a"
 
 
 def test_what_replicas_were_given_is_forgotten_and_stays_finite():
-    policy = MessageAffinity(horizon=1)
+    policy = with_queues(MessageAffinity(horizon=1), IDLE)
     policy.on_routed(RouteRequest({1: 1000}), "a")
     for number in range(2000):
         policy.on_routed(RouteRequest({number: 10}), "b")
@@ -108,49 +146,59 @@ def test_what_replicas_were_given_is_forgotten_and_stays_finite():
 
 
 def test_answers_of_a_removed_replica_are_not_learned():
-    policy = MessageAffinity()
+    policy = with_queues(MessageAffinity(), IDLE)
     policy.on_routed(RouteRequest({1: 10}), "a")
     policy.on_removed("a")
-    choose(policy, RouteRequest(learned=[("a", {3: 10})]), IDLE)
+    choose(policy, RouteRequest(learned=[("a", {3: 10})]))
+    policy.on_routed(RouteRequest({3: 10}), "a")  # the request was sent before the replica went
     policy.on_routed(RouteRequest({2: 10}), "b")
     assert policy.held(RouteRequest({1: 10, 2: 10, 3: 10})) == {"b": 10}
     policy.check()
 
 
 def test_what_replicas_generated_is_known_before_the_request_is_routed_and_is_named_to_others():
-    policy = MessageAffinity(balance=0)
+    policy = with_queues(MessageAffinity(balance=0), IDLE)
     policy.on_routed(RouteRequest({1: 10}), "a")
     request = RouteRequest({1: 10, 2: 500}, learned=[("a", {2: 500})])
-    assert choose(policy, request, IDLE)[0] == "a" and not request.learned
+    assert choose(policy, request)[0] == "a" and not request.learned
     assert policy.sources(RouteRequest({1: 10, 2: 500, 3: 10})) == {1: ["a"], 2: ["a"]}
     assert create_policy("session").sources(request) == {}
 
 
-def test_a_pinned_replica_is_the_only_one_and_failed_ones_are_avoided():
-    policy = MessageAffinity()
-    assert choose(policy, RouteRequest(pinned="c"), IDLE) == ["c"]
-    assert set(choose(policy, RouteRequest(pinned="gone", failed={"a"}), IDLE)) == {"b", "c"}
-    assert set(choose(policy, RouteRequest(failed={"a", "b", "c"}), IDLE)) == {"a", "b", "c"}
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_pinned_replica_is_the_only_one_and_failed_ones_are_avoided(name):
+    policy = with_queues(create_policy(name), IDLE)
+    assert choose(policy, RouteRequest(pinned="c")) == ["c"]
+    assert set(choose(policy, RouteRequest(pinned="gone", failed={"a"}))) == {"b", "c"}
+    assert set(choose(policy, RouteRequest(failed={"a", "b", "c"}))) <= {"a", "b", "c"}
+    assert choose(policy, RouteRequest(failed={"a", "b", "c"}))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_the_only_replica_that_has_not_failed_is_found_among_many(name):
+    queues = {f"r{number}": number % 5 for number in range(60)}
+    policy, failed = with_queues(create_policy(name), queues), set(queues) - {"r58"}
+    assert choose(policy, RouteRequest({1: 100}, "session", failed=failed)) == ["r58"]
 
 
 @pytest.mark.parametrize("name", ["message", "session"])
 def test_new_sessions_spread_over_idle_replicas_and_stay(name):
     policy, queues = create_policy(name), {f"r{number}": 0 for number in range(4)}
-    first = [policy.rank(RouteRequest(session=f"s{number}"), queues)[0] for number in range(400)]
+    first = [rank(policy, RouteRequest(session=f"s{number}"), queues)[0] for number in range(400)]
     assert all(60 <= first.count(replica) <= 140 for replica in queues)
-    assert first == [policy.rank(RouteRequest(session=f"s{number}"), queues)[0] for number in range(400)]
+    assert first == [rank(policy, RouteRequest(session=f"s{number}"), queues)[0] for number in range(400)]
     fewer = {replica: 0 for replica in queues if replica != "r3"}
-    moved = [policy.rank(RouteRequest(session=f"s{number}"), fewer)[0] for number in range(400)]
+    moved = [rank(policy, RouteRequest(session=f"s{number}"), fewer)[0] for number in range(400)]
     assert all(old == new for old, new in zip(first, moved, strict=True) if old != "r3")
 
 
 def test_prefix_affinity_balances_queues_that_differ_much():
-    policy = create_policy("prefix", imbalance=2)
+    policy = with_queues(create_policy("prefix", imbalance=2), IDLE)
     request = RouteRequest({1: 100, 2: 100})
     policy.on_routed(request, "b")
-    assert policy.rank(request, IDLE)[0] == "b"
-    assert policy.rank(RouteRequest({2: 100, 1: 100}), IDLE | {"b": 1})[0] != "b"  # another order: no common prefix
-    assert policy.rank(request, IDLE | {"b": 3})[0] != "b"
+    assert rank(policy, request, IDLE)[0] == "b"
+    assert rank(policy, RouteRequest({2: 100, 1: 100}), IDLE | {"b": 1})[0] != "b"  # another order: no common prefix
+    assert rank(policy, request, IDLE | {"b": 3})[0] != "b"
 
 
 def test_unknown_routers_are_refused():
@@ -165,14 +213,14 @@ STEPS = st.lists(st.tuples(st.sampled_from("abcd"), KEYS, st.booleans()), max_si
 @settings(max_examples=60, deadline=None)
 @given(STEPS, st.integers(1, 8), st.integers(1, 200))
 def test_tables_agree_after_any_sequence(steps, max_keys, max_tokens):
-    policy = MessageAffinity(256.0, max_keys=max_keys, max_tokens=max_tokens)
+    policy = with_queues(MessageAffinity(256.0, slack=0, max_keys=max_keys, max_tokens=max_tokens), IDLE)
     for replica, keys, is_removed in steps:
         request = RouteRequest(keys)
         held = policy.held(request)
         assert all(0 < tokens <= sum(keys.values()) for tokens in held.values())
-        assert sorted(policy.rank(request, IDLE)) == sorted(IDLE)
-        queues = {"a": len(keys), "b": 1, "c": 2}
-        first = policy.rank(request, queues)[0]
+        assert sorted(rank(policy, request, IDLE)) == sorted(IDLE)
+        queues = {"a": len(keys), "b": 1, "c": 2}  # never all idle
+        first = rank(policy, request, queues)[0]
         scores = {name: held.get(name, 0) - 256 * queues[name] - policy.work(name) / 2 for name in queues}
         assert scores[first] == pytest.approx(max(scores.values()))
         if is_removed:
@@ -187,8 +235,32 @@ def test_tables_agree_after_any_sequence(steps, max_keys, max_tokens):
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(POLICIES)), st.dictionaries(st.text(max_size=3), st.integers(0, 9), min_size=1), KEYS)
 def test_every_policy_ranks_only_replicas_that_exist(name, queues, keys):
-    policy = create_policy(name)
+    policy = with_queues(create_policy(name), queues)
     for _ in range(3):
-        ranked = choose(policy, RouteRequest(keys, "session"), queues)
+        ranked = choose(policy, RouteRequest(keys, "session"))
         assert ranked and set(ranked) <= set(queues) and len(set(ranked)) == len(ranked)
         policy.on_routed(RouteRequest(keys, "session"), ranked[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([f"r{number}" for number in range(30)]), st.integers(0, 4), KEYS), max_size=90),
+    st.integers(0, 500),
+    st.booleans(),
+)
+def test_the_index_finds_the_first_replica_of_a_scan_over_all(steps, slack, is_movable):
+    policy = with_queues(MessageAffinity(slack=slack), {f"r{number}": 0 for number in range(30)})
+    for replica, length, keys in steps:
+        policy.set_queue(replica, length)
+        request = RouteRequest(keys, "session", is_movable=is_movable)
+        held = policy.held(request)
+        load = {name: 64 * queue + policy.work(name) / 2 for name, queue in policy.queues.items()}
+        is_idle, least = not any(policy.queues.values()), min(load.values())
+        cost = {name: value if value > least + slack and not is_idle else least for name, value in load.items()}
+        for name, num_held in held.items():
+            cost[name] -= num_held / 4 if is_movable else num_held
+        first = policy.rank(request)[0]
+        assert cost[first] == pytest.approx(min(cost.values()))
+        assert load[first] == pytest.approx(min(load[name] for name in cost if cost[name] <= cost[first] + 1e-9))
+        policy.on_routed(request, replica)
+        policy.check()
