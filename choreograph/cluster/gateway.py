@@ -1,7 +1,8 @@
 """Gateway: the server's application over replicas, without weights."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from fastapi import FastAPI, Request
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from ..agents import StepGraph
 from ..engine.text import ChatTemplate
 from ..errors import RequestFailedError, SessionClosedError
 from ..outputs import EngineStats
@@ -23,6 +25,7 @@ from ..server.service import GenerationSpec, InferenceService, RunningRequest
 from .content_keys import answer_keys, prompt_keys, scope_of
 from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaLoad, ReplicaUpdate
 from .routing import RouteRequest
+from .step_hints import StepHints
 
 MAX_FAILURES = 3  # replicas that may fail one request
 
@@ -52,6 +55,7 @@ class ReplicaThread:
         self._handle = handle
         self._tasks: dict[Generation, asyncio.Task[None]] = {}
         self._learned: list[tuple[str, dict[int, int]]] = []  # answers that the router does not know yet
+        self._hints: set[asyncio.Task[None]] = set()
         self.is_running = False
 
     @property
@@ -64,6 +68,8 @@ class ReplicaThread:
     async def stop(self) -> None:
         """End all requests."""
         self.is_running = False
+        for hint in self._hints:
+            hint.cancel()
         for generation in list(self._tasks):
             self._end(generation, SessionClosedError("the server is shutting down: send the request to another one"))
 
@@ -85,7 +91,20 @@ class ReplicaThread:
         """Run a request on replicas until its answers are complete."""
         if not self.is_running:
             raise SessionClosedError("the server is shutting down: send the request to another one")
-        self._tasks[generation] = asyncio.create_task(self._run(running, generation, call))
+        task = self._tasks[generation] = asyncio.create_task(self._run(running, generation, call))
+        task.add_done_callback(lambda _: running.end_step([]))  # if no answer was complete
+
+    def send_hint(self, call: ReplicaCall) -> None:
+        """Let a replica load the messages of a request that is expected."""
+        if self.is_running:
+            task = asyncio.create_task(self._send_hint(call))
+            self._hints.add(task)
+            task.add_done_callback(self._hints.discard)
+
+    async def _send_hint(self, call: ReplicaCall) -> None:
+        call.route.learned, self._learned = self._learned, []
+        with suppress(RayError, RayServeException):  # the request itself is repeated, not its hint
+            await self._handle.options(method_name="prefetch").remote(call)
 
     async def _run(self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall) -> None:
         try:
@@ -104,7 +123,6 @@ class ReplicaThread:
             replica, error = await self._attempt(running, generation, attempt, answers)
             route.learned = []
             if error is None or answers.is_complete:
-                self._learn(call.spec, replica, answers)
                 return
             if isinstance(error, ReplicaError) and not error.is_retryable:
                 raise error.to_exception()
@@ -135,6 +153,8 @@ class ReplicaThread:
                     running.set_counts(item)
                     if answers.is_complete:  # before the last update, which ends the request
                         self._tasks.pop(generation, None)
+                        self._learn(call.spec, replica, answers)
+                        running.end_step(answers.contents)
                     generation.updates.put_nowait(updates)
             if not answers.is_complete:
                 return replica, RequestFailedError("the replica ended the stream early")
@@ -147,9 +167,9 @@ class ReplicaThread:
 
     def _learn(self, spec: GenerationSpec, replica: str, answers: "_SentAnswers") -> None:
         """Note for the router what a replica has generated."""
-        for answer, text in zip(answers.sent, answers.texts, strict=True):
+        for text, token_ids in answers.contents:
             contents = spec.keys_of(text) if spec.reuse == "messages" else ()
-            if keys := answer_keys(spec.reuse, scope_of(spec), answer.token_ids, contents):
+            if keys := answer_keys(spec.reuse, scope_of(spec), token_ids, contents):
                 self._learned.append((replica, keys))
 
 
@@ -158,6 +178,11 @@ class _SentAnswers:
 
     def __init__(self, count: int) -> None:
         self.sent, self.texts = [SentAnswer() for _ in range(count)], [""] * count
+
+    @property
+    def contents(self) -> list[tuple[str, list[int]]]:
+        """Text and tokens of every answer."""
+        return [(text, list(answer.token_ids)) for text, answer in zip(self.texts, self.sent, strict=True)]
 
     @property
     def has_any(self) -> bool:
@@ -185,9 +210,23 @@ class ReplicatedRequest(RunningRequest):
     """One request that runs on replicas."""
 
     _service: "ReplicatedService"
+    _has_ended = False
 
     def _start(self) -> None:
         self._service.thread.relay(self, self._generation, self._service.call_of(self.spec))
+        self._service.send_hints(self._service.hints.start(self.spec, self._service.graph_of(self.spec)))
+
+    def end_step(self, answers: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Note the end of the agent's step.
+
+        Later calls do nothing.
+
+        Args:
+            answers: texts and tokens; none if it failed.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._service.send_hints(self._service.hints.end(self.spec, self._service.graph_of(self.spec), answers))
 
     def set_counts(self, update: ReplicaUpdate) -> None:
         self._plans = [Plan([], update.counts, lambda is_complete: None)]
@@ -202,7 +241,7 @@ class ReplicatedService(InferenceService):
         proxy: Any = EngineProxy(info)
         super().__init__(proxy, config)
         self._handle, self._has_transfers = handle, has_transfers
-        self.thread = ReplicaThread(handle)
+        self.thread, self.hints = ReplicaThread(handle), StepHints()
 
     async def stats(self) -> EngineStats:
         """Return the summed state of all replicas."""
@@ -213,13 +252,22 @@ class ReplicatedService(InferenceService):
         self.check_limits(spec)
         return ReplicatedRequest(self, request, spec)
 
+    def graph_of(self, spec: GenerationSpec) -> StepGraph | None:
+        """Return the declared step graph of a request's workflow."""
+        return self.planner.store.graphs.get((spec.key.tenant, spec.key.workflow))
+
+    def send_hints(self, specs: Iterable[GenerationSpec]) -> None:
+        """Prefetch the messages of requests that are expected, where replicas exchange messages."""
+        for spec in specs if self._has_transfers else ():
+            self.thread.send_hint(self.call_of(spec))
+
     def call_of(self, spec: GenerationSpec) -> ReplicaCall:
         """Return what any replica needs to run a request."""
         key, scope = spec.key, scope_of(spec)
         keys, session = prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, key.workflow))
         route = RouteRequest(keys, session, is_movable=self._has_transfers and spec.reuse == "messages")
         schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])
-        return ReplicaCall(route, spec, self.planner.store.graphs.get((key.tenant, key.workflow)), schema)
+        return ReplicaCall(route, spec, self.graph_of(spec), schema)
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:

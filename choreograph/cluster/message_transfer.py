@@ -30,6 +30,8 @@ MIN_TOKENS = 64  # of messages that are fetched at once in mode "auto"; fewer ar
 
 TIMEOUT = 5.0  # seconds that a transfer may take at most
 
+MAX_LOADS = 4  # concurrent loads of a prefetch
+
 logger = logging.getLogger(__name__)
 
 
@@ -120,6 +122,24 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> lis
 
     copies = await service.thread.call(copy)
     return await asyncio.to_thread(lambda: [SentMessage.of(*item) for item in copies])
+
+
+def load_stored(service: InferenceService, spec: GenerationSpec) -> None:
+    """Start to load the stored messages of a request from lower tiers.
+
+    Runs in the engine's thread.
+    """
+    core, store = service.engine.core, service.planner.store
+    prefetcher, hashes = core.cache_manager.prefetcher, []
+    for segment in dict.fromkeys(segment for prompt in spec.prompts for segment in prompt.segments):
+        for content in _contents(segment):
+            stored = store.find(spec.key, (content, 0))
+            entry = None if stored is None else stored.message._request.entry
+            if entry is not None and entry.content_hash is not None:
+                hashes.append(entry.content_hash)
+    with core.lock:
+        prefetcher.update(("step", spec.key, spec.agent), hashes, MAX_LOADS)
+        prefetcher.run()
 
 
 class TransferCosts:

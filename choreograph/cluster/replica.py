@@ -19,7 +19,7 @@ from ..server.engine_thread import ChoiceUpdate, load_engine
 from ..server.reuse import SourceCounts
 from ..server.server_config import ServerConfig
 from ..server.service import GenerationSpec, InferenceService, RunningRequest
-from .message_transfer import MessageFetcher, MessageQuery, SentMessage, export_messages
+from .message_transfer import MessageFetcher, MessageQuery, SentMessage, export_messages, load_stored
 from .routing import RouteRequest, TransferMode
 
 
@@ -170,6 +170,11 @@ class EngineReplica:
             close: Any = getattr(updates, "aclose", None)
             if close is not None:
                 await close()
+
+    async def prefetch(self, call: ReplicaCall) -> None:
+        """Load the messages of an expected request, from replicas and tiers."""
+        await self._fetcher.fetch_missing(call.spec, call.route.sources)
+        await self._service.thread.call(lambda: load_stored(self._service, call.spec))
 
     def _declare(self, call: ReplicaCall) -> None:
         """Repeat the declarations that this replica lacks; runs in the engine's thread."""

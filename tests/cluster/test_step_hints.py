@@ -1,0 +1,202 @@
+"""Step graphs over replicas: what runs next is prefetched where it will run; gateway and replicas in this process."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray")
+
+from helpers.live_server import make_engine
+from test_message_transfer import message, spec_of
+
+from choreograph.agents import StepGraph
+from choreograph.cluster.gateway import ReplicatedService
+from choreograph.cluster.message_transfer import MessageFetcher, export_messages, load_stored
+from choreograph.cluster.replica import EngineReplica, ReplicaInfo, _Connection
+from choreograph.cluster.routing import choose, create_policy
+from choreograph.cluster.step_hints import StepHints
+from choreograph.server.app import create_app
+from choreograph.server.chat_prompt import Segment
+from choreograph.server.server_config import ServerConfig
+
+GRAPH = StepGraph.read({"agents": {"writer": None, "reviewer": "writer"}, "repeats": True})
+
+
+def request(agent, *segments, **options):
+    return replace(spec_of(*segments, **options), agent=agent)
+
+
+def expected(specs):
+    """Return agents and messages of expected requests."""
+    return {spec.agent: [segment.tokens for prompt in spec.prompts for segment in prompt.segments] for spec in specs}
+
+
+def test_the_next_agent_is_expected_with_its_last_prompt_and_the_answers_that_it_waits_for():
+    hints = StepHints()
+    writer, reviewer = request("writer", message(1)), request("reviewer", message(2))
+    assert hints.start(writer, GRAPH) == []  # nothing is known of the reviewer
+    answer = hints.end(writer, GRAPH, [("text", [1, 2, 3])])
+    assert expected(answer) == {"reviewer": [(1, 2, 3)]} and answer[0].prompts[0].segments[0].answer_key == "text"
+    assert expected(hints.start(reviewer, GRAPH)) == {"writer": [message(1).tokens]}
+    assert expected(hints.end(reviewer, GRAPH, [("other", [4])])) == {"writer": [message(1).tokens, (4,)]}
+    assert expected(hints.start(writer, GRAPH)) == {"reviewer": [message(2).tokens, (1, 2, 3)]}
+    assert hints.end(writer, GRAPH, [("text", [1, 2, 3])]) == []  # the same was sent before
+
+
+def test_an_agent_that_waits_for_another_one_is_not_expected_before_that_runs():
+    graph, hints = StepGraph.read({"a": None, "b": "a", "c": {"all_of": ["a", "b"]}}), StepHints()
+    for agent in "abc":
+        assert not hints.start(request(agent, message(ord(agent))), graph) or agent == "b"
+        hints.end(request(agent, message(ord(agent))), graph, [])
+    run = StepHints()
+    run.start(request("a", message(1)), graph)
+    assert expected(run.end(request("a", message(1)), graph, [("x", [7])])) == {"b": [(7,)]}
+    assert expected(run.start(request("b", message(2)), graph)) == {"c": [(7,)]}
+
+
+def test_failed_requests_and_workflows_without_a_graph_are_followed_without_error():
+    hints, spec = StepHints(), request("writer", message(1))
+    assert hints.start(spec, None) == hints.end(spec, GRAPH, []) == []
+    assert hints.start(request("stranger", message(1)), GRAPH) == []
+    assert hints.start(replace(spec, reuse="exact"), GRAPH) == []
+    hints.start(spec, GRAPH)
+    assert hints.end(spec, None, []) == hints.end(spec, GRAPH, []) == []
+    hints.start(spec, GRAPH)
+    assert hints.end(spec, GRAPH, [("text", [1])])[0].agent == "reviewer"
+    other = hints.start(request("writer", message(1), client="others"), GRAPH)
+    assert other == []  # of another tenant nothing is known
+
+
+class LocalReplica(EngineReplica):
+    """A replica in this process."""
+
+    def __init__(self, folder, name, transport):
+        self._service, self._name = create_app(make_engine(folder), ServerConfig(max_tokens=16)).state.service, name
+        self._fetcher = MessageFetcher(self._service, transport, name, "always")
+
+    def __del__(self):
+        pass
+
+
+class LocalCluster:
+    """Replicas without Ray, and the handle that a gateway has of them."""
+
+    def __init__(self, folder):
+        self.policy, self.sent, self.queries, self.num_open = create_policy("message"), [], [], 0
+        self.replicas = {name: LocalReplica(folder, name, self._ask) for name in "ab"}
+        for name in self.replicas:
+            self.policy.set_queue(name, 0)
+        engine = self.replicas["a"]._service.engine
+        info = ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, 16, engine.stats())
+        self.gateway = ReplicatedService(info, ServerConfig(max_tokens=16), self, has_transfers=True)
+
+    async def _ask(self, source, query):
+        self.queries.append(query)
+        return await export_messages(self.replicas[source]._service, query)
+
+    def options(self, method_name, stream=False):
+        return SimpleNamespace(remote=partial(self._generate if stream else self._prefetch))
+
+    def _route(self, kind, call):
+        route = replace(call.route)
+        name = choose(self.policy, route)[0]
+        route.sources = self.policy.sources(route)
+        self.policy.on_routed(route, name)
+        self.policy.set_queue(name, self.policy.queues[name] + 1)
+        self.num_open += 1
+        self.sent.append((kind, call.spec.agent, name))
+        return name, replace(call, route=route)
+
+    def _end(self, name):
+        self.num_open -= 1
+        self.policy.set_queue(name, self.policy.queues[name] - 1)
+
+    async def _generate(self, call):
+        name, call = self._route("request", call)
+        async for item in self.replicas[name].generate(call):
+            yield item
+        self._end(name)
+
+    async def _prefetch(self, call):
+        name, call = self._route("hint", call)
+        await self.replicas[name].prefetch(call)
+        self._end(name)
+
+    async def run(self, spec):
+        """Return the answer as a message that a client sends back, its counts and its replica."""
+        running = self.gateway.submit(_Connection(), spec)
+        updates = (await running.complete())[0]
+        tokens = tuple(token for update in updates for token in update.token_ids)
+        name = next(name for kind, _, name in reversed(self.sent) if kind == "request")
+        while self.num_open or self.gateway.thread._hints:
+            await asyncio.sleep(0.01)
+        return Segment(tokens, "".join(update.text for update in updates)), running.counts, name
+
+
+@asynccontextmanager
+async def local_cluster(folder):
+    result = LocalCluster(folder)
+    services = [result.gateway, *(replica._service for replica in result.replicas.values())]
+    for service in services:
+        service.start()
+    try:
+        yield result
+        for service in services[1:]:
+            await service.thread.call(service.engine.check)
+            await service.thread.call(service.planner.store.check)
+    finally:
+        for service in services:
+            await service.stop()
+        for service in services[1:]:
+            service.engine.close()
+
+
+async def test_the_next_step_runs_where_its_messages_were_prefetched_unless_that_replica_is_overloaded(talker_folder):
+    async with local_cluster(talker_folder) as cluster:
+        key = spec_of().key
+        cluster.gateway.planner.store.set_graph(key.tenant, key.workflow, GRAPH)
+        _, _, first = await cluster.run(request("writer", message(1)))
+        _, _, second = await cluster.run(request("reviewer", message(2)))
+        assert second != first
+        answer, _, _ = await cluster.run(request("writer", message(1), message(3)))
+        assert cluster.sent[-3:] == [
+            ("request", "writer", first),
+            ("hint", "reviewer", second),  # while the writer runs: what the reviewer read
+            ("hint", "reviewer", second),  # and the answer, once it is there
+        ]
+        cluster.queries.clear()
+        _, counts, name = await cluster.run(request("reviewer", message(2), answer))  # encoded with its header of two
+        assert name == second and first not in {query.route.pinned for query in cluster.queries}
+        assert counts.remote == len(answer.tokens) + 2 and counts.message + counts.prefix == 48
+        cluster.policy.set_queue(second, 60)
+        _, counts, name = await cluster.run(request("reviewer", message(2), answer))
+        assert name == first and counts.computed == 2  # the header; the rest was fetched
+
+
+async def test_stored_messages_of_an_expected_request_are_loaded_from_host_memory(talker_folder):
+    engine = make_engine(talker_folder, host_capacity=4096)
+    service = create_app(engine, ServerConfig(max_tokens=16)).state.service
+    service.start()
+    try:
+        spec = request("writer", message(1))
+        await service.submit(_Connection(), spec).complete()
+        await service.submit(_Connection(), request("writer", message(9))).complete()  # its step ends the first answer
+        stored = service.planner.store.find(spec.key, (message(1).tokens, 0))
+        manager = engine.core.cache_manager
+        await service.thread.call(lambda: manager.evict_entry(stored.message._request.entry))
+        for _ in range(200):
+            await service.thread.call(manager.poll_transfers)
+            if stored.message.kv_location == "host":
+                break
+            await asyncio.sleep(0.02)
+        assert stored.message.kv_location == "host"
+        await service.thread.call(lambda: load_stored(service, spec))
+        assert stored.message.kv_location in ("loading", "device")
+        await service.thread.call(engine.check)
+    finally:
+        await service.stop()
+        engine.close()
