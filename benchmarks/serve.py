@@ -1,11 +1,12 @@
 """The server: three agent programs in `exact` and `auto` and on other servers, and its overhead against the engine.
 
-make bench NAME=serve                                    # about twenty minutes on two cores
+make bench NAME=serve                                    # about an hour on two cores
 make bench NAME=serve ARGS="--only debate --rounds 1 --peers llama.cpp"
 
 The programs have the shapes of those in `examples/serve`: a debate whose speakers quote each other, a supervisor's workers
 who read all notes, and a hand-off of one conversation to agents with other instructions. All sides answer each program in
-turns, on the same model with the same number of threads; the other servers are stopped meanwhile. Results are saved
+turns, on the same model with the same number of threads; the other servers are stopped meanwhile. Every answer has
+`--answer-tokens` tokens on every side: a message of a debate between agents has a few hundred. Results are saved
 after each part; a server that fails is left out from then on.
 """
 
@@ -35,7 +36,7 @@ from .common import (
 from .serve_peers import PEERS, Server, start_ours
 
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 64
-ANSWER_TOKENS = 96
+ANSWER_TOKENS = 256
 QUESTION = "Question {}: should a small town build a second bridge over its river, and who should pay for it?"
 
 
@@ -79,7 +80,8 @@ class Run:
 
     def __init__(self, client: httpx.AsyncClient, side: Side, workflow: str, max_tokens: int) -> None:
         self._client, self.turns = client, list[Turn]()
-        self._body: dict[str, Any] = {"model": side.server.model, "temperature": 0, "max_tokens": max_tokens}
+        self._max_tokens, self._body = max_tokens, dict[str, Any](model=side.server.model, temperature=0)
+        self._body |= {"max_tokens": max_tokens, "min_tokens": max_tokens}  # answers of one length on every side
         if side.reuse is not None:
             self._body["choreography"] = {"reuse": side.reuse, "workflow": workflow}
 
@@ -88,6 +90,8 @@ class Run:
         messages = [{"role": "system", "content": system}]
         messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(chat)]
         text, ttft, usage = await stream(self._client, "/v1/chat/completions", {**self._body, "messages": messages})
+        if usage.get("completion_tokens", self._max_tokens) != self._max_tokens:  # llama.cpp's streams do not say
+            raise ValueError(f"an answer of {usage['completion_tokens']} tokens instead of {self._max_tokens}")
         computed = usage.get("choreography", {}).get("computed_tokens", -1)
         if computed < 0 and (details := usage.get("prompt_tokens_details")) is not None:
             computed = usage["prompt_tokens"] - (details.get("cached_tokens") or 0)
@@ -270,7 +274,7 @@ def start(peers: list[str], failed: dict[str, str]) -> dict[str, Server]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=ANSWER_TOKENS, help="of an answer")
+    parser.add_argument("--answer-tokens", type=int, default=ANSWER_TOKENS, help="of every answer, on every side")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     arguments = parser.parse_args()
@@ -291,8 +295,9 @@ def main() -> None:
                         server.close()
                 parts[part] = overhead_rows(ours, 2 * arguments.rounds + 1)
             else:
-                parts[part] = program_rows(part, sides, arguments.rounds, arguments.tokens, failed)
-            save("serve", [row for name in PARTS for row in parts[name]], failed=failed)
+                parts[part] = program_rows(part, sides, arguments.rounds, arguments.answer_tokens, failed)
+            rows = [row for name in PARTS for row in parts[name]]
+            save("serve", rows, failed=failed, answer_tokens=arguments.answer_tokens)
     finally:
         for server in servers.values():
             server.close()

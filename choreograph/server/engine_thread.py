@@ -156,13 +156,13 @@ class EngineThread:
     # -- the engine's thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        core, timeout = self.engine.core, 0.0
+        core, timeout, has_first_text = self.engine.core, 0.0, False
         while True:
             is_idle = not self._active and not core.scheduler.num_unfinished
             linger = self._linger_seconds()
             if not self._handle_inbox(None if is_idle else max(timeout, linger)):
                 break
-            if (is_idle or linger) and not self._gather():
+            if (is_idle or linger or has_first_text) and not self._gather():
                 break
             is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
             try:
@@ -170,10 +170,10 @@ class EngineThread:
             except Exception as exc:  # no request's fault: all of them end with it
                 for generation in list(self._active):
                     self._end(generation, exc)
-                timeout = POLL_SECONDS  # it may raise again
+                timeout, has_first_text = POLL_SECONDS, False  # it may raise again
                 continue
             timeout = 0.0 if has_stepped else POLL_SECONDS
-            self._deliver()
+            has_first_text = self._deliver()
             if not has_stepped and is_stuck:
                 for generation in list(self._active):
                     self._end(
@@ -183,9 +183,10 @@ class EngineThread:
             self._end(generation, SessionClosedError("the server is shutting down: send the request to another one"))
 
     def _gather(self) -> bool:
-        """Read what arrives together with a first request, to share its step.
+        """Let the event loop finish what it is doing.
 
-        Waits while the event loop is busy, in turns of it; an idle loop's take microseconds.
+        Before a first step, it reads what arrives together with the first request, to share that step; after the first
+        text of an answer, it sends that. Waits in turns of the loop; an idle loop's take microseconds.
 
         Returns:
             False if the thread has to end.
@@ -236,8 +237,13 @@ class EngineThread:
         generation.open_choices = set(range(len(generation.messages)))
         self._active[generation] = None
 
-    def _deliver(self) -> None:
-        """Hand what the last step generated to the event loop."""
+    def _deliver(self) -> bool:
+        """Hand what the last step generated to the event loop.
+
+        Returns:
+            True if it contains the first text of an answer that goes on.
+        """
+        has_first_text = False
         batch: list[tuple[Generation, list[ChoiceUpdate]]] = []
         for generation in list(self._active):
             try:
@@ -250,9 +256,13 @@ class EngineThread:
                 errors = call_all([partial(generation.close, True)])
                 self._post(self._put, [(generation, errors[0] if errors else updates)], 1)
             elif updates:
+                has_first_text |= any(
+                    len(update.token_ids) == generation.num_sent[update.index][1] for update in updates
+                )
                 batch.append((generation, updates))
         if batch:
             self._post(self._put, batch, 0)
+        return has_first_text
 
     def _end(self, generation: Generation, exc: Exception, *, is_submitted: bool = True) -> None:
         """End a generation with an error."""

@@ -3,7 +3,9 @@
 Every STRIDE-th window of WINDOW tokens of a stored message is indexed by a hash. All windows of a
 prompt are hashed and looked up; a match is compared token by token and extended in both
 directions. A quote of at least WINDOW + STRIDE - 1 tokens contains an indexed window, so none of
-MIN_SPAN tokens is missed. The time is linear in the prompt, the memory in the stored tokens.
+MIN_SPAN tokens is missed. Where a message repeats itself, its text matches at several shifts: the
+first place is indexed, and the longest match near a position wins, so that a quote of the whole
+message is one span. The time is linear in the prompt, the memory in the stored tokens.
 """
 
 import random
@@ -12,8 +14,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-WINDOW = STRIDE = 16
-MIN_SPAN = 32  # tokens of the shortest quote that is reused
+WINDOW = STRIDE = 8
+MIN_SPAN = 16  # tokens of the shortest quote that is reused
 MAX_CANDIDATES = 4  # stored windows of one hash; the oldest is dropped
 
 Key = TypeVar("Key")
@@ -56,8 +58,9 @@ class SpanIndex(Generic[Key]):
         self._tokens[key] = tokens
         for number, value in enumerate(self._hashes(tokens, STRIDE)):
             candidates = self._windows.setdefault(value, [])
-            candidates.append((key, number * STRIDE))
-            del candidates[:-MAX_CANDIDATES]
+            if not candidates or candidates[-1][0] != key:
+                candidates.append((key, number * STRIDE))
+                del candidates[:-MAX_CANDIDATES]
 
     def remove(self, key: Key) -> None:
         """Remove a stored message."""
@@ -84,14 +87,17 @@ class SpanIndex(Generic[Key]):
         spans: list[Span[Key]] = []
         position, hashes = start, self._hashes(tokens[start:stop])
         while position + WINDOW <= stop:
-            candidates = self._windows.get(hashes[position - start])
+            if hashes[position - start] not in self._windows:
+                position += 1
+                continue
             first = spans[-1].stop if spans else start
-            best = max(
-                (self._extend(tokens, position, first, stop, *candidate, taken) for candidate in candidates or ()),
-                key=lambda span: span.stop - span.start,
-                default=None,
+            matches = (
+                self._extend(tokens, place, first, stop, *candidate, taken)
+                for place in range(position, min(position + STRIDE, stop - WINDOW + 1))
+                for candidate in self._windows.get(hashes[place - start], ())
             )
-            if best is None or best.stop - best.start < MIN_SPAN:
+            best = max(matches, key=lambda span: span.stop - span.start)
+            if best.stop - best.start < MIN_SPAN:
                 position += 1
                 continue
             spans.append(best)

@@ -34,3 +34,24 @@ def test_requests_that_arrive_together_share_their_first_step(talker_folder, mon
     assert engine.stats().num_steps == 3
     session.close()
     engine.check()
+
+
+def test_the_first_text_is_sent_before_the_next_step(talker_folder, monkeypatch):
+    monkeypatch.setattr(engine_thread, "GATHER_SECONDS", 60)
+    engine = make_engine(talker_folder)
+    session = engine.session(mode="prefix", seed=0)
+
+    async def run():
+        thread = EngineThread(engine)
+        thread.start(asyncio.get_running_loop())
+        item = Generation(lambda: [session.decode([100], max_tokens=3, ignore_eos=True)], lambda is_complete: None)
+        thread.submit(item)
+        await item.updates.get()
+        for _ in range(4):  # turns of the loop that a server needs to write
+            await asyncio.sleep(0)
+        assert engine.stats().num_steps == 1
+        await thread.stop()
+
+    asyncio.run(run())
+    session.close()
+    engine.check()

@@ -66,6 +66,16 @@ def test_a_quote_of_the_minimal_length_is_found_at_every_place():
         assert index.find(tokens, used=[("message", start, start + 40)]) == []
 
 
+def test_a_quote_of_a_message_that_repeats_itself_is_one_span():
+    for period in (1, 5, 11, 16, 20, 33):
+        source = [1, 2, 3, *(list(range(100, 100 + period)) * 200)[:200], 4]
+        index = SpanIndex[str]()
+        index.add("other", [9, *source[20:120]])  # shares the repeated text
+        index.add("message", source)
+        index.add("third", [8, *source[3:40]])
+        assert index.find([7, 7, *source[3:], 7]) == [(2, 203, "message", 3)]
+
+
 def test_tokens_of_a_message_are_used_once():
     source = list(range(64))
     index = SpanIndex[str]()
