@@ -111,7 +111,7 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> lis
         result: list[tuple[Sequence[object], list[int], KVSnapshot]] = []
         for content in query.contents:
             stored = store.find(query.key, (content, 0))
-            if stored is None or not stored.message.labels <= query.key.labels:
+            if stored is None or not stored.message.labels <= query.key.session_key.labels:
                 continue
             request = stored.message._request
             if request.state is RequestState.TOKENS_FINAL:  # the KV of its last token waits for the next request's step
@@ -244,7 +244,7 @@ class MessageFetcher:
         workflow = store.open(key)
         try:
             for message, snapshot in zip(sent, snapshots, strict=True):
-                keys = [name for name in message.content_keys if workflow.find_content(name) is None]
+                keys = [name for name in message.content_keys if store.find(key, name) is None]
                 if not any((content, 0) in keys for content in contents):
                     continue  # another request has stored it, or it was not asked for
                 imported = workflow.session._variants.import_encoded(message.tokens, snapshot)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..agents import StepGraph, Workflow
 from ..engine.budget import Budget
 from ..engine.engine import Engine
+from ..engine.labels import Labels, OnLeak
 from ..engine.message import Message
 from ..engine.session import Session
 from .span_index import SpanIndex
@@ -28,11 +29,28 @@ class WorkflowKey(NamedTuple):
     client_id: str  # tenant and cache salt
     workflow: str
     model: str
-    labels: frozenset[str] = frozenset()  # of the texts of its requests
+    labels: Labels = Labels()  # of the request's texts
+    clearance: Labels | None = None  # other labels that the request may read; None: it reads equal labels only
+    on_leak: OnLeak = "reencode"
 
     @property
     def tenant(self) -> str:
         return self.client_id.partition("\0")[0]
+
+    @property
+    def readable(self) -> Labels:
+        """Labels that the request may read, those of its own texts included."""
+        return self.labels | (self.clearance or Labels())
+
+    @property
+    def session_key(self) -> "WorkflowKey":
+        """Key of all requests that share a session.
+
+        Those have equal labels, or all have a clearance.
+        """
+        return (
+            self if self.clearance is None else self._replace(labels=Labels(), clearance=Labels(), on_leak="reencode")
+        )
 
 
 @dataclass(eq=False)
@@ -41,6 +59,7 @@ class StoredMessage:
 
     message: Message
     workflow: "StoredWorkflow"
+    index: "MessageIndex"
     tokens: list[int]
     lineage: int  # of the messages before it
     content_keys: list[object] = field(default_factory=list)  # under which `by_content` has it
@@ -51,17 +70,16 @@ class StoredMessage:
         return self.lineage == IMPORTED
 
 
-class StoredWorkflow:
-    """Stored messages of one workflow, and their session."""
+class MessageIndex:
+    """Stored messages of one workflow with equal labels, as requests find them.
 
-    def __init__(self, session: Session, tracker: Workflow | None) -> None:
-        self.session = session
-        self.tracker = tracker  # of the agents, for eviction by steps to the next use
-        self.num_active = 0  # requests that run
+    What a request finds does not depend on messages that it may not read.
+    """
+
+    def __init__(self) -> None:
         self.by_content: dict[object, StoredMessage] = {}  # by (content, number among equal ones)
         self.children: dict[tuple[int, int], list[StoredMessage]] = {}  # by lineage and first token
         self.spans: SpanIndex[StoredMessage] = SpanIndex()
-        self.num_stored = 0
 
     def find_content(self, key: object) -> StoredMessage | None:
         stored = self.by_content.get(key)
@@ -77,6 +95,21 @@ class StoredWorkflow:
         """
         keys = ((content, number) for number in range(MAX_EQUAL))
         return next((key for key in keys if self.find_content(key) is None), (content, 0))
+
+
+class StoredWorkflow:
+    """Stored messages of one workflow, and their session."""
+
+    def __init__(self, session: Session, tracker: Workflow | None) -> None:
+        self.session = session
+        self.tracker = tracker  # of the agents, for eviction by steps to the next use
+        self.num_active = 0  # requests that run
+        self.indexes: dict[Labels, MessageIndex] = {}  # by the labels of the messages' keys and values
+        self.num_stored = 0
+
+    def readable(self, labels: Labels) -> list[MessageIndex]:
+        """Return the indexes of messages that have none but these labels."""
+        return [self.indexes[other] for other in sorted(self.indexes, key=sorted) if other <= labels]
 
 
 class MessageStore:
@@ -98,8 +131,9 @@ class MessageStore:
 
     def find(self, key: WorkflowKey, content_key: object) -> StoredMessage | None:
         """Return a stored message of a workflow by its content key."""
-        workflow = self._workflows.get(key)
-        return None if workflow is None else workflow.find_content(content_key)
+        workflow = self._workflows.get(key.session_key)
+        indexes = [] if workflow is None else workflow.readable(key.readable)
+        return next(filter(None, (index.find_content(content_key) for index in indexes)), None)
 
     @property
     def num_workflows(self) -> int:
@@ -107,6 +141,7 @@ class MessageStore:
 
     def open(self, key: WorkflowKey) -> StoredWorkflow:
         """Return a workflow for a request; `close` it when the request ends."""
+        key = key.session_key
         workflow = self._workflows.get(key)
         if workflow is None:
             session = self._engine.session(seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
@@ -151,6 +186,7 @@ class MessageStore:
 
     def close(self, key: WorkflowKey) -> None:
         """End a request's use of a workflow; drop what exceeds the limit."""
+        key = key.session_key
         self._workflows[key].num_active -= 1
         while self.num_tokens > self._max_tokens and self._stored:
             self._drop(next(iter(self._stored)))
@@ -166,13 +202,15 @@ class MessageStore:
         with_spans: bool = False,
     ) -> StoredMessage:
         """Keep a message for later requests."""
+        key = key.session_key
         workflow = self._workflows[key]
-        stored = StoredMessage(message, workflow, message.tokens, lineage, list(content_keys))
+        index = workflow.indexes.setdefault(message.labels, MessageIndex())
+        stored = StoredMessage(message, workflow, index, message.tokens, lineage, list(content_keys))
         for content_key in content_keys:
-            workflow.by_content[content_key] = stored
-        workflow.children.setdefault((lineage, stored.tokens[0]), []).append(stored)
+            index.by_content[content_key] = stored
+        index.children.setdefault((lineage, stored.tokens[0]), []).append(stored)
         if with_spans:
-            workflow.spans.add(stored, stored.tokens)
+            index.spans.add(stored, stored.tokens)
         workflow.num_stored += 1
         self._stored[stored] = key
         self.num_tokens += len(stored.tokens)
@@ -188,18 +226,18 @@ class MessageStore:
             self._drop(next(iter(self._stored)))
 
     def _drop(self, stored: StoredMessage) -> None:
-        key, workflow = self._stored.pop(stored), stored.workflow
+        key, workflow, index = self._stored.pop(stored), stored.workflow, stored.index
         self.num_tokens -= len(stored.tokens)
         workflow.num_stored -= 1
         for content_key in stored.content_keys:
-            if workflow.by_content.get(content_key) is stored:
-                del workflow.by_content[content_key]
+            if index.by_content.get(content_key) is stored:
+                del index.by_content[content_key]
         branch = stored.lineage, stored.tokens[0]
-        workflow.children[branch].remove(stored)
-        if not workflow.children[branch]:
-            del workflow.children[branch]
-        if stored in workflow.spans:
-            workflow.spans.remove(stored)
+        index.children[branch].remove(stored)
+        if not index.children[branch]:
+            del index.children[branch]
+        if stored in index.spans:
+            index.spans.remove(stored)
         stored.message.release()
         self._close_if_unused(key)
 
@@ -214,5 +252,9 @@ class MessageStore:
         assert self.num_tokens == sum(len(stored.tokens) for stored in self._stored), "wrong token count"
         for key, workflow in self._workflows.items():
             own = [stored for stored, its_key in self._stored.items() if its_key == key]
-            assert workflow.num_stored == len(own) == sum(map(len, workflow.children.values())), "wrong message count"
+            indexed = [
+                item for index in workflow.indexes.values() for items in index.children.values() for item in items
+            ]
+            assert workflow.num_stored == len(own) == len(indexed), "wrong message count"
+            assert all(stored.index is workflow.indexes[stored.message.labels] for stored in own), "wrong labels"
             assert {stored.message for stored in own} <= set(workflow.session.messages), "a stored message was released"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from ..engine.labels import OnLeak
 from ..sampling_params import SamplingParams
 from .server_config import ReuseMode
 
@@ -40,6 +41,9 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
 
+LabelNames = list[Annotated[str, Field(min_length=1, max_length=256)]]
+
+
 class ChoreographyOptions(_Body):
     """Reuse of messages that are not a prefix."""
 
@@ -49,7 +53,9 @@ class ChoreographyOptions(_Body):
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
     # divergence from prefix mode to stay within, nats a token; None: the server's default
     max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    labels: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default_factory=list, max_length=64)
+    labels: LabelNames = Field(default_factory=list, max_length=64)
+    clearance: Annotated[LabelNames, Field(max_length=64)] | None = None  # other labels whose messages may be reused
+    on_leak: OnLeak | None = None  # of messages with other labels; None: encode their text again
     # of every message, its first position; None: after the message before it
     offsets: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None] | None = None
     # of /v1/completions: the prompt is PML and imports modules of this schema

@@ -6,22 +6,23 @@ All functions run in the engine's thread.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
 from ..engine.message import Message, MessageSlice
 from ..engine.request import TokenMask
 from ..engine.session import Session
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, LeakError
 from ..sampling_params import SamplingParams
 from .chat_prompt import ChatPrompt
-from .message_store import MessageStore, StoredMessage, WorkflowKey
+from .message_store import MessageIndex, MessageStore, StoredMessage, WorkflowKey
 from .server_config import ReuseMode
-from .span_index import common_length
+from .span_index import Span, common_length, find_spans
 
 MIN_PARTIAL = 16  # tokens of the shortest part of a stored message that is reused as a prefix
 
@@ -98,7 +99,7 @@ def plan_messages(
                 candidates.insert(0, segment.answer_key)
             stored = None
             for content in candidates:
-                stored = stored or builder.workflow.find_content((content, occurrences[content]))
+                stored = stored or builder.find_content((content, occurrences[content]))
             if stored is not None and any(stored.message is parent for parent in builder.parents):
                 stored = None
             if stored is not None:
@@ -121,7 +122,7 @@ def plan_auto(
     tokens, limit = prompt.tokens, len(prompt.tokens) - 1  # at least one token is computed
     try:
         position = builder.reuse_prefix(tokens, 0, limit)
-        spans = builder.workflow.spans.find(tokens, position, builder.used, limit)
+        spans = builder.find_spans(tokens, position, limit)
         for number, span in enumerate(spans):
             later = {other.key for other in spans[number:]}
             position = builder.reuse_prefix(tokens, position, span.start, later)
@@ -152,6 +153,13 @@ class _PlanBuilder:
         self._offsets = offsets  # of every part of the context; empty: one after the other
         self._answers = answers  # of equal priority, repair and max_kl
         self.workflow = store.open(key)
+        self._indexes, self._forbidden = self.workflow.readable(key.readable), list[MessageIndex]()
+        self._guard: dict[str, Any] = {}  # options of calls
+        if key.clearance is not None:
+            # messages that may not be read are not found; the engine would refuse them
+            self._guard = {"labels": key.labels, "clearance": key.readable, "on_leak": "error"}
+            if key.on_leak == "error":
+                self._forbidden = [i for i in self.workflow.indexes.values() if i not in self._indexes]
         self._budget = self.workflow.session.budget = store.budget(key, answers[0].max_kl, agent)
         self._turn = ExitStack()  # of the agent
         if agent is not None and self.workflow.tracker is not None:
@@ -166,6 +174,36 @@ class _PlanBuilder:
         self._lineage = ROOT  # of the context so far
         self._is_prefix = True  # every part was encoded after the same parts
         self._computed: list[Message] = []
+
+    def find_content(self, key: object) -> StoredMessage | None:
+        """Return the stored message of a content key.
+
+        Raises:
+            LeakError: if only messages have it that the request may not read, with on_leak="error".
+        """
+        stored = next(filter(None, (index.find_content(key) for index in self._indexes)), None)
+        if stored is None and any(index.find_content(key) for index in self._forbidden):
+            self._refuse()
+        return stored
+
+    def find_spans(self, tokens: list[int], start: int, stop: int) -> list[Span[StoredMessage]]:
+        """Return quotes of stored messages in tokens[start:stop].
+
+        Raises:
+            LeakError: if other parts quote messages that the request may not read, with on_leak="error".
+        """
+        spans = find_spans([index.spans for index in self._indexes], tokens, start, self.used, stop)
+        gaps = zip([start, *(span.stop for span in spans)], [*(span.start for span in spans), stop], strict=True)
+        forbidden = [index.spans for index in self._forbidden]
+        if forbidden and any(find_spans(forbidden, tokens, first, (), last) for first, last in gaps):
+            self._refuse()
+        return spans
+
+    def _refuse(self) -> None:
+        raise LeakError(
+            f"clearance: {sorted(self._key.readable)} does not contain the labels of a message that the prompt repeats: "
+            "use on_leak='reencode', leave the message out, or raise the clearance"
+        )
 
     def reuse_message(self, stored: StoredMessage) -> None:
         """Append a whole stored message."""
@@ -184,7 +222,8 @@ class _PlanBuilder:
         """
         while position < limit:
             best, best_length = None, 0
-            for stored in self.workflow.children.get((self._lineage, tokens[position]), ()):
+            branch = self._lineage, tokens[position]
+            for stored in (stored for index in self._indexes for stored in index.children.get(branch, ())):
                 length = common_length(stored.tokens, tokens, position, limit)
                 if length > best_length and stored.message.error is None and stored not in excluded:
                     best, best_length = stored, length
@@ -221,7 +260,13 @@ class _PlanBuilder:
         answer = self._answers[0]
         offsets, new_offset = self._offsets[: len(self.parents)] or None, self._next_offset
         message = self.workflow.session.prefill(
-            list(tokens), self.parents, offsets, new_offset, priority=answer.priority, repair=answer.repair
+            list(tokens),
+            self.parents,
+            offsets,
+            new_offset,
+            priority=answer.priority,
+            repair=answer.repair,
+            **self._guard,
         )
         self._computed.append(message)
         stored = self._store.add(self._key, message, self._lineage, content_keys, with_spans=self._with_spans)
@@ -231,7 +276,9 @@ class _PlanBuilder:
     def decode(self, header: list[int], footer: list[int]) -> Plan:
         """Submit the answers over the context."""
         answers = self._answers
-        messages = _decode_prompt(self.workflow.session, header, self.parents, footer, answers, self._offsets)
+        messages = _decode_prompt(
+            self.workflow.session, header, self.parents, footer, answers, self._offsets, self._guard
+        )
         self._turn.close()
         lineage = self._lineage
 
@@ -244,7 +291,8 @@ class _PlanBuilder:
                 self.counts.repaired += message.usage.repaired_tokens
             for message, answer in zip(messages, answers, strict=True):
                 if is_complete and message.error is None:
-                    keys = [self.workflow.unused_key(content) for content in answer.keys_of(message.text)]
+                    index = self.workflow.indexes.get(message.labels, MessageIndex())
+                    keys = [index.unused_key(content) for content in answer.keys_of(message.text)]
                     self._store.add(self._key, message, lineage, keys, with_spans=self._with_spans)
                 else:
                     message.release()
@@ -282,6 +330,7 @@ def _decode_prompt(
     footer: Sequence[int],
     answers: Sequence[Answer],
     offsets: Sequence[int | None] = (),
+    guard: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Message]:
     def decode(answer: Answer) -> Message:
         return session.decode(
@@ -292,6 +341,7 @@ def _decode_prompt(
             footer=list(footer),
             priority=answer.priority,
             repair=answer.repair,
+            **guard,
         )
 
     return decode_all(decode, answers)

@@ -179,7 +179,13 @@ class InferenceService:
         agent = options.agent or header_options["agent"]
         if agent is not None:
             labels |= self.planner.store.agent_labels.get((tenant, workflow), {}).get(agent, frozenset())
-        key = WorkflowKey(client_id, workflow, self.resolve_model(body.model), frozenset(labels))
+        clearance = None if options.clearance is None else frozenset(options.clearance)
+        if clearance is None and options.on_leak is not None:
+            raise InvalidRequestError(
+                f"on_leak={options.on_leak!r}: needs a clearance: give the labels that may be read"
+            )
+        model, on_leak = self.resolve_model(body.model), options.on_leak or "reencode"
+        key = WorkflowKey(client_id, workflow, model, frozenset(labels), clearance, on_leak)
         if options.offsets is not None and (reuse != "messages" or not hasattr(body, "messages")):
             raise InvalidRequestError(
                 "offsets: positions of messages need a chat with reuse='messages'; leave them out"

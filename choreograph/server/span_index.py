@@ -139,6 +139,20 @@ class SpanIndex(Generic[Key]):
         return Span(position - left, position + right, key, source - left)
 
 
+def find_spans(
+    indexes: Sequence[SpanIndex[Key]], tokens: list[int], start: int, used: Sequence[tuple[Key, int, int]], stop: int
+) -> list[Span[Key]]:
+    """Return quotes as `SpanIndex.find`, those of the first indexes first."""
+    spans: list[Span[Key]] = []
+    for index in indexes:
+        gaps = list(zip([start, *(span.stop for span in spans)], [*(span.start for span in spans), stop], strict=True))
+        for first, last in gaps:
+            taken = [(span.key, span.source_start, span.source_start + span.stop - span.start) for span in spans]
+            spans += index.find(tokens, first, [*used, *taken], last)
+        spans.sort(key=lambda span: span.start)
+    return spans
+
+
 def common_length(stored: list[int], tokens: list[int], position: int, limit: int) -> int:
     """Return how many tokens of `stored` equal tokens[position:limit]."""
     end = min(len(stored), limit - position)

@@ -38,7 +38,7 @@ def prepare_completion(
     prompts, schema_prompt = [], None
     schema_name = body.choreography.prompt_schema if body.choreography else None
     if schema_name is not None:
-        if not isinstance(body.prompt, str) or body.echo or body.cache_salt or key.labels:
+        if not isinstance(body.prompt, str) or body.echo or body.cache_salt or key.readable:
             raise InvalidRequestError("prompt: with a schema use one PML text, without echo, cache_salt and labels")
         schema_prompt = tenant, schema_name, body.prompt
         prompts.append(service.schemas.tokenize(*schema_prompt))
