@@ -10,14 +10,24 @@ from hypothesis import strategies as st
 NUM_EXAMPLES = many(8)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /tokenize", "POST /detokenize",
-        "GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}", "GET /v1/models/{model}",
-        "PUT /v1/workflows/{workflow}", "POST /v1/choreograph/sessions/{session_id}/calls",
-    ],
-)  # fmt: skip
+SESSION = "/v1/choreograph/sessions/{session_id}"
+OPERATIONS = [
+    "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /tokenize", "POST /detokenize",
+    "GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}", "GET /v1/models/{model}", "GET /v1/models",
+    "PUT /v1/workflows/{workflow}", "DELETE /v1/workflows/{workflow}", "PUT /v1/schemas/{name}", "GET /v1/schemas",
+    "DELETE /v1/schemas/{name}", "POST /v1/choreograph/sessions", f"DELETE {SESSION}", f"POST {SESSION}/calls",
+    f"GET {SESSION}/messages/{{message_id}}", f"GET {SESSION}/messages/{{message_id}}/text", f"GET {SESSION}/usage",
+    f"DELETE {SESSION}/messages/{{message_id}}", f"POST {SESSION}/messages/{{message_id}}/declassify",
+    "GET /health", "GET /ready", "GET /version", "GET /metrics",
+]  # fmt: skip
+
+
+def test_every_operation_of_the_document_is_tested(live):
+    paths = httpx.get(f"{live.url}/openapi.json").json()["paths"]
+    assert {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("path", OPERATIONS)
 def test_no_request_of_the_document_is_a_server_error(live, path):
     method, _, route = path.partition(" ")
     schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
@@ -56,9 +66,12 @@ def test_a_valid_chat_with_odd_options_is_no_server_error(live, data):
     options = data.draw(st.dictionaries(st.sampled_from(names), value, max_size=3))
     reuse = data.draw(st.sampled_from(["exact", "messages", "auto"]))
     contents = data.draw(st.lists(st.text(max_size=6), min_size=1, max_size=3))
+    choreography = data.draw(st.dictionaries(st.sampled_from(("labels", "clearance")), st.lists(st.text(max_size=3))))
+    fields = st.sampled_from(("labels", "clearance", "on_leak", "offsets", "repair", "max_kl", "workflow", "agent"))
+    choreography |= data.draw(st.dictionaries(fields, value, max_size=1)) | {"reuse": reuse}
     roles = st.sampled_from(["system", "user", "assistant", "tool", "developer"])
     messages = [{"role": data.draw(roles), "content": content} for content in contents]
-    body = {"model": "tiny", "max_tokens": 2, "messages": messages, "choreography": {"reuse": reuse}} | options
+    body = {"model": "tiny", "max_tokens": 2, "messages": messages, "choreography": choreography} | options
     response = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code < 500, response.text
     live.wait_until_idle()
