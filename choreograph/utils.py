@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from .errors import ConfigError, MissingDependencyError, ModelError
 
@@ -25,6 +26,27 @@ def require(module: str, extra: str) -> ModuleType:
         raise MissingDependencyError(
             f"{exc.name or module} is not installed: run pip install 'choreograph[{extra}]'"
         ) from None
+
+
+def connect_to_ray(address: str | None, **options: Any) -> bool:
+    """Connect to Ray; return whether a local one was started.
+
+    A process that is connected stays so.
+
+    Args:
+        address: of a running Ray, such as "auto"; None or "local": one is started.
+        options: of `ray.init`.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = require("ray", "ray")
+    if ray.is_initialized():
+        return False
+    is_local = address in (None, "local")
+    try:
+        ray.init(address=address or "local", **({"include_dashboard": False} if is_local else {}) | options)
+    except ConnectionError as exc:
+        raise ConfigError(f"ray_address={address!r}: no Ray there ({exc}): start one with `ray start --head`") from None
+    return is_local
 
 
 HUB_TIMEOUT = 3.0  # seconds to wait for the Hub before only its cache is used

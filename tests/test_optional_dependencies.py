@@ -57,6 +57,14 @@ def test_pictures_name_their_extra_in_one_line(tmp_path):
     assert result.stderr == "error: matplotlib is not installed: run pip install 'choreograph[viz]'\n"
 
 
+@pytest.mark.parametrize("command", ["eval", "trace"])
+def test_workers_on_ray_name_their_extra(command):
+    code = "from choreograph.__main__ import main; main()"
+    result = run_without(["ray"], code, command, "single_call", "--data", "games", "--ray", "local")
+    assert result.returncode == 1
+    assert result.stderr == "error: ray is not installed: run pip install 'choreograph[ray]'\n"
+
+
 def test_evaluation_names_its_extra():
     code = """
 from choreograph.errors import MissingDependencyError

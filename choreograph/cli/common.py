@@ -1,13 +1,15 @@
 """Options that several commands share, and what they open."""
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from ..outputs import BASE_MODEL, Mode
-from ..utils import check_on_hub
+from ..utils import check_on_hub, require
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ADAPTER_NAME = "FT"  # name under which a command serves its --adapter
@@ -59,6 +61,12 @@ TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of all sampling.")]
 
 OutOption = Annotated[Path | None, typer.Option(help="The folder of the run; a stopped run continues there.")]
+RayOption = Annotated[
+    str | None, typer.Option("--ray", help="Run the examples on Ray: an address, as auto, or local to start one.")
+]
+RayWorkersOption = Annotated[
+    int | None, typer.Option(min=1, help="Engines on Ray; one per CPU, or GPU, by default.", show_default=False)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -79,10 +87,12 @@ def open_engine(
     adapter: str | None = None,
     device: str | None = None,
     adapter_stages: list[str] | None = None,
+    direct: str | None = None,
 ) -> Any:
-    """Return an engine over a model, with the adapter as `FT`.
+    """Return an engine over a model, with its adapters.
 
-    Raises ConfigError if the adapter was trained for other stages or on other weights.
+    `adapter` is served as `FT`, `direct`, of a single call, as `direct FT`.
+    Raises ConfigError if an adapter was trained for other stages, another workflow or other weights.
     """
     if model.lower() != DEFAULT_MODEL:
         check_on_hub(model)
@@ -91,12 +101,39 @@ def open_engine(
 
     quiet_transformers()
     engine = Engine.from_pretrained(model, dtype=dtype, device=device, config=EngineConfig(compile=compile))
-    if adapter is not None:
+    if adapter is not None or direct is not None:
         from ..training.train import check_adapter_usage
 
-        check_adapter_usage(adapter, adapter_stages or [], engine.core.hf_model)
-        engine.add_adapter(ADAPTER_NAME, adapter)
+        if adapter is not None:
+            check_adapter_usage(adapter, adapter_stages or [], engine.core.hf_model)
+            engine.add_adapter(ADAPTER_NAME, adapter)
+        if direct is not None:
+            check_adapter_usage(direct, [], engine.core.hf_model, workflow="single_call")
+            engine.add_adapter(DIRECT_ADAPTER_NAME, direct)
     return engine
+
+
+def check_ray_options(address: str | None, num_workers: int | None) -> None:
+    """Refuse workers without `--ray`, and `--ray` without its extra."""
+    if address is not None:
+        require("ray", "ray")
+    elif num_workers is not None:
+        raise typer.BadParameter("--ray-workers: give --ray too")
+
+
+def open_ray_workers(
+    address: str | None, num_workers: int | None, load_engine: Callable[[], Any], engine: Any
+) -> AbstractContextManager[Any]:
+    """Return the workers of `--ray`; None without it.
+
+    Args:
+        load_engine: makes an engine like `engine` in the process of a worker.
+    """
+    if address is None:
+        return nullcontext()
+    from ..evaluation.ray_workers import RayWorkers
+
+    return RayWorkers(load_engine, engine, address=address, num_workers=num_workers)
 
 
 def adapter_name(adapter: str | None, adapter_stages: list[str] | None) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -254,16 +255,19 @@ def evaluate(
         str | None, typer.Option(help="Score a single call too, plain and with this adapter of `train --direct`.")
     ] = None,
     judge: Annotated[str | None, typer.Option(help="A model that compares answers in both orders.")] = None,
+    ray: common.RayOption = None,
+    ray_workers: common.RayWorkersOption = None,
     as_json: common.JsonOption = False,
 ) -> None:
     """Score a workflow under its conditions: accuracy, differences, fidelity, win rates."""
     from ..evaluation import report
     from ..evaluation.splits import examples_for
     from ..sampling_params import SamplingParams
-    from ..training.train import check_adapter_usage, check_unseen
+    from ..training.train import check_unseen
     from ..workflows import find
 
     adapter_name(adapter, adapter_stage)
+    common.check_ray_options(ray, ray_workers)
     function = find(workflow)
     examples = examples_for(function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed)
     for path in filter(None, (adapter, direct)):
@@ -271,26 +275,28 @@ def evaluate(
     conditions = report.select_conditions(function, condition or [])
     if adapter:
         conditions = report.add_adapter_conditions(conditions, common.ADAPTER_NAME, adapter_stage or ())
-    engine = open_engine(model, dtype, adapter=adapter, device=device, adapter_stages=adapter_stage)
-    if direct:
-        check_adapter_usage(direct, [], engine.core.hf_model, workflow="single_call")
-        engine.add_adapter(common.DIRECT_ADAPTER_NAME, direct)
-    summary = report.evaluate(
-        engine,
-        make_console(quiet=as_json),
-        workflow,
-        function,
-        examples,
-        out or Path("out") / "eval" / Path(workflow).stem,
-        conditions=conditions,
-        options=parse_options(option),
-        sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
-        seed=seed,
-        concurrency=concurrency,
-        fidelity=fidelity,
-        judge=None if judge is None else open_engine(judge, dtype, device=device),
-        direct=common.DIRECT_ADAPTER_NAME if direct else None,
+    load_engine = partial(
+        open_engine, model, dtype, adapter=adapter, device=device, adapter_stages=adapter_stage, direct=direct
     )
+    engine = load_engine()
+    with common.open_ray_workers(ray, ray_workers, load_engine, engine) as workers:
+        summary = report.evaluate(
+            engine,
+            make_console(quiet=as_json),
+            workflow,
+            function,
+            examples,
+            out or Path("out") / "eval" / Path(workflow).stem,
+            conditions=conditions,
+            options=parse_options(option),
+            sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
+            seed=seed,
+            concurrency=concurrency,
+            fidelity=fidelity,
+            judge=None if judge is None else open_engine(judge, dtype, device=device),
+            direct=common.DIRECT_ADAPTER_NAME if direct else None,
+            workers=workers,
+        )
     if as_json:
         print(json.dumps(summary))
     report.ensure_some_succeeded(summary)

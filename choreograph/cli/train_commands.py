@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,8 @@ def trace(
     top: Annotated[int, typer.Option(min=0, help="Likeliest tokens to keep for every token, for `--kl`.")] = 0,
     seed: common.SeedOption = 0,
     concurrency: common.ConcurrencyOption = 32,
+    ray: common.RayOption = None,
+    ray_workers: common.RayWorkersOption = None,
 ) -> None:
     """Record the calls of a workflow on its baseline, to train on."""
     from ..evaluation.splits import training_examples
@@ -37,6 +40,7 @@ def trace(
     from ..training.dataset import collect_traces
     from ..workflows import find
 
+    common.check_ray_options(ray, ray_workers)
     function, console = find(workflow), make_console()
     examples, validation = training_examples(
         function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed
@@ -44,14 +48,19 @@ def trace(
     num_examples = len(examples) + len(validation)
     out = out or Path("out") / "traces" / Path(workflow).stem
     errors: list[str] = []
-    with progress(console, workflow, num_examples) as tick:
+    load_engine = partial(open_engine, model, dtype, device=device)
+    engine = load_engine()
+    with (
+        common.open_ray_workers(ray, ray_workers, load_engine, engine) as workers,
+        progress(console, workflow, num_examples) as tick,
+    ):
 
         def on_done(condition: str, record: dict[str, Any]) -> None:
             tick()
             errors.extend(filter(None, [record.get("error")]))
 
         traces = collect_traces(
-            open_engine(model, dtype, device=device),
+            engine,
             workflow,
             function,
             examples,
@@ -63,6 +72,7 @@ def trace(
             options=parse_options(option),
             concurrency=concurrency,
             on_done=on_done,
+            workers=workers,
         )
     num_tokens = sum(len(call.generated or ()) for trace in traces for call in trace.calls)
     reason = f" (the first: {errors[0]})" if errors else ""

@@ -35,6 +35,8 @@ from .statistics import Estimate, Units, difference, matched_pairs, mean
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .ray_workers import RayWorkers
+
 Summary = dict[str, Any]
 
 DEFERRED_SECTIONS = ("fidelity", "judge", "win rates")  # sections of a report that are measured only on request
@@ -211,10 +213,12 @@ def evaluate(
     fidelity: int = 0,
     judge: Engine | None = None,
     direct: str | None = None,
+    workers: "RayWorkers | None" = None,
 ) -> Summary:
     """Run or continue an evaluation; print tables and write `report.json`.
 
     Args:
+        workers: Run the examples instead of `engine`.
         direct: Adapter of the engine that gives final answers in a single call. Adds the conditions "direct"
             and "direct + FT" on the same examples.
         fidelity: Number of baseline runs to measure divergence on.
@@ -226,10 +230,12 @@ def evaluate(
     )
     records, num_new = _run(
         engine, console, name, workflow, examples, conditions, RunDirectory(out, settings),
-        sampling=sampling, seed=seed, options=options, concurrency=concurrency,
+        sampling=sampling, seed=seed, options=options, concurrency=concurrency, workers=workers,
     )  # fmt: skip
     if direct is not None:
-        extra, more = _run_direct(engine, console, direct, examples, out, sampling, seed, options, concurrency)
+        extra, more = _run_direct(
+            engine, console, direct, examples, out, sampling, seed, options, concurrency=concurrency, workers=workers
+        )
         records, num_new = records | extra, num_new + more
     report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens)}
     earlier = read_json_object(out / "report.json") if (out / "report.json").exists() else None
@@ -278,7 +284,7 @@ def _run_direct(
     sampling: SamplingParams,
     seed: int,
     options: Mapping[str, Any],
-    concurrency: int,
+    **kwargs: Any,
 ) -> tuple[dict[str, list[RunRecord]], int]:
     """Run `single_call`, plain and with an adapter (Table 4's distilled baseline)."""
     workflow = find("single_call")
@@ -289,7 +295,7 @@ def _run_direct(
     )
     return _run(
         engine, console, "direct", workflow, examples, conditions, RunDirectory(out / "direct", settings),
-        sampling=sampling, seed=seed, options=known, concurrency=concurrency,
+        sampling=sampling, seed=seed, options=known, **kwargs,
     )  # fmt: skip
 
 

@@ -3,10 +3,11 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.concurrency import run_concurrently
 from ..engine.engine import Engine
@@ -19,6 +20,9 @@ from ..workflows.run import Condition, WorkflowRun, call_workflow
 from .datasets import Example
 from .metrics import SCORING_VERSION
 from .run_dir import RunDirectory, RunRecord, exclusive_dir
+
+if TYPE_CHECKING:
+    from .ray_workers import RayWorkers
 
 
 def make_run_config(
@@ -51,6 +55,19 @@ def make_run_config(
     return {
         "workflow": name,
         "source": source_hash(workflow),
+        **describe_engine(engine),
+        "examples": len(examples),
+        "data": hashlib.sha256(tasks.encode()).hexdigest()[:16],
+        "conditions": described,
+        "sampling": {k: v for k, v in asdict(sampling).items() if v != getattr(SamplingParams(), k)},
+        "options": dict(options),
+        "seed": seed,
+    }
+
+
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """Return what of an engine determines a result."""
+    return {
         "model": engine.model_info.name,
         "fingerprint": engine.model_info.fingerprint,
         "weights": engine.core.hf_model.sampled_weights_hash,
@@ -60,12 +77,6 @@ def make_run_config(
             "quantization": engine.core.config.quantization,
         },
         "dtype": str(engine.model_info.dtype).removeprefix("torch."),
-        "examples": len(examples),
-        "data": hashlib.sha256(tasks.encode()).hexdigest()[:16],
-        "conditions": described,
-        "sampling": {k: v for k, v in asdict(sampling).items() if v != getattr(SamplingParams(), k)},
-        "options": dict(options),
-        "seed": seed,
     }
 
 
@@ -78,6 +89,57 @@ def source_hash(workflow: WorkflowFunction) -> str:
 def example_seed(seed: int, example: str) -> int:
     """Return the seed of one example, equal under every condition."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{example}".encode()).digest()[:7], "big")
+
+
+@dataclass(frozen=True)
+class ExampleRunner:
+    """Settings under which examples run, on any engine."""
+
+    workflow: WorkflowFunction
+    sampling: SamplingParams
+    seed: int
+    options: Mapping[str, Any]  # of the workflow, without a condition's
+    make_record: Callable[[Example, WorkflowRun, Message], RunRecord]  # of a finished run
+    concurrency: int  # examples that run at once
+    max_requests: int  # requests in flight at once
+
+    def run(
+        self,
+        engine: Engine,
+        condition: Condition,
+        examples: Sequence[Example],
+        baseline: Mapping[str, RunRecord] | None,
+    ) -> Iterator[RunRecord]:
+        """Yield a record of each example as it ends.
+
+        Args:
+            baseline: records by example, for the stages that the condition replays; None: it replays none.
+        """
+        pending, max_programs = list(examples), self.concurrency
+        engine.clear_cache()
+        while pending:
+            batch, pending = pending, []
+            programs = (partial(self._run_example, engine, condition, e, baseline) for e in batch)
+            for outcome in run_concurrently(
+                engine, programs, max_programs=max_programs, max_requests=self.max_requests
+            ):
+                example, error = batch[outcome.index], outcome.error
+                if isinstance(error, (CacheFullError, RequestFailedError)) and max_programs > 1:
+                    pending.append(example)
+                else:
+                    yield outcome.value or {"id": example.id, "error": f"{type(error).__name__}: {error}"}
+            max_programs = 1
+
+    def _run_example(
+        self, engine: Engine, condition: Condition, example: Example, baseline: Mapping[str, RunRecord] | None
+    ) -> RunRecord:
+        replay = None if baseline is None else _replayed_tokens(example, condition, baseline[example.id])
+        model, seed = condition.base_or_adapter, example_seed(self.seed, example.id)
+        # a client of its own: token counts must not depend on which examples run together
+        with engine.session(mode=condition.mode, seed=seed, client_id=example.id, model=model) as session:
+            run = WorkflowRun(session, sampling=self.sampling, replay=replay, **condition.adapter_kwargs())
+            answer = call_workflow(self.workflow, run, example.task, {**self.options, **condition.options})
+            return self.make_record(example, run, answer)
 
 
 def evaluate_conditions(
@@ -94,6 +156,7 @@ def evaluate_conditions(
     max_requests: int = 128,
     on_done: Callable[[str, RunRecord], None] = lambda condition, record: None,
     record: Callable[[Example, WorkflowRun, Message], RunRecord] | None = None,
+    workers: "RayWorkers | None" = None,
 ) -> dict[str, list[RunRecord]]:
     """Return a record per example and condition; run missing ones.
 
@@ -102,54 +165,32 @@ def evaluate_conditions(
         max_requests: Requests in flight at once.
         on_done: Called with the condition and each new record.
         record: Makes the record of a finished run; `make_record` by default.
+        workers: Run the examples instead of `engine`.
     """
     if repeated := sorted(id for id, count in Counter(e.id for e in examples).items() if count > 1):
         raise DataError(f"several examples have the ids {repeated[:5]}: give each its own")
+    runner = ExampleRunner(workflow, sampling, seed, options or {}, record or make_record, concurrency, max_requests)
+    run = partial(runner.run, engine) if workers is None else partial(workers.run, runner)
     result: dict[str, dict[str, RunRecord]] = {}
     with exclusive_dir(run_dir.path):
         for condition in conditions.values():
-            check_options(workflow, {**(options or {}), **condition.options})
+            check_options(workflow, {**runner.options, **condition.options})
         for name, condition in conditions.items():
-            baseline = next(iter(result.values()), None)
+            baseline = next(iter(result.values()), None) if condition.replayed_stages else None
             records = result[name] = {r["id"]: r for r in run_dir.records(name) if not r.get("error")}
-
-            def make_program(e: Example, condition=condition, baseline=baseline) -> Callable[[], RunRecord]:
-                def program() -> RunRecord:
-                    replay = _replayed_tokens(e, condition, baseline[e.id]) if baseline is not None else None
-                    model, run_seed = condition.base_or_adapter, example_seed(seed, e.id)
-                    # a client of its own: token counts must not depend on which examples run together
-                    with engine.session(mode=condition.mode, seed=run_seed, client_id=e.id, model=model) as session:
-                        run = WorkflowRun(session, sampling=sampling, replay=replay, **condition.adapter_kwargs())
-                        answer = call_workflow(workflow, run, e.task, {**(options or {}), **condition.options})
-                        return (record or make_record)(e, run, answer)
-
-                return program
-
-            pending, max_programs = [e for e in examples if e.id not in records], concurrency
-            engine.clear_cache()
-            while pending:
-                batch, pending = pending, []
-                programs = map(make_program, batch)
-                for outcome in run_concurrently(engine, programs, max_programs=max_programs, max_requests=max_requests):
-                    example, error = batch[outcome.index], outcome.error
-                    if isinstance(error, (CacheFullError, RequestFailedError)) and max_programs > 1:
-                        pending.append(example)
-                        continue
-                    entry = outcome.value or {"id": example.id, "error": f"{type(error).__name__}: {error}"}
-                    run_dir.append(name, entry)
-                    records[example.id] = entry
-                    on_done(name, entry)
-                max_programs = 1
+            for entry in run(condition, [e for e in examples if e.id not in records], baseline):
+                run_dir.append(name, entry)
+                records[entry["id"]] = entry
+                on_done(name, entry)
             completed = [r for r in records.values() if not r.get("error")]
             if completed and condition.adapter_stages:
                 condition.check_adapter_stages(stage for r in completed for stage in r["tokens"])
     return {name: [records[e.id] for e in examples] for name, records in result.items()}
 
 
-def _replayed_tokens(example: Example, condition: Condition, baseline: RunRecord) -> dict[str, Any] | None:
+def _replayed_tokens(example: Example, condition: Condition, baseline: RunRecord) -> dict[str, Any]:
     """Return the tokens that a condition copies from the baseline."""
-    if not (stages := condition.replayed_stages):
-        return None
+    stages = condition.replayed_stages
     if baseline.get("error"):
         raise RequestFailedError(f"{example.id}: the run to copy {stages} from failed")
     if unknown := sorted(set(stages) - baseline["tokens"].keys()):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from ..engine.engine import Engine
 from ..engine.message import Message
 from ..errors import ConfigError, DataError
 from ..evaluation.datasets import Example
+from ..evaluation.ray_workers import RayWorkers
 from ..evaluation.run_dir import RunDirectory, RunRecord, read_json_object, read_lines
 from ..evaluation.runner import evaluate_conditions, example_seed, make_run_config
 from ..evaluation.splits import check_disjoint, shared_units, units_of
@@ -95,6 +97,7 @@ def collect_traces(
     options: Mapping[str, Any] | None = None,
     concurrency: int = 32,
     on_done: Callable[[str, RunRecord], None] = lambda condition, record: None,
+    workers: RayWorkers | None = None,
 ) -> list[Trace]:
     """Run a workflow's baseline over examples and store the traces; resumable.
 
@@ -102,9 +105,9 @@ def collect_traces(
         validation: further examples, whose traces `train_from_traces` validates on.
         sampling: defaults to temperature 1.
         top: likeliest tokens to keep at every generated token, for the divergence loss.
+        workers: run the examples instead of `engine`.
     """
     check_disjoint({"training": units_of(examples), "validation": units_of(validation)})
-    validation_ids = {e.id for e in validation}
     examples = [*examples, *validation]
     sampling = replace(sampling or SamplingParams(), logprobs=top)
     baseline = {TRACE_FILE: next(iter(conditions_of(workflow).values()))}
@@ -112,25 +115,6 @@ def collect_traces(
     settings = make_run_config(
         engine, name, workflow, examples, baseline, sampling=sampling, seed=seed, options=options
     ) | {"validation": len(validation)}
-
-    def record(example: Example, run: WorkflowRun, answer: Message) -> RunRecord:
-        calls = trace_calls(run.calls)
-        decodes = [index for index, call in enumerate(calls) if call.generated is not None]
-        ids = [message.id for _, message in run.calls if message.kind == "decode"]
-        if answer.id not in ids:
-            raise DataError(f"{example.id}: the answer of a workflow must be one of its {len(ids)} decodes")
-        trace = Trace(
-            version=3,
-            id=example.id,
-            task=example.task,
-            seed=example_seed(seed, example.id),
-            calls=tuple(calls),
-            answer=decodes[ids.index(answer.id)],
-            outputs=dict(run.outputs),
-            split="validation" if example.id in validation_ids else "train",
-            units=tuple(sorted(shared_units(example))),
-        )
-        return TRACE_ADAPTER.dump_python(trace, mode="json")
 
     evaluate_conditions(
         engine,
@@ -143,10 +127,34 @@ def collect_traces(
         options=options,
         concurrency=concurrency,
         on_done=on_done,
-        record=record,
+        record=partial(_make_trace, seed=seed, validation_ids=frozenset(e.id for e in validation)),
+        workers=workers,
     )
     result = {trace.id: trace for trace in load_traces(out)[1]}
     return [result[example.id] for example in examples if example.id in result]
+
+
+def _make_trace(
+    example: Example, run: WorkflowRun, answer: Message, *, seed: int, validation_ids: Collection[str]
+) -> RunRecord:
+    """Return a finished run as a line of the traces."""
+    calls = trace_calls(run.calls)
+    decodes = [index for index, call in enumerate(calls) if call.generated is not None]
+    ids = [message.id for _, message in run.calls if message.kind == "decode"]
+    if answer.id not in ids:
+        raise DataError(f"{example.id}: the answer of a workflow must be one of its {len(ids)} decodes")
+    trace = Trace(
+        version=3,
+        id=example.id,
+        task=example.task,
+        seed=example_seed(seed, example.id),
+        calls=tuple(calls),
+        answer=decodes[ids.index(answer.id)],
+        outputs=dict(run.outputs),
+        split="validation" if example.id in validation_ids else "train",
+        units=tuple(sorted(shared_units(example))),
+    )
+    return TRACE_ADAPTER.dump_python(trace, mode="json")
 
 
 def load_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:

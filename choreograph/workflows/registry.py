@@ -29,6 +29,11 @@ class WorkflowModule:
     def __call__(self, *args: Any, **options: Any) -> Message:
         return self.module.run(*args, **options)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Name the module, for a process that has to load it."""
+        file = self.module.__file__ or ""
+        return find, (Path(file).stem if self.module.__package__ == _PACKAGE else str(Path(file).resolve()),)
+
     @property
     def __wrapped__(self) -> WorkflowFunction:
         """The module's `run`, for `inspect`."""

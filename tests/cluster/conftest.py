@@ -1,4 +1,4 @@
-"""One local Ray for all tests of this folder, and an application of two replicas on it."""
+"""One Ray of two nodes for all tests of this folder, and an application of two replicas on it."""
 
 import os
 import socket
@@ -11,7 +11,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from helpers.live_server import make_engine
+import ray
+from helpers.live_server import make_engine, serving
+from ray import serve
+from ray.cluster_utils import Cluster
 
 from choreograph.cluster import deployment
 from choreograph.server.server_config import ServerConfig
@@ -24,24 +27,43 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(talker_folder):
-    """Two replicas of the tiny model; ended with everything that was started."""
+def ray_nodes():
+    """A Ray of two nodes with room for a replica each; all of its processes are ended."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # on a busy machine
     tests = Path(__file__).parents[1]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (tests.parent, tests)))  # of workers, which import `helpers`
-    app = deployment.bind_app(
-        partial(make_engine, talker_folder),
-        ServerConfig(served_model_name="tiny", max_tokens=24),
-        deployment.ClusterConfig(replicas=2, transfer="always"),
-    )
-    cluster = deployment.start(
-        app, host="127.0.0.1", port=free_port(), num_cpus=3, object_store_memory=100 << 20, log_to_driver=False
-    )
-    yield cluster
+    memory = {"object_store_memory": 100 << 20}
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **memory})
+    nodes.add_node(num_cpus=1, **memory)
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield nodes
     started = psutil.Process().children(recursive=True)  # not those of another test process
-    cluster.stop()
+    serve.shutdown()
+    ray.shutdown()
+    nodes.shutdown()
     names = [process.name() for process in psutil.wait_procs(started, timeout=30)[1] if process.is_running()]
     assert not [name for name in names if name.startswith(("ray", "gcs_server"))], "still running"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_nodes, talker_folder):
+    """Two replicas of the tiny model, on a node each."""
+    app = deployment.bind_app(
+        partial(make_engine, talker_folder),
+        ServerConfig(served_model_name="tiny", max_tokens=24, drain_timeout=240),
+        deployment.ClusterConfig(replicas=2, transfer="always"),
+    )
+    address = {"host": "127.0.0.1", "port": free_port()}
+    serve.start(proxy_location="HeadOnly", http_options=address)  # the nodes have one network address
+    return deployment.start(app, **address)
+
+
+@pytest.fixture(scope="session")
+def single(talker_folder):
+    """URL of one server without Ray, for the expected answers."""
+    with serving(make_engine(talker_folder)) as server:
+        yield f"{server.url}/v1"
 
 
 @pytest.fixture

@@ -2,32 +2,14 @@
 
 import os
 import signal
-import threading
 import time
 
 import httpx
-import openai
 import psutil
 import pytest
-from helpers.live_server import make_engine, serving
-from ray import serve
+from helpers.replica_streams import CHAT, assert_unbroken, join, loads, read_all, start_streams, wait_for_replicas
 
 PLAN = "\n".join(f"Step {number}: measure the river at mark {number} and write it down." for number in range(8))
-
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Name a bridge."}], "max_tokens": 8, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def single(talker_folder):
-    """One server without Ray, for the expected answers."""
-    with serving(make_engine(talker_folder)) as server:
-        yield f"{server.url}/v1"
-
-
-def loads():
-    """Return the state of every replica."""
-    handle = serve.get_deployment_handle("engine", "choreograph")
-    return handle.broadcast("load").results(timeout_s=60, return_exceptions=True)
 
 
 def without_ids(answer):
@@ -100,64 +82,26 @@ def test_messages_in_another_order_are_not_computed_again_on_any_replica(ray_cli
     assert min(num_reused) > 200
 
 
-def read_stream(url, options, result, started):
-    """Read an answer into `result`: texts, ids and finish reasons of its chunks."""
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=240) as client:
-        body = CHAT | {"max_tokens": 600, "stream": True, "extra_body": {"ignore_eos": True}} | options
-        if not body["stream"]:
-            started.set()
-            answer = client.chat.completions.create(**body)
-            result.append((answer.choices[0].message.content, answer.id, answer.choices[0].finish_reason))
-            return
-        for chunk in client.chat.completions.create(**body):
-            for choice in chunk.choices:
-                result.append((choice.delta.content or "", chunk.id, choice.finish_reason))
-            if len(result) == 40:
-                started.set()
-
-
-def start_streams(url, options):
-    """Read several streams at once; return their results, events and threads."""
-    results, events = [[] for _ in options], [threading.Event() for _ in options]
-    threads = [
-        threading.Thread(target=read_stream, args=(url, *arguments))
-        for arguments in zip(options, results, events, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    return results, events, threads
-
-
 def test_streams_go_on_without_a_gap_after_kill_minus_9_of_a_replica(ray_cluster, single):
     # few candidates a token: among 49,000 equally likely ones, rounding would choose
     options = [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "extra_body": {"ignore_eos": True, "top_k": 8}}]
     options += [options[1] | {"temperature": 0.8, "seed": 9, "presence_penalty": 0.5}]
     options += [{"temperature": 0, "stream": False}]
     loads()  # the first call connects
-    expected, _, threads = start_streams(single, options)
-    for thread in threads:
-        thread.join(240)
+    expected = read_all(single, options)
     results, events, threads = start_streams(f"{ray_cluster.url}/v1", options)
     assert all(event.wait(120) for event in events)
     busy = max(loads(), key=lambda load: load.stats.num_running)
     assert busy.stats.num_running
     os.kill(busy.process_id, signal.SIGKILL)
-    for thread in threads:
-        thread.join(240)
-    assert all(len(answer) for answer in expected)
-    for result, answer in zip(results, expected, strict=True):
-        assert "".join(text for text, _, _ in result) == "".join(text for text, _, _ in answer)
-        assert len({chunk_id for _, chunk_id, _ in result}) == 1
-        assert [reason for _, _, reason in result if reason] == ["length"]
+    join(threads)
+    assert_unbroken(results, expected)
     assert not psutil.pid_exists(busy.process_id)
 
 
 def test_requests_are_answered_while_a_replica_is_missing_and_after_it_is_back(ray_cluster, ray_client):
     assert ray_client.chat.completions.create(**CHAT).usage.completion_tokens
-    end = time.monotonic() + 120
-    while len([load for load in loads() if not isinstance(load, Exception)]) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.5)
+    wait_for_replicas()
     assert ray_client.chat.completions.create(**CHAT).usage.completion_tokens
 
 

@@ -1,0 +1,150 @@
+"""Evaluations and traces on workers of Ray have the records of one process."""
+
+import json
+import os
+import signal
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from helpers.live_server import make_engine
+from ray import cloudpickle
+from typer.testing import CliRunner
+
+from choreograph import SamplingParams
+from choreograph.cli import common
+from choreograph.cli.main import app
+from choreograph.errors import ConfigError
+from choreograph.evaluation.datasets import Example, make_games
+from choreograph.evaluation.ray_workers import EngineWorker, RayWorkers
+from choreograph.evaluation.run_dir import RunDirectory
+from choreograph.evaluation.runner import describe_engine, evaluate_conditions, make_run_config
+from choreograph.training import collect_traces, load_traces
+from choreograph.workflows import Condition, conditions_of, find
+
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=6)
+
+GAME = find("prisoners_dilemma")
+
+CONDITIONS = dict(list(conditions_of(GAME).items())[:3])  # the second and third replay plans of the first
+
+
+@pytest.fixture(scope="module")
+def workers(ray_nodes, talker, talker_folder):
+    """Two workers on a node of their own, with room for one more."""
+    node = ray_nodes.add_node(num_cpus=3, object_store_memory=100 << 20)
+    with RayWorkers(partial(make_engine, talker_folder), talker, num_workers=2) as result:
+        yield result
+    ray_nodes.remove_node(node)
+
+
+def evaluate(engine, folder, workers=None, on_done=lambda condition, record: None, examples=None):
+    examples, options = examples or make_games(8), {"strategy": "defect", "rounds": 1}
+    settings = make_run_config(
+        engine, "prisoners_dilemma", GAME, examples, CONDITIONS, sampling=SAMPLING, seed=0, options=options
+    )
+    run_dir = RunDirectory(folder, settings)
+    return evaluate_conditions(
+        engine, GAME, examples, CONDITIONS, run_dir,
+        sampling=SAMPLING, options=options, on_done=on_done, workers=workers,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(talker, tmp_path_factory):
+    return evaluate(talker, tmp_path_factory.mktemp("one_process"))
+
+
+def test_two_workers_give_the_records_of_one_process(talker, workers, expected, tmp_path):
+    steps = talker.core.num_steps
+    assert evaluate(talker, tmp_path, workers) == expected
+    assert talker.core.num_steps == steps
+
+
+def test_an_interrupted_run_continues_with_the_missing_examples(talker, workers, expected, tmp_path):
+    done = []
+
+    def interrupt(condition, record):
+        done.append((condition, record["id"]))
+        if len(done) == 11:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(talker, tmp_path, workers, interrupt)
+    result = evaluate(talker, tmp_path, workers, lambda condition, record: done.append((condition, record["id"])))
+    assert result == expected
+    assert len(done) == len(set(done)) == 24
+
+
+def kill_process(wf, task):
+    if task == "bad":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wf.decode("answer", wf.assistant(), [wf.prefill("task", wf.user(task))])
+
+
+def test_only_the_example_that_ends_its_worker_fails(talker, workers, tmp_path):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
+    examples = [Example(str(number), "text", "bad" if number == 0 else "good") for number in range(8)]
+    records = evaluate_conditions(
+        talker, kill_process, examples, {"baseline": Condition("prefix")}, RunDirectory(tmp_path, {}),
+        sampling=SAMPLING, workers=workers,
+    )["baseline"]  # fmt: skip
+    assert [record["id"] for record in records if "answer" in record] == list("1234567")
+    assert "its worker ended twice" in records[0]["error"]
+
+
+def test_traces_of_workers_are_those_of_one_process(talker, workers, tmp_path):
+    pairs = [Example(f"p{i}", "pair", [f"What is {i} plus one?", f"And {i} plus two?"]) for i in range(4)]
+    for folder, engines in (("one", None), ("two", workers)):
+        arguments = (talker, "multi_qa", find("multi_qa"), pairs[:3], tmp_path / folder)
+        collect_traces(*arguments, validation=pairs[3:], sampling=SamplingParams(max_tokens=5), top=2, workers=engines)
+    (one_settings, one), (two_settings, two) = (load_traces(tmp_path / folder) for folder in ("one", "two"))
+    assert one_settings == two_settings
+    for trace, other in zip(*(sorted(traces, key=lambda trace: trace.id) for traces in (one, two)), strict=True):
+        assert [without_logprobs(call) for call in trace.calls] == [without_logprobs(call) for call in other.calls]
+        assert trace.logprobs == pytest.approx(other.logprobs, abs=1e-4)  # another batch rounds differently
+        assert (trace.id, trace.seed, trace.split, trace.units) == (other.id, other.seed, other.split, other.units)
+
+
+def without_logprobs(call):
+    return replace(call, logprobs=(), top=())
+
+
+def test_a_worker_with_another_model_is_refused(talker, talker_folder):
+    half = partial(type(talker).from_pretrained, talker_folder, dtype="bfloat16", device="cpu")
+    with pytest.raises(ConfigError, match=r"'dtype': 'bfloat16'.*use one model"):
+        next(EngineWorker(half, describe_engine(talker)).run(None, None, [], None))
+
+
+def test_the_commands_run_own_workflows_on_ray(workers, talker_folder, tmp_path, monkeypatch):
+    data, code = tmp_path / "data.jsonl", tmp_path / "own.py"
+    data.write_text("".join(json.dumps({"id": str(i), "problem": f"{i} + 1?", "answer": "1"}) + "\n" for i in range(4)))
+    code.write_text(
+        "def run(wf, task):\n    return wf.decode('answer', wf.assistant(), [wf.prefill('task', wf.user(task))])\n"
+    )
+    given = [str(code), "--data", str(data), "--model", talker_folder, "--max-tokens", "4", "--split", "all"]
+    reports = []
+    for options in ([], ["--ray", "auto", "--ray-workers", "1"]):
+        out = tmp_path / f"eval{len(options)}"
+        result = CliRunner().invoke(app, ["eval", *given, "--out", str(out), "--json", *options])
+        assert result.exit_code == 0, result.output
+        reports.append(json.loads((out / "report.json").read_text()))
+    assert reports[0] == reports[1]
+    monkeypatch.setattr(common, "open_ray_workers", lambda *_: nullcontext(workers))
+    result = CliRunner().invoke(app, ["trace", *given, "--out", str(tmp_path / "traces"), "--ray", "auto"])
+    assert "4 traces" in result.output and len(load_traces(tmp_path / "traces")[1]) == 4
+
+
+def test_errors_of_a_worker_are_those_of_one_process(talker, workers, tmp_path):
+    with pytest.raises(ConfigError, match="max_programs=0"):
+        evaluate_conditions(
+            talker, GAME, make_games(1), CONDITIONS, RunDirectory(tmp_path, {}),
+            sampling=SAMPLING, workers=workers, concurrency=0,
+        )  # fmt: skip
+
+
+def test_workers_without_ray_are_refused():
+    result = CliRunner().invoke(app, ["eval", "single_call", "--data", "games", "--ray-workers", "2"])
+    assert result.exit_code == 2 and "give --ray too" in result.output
