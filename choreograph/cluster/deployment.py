@@ -1,7 +1,7 @@
 """Ray Serve application of replicas, and the command that runs it."""
 
+import hashlib
 import math
-import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from ..engine.engine import Engine
 from ..errors import ConfigError
 from ..models.loader import DEFAULT_MODEL
 from ..server.server_config import ServerConfig
-from ..utils import require
+from ..utils import connect_to_ray, require
 from .routing import TransferMode, create_policy
 
 APP_NAME = "choreograph"
@@ -95,6 +95,7 @@ def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: C
         scaling = {"autoscaling_config": autoscaling}
     create_policy(cluster.router)  # an unknown one is refused before anything starts
     router: Any = {"request_router_class": ROUTER, "request_router_kwargs": {"policy": cluster.router}}
+    version = model_version(open_engine)
     replicas = serve.deployment(
         EngineReplica,
         name="engine",
@@ -107,17 +108,31 @@ def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: C
         },
         request_router_config=RequestRouterConfig(**router),
         **scaling,
-    ).bind(open_engine, config, cluster.threads_per_replica, cluster.transfer)
+    ).bind(open_engine, config, cluster.threads_per_replica, cluster.transfer, version)
     num_requests = config.max_requests * (cluster.max_replicas or cluster.replicas)
     gateway = serve.deployment(
         serve.ingress(None)(Gateway),
         name="gateway",
         max_ongoing_requests=2 * num_requests + 16,  # above its own limit, which it answers with 429
         graceful_shutdown_timeout_s=config.drain_timeout,
-        ray_actor_options={"num_cpus": 0},
+        # where Serve's controller is: the loss of another machine ends no connection
+        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
     )
-    has_transfers = cluster.transfer != "never"
-    return gateway.bind(replicas, replace(config, max_requests=num_requests), has_transfers=has_transfers)
+    config = replace(config, max_requests=num_requests)
+    return gateway.bind(replicas, config, version, has_transfers=cluster.transfer != "never")
+
+
+def model_version(open_engine: Callable[[], Engine]) -> str:
+    """Return a hash of what loads the models, without the engine's configuration.
+
+    While an application is updated, replicas refuse requests of a gateway with another version: its tokenizer may be
+    another one.
+    """
+    cloudpickle: Any = require("ray.cloudpickle", "ray")
+    if isinstance(open_engine, partial):
+        options = {name: value for name, value in sorted(open_engine.keywords.items()) if name != "config"}
+        open_engine = partial(open_engine.func, *open_engine.args, **options)
+    return hashlib.sha256(cloudpickle.dumps(open_engine)).hexdigest()[:16]
 
 
 def scale(context: Any) -> tuple[int, dict[str, Any]]:
@@ -159,17 +174,8 @@ def start(app: Any, *, host: str, port: int, address: str | None = None, **ray_o
         address: of a running Ray, such as "auto"; None: a local one is started.
         ray_options: of `ray.init`.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray, serve = require("ray", "ray"), require("ray.serve", "ray")
-    owns_ray = not ray.is_initialized() and address is None
-    if not ray.is_initialized():
-        try:
-            defaults = {"include_dashboard": False} if owns_ray else {}
-            ray.init(address=address or "local", **defaults | ray_options)
-        except ConnectionError as exc:
-            raise ConfigError(
-                f"ray_address={address!r}: no Ray there ({exc}): start one with `ray start --head`"
-            ) from None
+    serve = require("ray.serve", "ray")
+    owns_ray = connect_to_ray(address, **ray_options)
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(app, name=APP_NAME, route_prefix="/")

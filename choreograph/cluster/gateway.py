@@ -240,7 +240,7 @@ class ReplicatedService(InferenceService):
     def __init__(self, info: ReplicaInfo, config: ServerConfig, handle: Any, *, has_transfers: bool = False) -> None:
         proxy: Any = EngineProxy(info)
         super().__init__(proxy, config)
-        self._handle, self._has_transfers = handle, has_transfers
+        self._handle, self._has_transfers, self._version = handle, has_transfers, info.version
         self.thread, self.hints = ReplicaThread(handle), StepHints()
 
     async def stats(self) -> EngineStats:
@@ -267,7 +267,7 @@ class ReplicatedService(InferenceService):
         keys, session = prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, key.workflow))
         route = RouteRequest(keys, session, is_movable=self._has_transfers and spec.reuse == "messages")
         schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])
-        return ReplicaCall(route, spec, self.graph_of(spec), schema)
+        return ReplicaCall(route, spec, self.graph_of(spec), schema, self._version)
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
@@ -287,11 +287,15 @@ class Gateway:
 
     Args:
         handle: of the deployment of `EngineReplica`.
+        version: of the models that it prepares requests for; waits for a replica that has it.
         has_transfers: replicas fetch messages from each other.
     """
 
-    async def __init__(self, handle: Any, config: ServerConfig, *, has_transfers: bool = False) -> None:  # type: ignore[misc]
-        info: ReplicaInfo = await handle.describe.remote()
+    async def __init__(  # type: ignore[misc]
+        self, handle: Any, config: ServerConfig, version: str, *, has_transfers: bool = False
+    ) -> None:
+        while (info := await handle.describe.remote()).version != version:  # during an update
+            await asyncio.sleep(RETRY_SECONDS)
         self._service = ReplicatedService(info, config, handle, has_transfers=has_transfers)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -32,6 +32,7 @@ class ReplicaInfo:
     models: tuple[str, ...]  # the base model, adapters and siblings
     page_size: int  # tokens
     stats: EngineStats
+    version: str  # of the models
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class ReplicaCall:
     spec: GenerationSpec
     graph: StepGraph | None = None  # declared one of the workflow
     schema: str | None = None  # PML of the prompt's schema
+    version: str | None = None  # of the models that the prompt was made for; None: any
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class EngineReplica:
         open_engine: loads the engine; called in the replica's process.
         threads: of one operation; None: as the machine has cores.
         transfer: when messages are fetched from other replicas instead of computed.
+        version: of the models; requests for another one are refused.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -108,6 +111,7 @@ class EngineReplica:
         config: ServerConfig,
         threads: int | None,
         transfer: TransferMode = "auto",
+        version: str = "",
     ) -> None:
         if threads is not None:
             import torch
@@ -118,6 +122,7 @@ class EngineReplica:
         self._service.start()
         context = serve.get_replica_context()
         self._name: str = context.replica_id.unique_id
+        self._version = version
         others = serve.get_deployment_handle(context.deployment, context.app_name).options(method_name="export")
 
         async def ask(source: str, query: MessageQuery) -> Sequence[SentMessage]:
@@ -137,7 +142,7 @@ class EngineReplica:
         """Return what replicas have in common, and this one's state."""
         engine = self._service.engine
         page_size, stats = engine.core.config.cache.page_size, (await self.load()).stats
-        return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, stats)
+        return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, stats, self._version)
 
     async def load(self) -> ReplicaLoad:
         """Return who this replica is and what it does."""
@@ -153,6 +158,8 @@ class EngineReplica:
         yield self._name
         updates = None
         try:
+            if call.version not in (None, self._version):
+                raise ApiError(503, "the model is being updated: retry later", type="service_unavailable")
             await self._service.thread.call(lambda: self._declare(call))
             await self._fetcher.fetch_missing(call.spec, call.route.sources)
             request: Any = _Connection()

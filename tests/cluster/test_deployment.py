@@ -3,15 +3,21 @@
 import signal
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
+import yaml
 from pydantic import ValidationError
 
 pytest.importorskip("ray")
 
+from ray.serve.schema import ServeDeploySchema
+
+from choreograph import Engine, EngineConfig
 from choreograph.cluster import build_app, deployment
 from choreograph.cluster.gateway import sum_stats
 from choreograph.errors import ConfigError
@@ -41,12 +47,28 @@ def test_replicas_follow_requests_and_caches_within_their_limits():
 def test_a_config_file_of_ray_takes_the_options_of_the_server():
     app = build_app({"model": "m", "replicas": 3, "reuse": "auto", "capacity": 512, "api_keys": ["key-of-a-team"]})
     replicas = app._bound_deployment.init_args[0]._bound_deployment
-    open_engine, config, threads, transfer = replicas.init_args
+    open_engine, config, threads, transfer, _ = replicas.init_args
     assert open_engine.args == ("m",) and open_engine.keywords["config"].cache.capacity == 512
     assert (config.reuse, config.api_keys, threads, replicas.num_replicas) == ("auto", ("key-of-a-team",), 1, 3)
     assert transfer == "auto"
     with pytest.raises(ConfigError, match="prot: no such option"):
         build_app({"prot": 1})
+
+
+def test_the_documented_config_file_is_one_of_ray_serve():
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    loaded = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    (application,) = ServeDeploySchema.model_validate(loaded).applications
+    assert application.import_path == "choreograph.cluster:build_app"
+    assert build_app(application.args)._bound_deployment.name == "gateway"
+
+
+def test_versions_of_an_application_differ_by_their_models_alone():
+    versions = [
+        deployment.model_version(partial(Engine.from_pretrained, model, config=EngineConfig(compile=compile)))
+        for model, compile in (("a", False), ("a", True), ("b", False))
+    ]
+    assert versions[0] == versions[1] != versions[2]
 
 
 def test_impossible_numbers_and_unknown_routers_are_refused():

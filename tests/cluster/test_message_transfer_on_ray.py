@@ -5,35 +5,8 @@ import os
 import signal
 import time
 
+from helpers.replica_calls import generate, items_of, messages, spec_of
 from ray import serve
-
-from choreograph import SamplingParams
-from choreograph.cluster.content_keys import segment_key
-from choreograph.cluster.replica import ReplicaCall, ReplicaError
-from choreograph.cluster.routing import RouteRequest
-from choreograph.outputs import BASE_MODEL
-from choreograph.server.chat_prompt import ChatPrompt, Segment
-from choreograph.server.message_store import WorkflowKey
-from choreograph.server.service import GenerationSpec
-
-HEADER = [901, 902]
-
-
-def spec_of(*segments):
-    tokens = [token for segment in segments for token in segment.tokens] + HEADER
-    key = WorkflowKey("team", "travel", BASE_MODEL)
-    sampling = SamplingParams(max_tokens=6, temperature=0.0)
-    return GenerationSpec(key, "messages", [ChatPrompt(tokens, list(segments), HEADER)], sampling)
-
-
-async def generate(spec, replica, source=None):
-    """Run a request on a replica; return its tokens and counts."""
-    keys = [segment_key(spec, segment) for segment in spec.prompts[0].segments]
-    route = RouteRequest(pinned=replica, sources={key: [source] for key in keys if source})
-    handle = serve.get_deployment_handle("engine", "choreograph").options(method_name="generate", stream=True)
-    items = [item async for item in handle.remote(ReplicaCall(route, spec))]
-    assert items.pop(0) == replica and not any(isinstance(item, ReplicaError) for item in items)
-    return [token for item in items for choice in item.choices for token in choice.token_ids], items[-1].counts
 
 
 async def loads():
@@ -49,10 +22,6 @@ async def loads():
 
 async def num_batched(name):
     return next(load.stats.num_batched_tokens for load in await loads() if load.name == name)
-
-
-def messages(start):
-    return [Segment(tuple(range(first, first + 96))) for first in (start, start + 200)]
 
 
 async def test_a_replica_takes_messages_of_another_one(ray_cluster):
@@ -74,3 +43,9 @@ async def test_a_replica_that_dies_while_it_is_asked_for_messages_ends_in_comput
     os.kill(source.process_id, signal.SIGKILL)
     tokens, counts = await task
     assert (counts.remote, counts.computed, tokens) == (0, 194, expected)
+
+
+async def test_a_replica_refuses_requests_that_were_prepared_for_another_model(ray_cluster):
+    name = (await loads())[0].name
+    _, error = await items_of(spec_of(*messages(3000)), name, version="another")
+    assert error.status == 503 and error.is_retryable
