@@ -26,6 +26,8 @@ MAX_SOURCES = 2  # replicas that are named to the one that lacks a message
 
 MAX_REPLICAS_OF_KEY = 64  # that a lookup visits
 
+LOAD_PER_HELD_TOKEN = 4.0  # by which a load may exceed the least and still count as equal, up to `slack`
+
 MAX_RANKED = 8  # replicas that are tried in one round, where the first ones are full
 
 
@@ -146,8 +148,8 @@ class MessageAffinity(RoutingPolicy):
     Every replica has a digest: the most recent keys that were sent to it, with their tokens. A stale key
     costs a recomputation, never a wrong answer. Work is that of the queue, of this request, and of what a replica was
     given lately, in tokens to compute. The latter is forgotten exponentially, over `horizon` requests of each
-    replica. Loads that exceed the least by at most `slack` are equal: of such replicas, the one that holds most is
-    first. If no replica runs anything, all loads are equal.
+    replica. Loads that exceed the least by at most `slack` are equal if the replica holds a quarter as many tokens:
+    of such replicas, the one that holds most is first. If no replica runs anything, all loads are equal.
 
     Args:
         queue_tokens: tokens that one request in the queue weighs.
@@ -218,13 +220,13 @@ class MessageAffinity(RoutingPolicy):
             for length, work, name in self.index.least(len(request.failed))
         }
         least = min(load.values(), default=0.0)
-        limit = least + self._slack if self._num_queued else math.inf
         load |= {name: self._queue_tokens * queues[name] + weight * self._work[name] for name in held}
         names = _without_failed(load, request)
 
         def order(replica: str) -> tuple[float, float, int, int]:
-            own = load[replica]
-            cost = (own if own > limit else least) - held_weight * held.get(replica, 0)
+            own, own_held = load[replica], held.get(replica, 0)
+            slack = min(self._slack, LOAD_PER_HELD_TOKEN * own_held) if self._num_queued else math.inf
+            cost = (own if own > least + slack else least) - held_weight * own_held
             # equal replicas: a session keeps one of them, and sessions spread over all
             return cost, own, queues[replica], _rendezvous(session, replica)
 

@@ -19,6 +19,7 @@ struct alignas(64) Vector { uint32_t words[16]; };
 
 constexpr int LANES = 16, C = 4, PANEL = C * LANES, GROUP = 32, PAIRS = GROUP / 2, QUADS = PAIRS / 4;
 constexpr int WIDE = 6;    // rows at once: their sums and operands fit in registers
+constexpr int FEW = 32;    // rows that are bound by memory
 constexpr int ROWS = 192;  // rows that take turns with one panel while it is in the second-level cache
 constexpr int AHEAD = 8;   // groups to prefetch; the kernel computes too long on a cache line for hardware to do it
 
@@ -153,7 +154,9 @@ float group_sum(const bf16* x) {
 extern "C" void choreograph_linear_int4(const bf16* x, int64_t rows, int64_t in, const Group* packed, const bf16* bias,
                                         bf16* out, int64_t features, int64_t threads) {
   int64_t panels = (features + PANEL - 1) / PANEL, blocks = (rows + ROWS - 1) / ROWS, items = panels * blocks;
-  int64_t groups = in / GROUP, chunk = std::max<int64_t>(1, items / (8 * threads));
+  int64_t groups = in / GROUP;
+  // few rows are bound by memory: each thread reads one range in order
+  int64_t chunk = rows <= FEW ? (items + threads - 1) / threads : std::max<int64_t>(1, items / (8 * threads));
   std::vector<float> sums(rows * groups);
   for (int64_t i = 0; i < rows * groups; i++) sums[i] = group_sum(x + i * GROUP);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)

@@ -14,6 +14,7 @@ namespace {
 struct bf16 { uint16_t bits; };
 constexpr int LANES = 16, C = 4, PANEL = C * LANES;
 constexpr int WIDE = 6;    // rows at once: their sums and operands fit in registers
+constexpr int FEW = 32;    // rows that are bound by memory
 constexpr int ROWS = 192;  // rows that take turns with one panel while it is in the second-level cache
 
 // M rows of one panel. bias: of the panel's features, or null. count: features of the panel that exist.
@@ -54,7 +55,8 @@ void product(const bf16* x, int64_t in, const uint32_t* panel, const bf16* bias,
 extern "C" void choreograph_linear(const bf16* x, int64_t rows, int64_t in, const uint32_t* packed, const bf16* bias,
                                    bf16* out, int64_t features, int64_t threads) {
   int64_t panels = (features + PANEL - 1) / PANEL, blocks = (rows + ROWS - 1) / ROWS, items = panels * blocks;
-  int64_t chunk = std::max<int64_t>(1, items / (8 * threads));
+  // few rows are bound by memory: each thread reads one range in order
+  int64_t chunk = rows <= FEW ? (items + threads - 1) / threads : std::max<int64_t>(1, items / (8 * threads));
 #pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
   for (int64_t i = 0; i < items; i++) {
     int64_t n = i % panels * PANEL, row = i / panels * ROWS, end = std::min(rows, row + ROWS);

@@ -1,5 +1,7 @@
 """Routing policies: scores, bounds and what they forget; no Ray is needed."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,6 +132,16 @@ def test_loads_that_differ_by_less_than_a_step_are_equal_to_the_holder_of_messag
     assert rank(policy, request, IDLE)[0] == "a"
 
 
+def test_a_few_common_tokens_do_not_keep_requests_together():
+    """For example, those of a template, in requests that are nothing else alike."""
+    policy = with_queues(MessageAffinity(), {"a": 0, "b": 0})
+    for number in range(8):
+        replica = rank(policy, RouteRequest({0: 12, number + 1: 20}), policy.queues)[0]
+        policy.on_routed(RouteRequest({0: 12, number + 1: 20}), replica)
+        policy.set_queue(replica, policy.queues[replica] + 1)
+    assert policy.queues == {"a": 4, "b": 4}
+
+
 def test_tokens_that_can_be_fetched_weigh_less():
     policy = with_queues(MessageAffinity(queue_tokens=100, moving=0.25, balance=0, slack=0), IDLE)
     policy.on_routed(RouteRequest({1: 600}), "a")
@@ -256,7 +268,8 @@ def test_the_index_finds_the_first_replica_of_a_scan_over_all(steps, slack, is_m
         held = policy.held(request)
         load = {name: 64 * queue + policy.work(name) / 2 for name, queue in policy.queues.items()}
         is_idle, least = not any(policy.queues.values()), min(load.values())
-        cost = {name: value if value > least + slack and not is_idle else least for name, value in load.items()}
+        limit = {name: math.inf if is_idle else least + min(slack, 4 * held.get(name, 0)) for name in load}
+        cost = {name: value if value > limit[name] else least for name, value in load.items()}
         for name, num_held in held.items():
             cost[name] -= num_held / 4 if is_movable else num_held
         first = policy.rank(request)[0]

@@ -91,7 +91,7 @@ class LocalCluster:
         for name in self.replicas:
             self.policy.set_queue(name, 0)
         engine = self.replicas["a"]._service.engine
-        info = ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, 16, engine.stats())
+        info = ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, 16, engine.stats(), "")
         self.gateway = ReplicatedService(info, ServerConfig(max_tokens=16), self, has_transfers=True)
 
     async def _ask(self, source, query):
