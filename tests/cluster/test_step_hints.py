@@ -76,6 +76,7 @@ class LocalReplica(EngineReplica):
 
     def __init__(self, folder, name, transport):
         self._service, self._name = create_app(make_engine(folder), ServerConfig(max_tokens=16)).state.service, name
+        self._version = ""
         self._fetcher = MessageFetcher(self._service, transport, name, "always")
 
     def __del__(self):
