@@ -84,6 +84,7 @@ def kill_process(wf, task):
     return wf.decode("answer", wf.assistant(), [wf.prefill("task", wf.user(task))])
 
 
+@pytest.mark.slow
 def test_only_the_example_that_ends_its_worker_fails(talker, workers, tmp_path):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
     examples = [Example(str(number), "text", "bad" if number == 0 else "good") for number in range(8)]
@@ -118,6 +119,7 @@ def test_a_worker_with_another_model_is_refused(talker, talker_folder):
         next(EngineWorker(half, describe_engine(talker)).run(None, None, [], None))
 
 
+@pytest.mark.slow
 def test_the_commands_run_own_workflows_on_ray(workers, talker_folder, tmp_path, monkeypatch):
     data, code = tmp_path / "data.jsonl", tmp_path / "own.py"
     data.write_text("".join(json.dumps({"id": str(i), "problem": f"{i} + 1?", "answer": "1"}) + "\n" for i in range(4)))
