@@ -2,9 +2,9 @@
 
 A decode step of few tokens is bound by reading weights. On processors with bfloat16 dot products, oneDNN's
 products of few rows read them more slowly than the memory allows (`make bench NAME=linear`), so graphs call a kernel
-of our own (`packed_linear.cpp`), once per projection or group of projections with the same input. The weights are packed once
-per model and shared by all graphs. Since they are inputs of the graphs and not constants in them, the graphs are
-cached on disk.
+of our own (`packed_linear.cpp`), once per projection or group of projections with the same input. The weights are
+packed once per model and shared by all graphs. Since they are inputs of the graphs and not constants in them, the
+graphs are cached on disk.
 """
 
 import ctypes
@@ -74,6 +74,8 @@ def load_operator(source: str, name: str) -> None:
         kernel = getattr(ctypes.CDLL(str(compile_library(path.stem, [path], (), folder))), f"choreograph_{name}")
     except OSError as exc:
         raise BackendUnavailableError(str(exc)) from None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number)
     operator_library.impl(name, partial(call_packed, kernel), "CPU")
 
 
@@ -96,8 +98,6 @@ def call_packed(kernel: Any, input: Tensor, packed: Tensor, bias: Tensor | None,
     input = input.contiguous()
     width = input.shape[-1]
     out = input.new_empty((*input.shape[:-1], features))
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number)
     kernel(
         *(input.data_ptr(), input.numel() // width, width, packed.data_ptr()),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), features, torch.get_num_threads()),

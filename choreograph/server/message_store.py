@@ -4,7 +4,7 @@ All functions run in the engine's thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -97,6 +97,11 @@ class MessageIndex:
         return next((key for key in keys if self.find_content(key) is None), (content, 0))
 
 
+def find_content(indexes: Iterable[MessageIndex], key: object) -> StoredMessage | None:
+    """Return the first stored message of a content key."""
+    return next(filter(None, (index.find_content(key) for index in indexes)), None)
+
+
 class StoredWorkflow:
     """Stored messages of one workflow, and their session."""
 
@@ -133,7 +138,7 @@ class MessageStore:
         """Return a stored message of a workflow by its content key."""
         workflow = self._workflows.get(key.session_key)
         indexes = [] if workflow is None else workflow.readable(key.readable)
-        return next(filter(None, (index.find_content(content_key) for index in indexes)), None)
+        return find_content(indexes, content_key)
 
     @property
     def num_workflows(self) -> int:

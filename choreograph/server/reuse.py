@@ -20,9 +20,9 @@ from ..engine.session import Session
 from ..errors import InvalidRequestError, LeakError
 from ..sampling_params import SamplingParams
 from .chat_prompt import ChatPrompt
-from .message_store import MessageIndex, MessageStore, StoredMessage, WorkflowKey
+from .message_store import MessageIndex, MessageStore, StoredMessage, WorkflowKey, find_content
 from .server_config import ReuseMode
-from .span_index import Span, common_length, find_spans
+from .span_index import Span, common_length, find_spans, gaps_between
 
 MIN_PARTIAL = 16  # tokens of the shortest part of a stored message that is reused as a prefix
 
@@ -181,8 +181,8 @@ class _PlanBuilder:
         Raises:
             LeakError: if only messages have it that the request may not read, with on_leak="error".
         """
-        stored = next(filter(None, (index.find_content(key) for index in self._indexes)), None)
-        if stored is None and any(index.find_content(key) for index in self._forbidden):
+        stored = find_content(self._indexes, key)
+        if stored is None and find_content(self._forbidden, key):
             self._refuse()
         return stored
 
@@ -193,7 +193,7 @@ class _PlanBuilder:
             LeakError: if other parts quote messages that the request may not read, with on_leak="error".
         """
         spans = find_spans([index.spans for index in self._indexes], tokens, start, self.used, stop)
-        gaps = zip([start, *(span.stop for span in spans)], [*(span.start for span in spans), stop], strict=True)
+        gaps = gaps_between(spans, start, stop)
         forbidden = [index.spans for index in self._forbidden]
         if forbidden and any(find_spans(forbidden, tokens, first, (), last) for first, last in gaps):
             self._refuse()

@@ -139,14 +139,18 @@ class SpanIndex(Generic[Key]):
         return Span(position - left, position + right, key, source - left)
 
 
+def gaps_between(spans: Sequence[Span[Key]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the ranges of start:stop before, between and after sorted spans."""
+    return list(zip([start, *(span.stop for span in spans)], [*(span.start for span in spans), stop], strict=True))
+
+
 def find_spans(
     indexes: Sequence[SpanIndex[Key]], tokens: list[int], start: int, used: Sequence[tuple[Key, int, int]], stop: int
 ) -> list[Span[Key]]:
     """Return quotes as `SpanIndex.find`, those of the first indexes first."""
     spans: list[Span[Key]] = []
     for index in indexes:
-        gaps = list(zip([start, *(span.stop for span in spans)], [*(span.start for span in spans), stop], strict=True))
-        for first, last in gaps:
+        for first, last in gaps_between(spans, start, stop):
             taken = [(span.key, span.source_start, span.source_start + span.stop - span.start) for span in spans]
             spans += index.find(tokens, first, [*used, *taken], last)
         spans.sort(key=lambda span: span.start)

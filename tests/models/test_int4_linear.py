@@ -7,6 +7,7 @@ import torch
 from helpers import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_lora import save_adapter
 from test_packed_linear import calls_of, needs_kernel, profile
 from torch import nn
 from torch.nn.functional import linear
@@ -144,3 +145,17 @@ def test_the_bundled_model_takes_less_memory():
     with engine.session() as session:
         message = session.decode("The capital of France is", sampling=SamplingParams(temperature=0, max_tokens=4))
         assert message.text.strip()
+
+
+def test_an_adapter_adds_its_part_to_int4_layers(tmp_path):
+    save_adapter(tmp_path, 1)
+    plain, adapted = int4_engine(), int4_engine()
+    adapted.add_adapter("other", tmp_path)
+    options = {"forced_tokens": [5, 6, 7], "sampling": SamplingParams(logprobs=0)}
+
+    def logprobs(engine: Engine, model: str) -> list[float]:
+        with engine.session() as session:
+            message = session.decode([1, 2, 3], model=model, **options)
+            return [one.logprob for one in message.logprobs]
+
+    assert logprobs(adapted, "base") == logprobs(plain, "base") != logprobs(adapted, "other")
