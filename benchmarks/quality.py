@@ -133,12 +133,15 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("out/quality"))
     options.add_argument("--only", nargs="*", default=list(PLANS))
     options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--compile", action="store_true", help="compile steps")
+    options.add_argument("--capacity", type=int, default=220_000, help="tokens of the cache")
     options.add_argument("--report", action="store_true", help="run nothing, score what is finished")
     given = options.parse_args()
     engine = None
     if not given.report:
-        config = EngineConfig(cache=CacheConfig(capacity=220_000))
-        engine = Engine.from_pretrained(given.model, dtype=given.dtype, config=config)
+        config = EngineConfig(cache=CacheConfig(capacity=given.capacity), compile=given.compile)
+        engine = Engine.from_pretrained(given.model, device=given.device, dtype=given.dtype, config=config)
     for name in given.only:
         plan = PLANS[name]
         examples = examples_of(plan, given.data)
