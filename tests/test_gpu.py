@@ -74,7 +74,7 @@ def test_the_kernels_in_the_shape_of_llama_8b(case):
 
 
 def test_a_host_tier_below_a_gpu_gives_the_same():
-    small = torch.tensor(heard("llama", "cuda", host_capacity=2048))
+    small = torch.tensor(heard("llama", "cuda", host=2048))
     torch.testing.assert_close(small, torch.tensor(heard("llama", "cpu")), atol=2e-3, rtol=1e-3)
 
 
