@@ -20,6 +20,7 @@ from ..attention import triton_backend as triton
 from ..attention.backend import ForwardContext, to_device
 from ..attention.metadata import AttentionMetadata, AttentionSpec
 from ..attention.triton_partition import TileMetadata, partition
+from .few_row_linear import MAX_FEW_ROWS, few_rows_for_tracing, fuse_operators
 from .fused_projections import FusionGroup, fuse, fused_for_tracing, unfuse
 from .graph_passes import deduplication_pass
 from .hf_model import HFModel
@@ -40,7 +41,10 @@ MAX_CAPTURE_FAILURES = 3  # failed captures after which no more are tried
 
 Replay = Callable[[], Tensor]  # runs a captured graph and returns its logits, (1, N, V)
 
-_COMPILED_MODELS: WeakKeyDictionary[Any, ReferenceType[Callable[..., Tensor]]] = WeakKeyDictionary()
+CompiledModel = Callable[..., Tensor]
+
+# By model: its graph of few rows and that of more.
+_COMPILED_MODELS: WeakKeyDictionary[Any, dict[bool, ReferenceType[CompiledModel]]] = WeakKeyDictionary()
 
 
 class PinnedBuffer:
@@ -228,13 +232,14 @@ class CudaGraphForward:
         self.sizes = tuple(sorted({max(2, size) for size in sizes}))  # a trace of one token would serve no other size
         self.warm_up_sizes = self.sizes
         self._hf_model, self._capturer = hf_model, capturer or GraphCapturer()
-        self._compiled: Callable[..., Tensor] | None = None
+        self._compiled: dict[bool, CompiledModel] = {}  # by whether it serves few rows only
         self._fused_groups: list[FusionGroup] = []
+        self._max_few_rows = MAX_FEW_ROWS if supports_few_rows(hf_model) else 0
         if use_compiler:
-            self._compiled = _shared_compiled_model(hf_model)
+            self._compiled = {few: _shared_compiled_model(hf_model, few) for few in (False, True)}
             with hf_model.attention_hook():  # no other thread may trace the model
                 self._fused_groups = fuse(hf_model.model)
-            finalize(self._compiled, unfuse, self._fused_groups)
+            finalize(self._compiled[False], unfuse, self._fused_groups)
         self._graphs: dict[tuple[object, ...], tuple[StaticForwardContext, Replay]] = {}
         self._failed_keys: set[tuple[object, ...]] = set()
         self.capture_error: str | None = None  # reason of the last failed capture
@@ -353,26 +358,37 @@ class CudaGraphForward:
         ]
         context = StaticForwardContext(prepared, static_metadata, info.device)
 
+        is_few = num_tokens <= self._max_few_rows
+
         def run() -> Tensor:
-            if self._compiled is not None:
+            if self._compiled:
                 with use_forward_context(context):
-                    return self._compiled(context.ids, context.positions)
+                    return self._compiled[is_few](context.ids, context.positions)
             logits: Tensor = self._hf_model.model(
                 input_ids=context.ids, position_ids=context.positions, use_cache=False, step=context
             ).logits
             return logits
 
         context.fill(prepared, tokens, positions)  # the warm-up and the capture compute this step
-        with fused_for_tracing(self._fused_groups):
+        traces_few_rows = is_few and bool(self._compiled)
+        groups = self._fused_groups
+        with few_rows_for_tracing(self._hf_model.model, groups) if traces_few_rows else fused_for_tracing(groups):
             return context, self._capturer(run)
 
 
-def _shared_compiled_model(hf_model: HFModel) -> Callable[..., Tensor]:
-    """Return the compiled model, shared and cached while any engine uses it."""
-    reference = _COMPILED_MODELS.get(hf_model.model)
+def supports_few_rows(hf_model: HFModel) -> bool:
+    """Whether steps of few rows have a graph of their own: for 16-bit weights on a GPU."""
+    return hf_model.model_info.device.type == "cuda" and hf_model.model_info.dtype.itemsize == 2
+
+
+def _shared_compiled_model(hf_model: HFModel, few_rows: bool) -> CompiledModel:
+    """Return a compiled model, shared and cached while any engine uses it."""
+    by_rows = _COMPILED_MODELS.setdefault(hf_model.model, {})
+    reference = by_rows.get(few_rows)
     compiled = reference() if reference is not None else None
     if compiled is None:
-        compiled = compile_model(hf_model, "forward_graphed", dynamic=True, graph_pass=deduplication_pass())
-        _COMPILED_MODELS[hf_model.model] = ref(compiled)
+        name, graph_pass = ("forward_few", fuse_operators) if few_rows else ("forward_graphed", None)
+        compiled = compile_model(hf_model, name, dynamic=True, graph_pass=deduplication_pass(graph_pass))
+        by_rows[few_rows] = ref(compiled)
     assert compiled is not None
     return compiled

@@ -7,7 +7,7 @@ fused matmul, which a graph pass deduplicates (`graph_passes`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
@@ -55,8 +55,16 @@ def fuse(model: nn.Module) -> list[FusionGroup]:
     return groups
 
 
+def fused_forward(part: Any, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n F"]:
+    """Compute a projection as a slice of its fused matmul."""
+    fused: FusedWeight = part.fused_weight
+    return linear(input, fused.weight, fused.bias)[..., fused.start : fused.end]
+
+
 @contextmanager
-def fused_for_tracing(groups: Iterable[FusionGroup]) -> Iterator[None]:
+def fused_for_tracing(
+    groups: Iterable[FusionGroup], forward: Callable[[Any, Tensor], Tensor] = fused_forward
+) -> Iterator[None]:
     """Compute each projection as a slice of its fused matmul while tracing.
 
     Applies inside the block, where a graph is traced or captured. Weights replaced since `fuse` are fused
@@ -71,16 +79,11 @@ def fused_for_tracing(groups: Iterable[FusionGroup]) -> Iterator[None]:
             else:
                 unfuse([group])
         for part in fused:
-            part.forward = MethodType(_fused_forward, part)  # type: ignore[method-assign]
+            part.forward = MethodType(forward, part)  # type: ignore[method-assign]
         yield
     finally:
         for part in fused:
             vars(part).pop("forward", None)
-
-
-def _fused_forward(part: Any, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n F"]:
-    fused: FusedWeight = part.fused_weight
-    return linear(input, fused.weight, fused.bias)[..., fused.start : fused.end]
 
 
 def unfuse(groups: Iterable[FusionGroup]) -> None:

@@ -19,19 +19,30 @@ for _name, _function in (("cos", torch.cos), ("sin", torch.sin)):
     torch.library.register_fake(f"choreograph::{_name}", torch.empty_like, lib=_library)
 
 
-def deduplication_pass() -> Callable[[torch.fx.Graph], None]:
-    """Return a pass that computes each of some operations once."""
+def deduplication_pass(then: Callable[[torch.fx.Graph], None] | None = None) -> Callable[[torch.fx.Graph], None]:
+    """Return a pass that computes each of some operations once.
+
+    `then` changes the graph further.
+    """
+
+    def deduplicate_then(graph: torch.fx.Graph) -> None:
+        _deduplicate(graph)
+        assert then is not None
+        then(graph)
+
+    change = _deduplicate if then is None else deduplicate_then
     try:
         from torch._inductor.custom_graph_pass import CustomGraphPass
     except ImportError:  # a private module: inductor takes plain functions too, but does not cache their graphs
-        return _deduplicate
+        return change
+    sources = {__file__, then.__code__.co_filename} if then is not None else {__file__}
 
     class DeduplicationPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            _deduplicate(graph)
+            change(graph)
 
         def uuid(self) -> Any:
-            return hashlib.sha256(Path(__file__).read_bytes()).digest()
+            return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sorted(sources))).digest()
 
     return DeduplicationPass()
 

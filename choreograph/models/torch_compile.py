@@ -195,8 +195,9 @@ def compile_model(
     """
     model = hf_model.model
 
-    def forward(ids: Tensor, positions: Tensor, rows: Tensor | int = 0) -> Tensor:
-        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows).logits
+    def forward(ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        kept = {} if rows is None else {"logits_to_keep": rows}  # a number would be a dynamic input
+        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, **kept).logits
         return logits
 
     forward.__code__ = forward.__code__.replace(co_name=name)

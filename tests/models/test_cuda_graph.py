@@ -61,7 +61,7 @@ def test_engines_over_one_model_share_its_trace_and_those_over_a_copy_do_not():
     engines = [engine_with(one, use_graphs=True, through_compiler=True) for one in (model, model, twin)]
     for engine, one in zip(engines, (model, model, twin), strict=True):
         assert talk(engine) == talk(engine_with(one, use_graphs=False))
-    first, second, other = (engine.core.hf_model.compiled._compiled for engine in engines)
+    first, second, other = (engine.core.hf_model.compiled._compiled[False] for engine in engines)
     assert first is second is not other
 
 
