@@ -44,7 +44,6 @@ def attend(
     *_PAD sizes are powers of two. PAIR_STRIDE and PAIR_OFFSET locate the two elements of a rotated pair.
     SINGLE_SPLIT: the output is final, not a partial result. Q_VIA_GMEM: rotated queries are written to
     `rotated_q` once per chunk; otherwise they are multiplied from registers, where large tiles spill.
-    Shift index 0 is a shift of 0: such queries are not rotated.
     """
     item, kv_head = tl.program_id(0) // (HEADS // GQA), tl.program_id(0) % (HEADS // GQA)
     first = tl.load(work_items + item * 4)
@@ -90,26 +89,20 @@ def attend(
         # padding rows attend to nothing
         kv_len = tl.minimum(tl.load(row_params + params * 3 + 1, mask=row_mask, other=0), end)
         position = tl.load(row_params + params * 3 + 2, mask=row_mask, other=0)
-        if Q_VIA_GMEM:
-            if tl.max(shift) > 0:
-                a = tl.load(q_ptrs[:, None] + h[None, :] * PAIR_STRIDE, mask=mask_h, other=0.0).to(tl.float32)
-                b = tl.load(q_ptrs[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, mask=mask_h, other=0.0)
-                x = tl.load(cos + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
-                y = tl.load(sin + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
-                rot_a = (a * x + b.to(tl.float32) * y).to(keys.dtype.element_ty)  # rotate by -shift
-                rot_b = (b.to(tl.float32) * x - a * y).to(keys.dtype.element_ty)
-                tl.debug_barrier()  # all threads have read the previous chunk's queries
-                tl.store(rotated_ptrs[:, None] + h[None, :] * PAIR_STRIDE, rot_a, mask=mask_h)
-                tl.store(rotated_ptrs[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, rot_b, mask=mask_h)
-                tl.debug_barrier()
-                q = tl.load(rotated_ptrs[:, None] + d[None, :], mask=mask_q, other=0.0)
-            else:
-                q = tl.load(q_ptrs[:, None] + d[None, :], mask=mask_q, other=0.0).to(keys.dtype.element_ty)
-        elif ROT > 0:
+        if Q_VIA_GMEM:  # reload, to keep them out of registers in the loops
+            a = tl.load(q_ptrs[:, None] + h[None, :] * PAIR_STRIDE, mask=mask_h, other=0.0)
+            b = tl.load(q_ptrs[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, mask=mask_h, other=0.0)
+        if ROT > 0:
             x = tl.load(cos + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
             y = tl.load(sin + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
-            rot_a = (a.to(tl.float32) * x + b.to(tl.float32) * y).to(keys.dtype.element_ty)
+            rot_a = (a.to(tl.float32) * x + b.to(tl.float32) * y).to(keys.dtype.element_ty)  # rotate by -shift
             rot_b = (b.to(tl.float32) * x - a.to(tl.float32) * y).to(keys.dtype.element_ty)
+        if Q_VIA_GMEM:
+            tl.debug_barrier()  # all threads have read the previous chunk's queries
+            tl.store(rotated_ptrs[:, None] + h[None, :] * PAIR_STRIDE, rot_a, mask=mask_h)
+            tl.store(rotated_ptrs[:, None] + h[None, :] * PAIR_STRIDE + PAIR_OFFSET, rot_b, mask=mask_h)
+            tl.debug_barrier()
+            q = tl.load(rotated_ptrs[:, None] + d[None, :], mask=mask_q, other=0.0)
         full_end = begin  # below this every row attends to every slot
         if UNMASKED_LOOP and end - begin >= UNMASKED_MIN_LEN:
             full_end += (tl.maximum(tl.min(tl.where(row_mask, kv_len, end)), begin) - begin) // SLOTS * SLOTS

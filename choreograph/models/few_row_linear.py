@@ -1,18 +1,20 @@
 """Linear layers of small steps on a GPU: one kernel with norm, activation and residual.
 
 A step of few tokens is bound by reading weights, and in every kernel between two products the memory idles. In
-graphs of few rows, the RMS norm before a product, the gating after it and the residual are computed by the product's
-kernel: an RMS norm divides a row by one number, which commutes with the product.
+graphs of few rows, the kernel of a product also adds the residual, gates, and does both halves of an RMS norm: what
+computes a hidden state also multiplies it by the next norm's weight and sums its squares, and the product that reads
+it divides its rows by their root mean square at the end.
 
 While a model is traced, its linear layers, norms and SiLU activations are operators of this module;
 `fuse_operators` then merges them where the graph's data flow allows it.
 """
 
+import operator
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,28 +28,41 @@ from .graph_passes import MERGEABLE_OPERATORS
 
 MAX_FEW_ROWS = 16  # rows of the kernel's tile
 
-Tiling = tuple[int, int, int, int]  # output features, input features, warps, stages
+
+class Tiling(NamedTuple):
+    """Tile of the kernel, and how it is launched."""
+
+    cols: int  # output features
+    depth: int  # input features per iteration
+    num_warps: int
+    num_stages: int  # tiles of the weight in flight
+
 
 _ATEN, _OWN = torch.ops.aten, torch.ops.choreograph
 _library = torch.library.Library("choreograph", "FRAGMENT")
 _library.define(
-    "few_row_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, Tensor? norm_weight, float eps)"
-    " -> Tensor"
+    "few_row_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, Tensor? squares, float eps) -> Tensor"
 )
-_library.define("few_row_gated(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps) -> Tensor")
+_library.define("few_row_gated(Tensor input, Tensor weight, Tensor? bias, Tensor? squares, float eps) -> Tensor")
+_library.define(
+    "few_row_residual(Tensor input, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight)"
+    " -> (Tensor, Tensor, Tensor)"
+)
 _library.define("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor")
 _library.define("silu(Tensor input) -> Tensor")
 
 
 @triton.jit
 def linear_kernel(
-    input, weight, bias, residual, norm_weight, out, num_rows, num_outputs, eps,
-    K: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    input, weight, bias, residual, norm_weight, squares, out, scaled_out, squares_out,
+    num_rows, num_outputs, num_squares, eps,
+    K: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORMED: tl.constexpr,
+    SCALED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, SQUARES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows with COLS rows of the weight.
+    """Multiply COLS rows of the weight with ROWS rows of the input.
 
-    GATED: the weight has the gate's rows first, then those of the other factor.
+    GATED: the weight has the gate's rows first, then those of the other factor. NORMED: the input is to be divided
+    by its root mean square. SCALED: also write the output times a norm's weight, and the sums of its squares.
     """
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -55,122 +70,164 @@ def linear_kernel(
     row_mask, col_mask = m < num_rows, n < num_outputs
     weight_rows = weight + n.to(tl.int64)[:, None] * K
     input_rows = input + m[:, None] * K
-    acc = tl.zeros([ROWS, COLS], tl.float32)
+    acc = tl.zeros([COLS, ROWS], tl.float32)
     if GATED:
         other_rows = weight_rows + num_outputs.to(tl.int64) * K
-        other = tl.zeros([ROWS, COLS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
+        other = tl.zeros([COLS, ROWS], tl.float32)
     for start in range(0, K, DEPTH):
         depth = start + k
         if K % DEPTH == 0:
             x_mask, w_mask = row_mask[:, None], col_mask[:, None]
         else:
             x_mask, w_mask = row_mask[:, None] & (depth < K)[None, :], col_mask[:, None] & (depth < K)[None, :]
-        x = tl.load(input_rows + depth[None, :], mask=x_mask, other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            factor = tl.load(norm_weight + depth, mask=depth < K, other=0.0).to(tl.float32)
-            x = (wide * factor[None, :]).to(x.dtype)
+        x = tl.trans(tl.load(input_rows + depth[None, :], mask=x_mask, other=0.0))
         w = tl.load(weight_rows + depth[None, :], mask=w_mask, other=0.0, eviction_policy="evict_first")
-        acc += tl.dot(x, tl.trans(w))
+        acc += tl.dot(w, x)
         if GATED:
             w = tl.load(other_rows + depth[None, :], mask=w_mask, other=0.0, eviction_policy="evict_first")
-            other += tl.dot(x, tl.trans(w))
-    if NORM:
-        scale = tl.rsqrt(squares / K + eps)[:, None]
+            other += tl.dot(w, x)
+    if NORMED:
+        s = tl.arange(0, SQUARES_PAD)
+        mask_s = (s < num_squares)[:, None] & row_mask[None, :]
+        mean = tl.sum(tl.load(squares + s[:, None] * num_rows + m[None, :], mask=mask_s, other=0.0), 0) / K
+        scale = tl.rsqrt(mean + eps)[None, :]
         acc *= scale
         if GATED:
             other *= scale
     if BIAS:
-        acc += tl.load(bias + n, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=col_mask, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            other += tl.load(bias + num_outputs + n, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+            other += tl.load(bias + num_outputs + n, mask=col_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * other
-    place, mask = m[:, None] * num_outputs + n[None, :], row_mask[:, None] & col_mask[None, :]
+    place, mask = m[None, :] * num_outputs + n[:, None], row_mask[None, :] & col_mask[:, None]
     if RESIDUAL:
         acc += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+    result = acc.to(out.dtype.element_ty)
+    tl.store(out + place, result, mask=mask)
+    if SCALED:
+        rounded = tl.where(mask, result.to(tl.float32), 0.0)
+        factor = tl.load(norm_weight + n, mask=col_mask, other=0.0).to(tl.float32)[:, None]
+        tl.store(scaled_out + place, (rounded * factor).to(out.dtype.element_ty), mask=mask)
+        tl.store(squares_out + tl.program_id(0) * num_rows + m, tl.sum(rounded * rounded, 0), mask=row_mask)
 
 
-def tiling(num_outputs: int, gated: bool) -> Tiling:
+def tiling(num_outputs: int) -> Tiling:
     """Return the tile of the kernel by the number of output features."""
-    if gated:
-        return 32, 128, 4, 4
-    return (64, 128, 4, 4) if num_outputs >= 32768 else (32, 256, 4, 4)
+    return Tiling(128, 128, 8, 3) if num_outputs > 8192 else Tiling(64, 128, 4, 6)
 
 
 def launch(
     input: Float[Tensor, "*n K"],
     weight: Float[Tensor, "F K"],
-    bias: Float[Tensor, "F"] | None,
-    residual: Float[Tensor, "*n out"] | None,
-    norm_weight: Float[Tensor, "K"] | None,
-    eps: float,
-    gated: bool,
-) -> Float[Tensor, "*n out"]:
-    """Launch the kernel. If `gated`, the output has half of the weight's features."""
+    bias: Float[Tensor, "F"] | None = None,
+    residual: Float[Tensor, "*n out"] | None = None,
+    squares: Float[Tensor, "P rows"] | None = None,
+    eps: float = 0.0,
+    *,
+    gated: bool = False,
+    norm_weight: Float[Tensor, "out"] | None = None,
+) -> tuple[Float[Tensor, "*n out"], Float[Tensor, "*n out"], Float[Tensor, "Q rows"]]:
+    """Launch the kernel.
+
+    Args:
+        squares: sums of the squares of the input before it was multiplied by a norm's weight, to be added up; the
+            input is divided by its root mean square.
+        gated: the output is SiLU of the first half of the product times the second.
+        norm_weight: multiplies the second output.
+
+    Returns:
+        The output, and with `norm_weight` the output times it and sums of the output's squares; else both are empty.
+    """
     input, width = input.contiguous(), input.shape[-1]
     num_rows, num_outputs = input.numel() // width, len(weight) // (2 if gated else 1)
+    tile, is_scaled = tiling(num_outputs), norm_weight is not None
+    num_programs = triton.cdiv(num_outputs, tile.cols)
     out = input.new_empty(*input.shape[:-1], num_outputs)
-    cols, depth, warps, stages = tiling(num_outputs, gated)
-    linear_kernel[triton.cdiv(num_outputs, cols), triton.cdiv(num_rows, MAX_FEW_ROWS)](
-        *(input, weight, weight if bias is None else bias, input if residual is None else residual.contiguous()),
-        *(input if norm_weight is None else norm_weight, out, num_rows, num_outputs, eps),
+    scaled = torch.empty_like(out) if is_scaled else out[:0]
+    sums = input.new_empty(num_programs if is_scaled else 0, num_rows, dtype=torch.float32)
+    linear_kernel[num_programs, triton.cdiv(num_rows, MAX_FEW_ROWS)](
+        *(input, weight, weight if bias is None else bias, out if residual is None else residual.contiguous()),
+        *(out if norm_weight is None else norm_weight, out if squares is None else squares, out, scaled, sums),
+        *(num_rows, num_outputs, 0 if squares is None else len(squares), eps),
         K=width,
         GATED=gated,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
-        NORM=norm_weight is not None,
+        NORMED=squares is not None,
+        SCALED=is_scaled,
         ROWS=MAX_FEW_ROWS,
-        COLS=cols,
-        DEPTH=depth,
-        num_warps=warps,
-        num_stages=stages,
+        COLS=tile.cols,
+        DEPTH=tile.depth,
+        SQUARES_PAD=1 if squares is None else triton.next_power_of_2(len(squares)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
-    return out
+    return out, scaled, sums
 
 
 def reference(
     input: Float[Tensor, "*n K"],
     weight: Float[Tensor, "F K"],
-    bias: Float[Tensor, "F"] | None,
-    residual: Float[Tensor, "*n out"] | None,
-    norm_weight: Float[Tensor, "K"] | None,
-    eps: float,
-    gated: bool,
-) -> Float[Tensor, "*n out"]:
+    bias: Float[Tensor, "F"] | None = None,
+    residual: Float[Tensor, "*n out"] | None = None,
+    squares: Float[Tensor, "P rows"] | None = None,
+    eps: float = 0.0,
+    *,
+    gated: bool = False,
+    norm_weight: Float[Tensor, "out"] | None = None,
+) -> tuple[Float[Tensor, "*n out"], Float[Tensor, "*n out"], Float[Tensor, "Q rows"]]:
     """Compute what `launch` computes from PyTorch's operators."""
-    if norm_weight is not None:
-        input = functional.rms_norm(input, norm_weight.shape, norm_weight, eps)
-    result = functional.linear(input, weight, bias)
+    result = functional.linear(input, weight)
+    if squares is not None:
+        scale = torch.rsqrt(squares.sum(0) / input.shape[-1] + eps).view(*input.shape[:-1], 1)
+        result = (result.float() * scale).to(result.dtype)
+    if bias is not None:
+        result = result + bias
     if gated:
         gate, other = result.chunk(2, dim=-1)
         result = functional.silu(gate) * other
-    return result if residual is None else residual + result
+    if residual is not None:
+        result = residual + result
+    rows = result.reshape(-1, result.shape[-1]).float()
+    if norm_weight is None:
+        return result, result[:0], rows.new_zeros(0, len(rows))
+    sums = rows.new_zeros(triton.cdiv(result.shape[-1], tiling(result.shape[-1]).cols), len(rows))
+    sums[0] = rows.square().sum(1)
+    return result, result * norm_weight, sums
+
+
+def _output_shapes(input: Tensor, num_outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs of the right shapes, for tracing."""
+    out = input.new_empty(*input.shape[:-1], num_outputs)
+    num_rows, num_programs = input.numel() // input.shape[-1], triton.cdiv(num_outputs, tiling(num_outputs).cols)
+    return out, torch.empty_like(out), input.new_empty(num_programs, num_rows, dtype=torch.float32)
 
 
 def _register() -> None:
     for device, compute in (("CUDA", launch), ("CPU", reference)):
-        _library.impl("few_row_linear", lambda *args, _compute=compute: _compute(*args, False), device)
-        _library.impl(
-            "few_row_gated",
-            lambda x, weight, bias, norm_weight, eps, _compute=compute: _compute(
-                x, weight, bias, None, norm_weight, eps, True
+        implementations = {
+            "few_row_linear": lambda *args, _compute=compute: _compute(*args)[0],
+            "few_row_gated": lambda x, weight, bias, squares, eps, _compute=compute: _compute(
+                x, weight, bias, None, squares, eps, gated=True
+            )[0],
+            "few_row_residual": lambda x, weight, bias, residual, norm_weight, _compute=compute: _compute(
+                x, weight, bias, residual, norm_weight=norm_weight
             ),
-            device,
-        )
-        _library.impl("rms_norm", lambda x, weight, eps: functional.rms_norm(x, weight.shape, weight, eps), device)
-        _library.impl("silu", lambda x: functional.silu(x).contiguous(), device)
-    for name, halves in (("few_row_linear", 1), ("few_row_gated", 2)):
-        torch.library.register_fake(
-            f"choreograph::{name}",
-            lambda x, weight, *_, _halves=halves: x.new_empty(*x.shape[:-1], len(weight) // _halves),
-            lib=_library,
-        )
-    for name in ("rms_norm", "silu"):
-        torch.library.register_fake(f"choreograph::{name}", lambda x, *_: x.new_empty(x.shape), lib=_library)
+            "rms_norm": lambda x, weight, eps: functional.rms_norm(x, weight.shape, weight, eps),
+            "silu": lambda x: functional.silu(x).contiguous(),
+        }
+        for name, function in implementations.items():
+            _library.impl(name, function, device)
+    shapes = {
+        "few_row_linear": lambda x, weight, *_: _output_shapes(x, len(weight))[0],
+        "few_row_gated": lambda x, weight, *_: _output_shapes(x, len(weight) // 2)[0],
+        "few_row_residual": lambda x, weight, *_: _output_shapes(x, len(weight)),
+        "rms_norm": lambda x, *_: x.new_empty(x.shape),
+        "silu": lambda x: x.new_empty(x.shape),
+    }
+    for name, function in shapes.items():
+        torch.library.register_fake(f"choreograph::{name}", function, lib=_library)
 
 
 _register()
@@ -243,30 +300,44 @@ FORWARDS = (
 
 
 def fuse_operators(graph: torch.fx.Graph) -> None:
-    """Merge norms, gating and residuals into the products that they surround."""
+    """Merge norms, gating and residuals into the products that surround them."""
     for node in list(graph.nodes):
         if node.target is _ATEN.slice.Tensor and _is_whole(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    for node in list(graph.nodes):
-        if node.target is _OWN.rms_norm.default:
-            _fuse_norm(graph, node)
-    for node in list(graph.nodes):
-        if node.target is _OWN.silu.default:
-            _fuse_gating(graph, node)
-    for node in list(graph.nodes):
-        if node.target is _OWN.few_row_linear.default:
-            _fuse_residual(graph, node)
+    for target, fuse in (
+        (_OWN.silu.default, _fuse_gating),
+        (_OWN.few_row_linear.default, _fuse_residual),
+        (_OWN.rms_norm.default, _fuse_norm),
+    ):
+        for node in list(graph.nodes):
+            if node.target is target:
+                fuse(graph, node)
 
 
 def _fuse_norm(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
-    input, weight, eps = norm.args
-    products = list(norm.users)
-    if not all(user.target is _OWN.few_row_linear.default and user.args[0] is norm for user in products):
+    """Merge a norm into the product that its input comes from and those that read it."""
+    (hidden, norm_weight, eps), users = norm.args, list(norm.users)
+    readers = {_OWN.few_row_linear.default, _OWN.few_row_gated.default}
+    if (
+        hidden.target is not _OWN.few_row_linear.default
+        or hidden.args[3] is None
+        or hidden.args[4] is not None
+        or not all(user.target in readers and user.args[0] is norm for user in users)
+    ):
         return
-    for product in products:
-        product.args = (input, *product.args[1:4], weight, eps)
+    input, weight, bias, residual, _, _ = hidden.args
+    with graph.inserting_before(hidden):
+        fused = graph.call_function(_OWN.few_row_residual.default, (input, weight, bias, residual, norm_weight))
+        values = _output_shapes(input.meta["val"], hidden.meta["val"].shape[-1])
+        fused.meta["val"] = values
+        out, scaled, squares = (graph.call_function(operator.getitem, (fused, i)) for i in range(3))
+        for node, value in zip((out, scaled, squares), values, strict=True):
+            node.meta["val"] = value
+    for user in users:
+        user.args = (scaled, *user.args[1:-2], squares, eps)
     graph.erase_node(norm)
+    _replace(graph, hidden, out, erased=())
 
 
 def _fuse_gating(graph: torch.fx.Graph, silu: torch.fx.Node) -> None:
@@ -285,9 +356,8 @@ def _fuse_gating(graph: torch.fx.Graph, silu: torch.fx.Node) -> None:
         or any(list(part.users) != [user] for user, part in parts.items())
     ):
         return
-    input, weight, bias, _, norm_weight, eps = product.args
     with graph.inserting_before(times):
-        fused = graph.call_function(_OWN.few_row_gated.default, (input, weight, bias, norm_weight, eps))
+        fused = graph.call_function(_OWN.few_row_gated.default, (*product.args[:3], None, 0.0))
     _replace(graph, times, fused, erased=(silu, gate, other, product))
 
 
