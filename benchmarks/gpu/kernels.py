@@ -58,6 +58,7 @@ def cases(n: int) -> dict[str, Case]:
         "decode of 1": Case(decodes(1, n), 1),
         "decode of 8": Case(decodes(8, n, separate_contexts=True), 8),
         "decode of 8, shared": Case(decodes(8, n), 8),
+        "decode of 32": Case(decodes(32, n, separate_contexts=True), 32),
         "prefill": Case(whole, 1, causal=True),
     }
 

@@ -6,7 +6,7 @@ from statistics import median
 from choreograph import Message, Session
 
 from ..common import greedy, interleaved, random_tokens, seconds
-from . import predictions
+from . import plain_loop, predictions
 from .bench import Bench, PartResult, now
 from .budget import Allowance
 
@@ -20,6 +20,9 @@ def measure(bench: Bench, allowance: Allowance) -> PartResult:
         least = predictions.moved_bytes(model, work) / bench.bandwidth
         result[f"decode step, {name}"] = [1e3 * t for t in taken]
         result[f"decode step, {name}: share of the limit"] = [least / t for t in taken]
+        if name == "batch 32":
+            loop = plain_loop.decode_seconds(bench, work.rows)
+            result[f"decode step, {name}: a plain loop over it"] = [loop / t for t in taken]
     return result | moved(bench, allowance)
 
 

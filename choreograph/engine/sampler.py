@@ -25,6 +25,8 @@ from .request import DecodeState
 
 CANDIDATES = 512
 
+ARGMAX_PARTS = 64  # of the vocabulary, on a GPU
+
 NAN_LOGITS, NEEDS_FULL_VOCAB = -2, -1  # sentinels in place of token ids
 
 _EMPTY_INPUT_IDS: Any = torch.empty(1, 0, dtype=torch.long)  # the warpers ignore it
@@ -194,7 +196,12 @@ def _sample_batch(
 def _largest(logits: Float[Tensor, "B V"]) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
     """Return the largest logit of every row and its token."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
-        return logits.max(-1)
+        batch, vocabulary = logits.shape
+        if vocabulary % ARGMAX_PARTS:
+            return logits.max(-1)
+        values, indices = logits.view(batch, ARGMAX_PARTS, -1).max(-1)  # one row alone would occupy one multiprocessor
+        largest, part = values.max(-1)
+        return largest, part * (vocabulary // ARGMAX_PARTS) + indices.gather(-1, part[:, None])[:, 0]
     tokens = torch.from_numpy(logits.numpy().argmax(-1))  # vectorized, unlike torch's: a tenth of the time
     return logits.gather(-1, tokens[:, None])[:, 0], tokens
 
