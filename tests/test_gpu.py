@@ -21,11 +21,16 @@ pytestmark = pytest.mark.gpu
 
 
 def heard(
-    name: str, device: str, backend: str = "auto", host: int | None = None, compile: bool = False
+    name: str,
+    device: str,
+    backend: str = "auto",
+    host: int | None = None,
+    compile: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> list[list[float]]:
     """Log-probabilities of forced tokens in a graph of moved, reordered messages."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype).eval()
     cache = CacheConfig(capacity=256 if host else 1024, page_size=4, poison_freed_pages=True, host_capacity=host)
     config = EngineConfig(backend=backend, cache=cache, compile=compile, compile_sizes=(2, 8, 16) if compile else None)
     engine = Engine.from_pretrained(model, device=device, config=config)
@@ -84,6 +89,12 @@ def test_graphs_say_the_same(name):
         warnings.filterwarnings("error", message=".*not recorded")
         graphed = heard(name, "cuda", "triton", compile=True)
     torch.testing.assert_close(torch.tensor(graphed), torch.tensor(heard(name, "cpu")), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, window", "gemma2", "granite"])
+def test_graphs_of_few_rows_say_the_same_in_bfloat16(name):
+    eager, graphed = (heard(name, "cuda", "triton", compile=c, dtype=torch.bfloat16) for c in (False, True))
+    torch.testing.assert_close(torch.tensor(graphed), torch.tensor(eager), atol=6e-2, rtol=2e-2)
 
 
 def test_tokens_are_drawn_alike_on_both_devices():

@@ -14,9 +14,11 @@ from .predictions import PRESETS
 PAGES = (DETAILS / "gpu.md", Path(__file__).parents[2] / "docs" / "performance.md")
 SUMMARY_MEASURES = (  # rows of docs/performance.md
     "decode step, batch 1",
+    "decode step, batch 1: share of the limit",
     "decode step, batch 8",
     "decode step, batch 8: share of the limit",
     "decode step, batch 8, shared",
+    "decode step, batch 32: a plain loop over it",
     "first token, moved over home",
     "triton, decode of 1: SDPA over it",
     "triton, decode of 8, shared: SDPA over it",
