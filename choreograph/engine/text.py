@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -69,6 +69,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._cache: dict[Any, Any] = {}
+        # a tokenizer builds its whole vocabulary for each look-up; clients name the texts, so the number is limited
+        self.special_token_id = lru_cache(maxsize=256)(self._special_token_id)
 
     def encode(self, turn: Turn, *, opening: bool, after_system: bool = False) -> list[int]:
         """Tokenize a complete turn: header, text and footer.
@@ -155,7 +157,7 @@ class ChatTemplate:
         """Token ids of single bytes (sentencepiece byte fallback)."""
         return frozenset(i for token, i in self.tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
 
-    def special_token_id(self, text: str) -> int | None:
+    def _special_token_id(self, text: str) -> int | None:
         """Return the id of a special token that decoding skips, or None."""
         token: int | None = self.tokenizer.get_vocab().get(text)
         return None if token is None or self.tokenizer.decode([token], skip_special_tokens=True) else token

@@ -6,6 +6,7 @@ import hmac
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from fastapi import Request
@@ -217,9 +218,10 @@ class InferenceService:
             self._compiler = GrammarCompiler(self.engine.tokenizer, self.engine.model_info.vocab_size)
         return self._compiler
 
-    @property
+    @cached_property
     def end_of_thinking(self) -> int | None:
         """Token that ends the reasoning, if it is one token."""
+        # for each look-up, a tokenizer builds its whole vocabulary
         token: int | None = self.engine.tokenizer.get_vocab().get(THINK_END)
         return token
 
