@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import random
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -275,11 +276,42 @@ async def test_requests_that_read_a_message_that_does_not_arrive_compute_it(talk
         await replicas.run(replicas.source, spec_of(first, second))
         replicas.change = FAILURES["corrupted keys"]
         specs = [spec_of(first, second), spec_of(third, second, first), spec_of(first, second, third)]
+        specs.append(dataclasses.replace(specs[0], repair=0.3))
         results = await asyncio.gather(*(replicas.run(replicas.reader, spec) for spec in specs))
         replicas.change = gone
         expected = [await replicas.run(replicas.source, spec) for spec in specs]
         assert [tokens for tokens, *_ in results] == [tokens for tokens, *_ in expected]
         assert not any(counts.remote for _, _, counts in results)
+
+
+async def run_random_requests(folder, group_bytes):
+    """Return tokens and counts of requests whose transfers fail at random, and whose messages are evicted at random."""
+    rng, results = random.Random(7), []
+    failures = [change for name, change in FAILURES.items() if name != "slow"]
+    async with pair(folder, group_bytes=group_bytes) as replicas:
+        cache = replicas.reader.engine.core.cache_manager
+
+        def evict_all():
+            for entry in cache.evictable(partial=False):
+                cache.evict_entry(entry)
+
+        for _ in range(16):
+            spec = spec_of(*(message(number, 16 + 4 * number) for number in rng.sample(range(14), rng.randint(2, 4))))
+            replicas.change = rng.choice(failures) if rng.random() < 0.5 else lambda groups: groups
+            if rng.random() < 0.8:
+                await replicas.run(replicas.source, spec)
+            if rng.random() < 0.3:
+                await replicas.reader.thread.call(evict_all)
+            tokens, _, counts = await replicas.run(replicas.reader, spec)
+            results.append((tokens, counts.remote, counts.computed))
+            await replicas.reader.thread.call(replicas.reader.engine.check)
+        return results, replicas.fetcher.num_failures
+
+
+async def test_arrival_by_layer_is_that_of_whole_messages_under_random_failures(talker_folder):
+    results, num_failures = await run_random_requests(talker_folder, 1 << 30)
+    assert await run_random_requests(talker_folder, 1) == (results, num_failures)
+    assert num_failures > 3 and sum(remote > 0 for _, remote, _ in results) > 3
 
 
 async def test_two_requests_fetch_a_message_once(talker_folder):
