@@ -270,6 +270,31 @@ async def test_a_step_begins_before_all_layers_are_there(talker_folder):
         assert num_ready == [2] and replicas.num_groups == core.hf_model.model_info.layers > 1
 
 
+async def test_running_requests_go_on_while_layers_are_on_their_way(talker_folder, monkeypatch):
+    monkeypatch.setattr(message_transfer, "TIMEOUT", 60.0)
+    async with pair(talker_folder, group_bytes=1) as replicas:
+        await replicas.run(replicas.source, spec_of(message(1)))
+        core, running_has_ended = replicas.reader.engine.core, asyncio.Event()
+
+        async def after_the_running_request(groups):
+            yield await anext(groups)
+            await running_has_ended.wait()
+            async for group in groups:
+                yield group
+
+        sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+        long = dataclasses.replace(spec_of(message(2)), sampling=sampling)
+        running = asyncio.create_task(replicas.run(replicas.reader, long))
+        while not core.scheduler.running:
+            await asyncio.sleep(0.005)
+        replicas.change = after_the_running_request
+        waiting = asyncio.create_task(replicas.run(replicas.reader, spec_of(message(1))))
+        tokens, *_ = await running
+        running_has_ended.set()
+        _, _, counts = await waiting
+        assert len(tokens) == 100 and (counts.remote, counts.computed) == (48, 2)
+
+
 async def test_requests_that_read_a_message_that_does_not_arrive_compute_it(talker_folder):
     async with pair(talker_folder, group_bytes=1) as replicas:
         first, second, third = message(1), message(2), message(3)
