@@ -13,10 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
+import ray
 from ray import serve
 
 from choreograph.cluster import deployment
 from choreograph.cluster.routing import POLICIES
+from choreograph.utils import connect_to_ray
 
 from .common import Row, median_row, save
 
@@ -62,9 +64,9 @@ WORKLOADS = {"debate": debate, "supervisor": supervisor, "retrieval": retrieval}
 def measure(router: str, workload: Callable[..., None], num_workflows: int, concurrency: int) -> dict[str, Any]:
     """Run a workload on two new replicas."""
     app = deployment.build_app({"replicas": 2, "router": router, "capacity": 32768, "reuse": "messages"})
-    cluster = deployment.start(app, host="127.0.0.1", port=PORT, num_cpus=2, log_to_driver=False)
+    cluster = deployment.start(app, host="127.0.0.1", port=PORT)
     ttft: list[float] = []
-    totals = {"prompt": 0, "computed": 0, "remote": 0}
+    usages: list[Any] = []  # of every answer
     try:
         with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
             model = client.models.list().data[0].id
@@ -86,9 +88,7 @@ def measure(router: str, workload: Callable[..., None], num_workflows: int, conc
                         first = first or time.perf_counter() - began
                         answer += chunk.choices[0].delta.content
                     if chunk.usage:
-                        totals["prompt"] += chunk.usage.prompt_tokens
-                        totals["computed"] += chunk.usage.choreography["computed_tokens"]
-                        totals["remote"] += chunk.usage.choreography["remote_tokens"]
+                        usages.append(chunk.usage.choreography)
                 ttft.append(first or time.perf_counter() - began)
                 return answer
 
@@ -99,6 +99,7 @@ def measure(router: str, workload: Callable[..., None], num_workflows: int, conc
     finally:
         cluster.stop()
     work = [load.stats.num_batched_tokens for load in loads]
+    totals = {name: sum(usage[f"{name}_tokens"] for usage in usages) for name in ("computed", "remote")}
     return {**totals, "ttft": ttft, "imbalance": max(work) / (sum(work) / len(work)) - 1}
 
 
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=4)
     arguments = parser.parse_args()
     rows = []
+    connect_to_ray("local", num_cpus=2, log_to_driver=False)  # of all measurements; each has new replicas
     for name in arguments.workloads:
         computed: dict[str, float] = {}
         for router in arguments.routers:
@@ -128,6 +130,8 @@ def main() -> None:
             share = computed["message"] / min(others)
             label = f"{name}: computed tokens of message routing, of the best other"
             rows.append(Row(label, share, "share", share, share, "lower", 0.6))
+    serve.shutdown()
+    ray.shutdown()
     save("ray_routing", rows)
 
 

@@ -26,6 +26,7 @@ ChoreographError
 │   ├── RequestTooLargeError               request larger than the whole KV cache
 │   └── CacheBusyError                     space is available after a running transfer
 ├── RequestFailedError (RuntimeError)      failed parent, or a failed process of the engine
+│   └── LostContextError                   context that could not be received from another process
 └── SessionClosedError (RuntimeError)      request on a closed session or engine
 """
 
@@ -128,6 +129,10 @@ class CacheBusyError(CacheFullError):
 
 class RequestFailedError(ChoreographError, RuntimeError):
     """Failed request, failed parent, or failed process of the engine."""
+
+
+class LostContextError(RequestFailedError):
+    """Context that could not be received from another process."""
 
 
 class SessionClosedError(ChoreographError, RuntimeError):

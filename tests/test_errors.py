@@ -656,6 +656,7 @@ def test_the_exception_tree():
         e.InvalidPositionError: e.InvalidRequestError,
         e.CacheFullError: MemoryError,
         e.RequestFailedError: RuntimeError,
+        e.LostContextError: e.RequestFailedError,
         e.SessionClosedError: RuntimeError,
     }
     for kind, base in bases.items():

@@ -320,6 +320,8 @@ def bench(
     max_tokens: common.MaxTokensOption = 160,
     temperature: common.TemperatureOption = 0.7,
     seed: common.SeedOption = 0,
+    ray: common.RayOption = None,
+    ray_workers: common.RayWorkersOption = None,
     as_json: common.JsonOption = False,
 ) -> None:
     """Time a workflow in all its conditions, forced to the same tokens."""
@@ -328,20 +330,25 @@ def bench(
     from ..sampling_params import SamplingParams
     from ..workflows import find
 
+    common.check_ray_options(ray, ray_workers)
     function = find(workflow)
     examples = examples_for(function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed)
-    summary = report.bench(
-        open_engine(model, dtype, compile, device=device),
-        make_console(quiet=as_json),
-        workflow,
-        function,
-        examples,
-        out or Path("out") / "bench" / Path(workflow).stem,
-        conditions=report.select_conditions(function, condition or []),
-        options=parse_options(option),
-        sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
-        seed=seed,
-    )
+    load_engine = partial(open_engine, model, dtype, compile, device=device)
+    engine = load_engine()
+    with common.open_ray_workers(ray, ray_workers, load_engine, engine) as workers:
+        summary = report.bench(
+            engine,
+            make_console(quiet=as_json),
+            workflow,
+            function,
+            examples,
+            out or Path("out") / "bench" / Path(workflow).stem,
+            conditions=report.select_conditions(function, condition or []),
+            options=parse_options(option),
+            sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
+            seed=seed,
+            workers=workers,
+        )
     if as_json:
         print(json.dumps(summary))
 

@@ -1,28 +1,36 @@
 """Transfer of encoded messages between replicas.
 
 A request names replicas that hold its messages (`RouteRequest.sources`). What is missing here is fetched from
-them if that is expected to be faster than computing it. Any failure ends in computing.
+them if that is expected to be faster than computing it. Layers arrive in groups: a request is submitted when the
+first one is here, and its steps wait for each layer. Any failure ends in computing.
 """
 
 import asyncio
-import itertools
 import logging
+import math
 import time
-import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from fastapi import Request
 
 from ..engine.kv_export import KVSnapshot, copy_kv
 from ..engine.request import RequestState
-from ..kv_cache.tiers import as_bytes, checksum
+from ..errors import LostContextError
+from ..kv_cache.entry import KVEntry
+from ..kv_cache.pool import KVPool
+from ..kv_cache.tiers import TransferOps, as_bytes, checksum, write_layer
 from ..server.chat_prompt import Segment
+from ..server.engine_thread import ChoiceUpdate
 from ..server.message_store import IMPORTED, WorkflowKey
-from ..server.service import GenerationSpec, InferenceService
+from ..server.service import GenerationSpec, InferenceService, RunningRequest
 from .content_keys import segment_key
 from .routing import RouteRequest, TransferMode
 
@@ -31,6 +39,10 @@ MIN_TOKENS = 64  # of messages that are fetched at once in mode "auto"; fewer ar
 TIMEOUT = 5.0  # seconds that a transfer may take at most
 
 MAX_LOADS = 4  # concurrent loads of a prefetch
+
+GROUP_BYTES = 1 << 20  # of layers that are sent at once; at least one layer
+
+MAX_RESTARTS = 3  # of a request whose messages do not arrive
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +54,25 @@ class MessageQuery:
     route: RouteRequest  # pinned to the replica that is asked
     key: WorkflowKey  # of which they are; the answer has no others
     contents: list[str | tuple[int, ...]]  # under which they are stored
+    group_bytes: int = GROUP_BYTES
+
+
+class SentLayer(NamedTuple):
+    """Keys and values of one layer of a message.
+
+    Arrays of bytes, (T, bytes of a token), since Ray passes them on without a copy.
+    """
+
+    message: int  # number among those of a query
+    layer: int
+    keys: np.ndarray
+    values: np.ndarray
+    checksum: int  # of the message's, and of the above
 
 
 @dataclass(frozen=True)
 class SentMessage:
-    """Keys and values of one message.
-
-    Arrays, since Ray passes them on without a copy.
-    """
+    """One message, without its layers."""
 
     content_keys: list[object]  # under which it is stored
     tokens: list[int]
@@ -57,53 +80,45 @@ class SentMessage:
     model_hash: str
     content_hash: str
     dtype: str  # of torch
-    shapes: list[tuple[int, ...]]  # of every array
-    arrays: list[np.ndarray]  # bytes of keys and values in turn, of every layer
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # of keys and values, of every layer
     checksum: int = 0  # of all of the above
 
     @classmethod
     def of(cls, content_keys: Sequence[object], tokens: list[int], snapshot: KVSnapshot) -> "SentMessage":
-        tensors = [tensor.contiguous() for layer in snapshot.layers for tensor in layer]
         message = cls(
             list(content_keys),
             tokens,
             snapshot.base_position,
             snapshot.model_hash,
             snapshot.content_hash,
-            str(tensors[0].dtype).removeprefix("torch."),
-            [tuple(tensor.shape) for tensor in tensors],
-            [as_bytes(tensor) for tensor in tensors],
+            str(snapshot.layers[0][0].dtype).removeprefix("torch."),
+            [(tuple(keys.shape), tuple(values.shape)) for keys, values in snapshot.layers],
         )
         object.__setattr__(message, "checksum", message.compute_checksum())
         return message
 
     def compute_checksum(self) -> int:
-        header = [getattr(self, name) for name in self.__dataclass_fields__ if name not in ("arrays", "checksum")]
-        return checksum(itertools.chain([repr(header).encode()], (np.ascontiguousarray(a).data for a in self.arrays)))
+        header = [getattr(self, name) for name in self.__dataclass_fields__ if name != "checksum"]
+        return checksum([repr(header).encode()])
 
-    def to_snapshot(self) -> KVSnapshot:
-        """Return the keys and values.
-
-        Raises:
-            ValueError: if anything differs from what was sent.
-        """
-        if self.compute_checksum() != self.checksum:
-            raise ValueError("the message is damaged, its checksum differs")
-        with warnings.catch_warnings(action="ignore"):  # arrays in Ray's store cannot be written; they are only read
-            tensors = [
-                torch.from_numpy(array).view(getattr(torch, self.dtype)).reshape(shape)
-                for array, shape in zip(self.arrays, self.shapes, strict=True)
-            ]
-        layers = list(zip(tensors[::2], tensors[1::2], strict=True))
-        return KVSnapshot(self.base_position, layers, self.model_hash, self.content_hash)
+    def layer_checksum(self, layer: int, keys: np.ndarray, values: np.ndarray) -> int:
+        header = repr((self.checksum, layer)).encode()
+        return checksum([header, np.ascontiguousarray(keys).data, np.ascontiguousarray(values).data])
 
 
-# sends a query to a replica; raises anything where that fails
-MessageTransport = Callable[[str, MessageQuery], Awaitable[Sequence[SentMessage]]]
+class SentGroup(NamedTuple):
+    """Some layers of all messages of a query."""
+
+    messages: list[SentMessage]  # in the first group; the others have none
+    layers: list[SentLayer]
 
 
-async def export_messages(service: InferenceService, query: MessageQuery) -> list[SentMessage]:
-    """Return what this replica has of a query."""
+# sends a query to a replica and yields what comes; raises anything where that fails
+MessageTransport = Callable[[str, MessageQuery], AsyncGenerator[SentGroup]]
+
+
+async def export_messages(service: InferenceService, query: MessageQuery) -> AsyncGenerator[SentGroup]:
+    """Yield what this replica has of a query, in groups of layers."""
     core, store = service.engine.core, service.planner.store
     await asyncio.to_thread(core.model_set.weights_hash, query.key.model)  # slow the first time
 
@@ -121,7 +136,22 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> lis
         return result
 
     copies = await service.thread.call(copy)
-    return await asyncio.to_thread(lambda: [SentMessage.of(*item) for item in copies])
+    messages, snapshots = [SentMessage.of(*item) for item in copies], [snapshot for *_, snapshot in copies]
+
+    def group(first: int, end: int) -> SentGroup:
+        layers = []
+        for layer in range(first, end):
+            for number, snapshot in enumerate(snapshots):
+                keys, values = (as_bytes(tensor.contiguous()) for tensor in snapshot.layers[layer])
+                value = messages[number].layer_checksum(layer, keys, values)
+                layers.append(SentLayer(number, layer, keys, values, value))
+        return SentGroup([] if first else messages, layers)
+
+    num_layers = len(snapshots[0].layers) if snapshots else 1
+    num_bytes = sum(tensor.nbytes for snapshot in snapshots for layer in snapshot.layers for tensor in layer)
+    size = max(1, query.group_bytes * num_layers // max(1, num_bytes))  # layers
+    for first in range(0, num_layers, size):
+        yield await asyncio.to_thread(group, first, min(first + size, num_layers))
 
 
 def load_stored(service: InferenceService, spec: GenerationSpec) -> None:
@@ -174,24 +204,89 @@ def _mean(old: float | None, new: float) -> float:
     return new if old is None else 0.7 * old + 0.3 * new
 
 
+@dataclass(eq=False)
+class ArrivingMessage:
+    """Layers of one message that arrive in a KV entry.
+
+    Raises:
+        ValueError: if anything differs from what was sent.
+    """
+
+    message: SentMessage
+    layers: "list[Future[SentLayer]]" = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.message.compute_checksum() != self.message.checksum:
+            raise ValueError("the message is damaged, its checksum differs")
+        self.layers = [Future() for _ in self.message.shapes]
+
+    def verify(self, sent: SentLayer) -> None:
+        """Raise ValueError unless a layer is what was sent."""
+        shapes, size = self.message.shapes[sent.layer], getattr(torch, self.message.dtype).itemsize
+        expected = [(length, math.prod(shape) * size) for length, *shape in shapes]
+        if [sent.keys.shape, sent.values.shape] != expected:
+            raise ValueError(f"layer {sent.layer} is truncated: {sent.keys.shape} are not {expected[0]} bytes")
+        if self.message.layer_checksum(sent.layer, sent.keys, sent.values) != sent.checksum:
+            raise ValueError(f"layer {sent.layer} is damaged, its checksum differs")
+
+    @property
+    def is_complete(self) -> bool:
+        return all(layer.done() for layer in self.layers)
+
+    def end(self) -> None:
+        """Let the load of a layer that has not arrived fail."""
+        for layer in self.layers:
+            if not layer.done():
+                layer.set_exception(ConnectionError("it did not arrive"))
+
+    @property
+    def snapshot(self) -> KVSnapshot:
+        """What arrives, with tensors that have no content."""
+        message, dtype = self.message, getattr(torch, self.message.dtype)
+        layers: Any = [
+            tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes) for shapes in message.shapes
+        ]
+        return KVSnapshot(message.base_position, layers, message.model_hash, message.content_hash)
+
+    def load(self, pool: KVPool, entry: KVEntry) -> TransferOps:
+        """Return the operations that copy the layers into an entry."""
+
+        def copy_layer(layer: int) -> None:
+            sent = self.layers[layer].result(2 * TIMEOUT)  # `end` is called before
+            write_layer(pool, layer, entry.pages, len(entry.tokens), {"keys": sent.keys, "values": sent.values})
+
+        return TransferOps(copy_layer)
+
+
 class MessageFetcher:
-    """Fetches missing messages of requests before they are submitted.
+    """Fetches missing messages of requests.
 
     Args:
         name: of this replica.
+        group_bytes: of layers that are sent at once.
     """
 
     def __init__(
-        self, service: InferenceService, transport: MessageTransport, name: str, mode: TransferMode = "auto"
+        self,
+        service: InferenceService,
+        transport: MessageTransport,
+        name: str,
+        mode: TransferMode = "auto",
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
         self._service, self._transport, self._name, self._mode = service, transport, name, mode
+        self._group_bytes = group_bytes
+        self._tasks: set[asyncio.Task[None]] = set()  # transfers that run
         self.costs = TransferCosts()
         self.num_failures = 0  # transfers that ended in computing
         # one request of a workflow at a time: the next one finds what the first has fetched
         self._locks: WeakValueDictionary[WorkflowKey, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch_missing(self, spec: GenerationSpec, sources: Mapping[int, Sequence[str]]) -> None:
-        """Store what this replica lacks of a request and others have."""
+        """Store what this replica lacks of a request and others have.
+
+        Returns when its first layers are here.
+        """
         if self._mode == "never" or spec.reuse != "messages" or not sources:
             return
         lock = self._locks.setdefault(spec.key, asyncio.Lock())
@@ -201,59 +296,111 @@ class MessageFetcher:
                 names = [name for name in sources.get(segment_key(spec, segment), ()) if name != self._name]
                 if names:
                     by_source.setdefault(names[0], []).append(segment)
-            await asyncio.gather(*(self._fetch(spec.key, *item) for item in by_source.items()))
+            events = []
+            for source, segments in by_source.items():
+                events.append(started := asyncio.Event())
+                task = asyncio.create_task(self._fetch(spec.key, source, segments, started))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            for started in events:
+                await started.wait()
 
     def _missing(self, spec: GenerationSpec) -> list[Segment]:
         store, segments = self._service.planner.store, dict.fromkeys(s for p in spec.prompts for s in p.segments)
         return [s for s in segments if not any(store.find(spec.key, (content, 0)) for content in _contents(s))]
 
-    async def _fetch(self, key: WorkflowKey, source: str, segments: Sequence[Segment]) -> None:
+    async def _fetch(self, key: WorkflowKey, source: str, segments: Sequence[Segment], started: asyncio.Event) -> None:
         """Fetch messages from a replica.
 
         After any failure they are left to be computed.
+
+        Args:
+            started: set when the messages are stored and their first layers are here, or after a failure.
         """
         num_tokens, costs = sum(len(segment.tokens) for segment in segments), self.costs
         if self._mode == "auto" and not costs.is_worth_fetching(num_tokens):
+            started.set()
             return
         contents = [content for segment in segments for content in _contents(segment)]
         timeout, began = costs.timeout(num_tokens) if self._mode == "auto" else TIMEOUT, time.perf_counter()
+        query = MessageQuery(RouteRequest(pinned=source), key, contents, self._group_bytes)
+        arriving: list[ArrivingMessage] = []
+
+        def verify(layers: Sequence[SentLayer]) -> None:
+            for layer in layers:
+                arriving[layer.message].verify(layer)
+
         try:
-            model_set = self._service.engine.core.model_set
-            async with asyncio.timeout(timeout):
-                await asyncio.to_thread(model_set.weights_hash, key.model)  # slow the first time
-                sent = await self._transport(source, MessageQuery(RouteRequest(pinned=source), key, contents))
-                snapshots = await asyncio.to_thread(lambda: [message.to_snapshot() for message in sent])
-            num_imported = await self._service.thread.call(lambda: self._store(key, contents, sent, snapshots))
+            async with asyncio.timeout(timeout), aclosing(self._transport(source, query)) as groups:
+                await asyncio.to_thread(self._service.engine.core.model_set.weights_hash, key.model)  # slow at first
+                num_imported = 0
+                async for group in groups:
+                    is_first = not started.is_set()
+                    if is_first:
+                        arriving = [ArrivingMessage(message) for message in group.messages]
+                    await asyncio.to_thread(verify, group.layers)
+                    if is_first:
+                        num_imported = await self._service.thread.call(partial(self._store, key, contents, arriving))
+                    for layer in group.layers:
+                        arriving[layer.message].layers[layer.layer].set_result(layer)
+                    started.set()
+                    if not num_imported:
+                        return
+                if not arriving or not all(message.is_complete for message in arriving):
+                    raise ConnectionError("some layers did not arrive")
         except Exception as exc:  # the other replica, the network or what came: each of them ends in computing
             self.num_failures += 1
-            logger.warning("messages of replica %s are computed here: %s", source, exc or type(exc).__name__)
+            logger.warning("messages of replica %s are computed here: %s", source, str(exc) or type(exc).__name__)
             if isinstance(exc, TimeoutError):
                 costs.observe_receiving(num_tokens, 2 * timeout)
-            return
-        if num_imported:
+        else:
             costs.observe_receiving(num_imported, time.perf_counter() - began)
+        finally:
+            for message in arriving:
+                message.end()
+            started.set()
 
-    def _store(
-        self, key: WorkflowKey, contents: list[Any], sent: Sequence[SentMessage], snapshots: Sequence[KVSnapshot]
-    ) -> int:
-        """Store received messages; return the number of their tokens.
+    def _store(self, key: WorkflowKey, contents: list[Any], arriving: Sequence[ArrivingMessage]) -> int:
+        """Store messages that are arriving; return the number of their tokens.
 
         Runs in the engine's thread.
         """
         store, num_tokens = self._service.planner.store, 0
         workflow = store.open(key)
         try:
-            for message, snapshot in zip(sent, snapshots, strict=True):
+            for item in arriving:
+                message = item.message
                 keys = [name for name in message.content_keys if store.find(key, name) is None]
                 if not any((content, 0) in keys for content in contents):
                     continue  # another request has stored it, or it was not asked for
-                imported = workflow.session._variants.import_encoded(message.tokens, snapshot)
+                imported = workflow.session._variants.import_encoded(message.tokens, item.snapshot, item.load)
                 if imported is not None:
                     store.add(key, imported, IMPORTED, keys)
                     num_tokens += len(message.tokens)
         finally:
             store.close(key)
         return num_tokens
+
+
+async def run_request(
+    service: InferenceService, request: Request, spec: GenerationSpec
+) -> AsyncGenerator[tuple[RunningRequest, list[ChoiceUpdate]]]:
+    """Submit a request and yield its updates.
+
+    It is submitted again where messages that it found do not arrive: they are computed then, in its context. No token
+    was sent before, since the first one needs all layers, unless there are several prompts.
+    """
+    for num_left in reversed(range(MAX_RESTARTS + 1)):
+        running, has_started = service.submit(request, spec), False
+        try:
+            async with aclosing(running.updates()) as updates:
+                async for choices in updates:
+                    has_started = True
+                    yield running, choices
+            return
+        except LostContextError:
+            if has_started or not num_left:
+                raise
 
 
 def _contents(segment: Segment) -> list[str | tuple[int, ...]]:

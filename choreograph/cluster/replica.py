@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ from ..server.app import create_app
 from ..server.engine_thread import ChoiceUpdate, load_engine
 from ..server.reuse import SourceCounts
 from ..server.server_config import ServerConfig
-from ..server.service import GenerationSpec, InferenceService, RunningRequest
-from .message_transfer import MessageFetcher, MessageQuery, SentMessage, export_messages, load_stored
+from ..server.service import GenerationSpec, InferenceService
+from .message_transfer import MessageFetcher, MessageQuery, SentGroup, export_messages, load_stored, run_request
 from .routing import RouteRequest, TransferMode
 
 
@@ -123,15 +124,16 @@ class EngineReplica:
         context = serve.get_replica_context()
         self._name: str = context.replica_id.unique_id
         self._version = version
-        others = serve.get_deployment_handle(context.deployment, context.app_name).options(method_name="export")
+        handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        others: Any = handle.options(method_name="export", stream=True)
 
-        async def ask(source: str, query: MessageQuery) -> Sequence[SentMessage]:
+        async def ask(source: str, query: MessageQuery) -> AsyncGenerator[SentGroup]:
             response = others.remote(query)
             try:
-                return await response
-            except asyncio.CancelledError:
+                async for group in response:
+                    yield group
+            finally:  # also where the reader has ended, or waits no longer
                 response.cancel()
-                raise
 
         if transfer != "never":  # before it is needed: it reads all weights
             model_set = engine.core.model_set
@@ -149,34 +151,30 @@ class EngineReplica:
         stats = await self._service.stats()
         return ReplicaLoad(self._name, os.getpid(), stats)
 
-    async def export(self, query: MessageQuery) -> list[SentMessage]:
-        """Return messages for another replica."""
-        return await export_messages(self._service, query)
+    async def export(self, query: MessageQuery) -> AsyncGenerator[SentGroup]:
+        """Yield messages for another replica."""
+        async for group in export_messages(self._service, query):
+            yield group
 
     async def generate(self, call: ReplicaCall) -> AsyncIterator[str | ReplicaUpdate | ReplicaError]:
         """Run a request: yield this replica's name, then updates or an error."""
         yield self._name
-        updates = None
         try:
             if call.version not in (None, self._version):
                 raise ApiError(503, "the model is being updated: retry later", type="service_unavailable")
             await self._service.thread.call(lambda: self._declare(call))
             await self._fetcher.fetch_missing(call.spec, call.route.sources)
             request: Any = _Connection()
-            running: RunningRequest = self._service.submit(request, call.spec)
-            updates = running.updates()
-            async for choices in updates:
-                yield ReplicaUpdate(choices, running.counts)
+            # a caller that ends early cancels the request
+            async with aclosing(run_request(self._service, request, call.spec)) as updates:
+                async for running, choices in updates:
+                    yield ReplicaUpdate(choices, running.counts)
             ttft = [choice.timing.ttft for choice in choices if choice.timing is not None]
             if ttft and ttft[0] is not None and not running.counts.cached:
                 self._fetcher.costs.observe_computing(running.counts.computed, ttft[0])
         except Exception as exc:
             error = to_api_error(exc)
             yield ReplicaError(error.status, error.body, error.headers)
-        finally:  # a caller that ends early cancels the request
-            close: Any = getattr(updates, "aclose", None)
-            if close is not None:
-                await close()
 
     async def prefetch(self, call: ReplicaCall) -> None:
         """Load the messages of an expected request, from replicas and tiers."""

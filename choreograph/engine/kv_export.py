@@ -6,6 +6,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +25,9 @@ from ..errors import (
 )
 from ..kv_cache.entry import KVEntry, KVSlice
 from ..kv_cache.hashing import portable_content_hash
-from ..kv_cache.pool import LayerKeyValues
+from ..kv_cache.pool import KVPool, LayerKeyValues
 from ..kv_cache.tiers import TransferOps, as_bytes, checksum
-from ..kv_cache.transfer import ThreadExecutor
+from ..kv_cache.transfer import ThreadExecutor, make_executor
 from ..outputs import Usage
 from ..utils import atomic_write, ensure_writable
 from .core import EngineCore
@@ -192,7 +193,13 @@ def unpin_session(core: EngineCore, session_id: int) -> None:
 
 
 def import_kv(
-    core: EngineCore, request: Request, snapshot: KVSnapshot, *, check: bool, any_context: bool = False
+    core: EngineCore,
+    request: Request,
+    snapshot: KVSnapshot,
+    *,
+    check: bool,
+    any_context: bool = False,
+    load: Callable[[KVPool, KVEntry], TransferOps] | None = None,
 ) -> bool:
     """Complete a prefill from a snapshot, without queueing it.
 
@@ -202,6 +209,8 @@ def import_kv(
         check: verify the checksum, which reads the complete snapshot.
         any_context: take a snapshot that was computed in a context that is not here; the request then needs a
             cache salt of its own.
+        load: returns operations that load the entry while steps run; the tensors of the snapshot are not read then.
+            Where loading fails, readers fail with LostContextError.
 
     Raises:
         InvalidRequestError: if the snapshot has other tokens or another context, or is damaged.
@@ -233,8 +242,15 @@ def import_kv(
                     f"the copy was computed at position {snapshot.base_position}, not {entry.base_position}, and "
                     f"{core.hf_model.model_info.name} has learned positions: its keys cannot be rotated"
                 )
-            core.cache_manager.pool.import_slots(entry.slots, snapshot.layers)
-            entry.num_scheduled_tokens = entry.num_computed_tokens = len(entry.tokens)
+            pool = core.cache_manager.pool
+            if load is None:
+                pool.import_slots(entry.slots, snapshot.layers)
+                entry.num_scheduled_tokens = entry.num_computed_tokens = len(entry.tokens)
+            else:
+                entry.can_recompute = False  # until it is here: its readers would get it without its context
+                ops = load(pool, entry)._replace(finish=partial(setattr, entry, "can_recompute", True))
+                executor = make_executor(pool.keys[0].device, idle_seconds=0)  # of its own: it waits for no other load
+                core.cache_manager.offload_manager.load_remote(entry, ops, executor)
             core.events.emit("imported", request=request.id, tokens=len(entry.tokens))
             _adopt(core, request, entry, snapshot.base_position)
             on_error.pop_all()

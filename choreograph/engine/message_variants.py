@@ -4,6 +4,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError, MessageReleasedError, NotAMessageError, WrongSessionError
+from ..kv_cache.entry import KVEntry
+from ..kv_cache.pool import KVPool
+from ..kv_cache.tiers import TransferOps
 from .cross_model import LayerPattern, RemoteContext
 from .kv_export import KVSnapshot, attach_entry, import_kv
 from .labels import unlabelled_salt
@@ -59,18 +62,23 @@ class MessageVariants:
             self._session._register([message])
         return is_imported
 
-    def import_encoded(self, tokens: list[int], snapshot: KVSnapshot) -> Message | None:
+    def import_encoded(
+        self, tokens: list[int], snapshot: KVSnapshot, load: Callable[[KVPool, KVEntry], TransferOps] | None = None
+    ) -> Message | None:
         """Return a message with KV that another engine computed.
 
         Its context may be unknown here. Returns None without capacity for it. If it is evicted, it is computed
         again on its own.
+
+        Args:
+            load: as in `import_kv`.
         """
         message = self._session._build_prefill(tokens)
         if self._session._guard.is_active:
             self._session._guard.apply([message])
         # a prefill of equal tokens must not find it
         message._request.cache_salt += f"\0encoded elsewhere {snapshot.content_hash}"
-        if not import_kv(self._core, message._request, snapshot, check=False, any_context=True):
+        if not import_kv(self._core, message._request, snapshot, check=False, any_context=True, load=load):
             return None
         self._session._register([message])
         return message

@@ -11,7 +11,7 @@ of times.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..errors import CacheBusyError, CacheFullError, RequestFailedError, RequestTooLargeError
+from ..errors import CacheBusyError, CacheFullError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..kv_cache.allocation import grow_entry
 from ..kv_cache.entry import KVEntry, KVSlice
 from ..kv_cache.manager import KVCacheManager
@@ -135,7 +135,7 @@ class ContextLoader:
             if missing is not None and missing.error is not None:
                 raise RequestFailedError(f"its context failed: {missing.error}") from missing.error
             if missing is not None and missing.is_lost:
-                raise RequestFailedError("its context came from another process and is lost: prefill it again")
+                raise LostContextError("its context came from another process and is lost: prefill it again")
             if missing is not None and not missing.tier_copies:
                 stack.append(_Frame(_unique_entries(missing.context), missing))
                 continue

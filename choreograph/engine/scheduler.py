@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from ..errors import CacheFullError, ChoreographError, RequestFailedError, RequestTooLargeError
+from ..errors import CacheFullError, ChoreographError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
@@ -95,7 +95,8 @@ class Scheduler:
             for parent in request.dependencies:
                 if parent.state in (RequestState.FAILED, RequestState.CANCELLED):
                     reason = parent.error or parent.state.value
-                    self._core.fail(request, RequestFailedError(f"parent {parent.id} failed: {reason}"))
+                    kind = LostContextError if isinstance(parent.error, LostContextError) else RequestFailedError
+                    self._core.fail(request, kind(f"parent {parent.id} failed: {reason}"))
                     break
             else:
                 if not request.dependencies_ready:

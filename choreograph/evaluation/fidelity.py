@@ -172,11 +172,15 @@ def time_conditions(
     *,
     options: Mapping[str, Any] | None = None,
     warm_up: bool = True,
+    is_reversed: bool = False,
     on_run: Callable[[], None] = lambda: None,
 ) -> Iterator[RunRecord]:
     """Yield the cost of every example under each condition.
 
     Each example runs alone, from an empty cache, forced to its transcript. The order of the conditions alternates.
+
+    Args:
+        is_reversed: the first example runs under the last condition first.
     """
 
     def measure_cost(example: Example, condition: Condition) -> RunRecord:
@@ -206,11 +210,31 @@ def time_conditions(
             for _, condition in order if warm_up else ():
                 measure_cost(example, condition)
         costs = {}
-        for name, condition in order if number % 2 == 0 else order[::-1]:
+        for name, condition in order if number % 2 == is_reversed else order[::-1]:
             costs[name] = measure_cost(example, condition)
             on_run()
         num_tokens = sum(len(message) for stage in transcripts[example.id].values() for message in stage)
         yield {"id": example.id, "generated": num_tokens, "costs": {name: costs[name] for name in conditions}}
+
+
+def time_on_traces(
+    workflow: WorkflowFunction,
+    conditions: Mapping[str, Condition],
+    options: Mapping[str, Any],
+    engine: Engine,
+    examples: Sequence[Example],
+    baseline: Mapping[str, RunRecord] | None,
+) -> Iterator[RunRecord]:
+    """Yield the costs of some of the examples, as a `RunFunction`.
+
+    Which order of the conditions comes first is drawn, since it may be the only one.
+    """
+    assert baseline is not None or not examples
+    transcripts = {example.id: baseline[example.id]["tokens"] for example in examples} if baseline else {}
+    is_reversed = bool(examples and example_seed(0, examples[0].id) % 2)
+    yield from time_conditions(
+        engine, workflow, examples, transcripts, conditions, options=options, is_reversed=is_reversed
+    )
 
 
 def speed_rows(records: Sequence[RunRecord], baseline: str, other: str) -> dict[str, Estimate]:

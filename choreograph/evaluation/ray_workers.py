@@ -10,10 +10,9 @@ from typing import Any, Literal
 from ..engine.engine import Engine
 from ..errors import ConfigError, RequestFailedError
 from ..utils import connect_to_ray, require
-from ..workflows.run import Condition
 from .datasets import Example
 from .run_dir import RunRecord
-from .runner import ExampleRunner, describe_engine
+from .runner import RunFunction, describe_engine
 
 
 class EngineWorker:
@@ -29,16 +28,12 @@ class EngineWorker:
         self._engine: Engine | None = None
 
     def run(
-        self,
-        runner: ExampleRunner,
-        condition: Condition,
-        examples: Sequence[Example],
-        baseline: Mapping[str, RunRecord] | None,
+        self, function: RunFunction, examples: Sequence[Example], baseline: Mapping[str, RunRecord] | None
     ) -> Iterator[RunRecord]:
         """Yield a record of each example as it ends."""
         if self._engine is None:
             self._engine = self._open()
-        yield from runner.run(self._engine, condition, examples, baseline)
+        yield from function(self._engine, examples, baseline)
 
     def _open(self) -> Engine:
         import torch
@@ -105,17 +100,23 @@ class RayWorkers:
 
     def run(
         self,
-        runner: ExampleRunner,
-        condition: Condition,
+        function: RunFunction,
         examples: Sequence[Example],
         baseline: Mapping[str, RunRecord] | None,
+        *,
+        max_examples: int,
     ) -> Iterator[RunRecord]:
-        """Yield a record of each example as it ends, as `ExampleRunner.run` does."""
+        """Yield a record of each example as it ends.
+
+        Args:
+            function: has to be picklable.
+            max_examples: that a worker gets at once.
+        """
         queue, alone, num_left = deque(examples), deque[Example](), len(examples)
 
         def assign(worker: Any, kind: Literal["load", "run", "alone"], chunk: Sequence[Example]) -> None:
             needed = None if baseline is None else {e.id: baseline[e.id] for e in chunk}
-            generator = worker.run.options(num_returns="streaming").remote(runner, condition, chunk, needed)
+            generator = worker.run.options(num_returns="streaming").remote(function, chunk, needed)
             self._tasks[generator] = _Task(worker, {e.id: e for e in chunk}, kind)
 
         try:
@@ -125,7 +126,7 @@ class RayWorkers:
                     assign(self._workers[-1], "load", [])  # a worker that Ray has no room for gets no examples
                 while self._idle and (queue or alone):
                     if queue:
-                        size = max(1, min(runner.concurrency, len(queue) // (2 * self.num_workers)))
+                        size = max(1, min(max_examples, len(queue) // (2 * self.num_workers)))
                         assign(self._idle.pop(), "run", [queue.popleft() for _ in range(size)])
                     else:
                         assign(self._idle.pop(), "alone", [alone.popleft()])

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,13 @@ from .fidelity import (
     measure_divergence,
     speed_rows,
     summarize_divergence,
-    time_conditions,
+    time_on_traces,
     transcripts,
 )
 from .judge import judge_pairs, judge_prompt
 from .metrics import ORDERED_METRICS, SCORERS, SCORING_VERSION, score
 from .run_dir import RunDirectory, RunRecord, exclusive_dir, read_json_object, write_json
-from .runner import evaluate_conditions, make_run_config
+from .runner import evaluate_conditions, make_run_config, run_examples
 from .splits import shared_units
 from .statistics import Estimate, Units, difference, matched_pairs, mean
 
@@ -393,8 +394,13 @@ def bench(
     sampling: SamplingParams,
     seed: int,
     concurrency: int = 32,
+    workers: "RayWorkers | None" = None,
 ) -> dict[str, Any]:
-    """Time all conditions on the baseline's tokens; write `speed.json` and a plot."""
+    """Time all conditions on the baseline's tokens; write `speed.json` and a plot.
+
+    Args:
+        workers: Run the examples instead of `engine`; all conditions of an example are timed by one worker.
+    """
     _require_libraries()
     require("matplotlib", "viz")
     (baseline, first), *others = conditions.items()
@@ -406,22 +412,26 @@ def bench(
     with exclusive_dir(out):
         records, _ = _run(
             engine, console, "traces", workflow, examples, {baseline: first}, RunDirectory(out / "traces", settings),
-            sampling=sampling, seed=seed, options=options, concurrency=concurrency,
+            sampling=sampling, seed=seed, options=options, concurrency=concurrency, workers=workers,
         )  # fmt: skip
-        traces = {r["id"]: r["tokens"] for r in records[baseline] if not r.get("error")}
+        traces = {r["id"]: r for r in records[baseline] if not r.get("error")}
         errors = [r["error"] for r in records[baseline] if r.get("error")]
-        if errors:
-            print_text(console, f"{len(errors)} traces could not be generated, the first: {errors[0]}")
         if not traces:
             raise DataError(f"{name}: no example could be run")
         run_dir = RunDirectory(out, settings)
         timed = {r["id"]: r for r in run_dir.records("timed")}
         missing = [e for e in examples if e.id in traces and e.id not in timed]
         with progress(console, name, len(traces), len(timed)) as tick:
-            for record in time_conditions(engine, workflow, missing, traces, conditions, options=options):
+            function = partial(time_on_traces, workflow, conditions, options)
+            for record in run_examples(function, engine, workers, missing, traces, max_examples=len(missing)):
+                if record.get("error"):  # of its worker
+                    errors.append(record["error"])
+                    continue
                 run_dir.append("timed", record)
                 timed[record["id"]] = record
                 tick()
+    if errors:
+        print_text(console, f"{len(errors)} examples could not be run, the first: {errors[0]}")
     costs = [timed[e.id] for e in examples if e.id in timed]
     report: dict[str, Any] = {"settings": settings, "n": len(costs), "failed": len(errors), "ratios": {}}
     for other, _ in others:

@@ -91,6 +91,29 @@ def example_seed(seed: int, example: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{example}".encode()).digest()[:7], "big")
 
 
+# yields a record of each example; the records of the baseline are None if it has to read none
+RunFunction = Callable[[Engine, Sequence[Example], Mapping[str, RunRecord] | None], Iterator[RunRecord]]
+
+
+def run_examples(
+    function: RunFunction,
+    engine: Engine,
+    workers: "RayWorkers | None",
+    examples: Sequence[Example],
+    baseline: Mapping[str, RunRecord] | None,
+    *,
+    max_examples: int,
+) -> Iterator[RunRecord]:
+    """Yield a record of each example as it ends.
+
+    Args:
+        workers: run the examples instead of `engine`.
+    """
+    if workers is None:
+        return function(engine, examples, baseline)
+    return workers.run(function, examples, baseline, max_examples=max_examples)
+
+
 @dataclass(frozen=True)
 class ExampleRunner:
     """Settings under which examples run, on any engine."""
@@ -105,8 +128,8 @@ class ExampleRunner:
 
     def run(
         self,
-        engine: Engine,
         condition: Condition,
+        engine: Engine,
         examples: Sequence[Example],
         baseline: Mapping[str, RunRecord] | None,
     ) -> Iterator[RunRecord]:
@@ -170,7 +193,6 @@ def evaluate_conditions(
     if repeated := sorted(id for id, count in Counter(e.id for e in examples).items() if count > 1):
         raise DataError(f"several examples have the ids {repeated[:5]}: give each its own")
     runner = ExampleRunner(workflow, sampling, seed, options or {}, record or make_record, concurrency, max_requests)
-    run = partial(runner.run, engine) if workers is None else partial(workers.run, runner)
     result: dict[str, dict[str, RunRecord]] = {}
     with exclusive_dir(run_dir.path):
         for condition in conditions.values():
@@ -178,7 +200,10 @@ def evaluate_conditions(
         for name, condition in conditions.items():
             baseline = next(iter(result.values()), None) if condition.replayed_stages else None
             records = result[name] = {r["id"]: r for r in run_dir.records(name) if not r.get("error")}
-            for entry in run(condition, [e for e in examples if e.id not in records], baseline):
+            missing = [e for e in examples if e.id not in records]
+            for entry in run_examples(
+                partial(runner.run, condition), engine, workers, missing, baseline, max_examples=concurrency
+            ):
                 run_dir.append(name, entry)
                 records[entry["id"]] = entry
                 on_done(name, entry)

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -157,7 +157,6 @@ class DiskTier:
 
     def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps:
         staging: dict[str, np.ndarray] = {}
-        ranges = _copy_ranges(pages, pages, target.page_size, copy.tokens)
 
         def prepare() -> None:
             assert copy.file is not None
@@ -166,14 +165,11 @@ class DiskTier:
                 raise OSError(f"{copy.file}: checksum mismatch")
 
         def copy_layer(layer: int) -> None:
-            for name, tensor in target.tensors(layer).items():
-                content, start = staging.pop(f"{name}.{layer}", None), 0
-                if content is None and name == "inputs":  # inputs were not cached when the copy was written
-                    continue
-                assert content is not None
-                for slot, _, count in ranges:
-                    _write_bytes(tensor[slot : slot + count], content[start : start + count])
-                    start += count
+            content = {"keys": staging.pop(f"keys.{layer}"), "values": staging.pop(f"values.{layer}")}
+            inputs = staging.pop(f"inputs.{layer}", None)
+            if inputs is not None:  # they were cached when the copy was written
+                content["inputs"] = inputs
+            write_layer(target, layer, pages, copy.tokens, content)
 
         return TransferOps(copy_layer, prepare=prepare, finish=staging.clear)
 
@@ -230,6 +226,23 @@ def _copy_ranges(
     return ranges
 
 
+def write_layer(
+    pool: KVPool, layer: int, pages: Sequence[int], num_tokens: int, content: Mapping[str, np.ndarray]
+) -> None:
+    """Write tensors of one layer into pages of a pool.
+
+    Args:
+        content: by the name of the tensor; bytes, (T, bytes of a token).
+    """
+    tensors = pool.tensors(layer)
+    ranges = _copy_ranges(pages, pages, pool.page_size, num_tokens)
+    for name, rows in content.items():
+        start = 0
+        for slot, _, count in ranges:
+            _write_bytes(tensors[name][slot : slot + count], rows[start : start + count])
+            start += count
+
+
 def as_bytes(slots: Tensor) -> np.ndarray:
     """View host slots as a uint8 array (slots, bytes per slot)."""
     return slots.detach().reshape(len(slots), -1).view(torch.uint8).numpy()
@@ -240,6 +253,7 @@ def _write_bytes(slots: Tensor, content: np.ndarray) -> None:
     if slots.device.type == "cpu":  # numpy uses one thread, torch would use all cores
         as_bytes(slots)[:] = content
     else:
+        content = np.require(content, requirements="W")  # of torch; what another process sent may be read-only
         slots.copy_(torch.from_numpy(content).view(slots.dtype).reshape(slots.shape))
 
 

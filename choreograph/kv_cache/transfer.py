@@ -252,6 +252,6 @@ class SyncExecutor(ThreadExecutor):
         transfer.run(synchronize=self._synchronize)
 
 
-def make_executor(device: torch.device) -> ThreadExecutor:
+def make_executor(device: torch.device, idle_seconds: float = 5.0) -> ThreadExecutor:
     """Return the default executor of a device."""
-    return CudaStreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
+    return CudaStreamExecutor(device, idle_seconds) if device.type == "cuda" else ThreadExecutor(idle_seconds)

@@ -12,6 +12,7 @@ from ..errors import (
     ChoreographError,
     InvalidPositionError,
     InvalidRequestError,
+    LostContextError,
     SamplingError,
     SessionClosedError,
 )
@@ -69,7 +70,7 @@ def to_api_error(exc: Exception) -> ApiError:
         return exc
     if isinstance(exc, RequestValidationError):
         return _validation_error(exc)
-    if isinstance(exc, SessionClosedError):
+    if isinstance(exc, (SessionClosedError, LostContextError)):
         return ApiError(503, str(exc), type="service_unavailable", headers={"Retry-After": "5"})
     if isinstance(exc, (InvalidPositionError, CacheFullError)):
         return ApiError(400, str(exc), code="context_length_exceeded")

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -313,7 +313,7 @@ class RunningRequest:
             },
         }
 
-    async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
+    async def updates(self) -> AsyncGenerator[list[ChoiceUpdate]]:
         """Yield updates until every answer is complete.
 
         A caller that stops, a client that disconnects and the time limit cancel the request.

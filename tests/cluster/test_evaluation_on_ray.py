@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 from choreograph import SamplingParams
 from choreograph.cli import common
 from choreograph.cli.main import app
+from choreograph.console import make_console
 from choreograph.errors import ConfigError
 from choreograph.evaluation.datasets import Example, make_games
 from choreograph.evaluation.ray_workers import EngineWorker, RayWorkers
+from choreograph.evaluation.report import bench
 from choreograph.evaluation.run_dir import RunDirectory
 from choreograph.evaluation.runner import describe_engine, evaluate_conditions, make_run_config
 from choreograph.training import collect_traces, load_traces
@@ -109,6 +111,20 @@ def test_traces_of_workers_are_those_of_one_process(talker, workers, tmp_path):
         assert (trace.id, trace.seed, trace.split, trace.units) == (other.id, other.seed, other.split, other.units)
 
 
+def test_timings_of_workers_are_of_the_traces_and_tokens_of_one_process(talker, workers, tmp_path):
+    pairs, reports = [Example(f"p{i}", "pair", [f"Is {i} odd?", f"And {i} plus two?"]) for i in range(5)], []
+    workflow, settings = find("multi_qa"), {"options": {}, "sampling": SamplingParams(max_tokens=4), "seed": 0}
+    conditions = dict(list(conditions_of(workflow).items())[:2])
+    for folder, engines in (("one", None), ("two", workers)):
+        steps, arguments = talker.core.num_steps, (make_console(quiet=True), "multi_qa", workflow, pairs)
+        reports.append(bench(talker, *arguments, tmp_path / folder, conditions=conditions, workers=engines, **settings))
+        assert (talker.core.num_steps == steps) == (engines is not None)
+    one, two = ([point[0] for point in report["points"]] for report in reports)
+    assert one == two and len(two) == 5
+    (name,) = reports[0]["ratios"]
+    assert len({report["ratios"][name]["prompt tokens encoded"]["value"] for report in reports}) == 1
+
+
 def without_logprobs(call):
     return replace(call, logprobs=(), top=())
 
@@ -116,7 +132,7 @@ def without_logprobs(call):
 def test_a_worker_with_another_model_is_refused(talker, talker_folder):
     half = partial(type(talker).from_pretrained, talker_folder, dtype="bfloat16", device="cpu")
     with pytest.raises(ConfigError, match=r"'dtype': 'bfloat16'.*use one model"):
-        next(EngineWorker(half, describe_engine(talker)).run(None, None, [], None))
+        next(EngineWorker(half, describe_engine(talker)).run(None, [], None))
 
 
 @pytest.mark.slow
@@ -137,6 +153,8 @@ def test_the_commands_run_own_workflows_on_ray(workers, talker_folder, tmp_path,
     monkeypatch.setattr(common, "open_ray_workers", lambda *_: nullcontext(workers))
     result = CliRunner().invoke(app, ["trace", *given, "--out", str(tmp_path / "traces"), "--ray", "auto"])
     assert "4 traces" in result.output and len(load_traces(tmp_path / "traces")[1]) == 4
+    result = CliRunner().invoke(app, ["bench", *given, "--out", str(tmp_path / "bench"), "--json", "--ray", "auto"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["n"] == 4, result.output
 
 
 def test_errors_of_a_worker_are_those_of_one_process(talker, workers, tmp_path):

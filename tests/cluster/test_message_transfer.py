@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import random
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -14,7 +15,14 @@ from helpers.live_server import make_engine
 from choreograph import SamplingParams
 from choreograph.cluster import message_transfer
 from choreograph.cluster.content_keys import segment_key
-from choreograph.cluster.message_transfer import MessageFetcher, SentMessage, TransferCosts, export_messages
+from choreograph.cluster.message_transfer import (
+    GROUP_BYTES,
+    MessageFetcher,
+    SentGroup,
+    TransferCosts,
+    export_messages,
+    run_request,
+)
 from choreograph.cluster.replica import _Connection
 from choreograph.outputs import BASE_MODEL
 from choreograph.server.app import create_app
@@ -40,33 +48,35 @@ def spec_of(*segments, client="team", workflow="debate", labels=frozenset()):
 class Pair:
     """A replica that has messages, and one that fetches them."""
 
-    def __init__(self, folder, mode="always"):
+    def __init__(self, folder, mode="always", group_bytes=GROUP_BYTES):
         config = ServerConfig(max_tokens=16)
         self.source, self.reader = (create_app(make_engine(folder), config).state.service for _ in range(2))
         self.queries = []
-        self.fetcher = MessageFetcher(self.reader, self.ask, "reader", mode)
-        self.change = lambda sent: sent  # what happens to messages on their way
+        self.fetcher = MessageFetcher(self.reader, self.ask, "reader", mode, group_bytes)
+        self.change = lambda groups: groups  # what happens to messages on their way
+        self.num_groups = 0
 
     async def ask(self, source, query):
         assert source == query.route.pinned == "source"
         self.queries.append(query)
-        changed = self.change(await export_messages(self.source, query))
-        return await changed if asyncio.iscoroutine(changed) else changed
+        async for group in self.change(export_messages(self.source, query)):
+            self.num_groups += 1
+            yield group
 
     async def run(self, service, spec):
         """Return tokens and counts of an answer; the reader asks the source for every message."""
         if service is self.reader:
             sources = {segment_key(spec, segment): ["reader", "source"] for segment in spec.prompts[0].segments}
             await self.fetcher.fetch_missing(spec, sources)
-        running = service.submit(_Connection(), spec)
-        updates = (await running.complete())[0]
-        tokens = [token for update in updates for token in update.token_ids]
-        return tokens, "".join(update.text for update in updates), running.counts
+        tokens, text = [], ""
+        async for running, (update,) in run_request(service, _Connection(), spec):
+            tokens, text, counts = tokens + update.token_ids, text + update.text, running.counts
+        return tokens, text, counts
 
 
 @asynccontextmanager
-async def pair(folder, mode="always"):
-    result = Pair(folder, mode)
+async def pair(folder, mode="always", group_bytes=GROUP_BYTES):
+    result = Pair(folder, mode, group_bytes)
     for service in (result.source, result.reader):
         service.start()
     try:
@@ -80,8 +90,12 @@ async def pair(folder, mode="always"):
             service.engine.close()
 
 
-async def test_messages_from_another_replica_give_the_tokens_of_one_process(talker_folder):
-    async with pair(talker_folder) as replicas:
+BY_LAYER = pytest.mark.parametrize("group_bytes", [1 << 30, 1], ids=["at once", "by layer"])
+
+
+@BY_LAYER
+async def test_messages_from_another_replica_give_the_tokens_of_one_process(talker_folder, group_bytes):
+    async with pair(talker_folder, group_bytes=group_bytes) as replicas:
         first, second, question = message(1), message(2), message(3, 20)
         _, text, _ = await replicas.run(replicas.source, spec_of(first, second))
         answer = Segment((7, 8, 9), text)  # found by its text
@@ -128,53 +142,202 @@ async def test_a_received_message_that_was_evicted_is_computed_in_the_context_of
         assert tokens == (await replicas.run(replicas.source, spec_of(first, second)))[0]
 
 
-def damaged(sent, position):
-    """Return messages with one byte of one array changed."""
-    arrays = [array.copy() for array in sent[0].arrays]
-    arrays[position].flat[5] ^= 1
-    return [dataclasses.replace(sent[0], arrays=arrays)]
+def changed(**changes):
+    """Return what changes fields of the last group's last layer on its way."""
+
+    async def change(groups):
+        sent = [group async for group in groups]
+        *layers, last = sent[-1].layers
+        fields = {name: value(getattr(last, name)) for name, value in changes.items()}
+        for group in [*sent[:-1], sent[-1]._replace(layers=[*layers, last._replace(**fields)])]:
+            yield group
+
+    return change
 
 
-async def slow(sent):
+def with_header(*, is_signed, **fields):
+    """Return what changes fields of the message that is sent; with right checksums if `is_signed`."""
+
+    async def change(groups):
+        sent = [group async for group in groups]
+        (message,) = (dataclasses.replace(message, **fields) for message in sent[0].messages)
+        if is_signed:
+            object.__setattr__(message, "checksum", message.compute_checksum())
+        for group in sent:
+            checksums = [message.layer_checksum(*layer[1:4]) if is_signed else layer.checksum for layer in group.layers]
+            layers = [layer._replace(checksum=new) for layer, new in zip(group.layers, checksums, strict=True)]
+            yield SentGroup([message] if group.messages else [], layers)
+
+    return change
+
+
+def flip(array):
+    array = array.copy()
+    array.flat[5] ^= 1
+    return array
+
+
+async def without_last_layer(groups):
+    sent = [group async for group in groups]
+    for group in [*sent[:-1], sent[-1]._replace(layers=sent[-1].layers[:-1])]:
+        yield group
+
+
+async def reordered(groups):
+    """Layers have each other's content, and their own checksums."""
+    sent = [group async for group in groups]
+    contents = [layer for group in sent for layer in group.layers][::-1]
+    for group in sent:
+        layers = [layer._replace(keys=(other := contents.pop(0)).keys, values=other.values) for layer in group.layers]
+        yield group._replace(layers=layers)
+
+
+async def slow(groups):
+    sent = [group async for group in groups]
+    for group in sent[:-1]:
+        yield group
     await asyncio.sleep(60)
-    return sent
+    yield sent[-1]
 
 
-def gone(sent):
+async def gone(groups):
+    sent = [group async for group in groups]
+    for group in sent[:-1]:
+        yield group
     raise ConnectionError("the replica is gone")
 
 
+HEADER_FAILURES = {
+    "corrupted tokens": with_header(is_signed=False, tokens=[5] * 48),
+    "another model": with_header(is_signed=True, model_hash="other"),
+    "another position": with_header(is_signed=False, base_position=7),
+    "fewer tokens": with_header(is_signed=True, tokens=[5] * 40),
+    "more layers": with_header(is_signed=True, shapes=[((48, 2, 16), (48, 2, 16))] * 9),
+}
+
+
+async def empty(groups):
+    for group in ():
+        yield group
+
+
 FAILURES = {
-    "corrupted keys": lambda sent: damaged(sent, 0),
-    "corrupted values": lambda sent: damaged(sent, -1),
-    "corrupted tokens": lambda sent: [dataclasses.replace(sent[0], tokens=[5, *sent[0].tokens[1:]])],
-    "truncated array": lambda sent: [dataclasses.replace(sent[0], arrays=[a[:-1] for a in sent[0].arrays])],
-    "truncated layers": lambda sent: [dataclasses.replace(sent[0], arrays=sent[0].arrays[:-2])],
-    "another model": lambda sent: [
-        SentMessage.of(sent[0].content_keys, sent[0].tokens, sent[0].to_snapshot()._replace(model_hash="other"))
-    ],
-    "fewer layers": lambda sent: [
-        SentMessage.of(
-            sent[0].content_keys,
-            sent[0].tokens,
-            sent[0].to_snapshot()._replace(layers=sent[0].to_snapshot().layers[1:]),
-        )
-    ],
+    "empty": empty,
+    "corrupted keys": changed(keys=flip),
+    "corrupted values": changed(values=flip),
+    "truncated keys": changed(keys=lambda array: array[:-1]),
+    "one row": changed(values=lambda array: array[:1]),
+    "layer of another number": changed(layer=lambda layer: layer - 1),
+    "truncated layers": without_last_layer,
+    "exchanged layers": reordered,
     "slow": slow,
     "dead": gone,
 }
 
 
-async def test_failed_transfers_end_in_computing(talker_folder, monkeypatch):
-    monkeypatch.setattr(message_transfer, "TIMEOUT", 0.3)
-    async with pair(talker_folder) as replicas:
-        for number, change in enumerate(FAILURES.values()):
-            spec = spec_of(message(number))
+@BY_LAYER
+async def test_failed_transfers_end_in_computing(talker_folder, monkeypatch, group_bytes):
+    monkeypatch.setattr(message_transfer, "TIMEOUT", 0.5)
+    async with pair(talker_folder, group_bytes=group_bytes) as replicas:
+        replicas.change = gone
+        await replicas.run(replicas.reader, spec_of(message(90)))
+        for number, (name, change) in enumerate((HEADER_FAILURES | FAILURES).items()):
+            spec = spec_of(message(90), message(number))  # the last one is encoded after another
             expected = (await replicas.run(replicas.source, spec))[0]
             replicas.change = change
             tokens, _, counts = await replicas.run(replicas.reader, spec)
-            assert (counts.remote, counts.computed, tokens) == (0, 50, expected)
-            assert replicas.fetcher.num_failures == number + 1
+            assert (counts.remote, counts.computed, tokens) == (0, 50, expected), name
+            assert replicas.fetcher.num_failures == number + 2, name
+
+
+async def test_a_step_begins_before_all_layers_are_there(talker_folder):
+    async with pair(talker_folder, group_bytes=1) as replicas:
+        spec = spec_of(message(1), message(2))
+        expected = (await replicas.run(replicas.source, spec))[0]
+        num_ready, core = [], replicas.reader.engine.core
+
+        async def after_the_request_is_admitted(groups):
+            yield await anext(groups)
+            while not core.scheduler.running:
+                await asyncio.sleep(0.005)
+            num_ready.append(core.cache_manager.offload_manager.num_loads)
+            async for group in groups:
+                yield group
+
+        replicas.change = after_the_request_is_admitted
+        tokens, _, counts = await replicas.run(replicas.reader, spec)
+        assert (tokens, counts.remote, counts.computed) == (expected, 96, 2)
+        assert num_ready == [2] and replicas.num_groups == core.hf_model.model_info.layers > 1
+
+
+async def test_running_requests_go_on_while_layers_are_on_their_way(talker_folder, monkeypatch):
+    monkeypatch.setattr(message_transfer, "TIMEOUT", 60.0)
+    async with pair(talker_folder, group_bytes=1) as replicas:
+        await replicas.run(replicas.source, spec_of(message(1)))
+        core, running_has_ended = replicas.reader.engine.core, asyncio.Event()
+
+        async def after_the_running_request(groups):
+            yield await anext(groups)
+            await running_has_ended.wait()
+            async for group in groups:
+                yield group
+
+        sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+        long = dataclasses.replace(spec_of(message(2)), sampling=sampling)
+        running = asyncio.create_task(replicas.run(replicas.reader, long))
+        while not core.scheduler.running:
+            await asyncio.sleep(0.005)
+        replicas.change = after_the_running_request
+        waiting = asyncio.create_task(replicas.run(replicas.reader, spec_of(message(1))))
+        tokens, *_ = await running
+        running_has_ended.set()
+        _, _, counts = await waiting
+        assert len(tokens) == 100 and (counts.remote, counts.computed) == (48, 2)
+
+
+async def test_requests_that_read_a_message_that_does_not_arrive_compute_it(talker_folder):
+    async with pair(talker_folder, group_bytes=1) as replicas:
+        first, second, third = message(1), message(2), message(3)
+        await replicas.run(replicas.source, spec_of(first, second))
+        replicas.change = FAILURES["corrupted keys"]
+        # each message has one context, whichever request computes it
+        specs = [spec_of(first, second), spec_of(first), spec_of(first, second, third)]
+        specs.append(dataclasses.replace(specs[0], repair=0.3))
+        results = await asyncio.gather(*(replicas.run(replicas.reader, spec) for spec in specs))
+        replicas.change = gone
+        expected = [await replicas.run(replicas.source, spec) for spec in specs]
+        assert [tokens for tokens, *_ in results] == [tokens for tokens, *_ in expected]
+        assert not any(counts.remote for _, _, counts in results)
+
+
+async def run_random_requests(folder, group_bytes):
+    """Return tokens and counts of requests whose transfers fail at random, and whose messages are evicted at random."""
+    rng, results = random.Random(7), []
+    failures = [change for name, change in FAILURES.items() if name != "slow"]
+    async with pair(folder, group_bytes=group_bytes) as replicas:
+        cache = replicas.reader.engine.core.cache_manager
+
+        def evict_all():
+            for entry in cache.evictable(partial=False):
+                cache.evict_entry(entry)
+
+        for _ in range(16):
+            spec = spec_of(*(message(number, 16 + 4 * number) for number in rng.sample(range(14), rng.randint(2, 4))))
+            replicas.change = rng.choice(failures) if rng.random() < 0.5 else lambda groups: groups
+            if rng.random() < 0.8:
+                await replicas.run(replicas.source, spec)
+            if rng.random() < 0.3:
+                await replicas.reader.thread.call(evict_all)
+            tokens, _, counts = await replicas.run(replicas.reader, spec)
+            results.append((tokens, counts.remote, counts.computed))
+            await replicas.reader.thread.call(replicas.reader.engine.check)
+        return results, replicas.fetcher.num_failures
+
+
+async def test_arrival_by_layer_is_that_of_whole_messages_under_random_failures(talker_folder):
+    results, num_failures = await run_random_requests(talker_folder, 1 << 30)
+    assert await run_random_requests(talker_folder, 1) == (results, num_failures)
+    assert num_failures > 3 and sum(remote > 0 for _, remote, _ in results) > 3
 
 
 async def test_two_requests_fetch_a_message_once(talker_folder):

@@ -8,6 +8,9 @@ import time
 from helpers.replica_calls import generate, items_of, messages, spec_of
 from ray import serve
 
+from choreograph.cluster.message_transfer import ArrivingMessage, MessageQuery
+from choreograph.cluster.routing import RouteRequest
+
 
 async def loads():
     """Return the state of both replicas, once there are two."""
@@ -31,6 +34,22 @@ async def test_a_replica_takes_messages_of_another_one(ray_cluster):
     tokens, counts = await generate(spec_of(*messages(1000)), reader, source)
     assert (counts.remote, counts.computed, tokens) == (192, 2, expected)
     assert await num_batched(reader) - before < 20
+
+
+async def test_layers_pass_through_ray_in_groups(ray_cluster):
+    source, spec = (await loads())[0].name, spec_of(*messages(5000))
+    await generate(spec, source)
+    contents = [segment.tokens for segment in spec.prompts[0].segments]
+    handle = serve.get_deployment_handle("engine", "choreograph").options(method_name="export", stream=True)
+    query = MessageQuery(RouteRequest(pinned=source), spec.key, contents, group_bytes=1)
+    first, *groups = [group async for group in handle.remote(query)]
+    arriving = [ArrivingMessage(message) for message in first.messages]
+    assert [message.tokens for message in first.messages] == [list(tokens) for tokens in contents]
+    for number, group in enumerate([first, *groups]):
+        assert [(layer.message, layer.layer) for layer in group.layers] == [(0, number), (1, number)]
+        for layer in group.layers:
+            arriving[layer.message].verify(layer)
+    assert groups and not any(group.messages for group in groups)
 
 
 async def test_a_replica_that_dies_while_it_is_asked_for_messages_ends_in_computing(ray_cluster):

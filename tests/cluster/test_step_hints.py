@@ -95,9 +95,9 @@ class LocalCluster:
         info = ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, 16, engine.stats(), "")
         self.gateway = ReplicatedService(info, ServerConfig(max_tokens=16), self, has_transfers=True)
 
-    async def _ask(self, source, query):
+    def _ask(self, source, query):
         self.queries.append(query)
-        return await export_messages(self.replicas[source]._service, query)
+        return export_messages(self.replicas[source]._service, query)
 
     def options(self, method_name, stream=False):
         return SimpleNamespace(remote=partial(self._generate if stream else self._prefetch))

@@ -1,5 +1,6 @@
 """Streams of answers from a server with replicas, and the state of its replicas."""
 
+import os
 import threading
 import time
 
@@ -73,7 +74,9 @@ def join(threads):
 def assert_unbroken(results, expected):
     """Streams have the expected texts, one id and one end each."""
     assert all(len(answer) for answer in expected)
-    for result, answer in zip(results, expected, strict=True):
-        assert "".join(text for text, _, _ in result) == "".join(text for text, _, _ in answer)
+    for number, (result, answer) in enumerate(zip(results, expected, strict=True)):
+        texts = ["".join(text for text, _, _ in chunks) for chunks in (result, answer)]
+        common = len(os.path.commonprefix(texts))
+        assert texts[0] == texts[1], f"stream {number} differs from character {common} on: {texts}"
         assert len({chunk_id for _, chunk_id, _ in result}) == 1
         assert [reason for _, _, reason in result if reason] == ["length"]
