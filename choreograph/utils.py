@@ -1,5 +1,7 @@
 """File helpers, cleanup of several resources, and a lock that defers SIGINT."""
 
+import atexit
+import gc
 import os
 import re
 import signal
@@ -26,6 +28,25 @@ def require(module: str, extra: str) -> ModuleType:
         raise MissingDependencyError(
             f"{exc.name or module} is not installed: run pip install 'choreograph[{extra}]'"
         ) from None
+
+
+@contextmanager
+def importing_torch() -> Iterator[None]:
+    """Collect no garbage inside the block, which imports PyTorch.
+
+    Imports create many objects that stay; collections would scan them again and again, and do not scan them later. Does
+    nothing if PyTorch is imported already: other objects of the process would never be freed.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules report objects that are left when the process ends
+        gc.enable()
 
 
 def connect_to_ray(address: str | None, **options: Any) -> bool:

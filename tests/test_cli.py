@@ -161,6 +161,21 @@ def test_loading_prints_no_progress_of_transformers(talker_folder):
     assert "Loading weights" not in done.stdout + done.stderr
 
 
+IMPORTS = """
+import gc, sys
+from choreograph.cli.common import open_engine
+engine = open_engine({folder!r}, "float32")
+unused = ("transformers.models.bloom", "choreograph.models.graph_passes", "choreograph.models.gguf_tokenizer")
+print([name for name in sys.modules if name.startswith(unused)], gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+
+
+def test_a_start_imports_what_it_needs_and_keeps_it_from_garbage_collection(talker_folder):
+    code = IMPORTS.format(folder=str(talker_folder))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (result.stdout, result.stderr) == ("[] True True\n", "")
+
+
 def test_chat_reads_lines_until_the_input_ends():
     result = runner.invoke(
         app, ["chat", "--max-tokens", "4", "--json", "--system", "Be brief."], input="Hello\n/reset\nBye\n"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..outputs import BASE_MODEL, Mode
-from ..utils import check_on_hub, require
+from ..utils import check_on_hub, importing_torch, require
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ADAPTER_NAME = "FT"  # name under which a command serves its --adapter
@@ -97,9 +97,11 @@ def open_engine(
     if model.lower() != DEFAULT_MODEL:
         check_on_hub(model)
     from ..config import EngineConfig
-    from ..engine.engine import Engine
 
-    quiet_transformers()
+    with importing_torch():
+        from ..engine.engine import Engine
+
+        quiet_transformers()
     engine = Engine.from_pretrained(model, dtype=dtype, device=device, config=EngineConfig(compile=compile))
     if adapter is not None or direct is not None:
         from ..training.train import check_adapter_usage

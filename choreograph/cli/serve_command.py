@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
-from ..utils import require
+from ..utils import importing_torch, require
 from . import common
 
 KeyOption = Annotated[list[str] | None, typer.Option("--api-key", help="A key that clients may use; each is a tenant.")]
@@ -108,9 +108,10 @@ def serve(
         require(module, "serve")
     if options.get("dashboard"):
         require("nicegui", "dashboard")
-    from ..server.app import create_app
-    from ..server.engine_thread import load_engine
-    from ..server.server_config import ServerConfig
+    with importing_torch():
+        from ..server.app import create_app
+        from ..server.engine_thread import load_engine
+        from ..server.server_config import ServerConfig
 
     keys = tuple(options.pop("api_key", None) or ())
     if (file := options.pop("api_key_file", None)) is not None:

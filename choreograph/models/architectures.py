@@ -13,11 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
-from transformers.models.bloom.modeling_bloom import dropout_add
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
-from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
-from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from ..errors import ModelError
 
@@ -32,6 +27,8 @@ def _falcon(
     parts = fused[:, :, :, :-2].flatten(2, 3), fused[:, :, :, -2], fused[:, :, :, -1]
     query, key, value = (part.transpose(1, 2) for part in parts)
     if alibi is None:
+        from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     out = forward_context.attend(module.layer_idx, query, key, value, module.inv_norm_factor)
     return module.dense(out.flatten(2)), None
@@ -49,6 +46,8 @@ def _mpt(module: Any, forward_context: Any, hidden: Tensor, **_: Any) -> Any:
 
 
 def _bloom(module: Any, forward_context: Any, hidden: Tensor, residual: Tensor, **_: Any) -> Any:
+    from transformers.models.bloom.modeling_bloom import dropout_add
+
     fused = module.query_key_value(hidden).unflatten(-1, (module.num_heads, 3, module.head_dim))
     query, key, value = (fused[..., part, :].transpose(1, 2) for part in range(3))
     out = module.dense(forward_context.attend(module.layer_idx, query, key, value, module.inv_norm_factor).flatten(2))
@@ -86,10 +85,16 @@ def alibi_slopes(model: PreTrainedModel) -> tuple[float, ...] | None:
     config = model.config
     heads = getattr(config, "num_attention_heads", 0)
     if config.model_type == "bloom":
+        from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
+
         bias = bloom_alibi(torch.ones(1, 2), heads, torch.float32)[:, 0]
     elif config.model_type == "mpt" and config.attn_config.alibi:
+        from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
         bias = build_mpt_alibi_tensor(heads, 2, config.attn_config.alibi_bias_max)[:, 0]
     elif config.model_type == "falcon" and config.alibi:
+        from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
+
         bias = falcon_alibi(torch.ones(1, 2), heads, torch.float32)[:, 0] * (config.hidden_size // heads) ** -0.5
     else:
         return None

@@ -4,6 +4,7 @@ The folder holds weights, configuration and tokenizer. Every metadata key that c
 is in the tables below: it is applied, or the file is refused.
 """
 
+import glob
 import hashlib
 import json
 import logging
@@ -12,6 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +22,9 @@ import torch
 from platformdirs import user_cache_path
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from ..errors import ModelError
-from ..utils import require
-from .gguf_tokenizer import build_tokenizer
+from ..errors import ConfigError, ModelError
+from ..utils import atomic_write_text, require
 
 _log = logging.getLogger("choreograph")
 
@@ -138,24 +138,39 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 def convert_gguf(gguf: Path) -> Path:
     """Convert a GGUF file, or return the folder of an earlier conversion.
 
+    That is found by path, size and times of the file, and by its hash if these have changed.
+
     Args:
         gguf: the file, or one of its parts `name-00001-of-00002.gguf`.
     """
-    parts = _find_parts(gguf)
+    parts, models = _find_parts(gguf), user_cache_path("choreograph") / "models"
+    stats = [(part.resolve(), part.stat()) for part in parts]
+    files = [[str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for path, stat in stats]
+    for folder in models.glob(f"{glob.escape(parts[0].stem)}-*-{FORMAT}"):
+        with suppress(OSError, ValueError):
+            if (folder / "complete.json").is_file() and json.loads((folder / "files.json").read_text()) == files:
+                return folder
+    folder = _convert_by_hash(gguf.name, parts, models)
+    with suppress(ConfigError):  # a folder that cannot be written
+        atomic_write_text(folder / "files.json", json.dumps(files))
+    return folder
+
+
+def _convert_by_hash(name: str, parts: list[Path], models: Path) -> Path:
     digests = []
     for part in parts:
         with part.open("rb") as stream:
             digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
     digest = digests[0] if len(parts) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    folder = user_cache_path("choreograph") / "models" / f"{parts[0].stem}-{digest[:16]}-{FORMAT}"
+    folder = models / f"{parts[0].stem}-{digest[:16]}-{FORMAT}"
     if (folder / "complete.json").is_file():
         return folder
     require("gguf", "gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         draft = Path(temporary) / "model"
-        _write_converted(gguf.name, parts, draft)
-        (draft / "complete.json").write_text(json.dumps({"source": gguf.name, "sha256": digest}))
+        _write_converted(name, parts, draft)
+        (draft / "complete.json").write_text(json.dumps({"source": name, "sha256": digest}))
         try:
             os.replace(draft, folder)
         except OSError:  # another process was first, or left an incomplete folder
@@ -184,6 +199,8 @@ def _find_parts(gguf: Path) -> list[Path]:
 def _write_converted(name: str, parts: list[Path], folder: Path) -> None:
     """Write config.json, model.safetensors (float32, exact) and the tokenizer."""
     from gguf import GGUFReader
+
+    from .gguf_tokenizer import build_tokenizer
 
     readers = [GGUFReader(part) for part in parts]
     metadata = {key: field.contents() for key, field in readers[0].fields.items()}
@@ -356,6 +373,7 @@ def _rope_parameters(keys: Mapping[str, Any], family: _Family, head_dim: int, te
 def _read_weights(model: Any, architecture: str, tensors: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
     """Return dequantized parameters by name; raise ModelError unless all match the model."""
     from gguf import dequantize
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     heads = model.config.num_attention_heads
     config = {"hidden_size": model.config.hidden_size, "n_head": heads, "num_attention_heads": heads}

@@ -26,7 +26,6 @@ from ..outputs import BASE_MODEL
 from ..utils import allow_sigint
 from .architectures import SUPPORTED_ARCHITECTURES, LegacyAttentionPatch, StaticRope
 from .info import ModelInfo, free_memory, resolve_max_positions, sampled_weights_hash, weights_hash
-from .int4_linear import GROUP_SIZE, quantize_layers
 from .introspect import PROBE_POSITIONS, AttentionProbe, analyze, check_no_token_mixing, verify_cache_reuse
 from .layers import DecoderLayers
 from .lora import LoraManager, LoraWeights
@@ -189,6 +188,8 @@ class HFModel:
         Args:
             scheme: "int8" through torchao, or "int4" in groups of 32 weights (`int4_linear`).
         """
+        from .int4_linear import GROUP_SIZE, quantize_layers
+
         self.ensure_single_process(f"quantization={scheme!r}")
         group_size = GROUP_SIZE if scheme == "int4" else 1
         linears = [

@@ -1,7 +1,7 @@
 """Load models: the default, a Hub id, a folder or GGUF file.
 
 Reading a GGUF file dequantizes every tensor, which takes seconds. The result is cached as safetensors
-in the user's cache directory under the hash of the file (`gguf_file.py`).
+in the user's cache directory (`gguf_file.py`).
 """
 
 import contextlib

@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from choreograph import Engine, SamplingParams
 from choreograph.errors import ModelError
+from choreograph.models import gguf_file
 from choreograph.models.gguf_file import convert_gguf
 from choreograph.models.loader import bundled_gguf, load
 
@@ -400,3 +401,19 @@ def test_a_file_without_a_tokenizer_is_served_with_token_ids(tmp_path):
     loaded = load(gguf_files.write(llama(), tmp_path / "m.gguf"))
     assert loaded.tokenizer is None and loaded.eos_token_ids == ()
     assert loaded.model_info.vocab_size == 61
+
+
+def test_a_file_is_hashed_again_only_if_it_changed(tmp_path, monkeypatch):
+    path = gguf_files.write(llama(), tmp_path / "m.gguf")
+    folder = convert_gguf(path)
+    hashed = []
+    digest = gguf_file.hashlib.file_digest
+    monkeypatch.setattr(gguf_file.hashlib, "file_digest", lambda *args: hashed.append(args) or digest(*args))
+    assert (convert_gguf(path), hashed) == (folder, [])
+    path.touch()
+    assert convert_gguf(path) == folder and len(hashed) == 1
+    assert convert_gguf(path) == folder and len(hashed) == 1
+    (folder / "files.json").write_text("{")
+    assert convert_gguf(path) == folder and len(hashed) == 2
+    gguf_files.write(build(LlamaConfig(**SHAPE | {"intermediate_size": 32})), path)
+    assert convert_gguf(path) != folder
