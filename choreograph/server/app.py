@@ -2,14 +2,14 @@
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, JsonValue
 from starlette.exceptions import HTTPException
@@ -22,7 +22,8 @@ from ..engine.labels import parse_labels
 from ..errors import ChoreographError, InvalidRequestError
 from . import text_completions
 from .api_errors import ApiError, to_api_error
-from .chat_completions import ChatAnswer, prepare, sse
+from .chat_completions import ChatAnswer, prepare
+from .event_stream import stream_events
 from .protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -225,7 +226,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         service.start_span(request, "chat", body)
         spec, parser_options = prepare(service, body, request, tenant)
         answer = ChatAnswer(service, body, service.submit(request, spec), parser_options)
-        return await _stream(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
+        return await stream_events(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
 
     @app.post("/v1/completions", responses=ERRORS)
     async def completions(body: CompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
@@ -233,7 +234,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         service.start_span(request, "text_completion", body)
         spec = text_completions.prepare_completion(service, body, request, tenant)
         answer = text_completions.CompletionAnswer(service, body, service.submit(request, spec))
-        return await _stream(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
+        return await stream_events(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
 
     @app.post("/v1/responses", responses=ERRORS)
     async def responses(body: ResponsesRequest, request: Request, tenant: str = tenant_of) -> Response:
@@ -251,7 +252,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
                 store.add(tenant, answer.stored(response))
 
         if body.stream:
-            return await _stream(answer.events(keep))
+            return await stream_events(answer.events(keep))
         response = await answer.whole()
         keep(response)
         return AsciiJSONResponse(response)
@@ -342,23 +343,3 @@ def _model_entry(service: InferenceService, name: str) -> dict[str, Any]:
         "parent": None if is_base else service.model_name,
         "max_model_len": service.max_model_len,
     }
-
-
-async def _stream(events: AsyncIterator[str]) -> StreamingResponse:
-    """Return a streaming response, or raise what precedes its first event."""
-    first = await anext(events)
-
-    async def body() -> AsyncIterator[str]:
-        try:
-            yield first
-            async for event in events:
-                yield event
-        except Exception as exc:
-            yield sse(to_api_error(exc).body, "error")
-        finally:
-            close: Callable[[], Any] | None = getattr(events, "aclose", None)
-            if close is not None:
-                await close()
-
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)

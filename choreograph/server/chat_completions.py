@@ -1,6 +1,5 @@
 """/v1/chat/completions: preparation of requests, and answers whole or streamed."""
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -13,18 +12,11 @@ from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
 from .chat_prompt import answer_key
 from .engine_thread import ChoiceUpdate
+from .event_stream import SSE_END, TextEvents, sse
 from .output_parser import THINK_START, FunctionCall, OutputParser
 from .protocol import ChatCompletionRequest, NamedToolChoice, ResponseFormat, StructuredOutputs, tool_dicts
 from .service import GenerationSpec, InferenceService, RunningRequest
 from .structured import Constraint, choice_constraint, grammar_constraint, json_constraint, regex_constraint
-
-SSE_END = "data: [DONE]\n\n"
-
-
-def sse(data: Mapping[str, Any], event: str | None = None) -> str:
-    """Return a server-sent event."""
-    prefix = f"event: {event}\n" if event else ""
-    return f"{prefix}data: {json.dumps(data)}\n\n"
 
 
 def constraint_of(
@@ -231,22 +223,31 @@ class ChatAnswer:
         """Yield the server-sent events of a streamed request."""
         options = self._body.stream_options
         include_usage = options is not None and options.include_usage
+        is_plain = not (self._has_logprobs or self._body.return_token_ids)
+        text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}, include_usage))
         is_first = True
         async for updates in self._running.updates():
+            events = []
             if is_first:
                 for index in range(len(self._choices)):
-                    yield self._chunk(index, {"role": "assistant", "content": ""}, include_usage)
+                    events.append(self._chunk(index, {"role": "assistant", "content": ""}, include_usage))
                 is_first = False
             for update in updates:
                 choice = self._choices[update.index]
+                if is_plain and update.finish_reason is None and choice.parser.is_transparent:
+                    if update.text:
+                        events.append(text_events.event(update.index, update.text))
+                    continue
                 choice.logprobs += self._logprobs(update.logprobs)
                 for delta in choice.feed(update):
                     if "reasoning_content" in delta and self._body.include_reasoning is False:
                         continue
-                    yield self._chunk(update.index, delta, include_usage)
+                    events.append(self._chunk(update.index, delta, include_usage))
                 if choice.finish_reason is not None:
                     self._running.finish_reasons[update.index] = choice.finish_reason
-                    yield self._chunk(update.index, {}, include_usage, choice.finish_reason)
+                    events.append(self._chunk(update.index, {}, include_usage, choice.finish_reason))
+            if events:
+                yield "".join(events)
         if include_usage:
             yield sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._running.usage()})
         yield SSE_END

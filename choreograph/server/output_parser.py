@@ -82,6 +82,11 @@ class OutputParser:
         if starts_thinking:
             self._state = "thinking"
 
+    @property
+    def is_transparent(self) -> bool:
+        """True if the next text is content, which `feed` returns unchanged."""
+        return self._state == "content" and self._form != "hermes" and not self._pending and not self._skips_newlines
+
     def feed(self, text: str) -> list[OutputDelta]:
         """Parse the next text, except what may start a tag."""
         self._pending += text

@@ -241,7 +241,7 @@ class RemoteSessions:
             if isinstance(updates, Exception):
                 raise updates
             is_final = updates[-1].finish_reason is not None
-            yield updates[-1].text
+            yield "".join(update.text for update in updates)
 
     async def wait(self, message: Message) -> dict[str, Any]:
         """Wait until a message is complete; return its values."""

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from ..errors import InvalidRequestError
 from .api_errors import ApiError
-from .chat_completions import ChoiceState, ParserOptions, sse
+from .chat_completions import ChoiceState, ParserOptions
+from .event_stream import sse
 from .protocol import ChatCompletionRequest, ResponsesRequest
 from .service import RunningRequest
 

@@ -9,9 +9,10 @@ from fastapi import Request
 
 from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
-from .chat_completions import SSE_END, constraint_of, sse
+from .chat_completions import constraint_of
 from .chat_prompt import ChatPrompt
 from .engine_thread import ChoiceUpdate
+from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest
 from .service import GenerationSpec, InferenceService, RunningRequest
 
@@ -101,14 +102,25 @@ class CompletionAnswer:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
-        options, echoed = self._body.stream_options, set[int]()
+        options, body, echoed = self._body.stream_options, self._body, set[int]()
         usage: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
+
+        def event(update: ChoiceUpdate, text: str) -> str:
+            return sse({**self._head, "choices": [self._choice(update, text)], **usage})
+
+        is_plain = body.logprobs is None and not body.return_token_ids
+        text_events = TextEvents(lambda index, text: event(ChoiceUpdate(index, text, [], []), text))
         async for updates in self._running.updates():
+            events = []
             for update in updates:
                 text = update.text if update.index in echoed else self._echoed(update.index) + update.text
                 echoed.add(update.index)
-                if text or update.finish_reason is not None:
-                    yield sse({**self._head, "choices": [self._choice(update, text)], **usage})
+                if is_plain and text and update.finish_reason is None:
+                    events.append(text_events.event(update.index, text))
+                elif text or update.finish_reason is not None:
+                    events.append(event(update, text))
+            if events:
+                yield "".join(events)
         if usage:
             yield sse({**self._head, "choices": [], "usage": self._running.usage()})
         yield SSE_END

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph.server.chat_prompt import answer_key
-from choreograph.server.output_parser import OutputParser
+from choreograph.server.output_parser import OutputDelta, OutputParser
 
 NAMES = frozenset({"add", "find"})
 
@@ -16,7 +16,10 @@ NAMES = frozenset({"add", "find"})
 def parse(pieces, form=None, **options):
     """(reasoning, content, calls) of an answer that arrives in pieces."""
     parser = OutputParser(form, NAMES, **options)
-    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    deltas = []
+    for piece in pieces:
+        deltas += [OutputDelta("content", piece)] if parser.is_transparent else parser.feed(piece)
+    deltas += parser.finish()
     texts = ["".join(delta.text for delta in deltas if delta.kind == kind) for kind in ("reasoning", "content")]
     calls = [(delta.call.name, json.loads(delta.call.arguments)) for delta in deltas if delta.call]
     return (*texts, calls)
