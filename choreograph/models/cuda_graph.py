@@ -377,7 +377,7 @@ class CudaGraphForward:
 
 
 def supports_few_rows(hf_model: HFModel) -> bool:
-    """Whether steps of few rows have a graph of their own: for 16-bit weights on a GPU."""
+    """Whether steps of few rows have a graph of their own."""
     return hf_model.model_info.device.type == "cuda" and hf_model.model_info.dtype.itemsize == 2
 
 

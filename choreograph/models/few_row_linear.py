@@ -1,4 +1,4 @@
-"""Linear layers of small steps on a GPU: one kernel with norm, activation and residual.
+"""Linear layers of few rows on a GPU, fused with their surroundings.
 
 A step of few tokens is bound by reading weights, and in every kernel between two products the memory idles. In
 graphs of few rows, the kernel of a product also adds the residual, gates, and does both halves of an RMS norm: what
@@ -11,7 +11,7 @@ While a model is traced, its linear layers, norms and SiLU activations are opera
 
 import operator
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
@@ -37,6 +37,8 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int  # tiles of the weight in flight
 
+
+Node = Any  # torch.fx.Node; the types of its arguments would need a check at every use
 
 _ATEN, _OWN = torch.ops.aten, torch.ops.choreograph
 _library = torch.library.Library("choreograph", "FRAGMENT")
@@ -219,7 +221,7 @@ def _register() -> None:
         }
         for name, function in implementations.items():
             _library.impl(name, function, device)
-    shapes = {
+    shapes: dict[str, Callable[..., Any]] = {
         "few_row_linear": lambda x, weight, *_: _output_shapes(x, len(weight))[0],
         "few_row_gated": lambda x, weight, *_: _output_shapes(x, len(weight) // 2)[0],
         "few_row_residual": lambda x, weight, *_: _output_shapes(x, len(weight)),
@@ -248,7 +250,7 @@ def few_rows_for_tracing(model: nn.Module, groups: Iterable[FusionGroup]) -> Ite
                 continue  # part of a fused projection
             forward = next((f for is_supported, f in FORWARDS if is_supported(module)), None)
             if forward is not None:
-                module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+                module.forward = MethodType(forward, module)
                 patched.append(module)
         try:
             yield
@@ -260,7 +262,7 @@ def few_rows_for_tracing(model: nn.Module, groups: Iterable[FusionGroup]) -> Ite
 def _fused_forward(part: Any, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n F"]:
     fused: FusedWeight = part.fused_weight
     result = _OWN.few_row_linear(input, fused.weight, fused.bias, None, None, 0.0)
-    return result[..., fused.start : fused.end]  # type: ignore[no-any-return]
+    return result[..., fused.start : fused.end]
 
 
 def _linear_forward(layer: nn.Linear, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n F"]:
@@ -283,7 +285,7 @@ def _eps(norm: Any) -> float:
 
 
 def is_rms_norm(module: Any) -> bool:
-    """Whether a module computes an RMS norm times its weight: by its name, then by a sample."""
+    """Whether a module is an RMS norm: its name and a sample."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.ndim != 1 or not _eps(module):
         return False
@@ -301,7 +303,8 @@ FORWARDS = (
 
 def fuse_operators(graph: torch.fx.Graph) -> None:
     """Merge norms, gating and residuals into the products that surround them."""
-    for node in list(graph.nodes):
+    nodes: list[Node] = list(graph.nodes)
+    for node in nodes:
         if node.target is _ATEN.slice.Tensor and _is_whole(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -315,8 +318,8 @@ def fuse_operators(graph: torch.fx.Graph) -> None:
                 fuse(graph, node)
 
 
-def _fuse_norm(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
-    """Merge a norm into the product that its input comes from and those that read it."""
+def _fuse_norm(graph: torch.fx.Graph, norm: Node) -> None:
+    """Merge a norm into the products before and after it."""
     (hidden, norm_weight, eps), users = norm.args, list(norm.users)
     readers = {_OWN.few_row_linear.default, _OWN.few_row_gated.default}
     if (
@@ -340,13 +343,13 @@ def _fuse_norm(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
     _replace(graph, hidden, out, erased=())
 
 
-def _fuse_gating(graph: torch.fx.Graph, silu: torch.fx.Node) -> None:
+def _fuse_gating(graph: torch.fx.Graph, silu: Node) -> None:
     """Merge `silu(product[..., :F]) * product[..., F:]`, if nothing else reads the product."""
     (gate,), users = silu.args, list(silu.users)
     if len(users) != 1 or users[0].target is not _ATEN.mul.Tensor or not _is_half(gate, first=True):
         return
     (times,), product = users, gate.args[0]
-    other = next((arg for arg in times.args if arg is not silu), None)
+    other: Node = next((arg for arg in times.args if arg is not silu), None)
     parts = {silu: gate, times: other}
     if (
         not _is_half(other, first=False)
@@ -361,7 +364,7 @@ def _fuse_gating(graph: torch.fx.Graph, silu: torch.fx.Node) -> None:
     _replace(graph, times, fused, erased=(silu, gate, other, product))
 
 
-def _fuse_residual(graph: torch.fx.Graph, product: torch.fx.Node) -> None:
+def _fuse_residual(graph: torch.fx.Graph, product: Node) -> None:
     users = list(product.users)
     if len(users) != 1 or users[0].target is not _ATEN.add.Tensor or users[0].kwargs:
         return
@@ -373,15 +376,15 @@ def _fuse_residual(graph: torch.fx.Graph, product: torch.fx.Node) -> None:
     _replace(graph, users[0], fused, erased=(product,))
 
 
-def _is_whole(node: torch.fx.Node) -> bool:
-    """Whether a slice is all of its input, like that of the rows whose logits are kept."""
+def _is_whole(node: Node) -> bool:
+    """Whether a slice is all of its input."""
     _, _, start, end, step = (*node.args, *(None,) * 4)[:5]
     return not start and (end is None or (isinstance(end, int) and end == sys.maxsize)) and step in (None, 1)
 
 
 def _is_half(node: Any, *, first: bool) -> bool:
     """Whether a node is one half of its input's last dimension."""
-    if not isinstance(node, torch.fx.Node) or node.target is not _ATEN.slice.Tensor:
+    if getattr(node, "target", None) is not _ATEN.slice.Tensor:
         return False
     source, dim, start, end = (*node.args, *(None,) * 4)[:4]
     size, rank = source.meta["val"].shape[-1], source.meta["val"].ndim
@@ -389,8 +392,8 @@ def _is_half(node: Any, *, first: bool) -> bool:
     return dim in (-1, rank - 1) and bounds == ((0, size // 2) if first else (size // 2, size))
 
 
-def _replace(graph: torch.fx.Graph, old: torch.fx.Node, new: torch.fx.Node, erased: tuple[torch.fx.Node, ...]) -> None:
-    """Put `new` in the place of `old`; erase nodes that only `old` has read."""
+def _replace(graph: torch.fx.Graph, old: Node, new: Node, erased: tuple[Node, ...]) -> None:
+    """Replace a node; also erase nodes that only it has read."""
     new.meta.update(old.meta)
     old.replace_all_uses_with(new)
     for node in (old, *erased):
