@@ -143,7 +143,7 @@ class GraphCache:
         return {"weights": weights, "slots": slots}
 
     def _path(self, name: str) -> Path | None:
-        """Return the file of a graph; None if it must not be stored."""
+        """Return the file of a graph, or None to store none."""
         from torch._functorch import config as functorch_config
         from torch._inductor import config as inductor_config
 
@@ -162,7 +162,7 @@ class GraphCache:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Check that the code of a module is that of a known package."""
+    """Whether a known package has the code of a module."""
     kind = type(module)
     modules = kind.__module__, getattr(kind.forward, "__module__", "")
     has_hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
