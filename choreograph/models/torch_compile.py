@@ -1,8 +1,8 @@
 """Batches through `torch.compile`: graphs of one size, and of any.
 
 The model is unchanged: the graph is what transformers' own forward traces to. On processors with bfloat16 dot
-products, linear layers read weights that `packed_linear` packed, and graphs are kept on disk (`graph_cache`); elsewhere
-weights are folded in and prepacked (inductor freezing), and every process compiles its graphs. Where a graph has one
+products, linear layers read weights that `packed_linear` packed; elsewhere weights are folded in and prepacked
+(inductor freezing), and such graphs are not cached on disk: every process compiles them. Where a graph has one
 size, smaller batches are padded; padding tokens write to the null page and read nothing. Attention is one opaque
 operator. It gets its forward context from a context variable, so graphs have only tensors as inputs.
 """
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..attention.backend import ForwardContext
 from ..attention.cpp_backend import BackendUnavailableError, cpu_flags
-from .graph_cache import GraphCache
 from .graph_passes import deduplication_pass
 from .hf_model import HFModel
 from .int4_linear import Int4Linear
@@ -86,7 +85,6 @@ class CompiledForward:
         self.warm_up_sizes = tuple(sorted({*self.sizes, *larger}))  # steps of these sizes trace every graph
         self._compiles_larger = compiles_larger
         self._graphs: dict[int | str | None, Any] = {}  # by size; "few" tokens; None: more
-        self._cache = GraphCache(hf_model.model)
         self._tracing_options: Callable[[], AbstractContextManager[Any]] = nullcontext
         try:
             from torch._inductor import config
@@ -104,8 +102,6 @@ class CompiledForward:
         packs = self._is_packed(size)
         key = "few" if size is None and packs and len(tokens) <= MAX_FEW_TOKENS else size
         graph = self._graphs.get(key)
-        if graph is None and packs and (graph := self._cache.load(f"forward_{key}")) is not None:
-            self._graphs[key] = graph
         is_traced = graph is not None
         device = self._hf_model.model_info.device
         if size is None:
@@ -120,8 +116,9 @@ class CompiledForward:
             inputs = [torch.tensor([numbers + padding], device=device) for numbers in (tokens, positions)]
             forward_context = forward_context.pad_to(size)
         if graph is None:
+            graph_pass = deduplication_pass() if packs else None
             # not dynamic=True: the model's numbers would vary as well, until dynamo traces once more
-            graph = compile_model(self._hf_model, f"forward_{key}", cache=self._cache if packs else None)
+            graph = compile_model(self._hf_model, f"forward_{key}", graph_pass=graph_pass)
             if size is None:
                 for tensor, dim in zip(inputs, (1, 1, 0), strict=True):
                     torch._dynamo.mark_dynamic(tensor, dim)
@@ -185,7 +182,6 @@ def compile_model(
     *,
     dynamic: bool | None = None,
     graph_pass: Callable[[torch.fx.Graph], None] | None = None,
-    cache: GraphCache | None = None,
 ) -> Any:
     """Compile the model into one graph.
 
@@ -196,7 +192,6 @@ def compile_model(
         name: distinct name of the code object; dynamo keeps one list of graphs per code object.
         dynamic: accept any number of tokens; None: if the inputs are marked so.
         graph_pass: changes the graph before it is lowered.
-        cache: keeps the graph on disk.
     """
     model = hf_model.model
 
@@ -208,9 +203,6 @@ def compile_model(
     forward.__code__ = forward.__code__.replace(co_name=name)
     # No guards: nothing that a graph depends on changes after it is traced.
     options: dict[str, Any] = {"guard_filter_fn": lambda guards: [False for _ in guards]}
-    if cache is not None:
-        backend = cache.backend(name, forward.__code__.co_varnames[:3], deduplication_pass())
-        return torch.compile(forward, fullgraph=True, dynamic=dynamic, backend=backend, options=options)
     if graph_pass is not None:
         options["post_grad_custom_pre_pass"] = graph_pass
     return torch.compile(forward, fullgraph=True, dynamic=dynamic, options=options)
