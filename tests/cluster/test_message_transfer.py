@@ -69,8 +69,9 @@ class Pair:
             sources = {segment_key(spec, segment): ["reader", "source"] for segment in spec.prompts[0].segments}
             await self.fetcher.fetch_missing(spec, sources)
         tokens, text = [], ""
-        async for running, (update,) in run_request(service, _Connection(), spec):
-            tokens, text, counts = tokens + update.token_ids, text + update.text, running.counts
+        async for running, updates in run_request(service, _Connection(), spec):
+            for update in updates:  # those that wait are joined
+                tokens, text, counts = tokens + update.token_ids, text + update.text, running.counts
         return tokens, text, counts
 
 

@@ -26,7 +26,7 @@ def test_requests_that_arrive_together_share_their_first_step(talker_folder, mon
             thread.submit(item)
             await asyncio.sleep(0)  # the next one is submitted in another turn of the loop
         for item in generations:
-            while (await item.updates.get())[0].finish_reason is None:
+            while (await item.updates.get())[-1].finish_reason is None:  # updates that wait are joined
                 pass
         await thread.stop()
 
