@@ -1,7 +1,9 @@
 """One Ray of two nodes for all tests of this folder, and an application of two replicas on it."""
 
 import os
+import random
 import socket
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +23,13 @@ from choreograph.server.server_config import ServerConfig
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that no other worker of the tests takes: Ray's proxies share a port without an error."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in random.sample(range(20_000 + 1000 * worker, 21_000 + 1000 * worker), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 @pytest.fixture(scope="session")
