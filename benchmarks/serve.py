@@ -16,7 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import httpx
 import torch
@@ -212,8 +212,7 @@ class Reader(asyncio.Protocol):
         self.reply = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
+        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's transports have no base class
 
     def data_received(self, data: bytes) -> None:
         self._data += data
