@@ -158,9 +158,10 @@ def program_rows(
     names = ("ttft", "total", "computed", "equal", "agreement")
     samples: dict[str, dict[str, list[float]]] = {side: {name: [] for name in names} for side in sides}
     for number in range(rounds + 1):
-        reference: list[str] = []
-        for name, side in list(sides.items()):
-            start = time.perf_counter()
+        results: dict[str, tuple[float, list[Turn]]] = {}
+        names_in_turn = list(sides)
+        for name in names_in_turn[number % len(sides) :] + names_in_turn[: number % len(sides)]:
+            side, start = sides[name], time.perf_counter()
             try:
                 with side.server.running():
                     turns = asyncio.run(run_program(program, side, number, max_tokens))
@@ -169,10 +170,12 @@ def program_rows(
                 print(f"... {name} failed: {failed[name]}", flush=True)
                 del sides[name]
                 continue
-            seconds, texts = time.perf_counter() - start, [turn.text for turn in turns]
-            reference = reference or texts  # of `exact`, the first side
-            if number == 0:  # compiles
-                continue
+            results[name] = time.perf_counter() - start, turns
+        for name, (seconds, turns) in results.items() if number else ():  # the first round compiles
+            texts, reference = (
+                [turn.text for turn in turns],
+                [turn.text for turn in results.get("exact", (0, turns))[1]],
+            )
             quoting = [turn for turn in turns if turn.quotes]
             samples[name]["total"].append(seconds)
             samples[name]["ttft"].append(statistics.mean(turn.ttft for turn in quoting))
