@@ -1,6 +1,7 @@
 """The public surface is pinned, and what the documents show is what runs."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ NAMES = [
 def test_public_names():
     assert choreograph.__all__ == NAMES
     assert all(hasattr(choreograph, name) for name in NAMES)
+
+
+def test_an_installed_package_has_all_files():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["choreograph"]
+    package = ROOT / "choreograph"
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files == {path for pattern in patterns for path in package.glob(pattern)}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .fused_projections import FusedWeight, FusionGroup, fused_for_tracing
-from .graph_passes import MERGEABLE_OPERATORS
+from .graph_passes import (
+    GATED_OPERATORS,
+    MERGEABLE_OPERATORS,
+    Node,
+    forwards_for_tracing,
+    fuse_gating,
+    is_silu,
+    replace_node,
+    silu_forward,
+)
 
 MAX_FEW_ROWS = 16  # rows of the kernel's tile
 
@@ -38,8 +46,6 @@ class Tiling(NamedTuple):
     num_stages: int  # tiles of the weight in flight
 
 
-Node = Any  # torch.fx.Node; the types of its arguments would need a check at every use
-
 _ATEN, _OWN = torch.ops.aten, torch.ops.choreograph
 _library = torch.library.Library("choreograph", "FRAGMENT")
 _library.define(
@@ -51,7 +57,6 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 _library.define("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor")
-_library.define("silu(Tensor input) -> Tensor")
 
 
 @triton.jit
@@ -217,7 +222,6 @@ def _register() -> None:
                 x, weight, bias, residual, norm_weight=norm_weight
             ),
             "rms_norm": lambda x, weight, eps: functional.rms_norm(x, weight.shape, weight, eps),
-            "silu": lambda x: functional.silu(x).contiguous(),
         }
         for name, function in implementations.items():
             _library.impl(name, function, device)
@@ -226,7 +230,6 @@ def _register() -> None:
         "few_row_gated": lambda x, weight, *_: _output_shapes(x, len(weight) // 2)[0],
         "few_row_residual": lambda x, weight, *_: _output_shapes(x, len(weight)),
         "rms_norm": lambda x, *_: x.new_empty(x.shape),
-        "silu": lambda x: x.new_empty(x.shape),
     }
     for name, function in shapes.items():
         torch.library.register_fake(f"choreograph::{name}", function, lib=_library)
@@ -234,6 +237,10 @@ def _register() -> None:
 
 _register()
 MERGEABLE_OPERATORS.add(_OWN.few_row_linear.default)
+GATED_OPERATORS[_OWN.few_row_linear.default] = lambda input, weight, bias, *_: (
+    _OWN.few_row_gated.default,
+    (input, weight, bias, None, 0.0),
+)
 
 
 @contextmanager
@@ -243,20 +250,12 @@ def few_rows_for_tracing(model: nn.Module, groups: Iterable[FusionGroup]) -> Ite
     Applies inside the block, where a graph is traced or captured.
     """
     groups = tuple(groups)
-    patched: list[nn.Module] = []
     with fused_for_tracing(groups, _fused_forward):
-        for module in model.modules():
-            if "forward" in vars(module):
-                continue  # part of a fused projection
-            forward = next((f for is_supported, f in FORWARDS if is_supported(module)), None)
-            if forward is not None:
-                module.forward = MethodType(forward, module)
-                patched.append(module)
-        try:
+        # a part of a fused projection has its forward method already
+        others = [module for module in model.modules() if "forward" not in vars(module)]
+        found = [(module, next((f for is_kind, f in FORWARDS if is_kind(module)), None)) for module in others]
+        with forwards_for_tracing([(module, forward) for module, forward in found if forward is not None]):
             yield
-        finally:
-            for module in patched:
-                del module.forward
 
 
 def _fused_forward(part: Any, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n F"]:
@@ -272,11 +271,6 @@ def _linear_forward(layer: nn.Linear, input: Float[Tensor, "*n E"]) -> Float[Ten
 
 def _norm_forward(norm: Any, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n E"]:
     result: Tensor = _OWN.rms_norm(input, norm.weight, _eps(norm))
-    return result
-
-
-def _silu_forward(_: nn.Module, input: Float[Tensor, "*n E"]) -> Float[Tensor, "*n E"]:
-    result: Tensor = _OWN.silu(input)
     return result
 
 
@@ -297,7 +291,7 @@ def is_rms_norm(module: Any) -> bool:
 FORWARDS = (
     (lambda module: type(module) is nn.Linear and type(module.weight.data) is Tensor, _linear_forward),
     (is_rms_norm, _norm_forward),
-    (lambda module: type(module).__name__ in ("SiLU", "SiLUActivation"), _silu_forward),
+    (is_silu, silu_forward),
 )
 
 
@@ -308,11 +302,8 @@ def fuse_operators(graph: torch.fx.Graph) -> None:
         if node.target is _ATEN.slice.Tensor and _is_whole(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    for target, fuse in (
-        (_OWN.silu.default, _fuse_gating),
-        (_OWN.few_row_linear.default, _fuse_residual),
-        (_OWN.rms_norm.default, _fuse_norm),
-    ):
+    fuse_gating(graph)
+    for target, fuse in ((_OWN.few_row_linear.default, _fuse_residual), (_OWN.rms_norm.default, _fuse_norm)):
         for node in list(graph.nodes):
             if node.target is target:
                 fuse(graph, node)
@@ -340,28 +331,7 @@ def _fuse_norm(graph: torch.fx.Graph, norm: Node) -> None:
     for user in users:
         user.args = (scaled, *user.args[1:-2], squares, eps)
     graph.erase_node(norm)
-    _replace(graph, hidden, out, erased=())
-
-
-def _fuse_gating(graph: torch.fx.Graph, silu: Node) -> None:
-    """Merge `silu(product[..., :F]) * product[..., F:]`, if nothing else reads the product."""
-    (gate,), users = silu.args, list(silu.users)
-    if len(users) != 1 or users[0].target is not _ATEN.mul.Tensor or not _is_half(gate, first=True):
-        return
-    (times,), product = users, gate.args[0]
-    other: Node = next((arg for arg in times.args if arg is not silu), None)
-    parts = {silu: gate, times: other}
-    if (
-        not _is_half(other, first=False)
-        or other.args[0] is not product
-        or product.target is not _OWN.few_row_linear.default
-        or set(product.users) != {gate, other}
-        or any(list(part.users) != [user] for user, part in parts.items())
-    ):
-        return
-    with graph.inserting_before(times):
-        fused = graph.call_function(_OWN.few_row_gated.default, (*product.args[:3], None, 0.0))
-    _replace(graph, times, fused, erased=(silu, gate, other, product))
+    replace_node(graph, hidden, out)
 
 
 def _fuse_residual(graph: torch.fx.Graph, product: Node) -> None:
@@ -373,28 +343,10 @@ def _fuse_residual(graph: torch.fx.Graph, product: Node) -> None:
         return
     with graph.inserting_before(users[0]):
         fused = graph.call_function(product.target, (*product.args[:3], residual, *product.args[4:]))
-    _replace(graph, users[0], fused, erased=(product,))
+    replace_node(graph, users[0], fused, erased=(product,))
 
 
 def _is_whole(node: Node) -> bool:
     """Whether a slice is all of its input."""
     _, _, start, end, step = (*node.args, *(None,) * 4)[:5]
     return not start and (end is None or (isinstance(end, int) and end == sys.maxsize)) and step in (None, 1)
-
-
-def _is_half(node: Any, *, first: bool) -> bool:
-    """Whether a node is one half of its input's last dimension."""
-    if getattr(node, "target", None) is not _ATEN.slice.Tensor:
-        return False
-    source, dim, start, end = (*node.args, *(None,) * 4)[:4]
-    size, rank = source.meta["val"].shape[-1], source.meta["val"].ndim
-    bounds = (start or 0, min(size if end is None else end, size))
-    return dim in (-1, rank - 1) and bounds == ((0, size // 2) if first else (size // 2, size))
-
-
-def _replace(graph: torch.fx.Graph, old: Node, new: Node, erased: tuple[Node, ...]) -> None:
-    """Replace a node; also erase nodes that only it has read."""
-    new.meta.update(old.meta)
-    old.replace_all_uses_with(new)
-    for node in (old, *erased):
-        graph.erase_node(node)

@@ -6,22 +6,14 @@
 // by a table look-up, which is exact. Products are summed in float32 within a group and then scaled. Rows are computed
 // in the same order whatever their number, so results do not depend on the batch.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
-#include <vector>
+#include "packed_panels.h"
 
 namespace {
 
-struct bf16 { uint16_t bits; };
 struct alignas(64) Vector { uint32_t words[16]; };
 
-constexpr int LANES = 16, C = 4, PANEL = C * LANES, GROUP = 32, PAIRS = GROUP / 2, QUADS = PAIRS / 4;
-constexpr int WIDE = 6;    // rows at once: their sums and operands fit in registers
-constexpr int FEW = 32;    // rows that are bound by memory
-constexpr int ROWS = 192;  // rows that take turns with one panel while it is in the second-level cache
-constexpr int AHEAD = 8;   // groups to prefetch; the kernel computes too long on a cache line for hardware to do it
+constexpr int GROUP = 32, PAIRS = GROUP / 2, QUADS = PAIRS / 4;
+constexpr int AHEAD = 8;  // groups to prefetch; the kernel computes too long on a cache line for hardware to do it
 
 // The weights of 64 output features in one group. A 16-bit word holds the values of one input feature of four pairs, four
 // bits each, from the lowest bits on; words 2i and 2i + 1 of a vector are of output feature i.
@@ -42,15 +34,8 @@ inline __m512i value_table() {
   return _mm512_load_si512(bits);
 }
 
-inline __mmask16 lanes(int count) { return (1u << std::clamp(count, 0, LANES)) - 1; }
-
 inline __m512 widen_fp16(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-}
-
-inline __m512 widen_bf16(const bf16* from, __mmask16 inside) {
-  __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
 // Values of pair 4 * quad + i of 16 output features, from the quad's vector.
@@ -72,16 +57,16 @@ void unpack(const Group* panel, int64_t groups, Vector* to) {
 // M rows of N * 16 output features of a panel, from 16 * first on.
 //
 // sums: of each group of x, (rows, groups). unpacked: the panel's values, read if UNPACKED. bias: of the panel's
-// features, or null. count: features of the panel that exist.
+// features, or null. row: the first one's in the block.
 template <int M, int N, bool UNPACKED>
 void product(const bf16* x, int64_t in, const float* sums, const Group* panel, const Vector* unpacked, int first,
-             const bf16* bias, bf16* out, int64_t features, int count) {
+             const bf16* bias, const Block& block, int64_t row) {
   const __m512i table = value_table();
   const int64_t groups = in / GROUP;
   __m512 total[M][N];
   for (int n = 0; n < N; n++) {
     int at = (first + n) * LANES;
-    __m512 start = bias ? widen_bf16(bias + at, lanes(count - at)) : _mm512_setzero_ps();
+    __m512 start = bias ? widen_bf16(bias + at, lanes(block.count - at)) : _mm512_setzero_ps();
     for (int m = 0; m < M; m++) total[m][n] = start;
   }
   for (int64_t g = 0; g < groups; g++, x += GROUP) {
@@ -123,23 +108,19 @@ void product(const bf16* x, int64_t in, const float* sums, const Group* panel, c
     }
   }
   for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) {
-      int at = (first + n) * LANES;
-      __m256i rounded = (__m256i)_mm512_cvtneps_pbh(total[m][n]);
-      _mm256_mask_storeu_epi16(out + m * features + at, lanes(count - at), rounded);
-    }
+    for (int n = 0; n < N; n++) block.store(total[m][n], row + m, (first + n) * LANES);
 }
 
 // M rows of a panel; arguments as of `product`, with unpacked null where values are read packed.
 template <int M>
 void panel_rows(const bf16* x, int64_t in, const float* sums, const Group* panel, const Vector* unpacked,
-                const bf16* bias, bf16* out, int64_t features, int count) {
+                const bf16* bias, const Block& block, int64_t row) {
   constexpr int N = M <= 2 ? C : C / 2;
   for (int first = 0; first < C; first += N)
     if (unpacked)
-      product<M, N, true>(x, in, sums, panel, unpacked, first, bias, out, features, count);
+      product<M, N, true>(x, in, sums, panel, unpacked, first, bias, block, row);
     else
-      product<M, N, false>(x, in, sums, panel, unpacked, first, bias, out, features, count);
+      product<M, N, false>(x, in, sums, panel, unpacked, first, bias, block, row);
 }
 
 float group_sum(const bf16* x) {
@@ -150,42 +131,37 @@ float group_sum(const bf16* x) {
 
 }  // namespace
 
-// x and out are contiguous; in is a multiple of 32; packed holds ceil(features / 64) panels of in / 32 groups.
+// x and out are contiguous; in is a multiple of 32; packed holds ceil(features / 64) panels of in / 32 groups. Gated: of
+// both factors, and features, those of the output, are a multiple of 64.
 extern "C" void choreograph_linear_int4(const bf16* x, int64_t rows, int64_t in, const Group* packed, const bf16* bias,
-                                        bf16* out, int64_t features, int64_t threads) {
-  int64_t panels = (features + PANEL - 1) / PANEL, blocks = (rows + ROWS - 1) / ROWS, items = panels * blocks;
-  int64_t groups = in / GROUP;
-  // few rows are bound by memory: each thread reads one range in order
-  int64_t chunk = rows <= FEW ? (items + threads - 1) / threads : std::max<int64_t>(1, items / (8 * threads));
-  std::vector<float> sums(rows * groups);
-  for (int64_t i = 0; i < rows * groups; i++) sums[i] = group_sum(x + i * GROUP);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
-  for (int64_t i = 0; i < items; i++) {
-    int64_t n = i % panels * PANEL, row = i / panels * ROWS, end = std::min(rows, row + ROWS);
-    int count = std::min<int64_t>(PANEL, features - n);
-    const Group* panel = packed + i % panels * groups;
-    const bf16* start = bias ? bias + n : nullptr;
+                                        bf16* out, int64_t features, int64_t threads, bool gated) {
+  const int64_t groups = in / GROUP;
+  std::vector<float> group_sums(rows * groups);
+  for (int64_t i = 0; i < rows * groups; i++) group_sums[i] = group_sum(x + i * GROUP);
+  const float* sums = group_sums.data();
+  for_each_block(rows, features, threads, gated, out, [=](const Block& block) {
+    const Group* panel = packed + block.panel * groups;
+    const bf16* start = bias ? bias + block.panel * PANEL : nullptr;
     const Vector* unpacked = nullptr;
-    if (end - row > 2 * WIDE) {
+    if (block.rows > 2 * WIDE) {
       static thread_local std::vector<Vector> buffer;
       buffer.resize(groups * C * PAIRS);
       unpack(panel, groups, buffer.data());
       unpacked = buffer.data();
     }
-    for (; row < end; row += WIDE) {
-      const bf16* a = x + row * in;
-      const float* s = sums.data() + row * groups;
-      bf16* to = out + row * features + n;
-      switch (std::min<int64_t>(WIDE, end - row)) {
-        case 6: panel_rows<6>(a, in, s, panel, unpacked, start, to, features, count); break;
-        case 5: panel_rows<5>(a, in, s, panel, unpacked, start, to, features, count); break;
-        case 4: panel_rows<4>(a, in, s, panel, unpacked, start, to, features, count); break;
-        case 3: panel_rows<3>(a, in, s, panel, unpacked, start, to, features, count); break;
-        case 2: panel_rows<2>(a, in, s, panel, unpacked, start, to, features, count); break;
-        default: panel_rows<1>(a, in, s, panel, unpacked, start, to, features, count);
+    for (int64_t row = 0; row < block.rows; row += WIDE) {
+      const bf16* a = x + (block.row + row) * in;
+      const float* s = sums + (block.row + row) * groups;
+      switch (std::min<int64_t>(WIDE, block.rows - row)) {
+        case 6: panel_rows<6>(a, in, s, panel, unpacked, start, block, row); break;
+        case 5: panel_rows<5>(a, in, s, panel, unpacked, start, block, row); break;
+        case 4: panel_rows<4>(a, in, s, panel, unpacked, start, block, row); break;
+        case 3: panel_rows<3>(a, in, s, panel, unpacked, start, block, row); break;
+        case 2: panel_rows<2>(a, in, s, panel, unpacked, start, block, row); break;
+        default: panel_rows<1>(a, in, s, panel, unpacked, start, block, row);
       }
     }
-  }
+  });
 }
 
 #ifdef WITH_OPERATOR

@@ -18,14 +18,15 @@ from torch.nn.functional import linear, pad
 
 from ..attention.cpp_backend import BackendUnavailableError
 from .fused_projections import FUSABLE, is_fusable
-from .graph_passes import MERGEABLE_OPERATORS
-from .packed_linear import PANEL, PackedProjection, load_operator, operator_library, packed_output
+from .packed_linear import OPERATOR_ARGUMENTS, PANEL, PackedProjection, load_operator, operator_library, register_packed
 
 GROUP_SIZE = 32  # weights that share a scale and a minimum
 _VALUE_BYTES = PANEL * GROUP_SIZE // 2  # of a group of each feature of a panel
 _GROUP_BYTES = _VALUE_BYTES + 2 * 2 * PANEL  # with scales and minimums
 
-operator_library.define("linear_int4(Tensor input, Tensor packed, Tensor? bias, int features) -> Tensor")
+for _suffix in ("", "_gated"):
+    operator_library.define(f"linear_int4{_suffix}{OPERATOR_ARGUMENTS}")
+register_packed("linear_int4")
 
 
 @cache
@@ -88,10 +89,6 @@ def dequantize(packed: UInt8[Tensor, "P G bytes"], features: int) -> Float[Tenso
 def linear_dequantized(input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
     """Multiply by the dequantized weight: the kernel's reference and substitute."""
     return linear(input, dequantize(packed, features).to(input.dtype), bias)
-
-
-torch.library.register_fake("choreograph::linear_int4", packed_output, lib=operator_library)
-MERGEABLE_OPERATORS.add(torch.ops.choreograph.linear_int4.default)
 
 
 class Int4Linear(nn.Linear):

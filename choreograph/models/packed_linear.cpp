@@ -4,31 +4,18 @@
 // 2i and 2i + 1 of output feature c, as dot products take them, so a step of few tokens streams the weights once, in
 // order. Sums are float32.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
+// A gated product multiplies by the weights of both factors and writes SiLU of the first times the second.
+
+#include "packed_panels.h"
 
 namespace {
 
-struct bf16 { uint16_t bits; };
-constexpr int LANES = 16, C = 4, PANEL = C * LANES;
-constexpr int WIDE = 6;    // rows at once: their sums and operands fit in registers
-constexpr int FEW = 32;    // rows that are bound by memory
-constexpr int ROWS = 192;  // rows that take turns with one panel while it is in the second-level cache
-
-// M rows of one panel. bias: of the panel's features, or null. count: features of the panel that exist.
+// M rows of one panel. bias: of the panel's features, or null.
 template <int M>
-void product(const bf16* x, int64_t in, const uint32_t* panel, const bf16* bias, bf16* out, int64_t features, int count) {
+void product(const bf16* x, int64_t in, const uint32_t* panel, const bf16* bias, const Block& block, int64_t row) {
   __m512 acc[M][C];
   for (int c = 0; c < C; c++) {
-    int left = std::clamp(count - c * LANES, 0, LANES);
-    __mmask16 inside = (1u << left) - 1;
-    __m512 start = _mm512_setzero_ps();
-    if (bias) {
-      __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, bias + c * LANES));
-      start = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-    }
+    __m512 start = bias ? widen_bf16(bias + c * LANES, lanes(block.count - c * LANES)) : _mm512_setzero_ps();
     for (int m = 0; m < M; m++) acc[m][c] = start;
   }
   for (int64_t i = 0; i < in / 2; i++) {
@@ -42,40 +29,30 @@ void product(const bf16* x, int64_t in, const uint32_t* panel, const bf16* bias,
     }
   }
   for (int m = 0; m < M; m++)
-    for (int c = 0; c < C; c++) {
-      int left = std::clamp(count - c * LANES, 0, LANES);
-      __mmask16 inside = (1u << left) - 1;
-      _mm256_mask_storeu_epi16(out + m * features + c * LANES, inside, (__m256i)_mm512_cvtneps_pbh(acc[m][c]));
-    }
+    for (int c = 0; c < C; c++) block.store(acc[m][c], row + m, c * LANES);
 }
 
 }  // namespace
 
-// x and out are contiguous; in is even; packed holds ceil(features / 64) panels of in / 2 * 64 elements.
+// x and out are contiguous; in is even; packed holds ceil(features / 64) panels of in / 2 * 64 elements. Gated: of both
+// factors, and features, those of the output, are a multiple of 64.
 extern "C" void choreograph_linear(const bf16* x, int64_t rows, int64_t in, const uint32_t* packed, const bf16* bias,
-                                   bf16* out, int64_t features, int64_t threads) {
-  int64_t panels = (features + PANEL - 1) / PANEL, blocks = (rows + ROWS - 1) / ROWS, items = panels * blocks;
-  // few rows are bound by memory: each thread reads one range in order
-  int64_t chunk = rows <= FEW ? (items + threads - 1) / threads : std::max<int64_t>(1, items / (8 * threads));
-#pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
-  for (int64_t i = 0; i < items; i++) {
-    int64_t n = i % panels * PANEL, row = i / panels * ROWS, end = std::min(rows, row + ROWS);
-    int count = std::min<int64_t>(PANEL, features - n);
-    const uint32_t* panel = packed + n * (in / 2);
-    const bf16* start = bias ? bias + n : nullptr;
-    for (; row < end; row += WIDE) {
-      const bf16* a = x + row * in;
-      bf16* to = out + row * features + n;
-      switch (std::min<int64_t>(WIDE, end - row)) {
-        case 6: product<6>(a, in, panel, start, to, features, count); break;
-        case 5: product<5>(a, in, panel, start, to, features, count); break;
-        case 4: product<4>(a, in, panel, start, to, features, count); break;
-        case 3: product<3>(a, in, panel, start, to, features, count); break;
-        case 2: product<2>(a, in, panel, start, to, features, count); break;
-        default: product<1>(a, in, panel, start, to, features, count);
+                                   bf16* out, int64_t features, int64_t threads, bool gated) {
+  for_each_block(rows, features, threads, gated, out, [=](const Block& block) {
+    const uint32_t* panel = packed + block.panel * PANEL * (in / 2);
+    const bf16* start = bias ? bias + block.panel * PANEL : nullptr;
+    for (int64_t row = 0; row < block.rows; row += WIDE) {
+      const bf16* a = x + (block.row + row) * in;
+      switch (std::min<int64_t>(WIDE, block.rows - row)) {
+        case 6: product<6>(a, in, panel, start, block, row); break;
+        case 5: product<5>(a, in, panel, start, block, row); break;
+        case 4: product<4>(a, in, panel, start, block, row); break;
+        case 3: product<3>(a, in, panel, start, block, row); break;
+        case 2: product<2>(a, in, panel, start, block, row); break;
+        default: product<1>(a, in, panel, start, block, row);
       }
     }
-  }
+  });
 }
 
 #ifdef WITH_OPERATOR

@@ -8,11 +8,9 @@ graphs are cached on disk.
 """
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +21,14 @@ from torch.nn.functional import pad
 
 from ..attention.cpp_backend import BackendUnavailableError, compile_library, cpu_flags
 from .fused_projections import FUSABLE, is_fusable
-from .graph_passes import MERGEABLE_OPERATORS
+from .graph_passes import GATED_OPERATORS, MERGEABLE_OPERATORS, ROW_OPERATORS, forwards_for_tracing
 
 PANEL = 64  # output features that the kernel computes together; as in packed_linear.cpp
 
 operator_library = torch.library.Library("choreograph", "FRAGMENT")
-operator_library.define("linear(Tensor input, Tensor packed, Tensor? bias, int features) -> Tensor")
+OPERATOR_ARGUMENTS = "(Tensor input, Tensor packed, Tensor? bias, int features) -> Tensor"  # features: of the output
+for _suffix in ("", "_gated"):  # SiLU of the first half of the weight's output features times the second half
+    operator_library.define(f"linear{_suffix}{OPERATOR_ARGUMENTS}")
 
 
 class PackedProjection(NamedTuple):
@@ -64,19 +64,20 @@ def load_operator(source: str, name: str) -> None:
     if "avx512_bf16" not in cpu_flags():
         raise BackendUnavailableError("the processor has no AVX-512 bfloat16 instructions")
     path, folder = Path(__file__).with_name(source), user_cache_path("choreograph") / "native"
+    sources = [path, *(path.with_name(f"packed_{header}.h") for header in ("panels", "operator"))]
     try:
-        header = path.with_name("packed_operator.h")
-        ctypes.CDLL(str(compile_library(path.stem, [path, header], _operator_flags(), folder)))
+        ctypes.CDLL(str(compile_library(path.stem, sources, _operator_flags(), folder)))
         return  # registered while it was loaded
     except (BackendUnavailableError, OSError):  # another version of PyTorch's headers
         pass
     try:
-        kernel = getattr(ctypes.CDLL(str(compile_library(path.stem, [path], (), folder))), f"choreograph_{name}")
+        kernel = getattr(ctypes.CDLL(str(compile_library(path.stem, sources[:2], (), folder))), f"choreograph_{name}")
     except OSError as exc:
         raise BackendUnavailableError(str(exc)) from None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number)
-    operator_library.impl(name, partial(call_packed, kernel), "CPU")
+    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number, ctypes.c_bool)
+    for suffix in ("", "_gated"):
+        operator_library.impl(f"{name}{suffix}", partial(call_packed, kernel, bool(suffix)), "CPU")
 
 
 def _operator_flags() -> tuple[str, ...]:
@@ -93,14 +94,16 @@ def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
     return panels.transpose(1, 2).contiguous()
 
 
-def call_packed(kernel: Any, input: Tensor, packed: Tensor, bias: Tensor | None, features: int) -> Tensor:
+def call_packed(
+    kernel: Any, is_gated: bool, input: Tensor, packed: Tensor, bias: Tensor | None, features: int
+) -> Tensor:
     """Run a kernel over packed weights from Python."""
     input = input.contiguous()
     width = input.shape[-1]
     out = input.new_empty((*input.shape[:-1], features))
     kernel(
         *(input.data_ptr(), input.numel() // width, width, packed.data_ptr()),
-        *(None if bias is None else bias.data_ptr(), out.data_ptr(), features, torch.get_num_threads()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), features, torch.get_num_threads(), is_gated),
     )
     return out
 
@@ -110,8 +113,27 @@ def packed_output(input: Tensor, packed: Tensor, bias: Tensor | None, features: 
     return input.new_empty((*input.shape[:-1], features))
 
 
-torch.library.register_fake("choreograph::linear", packed_output, lib=operator_library)
-MERGEABLE_OPERATORS.add(torch.ops.choreograph.linear.default)
+def gated_product(name: str, input: Any, packed: Any, bias: Any, features: int) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return a gated product's operator and arguments.
+
+    None if its factors do not end with panels.
+    """
+    if features % (2 * PANEL):
+        return None
+    return getattr(torch.ops.choreograph, f"{name}_gated").default, (input, packed, bias, features // 2)
+
+
+def register_packed(name: str) -> None:
+    """Let graphs trace and merge a product and a gated one."""
+    for suffix in ("", "_gated"):
+        torch.library.register_fake(f"choreograph::{name}{suffix}", packed_output, lib=operator_library)
+        ROW_OPERATORS.add(getattr(torch.ops.choreograph, f"{name}{suffix}").default)
+    product = getattr(torch.ops.choreograph, name).default
+    MERGEABLE_OPERATORS.add(product)
+    GATED_OPERATORS[product] = lambda *args: gated_product(name, *args)
+
+
+register_packed("linear")
 
 
 def pack_model(model: nn.Module) -> list[nn.Linear]:
@@ -164,16 +186,9 @@ def _pack_group(group: tuple[nn.Linear, ...]) -> None:
         start = end  # no registered parameter: `state_dict()` is unchanged
 
 
-@contextmanager
-def packed_for_tracing(layers: list[nn.Linear]) -> Iterator[None]:
+def packed_for_tracing(layers: list[nn.Linear]) -> AbstractContextManager[None]:
     """Trace each layer as a call of the kernel inside the block."""
-    for layer in layers:
-        layer.forward = MethodType(_packed_forward, layer)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
+    return forwards_for_tracing([(layer, _packed_forward) for layer in layers])
 
 
 def _packed_forward(layer: Any, input: Tensor) -> Tensor:

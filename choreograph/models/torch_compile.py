@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention.backend import ForwardContext
 from ..attention.cpp_backend import BackendUnavailableError, cpu_flags
-from .graph_passes import deduplication_pass
+from .graph_passes import deduplication_pass, forwards_for_tracing, fuse_packed, is_silu, silu_forward
 from .hf_model import HFModel
 from .int4_linear import Int4Linear
 from .packed_linear import load_kernel, pack_model, packed_for_tracing
@@ -116,7 +116,7 @@ class CompiledForward:
             inputs = [torch.tensor([numbers + padding], device=device) for numbers in (tokens, positions)]
             forward_context = forward_context.pad_to(size)
         if graph is None:
-            graph_pass = deduplication_pass() if packs else None
+            graph_pass = deduplication_pass(fuse_packed) if packs else None
             # not dynamic=True: the model's numbers would vary as well, until dynamo traces once more
             graph = compile_model(self._hf_model, f"forward_{key}", graph_pass=graph_pass)
             if size is None:
@@ -150,7 +150,8 @@ class CompiledForward:
         restored before the graph runs again.
         """
         if packs:
-            with packed_for_tracing(self._packed_layers):
+            activations = [(module, silu_forward) for module in self._hf_model.model.modules() if is_silu(module)]
+            with packed_for_tracing(self._packed_layers), forwards_for_tracing(activations):
                 yield
             return
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]

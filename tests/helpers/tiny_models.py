@@ -17,13 +17,14 @@ def build(
     positions: int = POSITIONS,
     stop: int | None = None,
     layers: int = 2,
+    intermediate: int = 48,
 ) -> LlamaForCausalLM:
     """A random Llama in float32; `stop` ends a message."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -9,11 +9,13 @@ from helpers import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import linear
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import linear, silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention.cpp_backend import BackendUnavailableError
-from choreograph.models import int4_linear, packed_linear, torch_compile
+from choreograph.models import graph_passes, int4_linear, packed_linear, torch_compile
 from choreograph.models.packed_linear import load_kernel, pack, pack_model, packed_for_tracing
 
 try:
@@ -46,6 +48,43 @@ def test_packed_products_equal_float32_products(rows, width, features, has_bias,
     expected = linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert out.shape == (1, rows, features) and out.dtype is torch.bfloat16
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-3 * width**0.5)
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([191, 192, 193, 400])),
+    groups=st.integers(1, 3),
+    panels=st.integers(1, 5),
+    has_bias=st.booleans(),
+    is_int4=st.booleans(),
+    scale=st.sampled_from([0.01, 1.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_gated_products_equal_silu_of_one_half_times_the_other(rows, groups, panels, has_bias, is_int4, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    width, features, own = 32 * groups, 64 * panels, torch.ops.choreograph
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    x, weight, bias = scale * noise(1, rows, width), noise(2 * features, width), noise(2 * features)
+    name, packed = "linear", pack(weight)
+    if is_int4:
+        name, packed = "linear_int4", int4_linear.pack(*int4_linear.quantize(weight))
+    given_bias = bias if has_bias else None
+    gate, other = getattr(own, name)(x, packed, given_bias, 2 * features).float().chunk(2, -1)
+    out = getattr(own, f"{name}_gated")(x, packed, given_bias, features)
+    assert out.shape == (1, rows, features) and out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.float(), silu(gate) * other, rtol=2**-8, atol=1e-30)
+
+
+@needs_kernel
+def test_a_gate_that_is_not_finite_stays_so():
+    x, weight = torch.full((1, 32), torch.inf).bfloat16(), torch.ones(128, 32).bfloat16()
+    out = torch.ops.choreograph.linear_gated(x, pack(weight), None, 64)
+    assert out.isinf().all()
+    assert torch.ops.choreograph.linear_gated(x * torch.nan, pack(weight), None, 64).isnan().all()
 
 
 @needs_kernel
@@ -85,9 +124,9 @@ def test_layers_that_the_kernel_cannot_compute_are_left_out():
     assert pack_model(few) == []
 
 
-def compiled_engine() -> Engine:
+def compiled_engine(intermediate: int = 48) -> Engine:
     config = EngineConfig(cache=CacheConfig(capacity=1024), compile=True, compile_sizes=(4,))
-    return Engine.from_pretrained(tiny_models.build().bfloat16(), config=config)
+    return Engine.from_pretrained(tiny_models.build(intermediate=intermediate).bfloat16(), config=config)
 
 
 def tokens_of(engine: Engine) -> list[int]:
@@ -119,6 +158,50 @@ def test_a_compiled_step_calls_the_kernel_once_per_group():
     assert calls_per_step(compiled_engine(), "linear") == [9]
 
 
+class ProductRows(TorchDispatchMode):
+    """Rows of each product over a packed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "choreograph":
+            self.rows.append(args[0].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+@needs_kernel
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_what_follows_the_attention_is_computed_for_selected_tokens_alone(reads_all):
+    weights = [pack(torch.randn(64, 64).bfloat16()) for _ in range(3)]
+
+    def last_layer(attended, residual, rows, first, second, third):
+        hidden = residual + torch.ops.choreograph.linear(attended, first, None, 64)
+        wide = torch.ops.prims.convert_element_type(hidden, torch.float32)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        normed = torch.ops.prims.convert_element_type(normed, torch.bfloat16)
+        hidden = hidden + torch.ops.choreograph.linear(normed, second, None, 64)
+        logits = torch.ops.choreograph.linear(hidden[:, rows], third, None, 64)
+        return (logits, hidden.sum()) if reads_all else (logits,)
+
+    inputs = [torch.randn(1, 9, 64).bfloat16(), torch.randn(1, 9, 64).bfloat16(), torch.tensor([7, 2]), *weights]
+    graph = make_fx(last_layer, tracing_mode="symbolic")(*inputs)
+    expected = graph(*inputs)
+    graph_passes.select_rows_early(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    with ProductRows() as products:
+        results = graph(*inputs)
+    assert products.rows == ([9, 9, 2] if reads_all else [2, 2, 2])
+    assert all(torch.equal(result, value) for result, value in zip(results, expected, strict=True))
+
+
+@needs_kernel
+def test_a_compiled_step_gates_in_the_product():
+    assert calls_per_step(compiled_engine(intermediate=128), "linear", "linear_gated", "silu") == [7, 2, 0]
+
+
 @needs_kernel
 @pytest.mark.parametrize(("source", "name"), [("packed_linear.cpp", "linear"), ("int4_linear.cpp", "linear_int4")])
 def test_without_pytorchs_headers_the_kernel_is_called_from_python(monkeypatch, source, name):
@@ -134,6 +217,7 @@ def test_without_pytorchs_headers_the_kernel_is_called_from_python(monkeypatch, 
     packed = pack(weight) if name == "linear" else int4_linear.pack(*int4_linear.quantize(weight))
     expected = getattr(torch.ops.choreograph, name)(x, packed, bias, 70)
     assert torch.equal(registered[name](x, packed, bias, 70), expected)
+    assert f"{name}_gated" in registered
 
 
 def test_without_the_kernel_graphs_are_frozen(monkeypatch):
