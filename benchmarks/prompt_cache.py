@@ -1,24 +1,30 @@
 """Time to first token from cached modules against computing the whole prompt (Prompt Cache, sections 5.2 and 5.4).
 
-Also the time of later tokens and of whole answers, and of copying keys and values of 5,000 tokens (section 5.4).
+Also the time of later tokens and of whole answers, of copying keys and values of 5,000 tokens (section 5.4), and to the
+first token of the use cases (section 5.6), which are those of `examples/`.
 
 `make bench NAME=prompt_cache`. Prompts of the same tokens, in turns: from modules; on the same engine without reuse
 (mode "naive"); and through Hugging Face's own model, uncompiled. Times are from handing over the prompt to the first
 token, PML, planning and all.
 """
 
+import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from choreograph import Engine, SamplingParams
 from choreograph.prompt_cache import Import, Prompt, PromptCache, module, schema
+from examples import code_generation, personalization, trip_planning
 
 from .common import FIGURES, Row, engine, interleaved, median_row, ratio_row, save, seconds
 from .plots import ttft_plot
 from .prompt_cache_longbench import answer_times
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 NUM_CACHED_TOKENS, NUM_NEW_TOKENS = 5120, (8, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096, 7680)
@@ -108,7 +114,7 @@ def main() -> None:
     rows += whole_answers(cache)
     rows += from_host(e)
     cache.close()
-    rows += copies(e)
+    rows += copies(e) + use_cases(e)
     points = over_length(e)
     rows += slopes(points)
     save("prompt_cache", rows, points=points)
@@ -180,6 +186,41 @@ def copies(e: Engine) -> list[Row]:
     for name, route in routes.items():
         samples = [1e3 * seconds(lambda route=route: copy(*route)) for _ in range(12)][2:]
         rows.append(median_row(f"copy of {NUM_COPIED_TOKENS} tokens, {name}", samples, "ms", better="lower"))
+    return rows
+
+
+def use_cases(e: Engine) -> list[Row]:
+    """The paper's use cases, in the form of our examples."""
+    folder = EXAMPLES / "pml"
+    cases: dict[str, tuple[PromptCache, list[Prompt | str]]] = {
+        "code": (PromptCache(e, folder / "game" / "game.pml"), list(code_generation.PROMPTS)),
+        "personalization": (
+            PromptCache(e, folder / "reader.pml"),
+            [personalization.prompt(traits) for traits in personalization.READERS.values()],
+        ),
+        "parameters": (
+            PromptCache(e, trip_planning.trip.schema),
+            [trip_planning.trip(trip_planning.ASK, plan=True, days="one week", place="coast", season="summer")],
+        ),
+    }
+    rows = []
+    for name, (cache, prompts) in cases.items():
+        with cache:
+            cache.warmup()
+
+            def measure(mode: str, cache: PromptCache = cache, prompts: list[Prompt | str] = prompts) -> float:
+                with e.session(mode=mode) as session:
+                    answers = [cache.generate(session, prompt, sampling=ONE_TOKEN).result() for prompt in prompts]
+                e.run_until_idle()
+                return statistics.mean(answer.timing.ttft for answer in answers)
+
+            cached, whole = interleaved(5, lambda: measure("choreographed"), lambda: measure("naive"))
+        label = f"use case, {name}"
+        rows += [
+            ratio_row(f"{label}: against no reuse", whole[1:], cached[1:]),
+            median_row(f"{label}: from modules", [t * 1e3 for t in cached[1:]], "ms", better="lower"),
+            median_row(f"{label}: no reuse", [t * 1e3 for t in whole[1:]], "ms", better="lower"),
+        ]
     return rows
 
 
