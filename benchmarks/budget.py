@@ -124,6 +124,7 @@ def main() -> None:
             "learned_from": given.learn,
             "n": len(held_out),
             "early": given.early,
+            "max_tokens": given.max_tokens,
             **provenance(),
         }
         facts["seconds"] = time.perf_counter() - began
