@@ -45,6 +45,11 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         ("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens: speed against llama.cpp Q4_1",
     },
     "peers": {
+        ("decode, 1 request behind 512, int4", "llama.cpp Q4_1"): (
+            "decode, 1 request behind 512, int4 (compiled): speed against llama.cpp Q4_1"
+        ),
+    }
+    | {
         (name, "vLLM"): f"{name} (compiled): speed against vLLM's CPU build"
         for name in (
             "decode, 1 request behind 512",
@@ -157,11 +162,11 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
 # label, benchmark, measure of ours, measure of the peer, ratio (measure, peer); None: no absolute number is recorded
 SUMMARY_ROWS = [
     (
-        "compiled decode step, 1 stream, 512 tokens of context, against llama.cpp Q4_1",
-        "decode",
-        "1 stream: step, compiled bf16",
-        "1 stream: step, llama.cpp Q4_1",
-        ("1 stream: compiled bf16", "llama.cpp"),
+        "decode step (compiled, int4 weights), 1 request behind 512 tokens, against llama.cpp Q4_1",
+        "peers",
+        "decode, 1 request behind 512: choreograph compiled int4",
+        "decode, 1 request behind 512: llama.cpp Q4_1",
+        ("decode, 1 request behind 512, int4", "llama.cpp Q4_1"),
     ),
     (
         "decode step (compiled), 32 requests with contexts of 256 of their own, against vLLM's CPU build",
