@@ -17,6 +17,7 @@ SUMMARY_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 PAGES = (
     SUMMARY_PAGE,
     SUMMARY_PAGE.with_name("scale.md"),
+    SUMMARY_PAGE.with_name("explain.md"),
     *(
         DETAILS / f"{name}.md"
         for name in ("workflows", "quality", "finetuning", "prompt_cache", "kvflow", "layer_reuse", "quantization")
@@ -34,6 +35,14 @@ TITLES = {
 }
 TITLES |= {f"{name}-paper": f"{TITLES[name]}, the paper's form" for name in ("mad_iter", "tree_of_thoughts", "mad_par")}
 TITLES |= {"single_call": "Direct", "debate_iterative": "Iterative debate", "debate_parallel": "Parallel debate"}
+BUDGETED = {
+    "qa-nq_oracle": "MultiQA",
+    "math-tree_of_thoughts": "Tree of Thoughts (short votes)",
+    "math-mad_par": "Parallel debate",
+    "math-mad_iter": "Iterative debate (short verdicts)",
+    "bsm": "Branch-Solve-Merge",
+    "pd-none": "Prisoner's Dilemma",
+}
 STRATEGIES = {"pd-none": "none", "pd-cooperate": "always cooperate", "pd-defect": "always defect"}
 
 
@@ -468,6 +477,28 @@ def quantization() -> str:
     return markdown(head, lines) + "\n\n" + _provenance_note("quantization")
 
 
+def budget() -> str:
+    """Divergence within the budget and the speed that is kept, of every stage."""
+    runs, lines = record("budget")["runs"], []
+    for name, run in runs.items():
+        title = BUDGETED[name]
+        setting = f"{title}; n = {run['n']}, {run.get('max_tokens', 16)} tokens" + (", early" if run["early"] else "")
+        for row in run["rows"]:
+            is_faster = row["reuse_speedup"]["low"] > 1
+            lines.append(
+                [
+                    setting if row is run["rows"][0] else "",
+                    row["stage"],
+                    {0: "reused", 1: "computed"}.get(row["share"], f"repaired: {row['share']:.0%}"),
+                    *(format_estimate(row[key], places=3) for key in ("reuse_kl", "kl")),
+                    *(f"{format_estimate(row[key])}x" for key in ("reuse_speedup", "speedup")),
+                    f"{row['kept']:.0%}" if is_faster else "-",
+                ]
+            )
+    head = ["Workflow", "Stage", "Context is", "KL of reuse", "KL", "TTFT, prefix mode over reuse", "over this", "kept"]
+    return markdown(head, lines) + "\n\n" + _provenance_note("budget")
+
+
 def reuse(name: str) -> str:
     head, lines = results_reuse.TABLES[name](record("reuse")["runs"])
     if not lines:
@@ -556,6 +587,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kvflow-machines": kvflow_machines,
     "kvflow-policies": kvflow_policies,
     "quantization": quantization,
+    "budget": budget,
     **{name: partial(reuse, name) for name in results_reuse.TABLES},
     **{f"paper-{name}": partial(paper, name) for name in results_papers.SECTIONS},
 }
