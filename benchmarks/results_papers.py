@@ -158,7 +158,9 @@ def choreography(record: Record) -> Iterator[Line]:
     for title, paper in table_5:
         for form in ("", ", the paper's form"):
             measured = _ratio(record, "speed", f"{title}{form}: TTFT, steps", f"{title}{form}: end to end")
-            setting = "SmolLM2 135M, n = 30" + ("" if form or title == "parallel debate" else ", short form")
+            run = record("speed")["options"].get(f"{title}{form}", {})
+            setting = f"SmolLM2 135M, n = {run.get('n', 30)}" + (", one thread" if run.get("threads") == 1 else "")
+            setting += "" if form or title == "parallel debate" else ", short form"
             yield "Table 5", f"{title}{form}: TTFT / end to end", paper, measured, setting, "speed"
     cells = [("leak both", "scores", metric) for metric in ("predicts cooperation", "predicts right")]
     yield (

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from scipy import stats
 
@@ -80,6 +81,7 @@ def main() -> None:
         r = correlation(*zip(*report["points"], strict=True))
         rows.append(Row(f"{title}: correlation of speed-up and tokens", r.value, "", r.low, r.high))
         options_of[title] = {"n": report["n"], "max_tokens": given.max_tokens, "compiled": not given.eager}
+        options_of[title]["threads"] = torch.get_num_threads()
     had = [
         row_from_record(r) for r in last_result("speed").get("rows", []) if r["measure"].partition(":")[0] not in points
     ]
