@@ -38,10 +38,15 @@ for _name, _function in (("cos", torch.cos), ("sin", torch.sin), ("silu", functi
     torch.library.register_fake(f"choreograph::{_name}", lambda x: x.new_empty(x.shape), lib=_library)
 
 
-def deduplication_pass(then: Callable[[torch.fx.Graph], None] | None = None) -> Callable[[torch.fx.Graph], None]:
+def deduplication_pass(
+    then: Callable[[torch.fx.Graph], None] | None = None, *, graph_name: str = ""
+) -> Callable[[torch.fx.Graph], None]:
     """Return a pass that computes each of some operations once.
 
-    `then` changes the graph further.
+    Args:
+        then: changes the graph further.
+        graph_name: inductor finds cached graphs of this name only. Its own key has no sizes of dynamic dimensions,
+            although it chooses by those of the first step whether loops run in threads.
     """
 
     def deduplicate_then(graph: torch.fx.Graph) -> None:
@@ -61,7 +66,11 @@ def deduplication_pass(then: Callable[[torch.fx.Graph], None] | None = None) -> 
             change(graph)
 
         def uuid(self) -> Any:
-            return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sorted(sources))).digest()
+            operators = [*MERGEABLE_OPERATORS, *GATED_OPERATORS, *ROW_OPERATORS]  # other modules add some
+            digest = hashlib.sha256("\n".join([graph_name, *sorted(map(str, operators))]).encode())
+            for source in sorted(sources):
+                digest.update(Path(source).read_bytes())
+            return digest.digest()
 
     return DeduplicationPass()
 

@@ -1,12 +1,13 @@
 """Batches through `torch.compile`: graphs of one size, and of any.
 
 The model is unchanged: the graph is what transformers' own forward traces to. On processors with bfloat16 dot
-products, linear layers read weights that `packed_linear` packed; elsewhere weights are folded in and prepacked
-(inductor freezing), and such graphs are not cached on disk: every process compiles them. Where a graph has one
+products, linear layers read weights that `packed_linear` packed, and graphs are kept on disk (`graph_cache`); elsewhere
+weights are folded in and prepacked (inductor freezing), and every process compiles its graphs. Where a graph has one
 size, smaller batches are padded; padding tokens write to the null page and read nothing. Attention is one opaque
 operator. It gets its forward context from a context variable, so graphs have only tensors as inputs.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,10 +20,13 @@ from torch import Tensor
 
 from ..attention.backend import ForwardContext
 from ..attention.cpp_backend import BackendUnavailableError, cpu_flags
+from .graph_cache import LoadedGraph, graph_file
 from .graph_passes import deduplication_pass, forwards_for_tracing, fuse_packed, is_silu, silu_forward
 from .hf_model import HFModel
 from .int4_linear import Int4Linear
 from .packed_linear import load_kernel, pack_model, packed_for_tracing
+
+_log = logging.getLogger("choreograph")
 
 # Freezing folds and prepacks the weights; concatenation fuses projections that share an input. Both are
 # read while tracing: as options of torch.compile they would come too late.
@@ -62,6 +66,16 @@ def use_forward_context(forward_context: Any) -> Iterator[None]:
         _FORWARD_CONTEXT.reset(token)
 
 
+class _TokenMixer:
+    """Forward context for comparing graphs; a token attends to nothing else."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        mixed = query + key.mean((1, 3), keepdim=True) + value.mean((1, 3), keepdim=True)
+        return mixed.transpose(1, 2).contiguous()
+
+
 class CompiledForward:
     """Compiled `HFModel.forward`; returns None for batches without a graph."""
 
@@ -85,6 +99,7 @@ class CompiledForward:
         self.warm_up_sizes = tuple(sorted({*self.sizes, *larger}))  # steps of these sizes trace every graph
         self._compiles_larger = compiles_larger
         self._graphs: dict[int | str | None, Any] = {}  # by size; "few" tokens; None: more
+        self._stores_graphs = True  # False after a graph could not be stored
         self._tracing_options: Callable[[], AbstractContextManager[Any]] = nullcontext
         try:
             from torch._inductor import config
@@ -102,6 +117,10 @@ class CompiledForward:
         packs = self._is_packed(size)
         key = "few" if size is None and packs and len(tokens) <= MAX_FEW_TOKENS else size
         graph = self._graphs.get(key)
+        file = None
+        if graph is None and packs and self._stores_graphs:
+            file = graph_file(self._hf_model.model, f"forward_{key}")
+            graph = file.load() if file is not None else None
         is_traced = graph is not None
         device = self._hf_model.model_info.device
         if size is None:
@@ -114,18 +133,26 @@ class CompiledForward:
         else:
             padding = [0] * (size - len(tokens))
             inputs = [torch.tensor([numbers + padding], device=device) for numbers in (tokens, positions)]
-            forward_context = forward_context.pad_to(size)
         if graph is None:
-            graph_pass = deduplication_pass(fuse_packed) if packs else None
+            name = f"forward_{key}"
+            graph_pass = deduplication_pass(fuse_packed, graph_name=name) if packs else None
             # not dynamic=True: the model's numbers would vary as well, until dynamo traces once more
-            graph = compile_model(self._hf_model, f"forward_{key}", graph_pass=graph_pass)
+            backend: str | Callable[..., Any] = "inductor" if file is None else file.compile
+            graph = compile_model(self._hf_model, name, graph_pass=graph_pass, backend=backend)
             if size is None:
                 for tensor, dim in zip(inputs, (1, 1, 0), strict=True):
                     torch._dynamo.mark_dynamic(tensor, dim)
+        context = forward_context if size is None else forward_context.pad_to(size)
         try:
-            with use_forward_context(forward_context), nullcontext() if is_traced else self._tracing(packs):
+            with use_forward_context(context), nullcontext() if is_traced else self._tracing(packs):
                 logits: Tensor = graph(*inputs)[0]
+            if file is not None and not is_traced:
+                graph = file.save(partial(self._check, graph, key))
         except Exception as exc:
+            if file is not None and not is_traced:
+                _log.warning("compiled graphs are not stored: %s", str(exc)[:300])
+                self._stores_graphs = False
+                return self(tokens, positions, forward_context, logits_indices)
             if is_traced or size is not None:
                 raise
             # some models trace with fixed sizes only; an error of the step itself is raised by the eager step again
@@ -134,6 +161,26 @@ class CompiledForward:
             return None
         self._graphs[key] = graph
         return logits[: len(logits_indices)].float() if size is None else logits[logits_indices].float()
+
+    def _check(self, traced: Any, key: int | str | None, stored: LoadedGraph) -> None:
+        """Raise AssertionError unless a stored graph is right at several sizes.
+
+        Its results must be those of the traced graph, and close to those of the model without compilation.
+        """
+        sizes = {"few": (2, 3, 17, MAX_FEW_TOKENS), None: (MAX_FEW_TOKENS + 1, 2 * MAX_FEW_TOKENS + 3)}
+        info, context = self._hf_model.model_info, _TokenMixer()
+        for size in (key,) if isinstance(key, int) else sizes[key]:
+            tokens = [i % info.vocab_size for i in range(size)]
+            positions = [i % info.max_positions for i in range(size)]
+            rows = positions if size == key else [0, 1, size - 1][: 2 + size % 2]
+            inputs = [torch.tensor([numbers], device=info.device) for numbers in (tokens, positions)]
+            inputs += [torch.tensor(rows, device=info.device)] * (size != key)
+            with use_forward_context(context):
+                expected, result = traced(*inputs), stored(*inputs)
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+            uncompiled = self._hf_model.logits(tokens, positions, context, rows)
+            tolerance = 0.1 * float(uncompiled.abs().max())
+            torch.testing.assert_close(result[0], uncompiled, rtol=0, atol=tolerance)
 
     def _is_packed(self, size: int | None) -> bool:
         """Whether the graph of `size` uses packed weights."""
@@ -183,6 +230,7 @@ def compile_model(
     *,
     dynamic: bool | None = None,
     graph_pass: Callable[[torch.fx.Graph], None] | None = None,
+    backend: str | Callable[..., Any] = "inductor",
 ) -> Any:
     """Compile the model into one graph.
 
@@ -193,6 +241,7 @@ def compile_model(
         name: distinct name of the code object; dynamo keeps one list of graphs per code object.
         dynamic: accept any number of tokens; None: if the inputs are marked so.
         graph_pass: changes the graph before it is lowered.
+        backend: compiles the traced graph.
     """
     model = hf_model.model
 
@@ -206,4 +255,4 @@ def compile_model(
     options: dict[str, Any] = {"guard_filter_fn": lambda guards: [False for _ in guards]}
     if graph_pass is not None:
         options["post_grad_custom_pre_pass"] = graph_pass
-    return torch.compile(forward, fullgraph=True, dynamic=dynamic, options=options)
+    return torch.compile(forward, fullgraph=True, dynamic=dynamic, backend=backend, options=options)
