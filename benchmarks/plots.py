@@ -122,3 +122,23 @@ def pareto_plot(series: Mapping[str, Sequence[Point]], path: Path, *, xlabel: st
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.2, linestyle=line, label=label)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.legend()
+
+
+def repair_curves(stages: Mapping[str, Mapping[str, Sequence[Point]]], path: Path) -> None:
+    """Plot the divergence closed over the speed-up of the first token, by strategy, a panel a stage."""
+    ncols = 4
+    nrows = -(-len(stages) // ncols)
+    with saved_figure(path, 2.7 * ncols, 2.5 * nrows, nrows=nrows, ncols=ncols, squeeze=False) as axes:
+        for panel, (title, strategies) in zip(axes.flat, stages.items(), strict=False):
+            for strategy, points in strategies.items():
+                panel.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.1, label=strategy)
+            panel.axhline(100, color="grey", linewidth=0.8, linestyle=":")
+            panel.axvline(1, color="grey", linewidth=0.8, linestyle=":")
+            panel.set_title(title, fontsize=9)
+        for panel in axes.flat[len(stages) :]:
+            panel.axis("off")
+        for panel in axes[:, 0]:
+            panel.set_ylabel("KL closed, %")
+        for panel in axes[-1]:
+            panel.set_xlabel("TTFT, prefix mode over this")
+        axes[0][0].legend(fontsize=7)

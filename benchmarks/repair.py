@@ -28,15 +28,25 @@ from choreograph.engine.request import RequestTag, tag_requests
 from choreograph.evaluation.runner import example_seed
 from choreograph.evaluation.statistics import Estimate, bootstrap, ratio
 from choreograph.outputs import Mode
+from choreograph.viz import Point
 from choreograph.workflows import find
 from choreograph.workflows.run import Transcript, WorkflowRun, call_workflow
 
+from .common import FIGURES, last_result, merge_results, provenance, write
 from .common import engine as make_engine
-from .common import merge_results, provenance, write
+from .plots import repair_curves
 from .quality import PLANS, examples_of
 
 RUNS = ("qa-nq_oracle", "math-tree_of_thoughts", "math-mad_par", "math-mad_iter", "bsm", "pd-none")
 SHARES = (0.1, 0.2, 0.4)
+TITLES = {
+    "qa-nq_oracle": "MultiQA",
+    "math-tree_of_thoughts": "Tree of Thoughts",
+    "math-mad_par": "parallel debate",
+    "math-mad_iter": "iterative debate",
+    "bsm": "Branch-Solve-Merge",
+    "pd-none": "Prisoner's Dilemma",
+}
 
 
 class Measured:
@@ -141,6 +151,31 @@ def show(record: Mapping[str, float] | None, form: str) -> str:
     return "-" if record is None else f"{record['value']:{form}} ({record['low']:{form}}, {record['high']:{form}})"
 
 
+def draw(runs: Mapping[str, Any]) -> None:
+    """Draw what strategies close over their speed, of stages where reuse diverges by 0.01 nats or more."""
+    stages: dict[str, dict[str, list[Point]]] = {}
+    for name, run in runs.items():
+        points = {
+            (record["stage"], record["condition"]): (
+                record["ttft_over_prefix"]["value"],
+                100 * record["kl_closed"]["value"],
+            )
+            for record in run["rows"]
+            if record["kl_closed"] is not None
+        }
+        for record in run["rows"]:
+            if record["condition"] == "reuse" and record["kl"]["value"] >= 0.01:
+                stages[f"{TITLES[name]}: {record['stage']}"] = {
+                    strategy: [
+                        points[record["stage"], condition]
+                        for condition in ("reuse", *(f"{strategy} {share:g}" for share in SHARES))
+                        if (record["stage"], condition) in points
+                    ]
+                    for strategy in REPAIR_STRATEGIES
+                }
+    repair_curves(stages, FIGURES / "repair.svg")
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default=None, help="default: the bundled model")
@@ -204,6 +239,7 @@ def main() -> None:
         ]
         header = ["stage", "condition", "log-loss gap", "closed", "KL", "closed", "TTFT, prefix over this", "repaired"]
         print_table(Console(width=170), plan_name, header, rows)
+    draw(last_result("repair")["runs"])
 
 
 if __name__ == "__main__":

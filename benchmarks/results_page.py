@@ -9,6 +9,7 @@ from typing import Any
 
 from choreograph.evaluation.report import format_estimate, format_p_value, format_unparsed
 
+from . import repair as repair_benchmark
 from . import results_papers, results_reuse
 from .common import RESULTS
 
@@ -20,7 +21,16 @@ PAGES = (
     SUMMARY_PAGE.with_name("explain.md"),
     *(
         DETAILS / f"{name}.md"
-        for name in ("workflows", "quality", "finetuning", "prompt_cache", "kvflow", "layer_reuse", "quantization")
+        for name in (
+            "workflows",
+            "quality",
+            "finetuning",
+            "prompt_cache",
+            "kvflow",
+            "layer_reuse",
+            "quantization",
+            "repair",
+        )
     ),
 )
 MARK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -35,14 +45,6 @@ TITLES = {
 }
 TITLES |= {f"{name}-paper": f"{TITLES[name]}, the paper's form" for name in ("mad_iter", "tree_of_thoughts", "mad_par")}
 TITLES |= {"single_call": "Direct", "debate_iterative": "Iterative debate", "debate_parallel": "Parallel debate"}
-BUDGETED = {
-    "qa-nq_oracle": "MultiQA",
-    "math-tree_of_thoughts": "Tree of Thoughts (short votes)",
-    "math-mad_par": "Parallel debate",
-    "math-mad_iter": "Iterative debate (short verdicts)",
-    "bsm": "Branch-Solve-Merge",
-    "pd-none": "Prisoner's Dilemma",
-}
 STRATEGIES = {"pd-none": "none", "pd-cooperate": "always cooperate", "pd-defect": "always defect"}
 
 
@@ -477,11 +479,50 @@ def quantization() -> str:
     return markdown(head, lines) + "\n\n" + _provenance_note("quantization")
 
 
+def repair() -> str:
+    """Gaps closed and times by share and strategy, of every stage."""
+    lines = []
+    for name, run in record("repair")["runs"].items():
+        title = f"{repair_benchmark.TITLES[name]}; n = {run['n']}" + (", early" if run["early"] else "")
+        for row in run["rows"]:
+            if row["condition"] == "prefix":
+                continue
+            closed = [
+                "" if row[key] is None else format_estimate(row[key], 100, places=0)
+                for key in ("gap_closed", "kl_closed")
+            ]
+            lines.append(
+                [
+                    title,
+                    row["stage"],
+                    row["condition"],
+                    format_estimate(row["gap"], places=3, sign=True),
+                    closed[0],
+                    format_estimate(row["kl"], places=3),
+                    closed[1],
+                    f"{format_estimate(row['ttft_over_prefix'])}x",
+                    f"{row['repaired_tokens']['value']:.0f}",
+                ]
+            )
+            title = ""
+    head = [
+        "Workflow",
+        "Stage",
+        "Condition",
+        "log-loss gap",
+        "closed, %",
+        "KL",
+        "closed, %",
+        "TTFT, prefix mode over this",
+    ]
+    return markdown([*head, "repaired tokens"], lines) + "\n\n" + _provenance_note("repair")
+
+
 def budget() -> str:
     """Divergence within the budget and the speed that is kept, of every stage."""
     runs, lines = record("budget")["runs"], []
     for name, run in runs.items():
-        title = BUDGETED[name]
+        title = repair_benchmark.TITLES[name]
         setting = f"{title}; n = {run['n']}, {run.get('max_tokens', 16)} tokens" + (", early" if run["early"] else "")
         for row in run["rows"]:
             is_faster = row["reuse_speedup"]["low"] > 1
@@ -588,6 +629,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kvflow-policies": kvflow_policies,
     "quantization": quantization,
     "budget": budget,
+    "repair": repair,
     **{name: partial(reuse, name) for name in results_reuse.TABLES},
     **{f"paper-{name}": partial(paper, name) for name in results_papers.SECTIONS},
 }

@@ -388,7 +388,9 @@ def _shared_compiled_model(hf_model: HFModel, few_rows: bool) -> CompiledModel:
     compiled = reference() if reference is not None else None
     if compiled is None:
         name, graph_pass = ("forward_few", fuse_operators) if few_rows else ("forward_graphed", None)
-        compiled = compile_model(hf_model, name, dynamic=True, graph_pass=deduplication_pass(graph_pass, graph_name=name))
+        compiled = compile_model(
+            hf_model, name, dynamic=True, graph_pass=deduplication_pass(graph_pass, graph_name=name)
+        )
         by_rows[few_rows] = ref(compiled)
     assert compiled is not None
     return compiled
