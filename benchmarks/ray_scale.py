@@ -17,7 +17,7 @@ import random
 import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,8 @@ import numpy as np
 from choreograph.cluster.routing import POLICIES, RouteRequest, RoutingPolicy, choose, create_policy
 
 from .common import SIMULATED, Row, save
+from .ray_workloads import WORKLOADS, Sizes
 
-PREFILL = 20_000.0  # tokens a second of one replica, assumed: an 8B model in bfloat16 on one H100
-TRANSFER = 80_000.0  # tokens a second between replicas, assumed: 128 KiB a token at 10 GB/s
-STEP = 0.02  # seconds a generated token, assumed
-CACHE_TOKENS = 200_000  # of one replica
-MAX_CONCURRENT = 64  # requests of one replica
-SYSTEM, QUESTION, ANSWER = 400, 800, 200  # tokens of messages
-DOCUMENT, DOCUMENTS, TEAM = 1000, 160, 96  # tokens of a document, documents of a team, readers of a team
 ARRIVALS = 0.25  # workflows a second and replica, where routers are compared
 COMPARED_SECONDS = {1000: 12.0}  # of arrivals; fewer where the number of replicas alone makes many requests
 DAYS = (100_000, 1_000_000)  # workflows a day
@@ -43,59 +37,20 @@ FAILING = 0.01  # share of the replicas that fail once, evenly in time
 RESTART = 60.0  # seconds until a replica that failed is back, empty
 
 Results = dict[str, float]  # by what was measured
-Call = tuple[dict[int, int], int]  # tokens by key of what is read, and the key of the answer
 
 
-def message_key(workflow: int, kind: int, number: int) -> int:
-    """Key of a message; negative workflows have what several workflows have in common."""
-    return hash((workflow, kind, number))  # of integers: equal in every process
+@dataclass(frozen=True)
+class Machine:
+    """What one replica is assumed to do; by default an 8B model in bfloat16 on one H100."""
+
+    prefill: float = 20_000.0  # tokens a second
+    transfer: float = 80_000.0  # tokens a second between replicas: 128 KiB a token at 10 GB/s
+    step: float = 0.02  # seconds a generated token
+    cache_tokens: int = 200_000
+    max_concurrent: int = 64  # requests
 
 
-def debate(workflow: int, turn: int) -> list[Call]:
-    """Three agents over three rounds; each reads its own messages first, so that no two orders are equal."""
-    calls: list[Call] = []
-    for agent in range(3 if turn < 3 else 0):
-        keys = {message_key(-1, 0, agent): SYSTEM, message_key(workflow, 3, 0): QUESTION}
-        for speaker in [agent, *(other for other in range(3) if other != agent)]:
-            keys |= {message_key(workflow, 4 + earlier, speaker): ANSWER for earlier in range(turn)}
-        calls.append((keys, message_key(workflow, 4 + turn, agent)))
-    return calls
-
-
-def supervisor(workflow: int, turn: int) -> list[Call]:
-    """A plan, eight workers, each with its task before the common material, and a summary of their answers."""
-    material = {message_key(workflow, 0, part): QUESTION for part in range(3)}
-    plan, answers = message_key(workflow, 1, 0), {message_key(workflow, 2, worker): ANSWER for worker in range(8)}
-    if turn == 0:
-        return [({message_key(-1, 0, 8): SYSTEM} | material, plan)]
-    if turn == 1:
-        read = material | {plan: ANSWER}
-        return [({message_key(-1, 0, worker): SYSTEM} | read, key) for worker, key in enumerate(answers)]
-    return [({message_key(-1, 0, 8): SYSTEM} | material | {plan: ANSWER} | answers, message_key(workflow, 1, 1))][
-        : turn == 2
-    ]
-
-
-def retrieval(workflow: int, turn: int) -> list[Call]:
-    """Four questions of a reader, each over three documents that its team has in common, in any order."""
-    if turn == 4:
-        return []
-    generator, team = random.Random(hash((workflow, turn))), workflow // TEAM
-    picked = {int(DOCUMENTS * generator.random() ** 2) for _ in range(3)}  # some documents are read often
-    keys = {message_key(-1, 0, 9): SYSTEM} | {message_key(-1 - team, 1, document): DOCUMENT for document in picked}
-    return [(keys | {message_key(workflow, 3, turn): 60}, message_key(workflow, 4, turn))]
-
-
-WORKLOADS: dict[str, Callable[[int, int], list[Call]]] = {
-    "debate": debate,
-    "supervisor": supervisor,
-    "retrieval": retrieval,
-}
-
-
-def session_of(workload: str, workflow: int) -> str:
-    """Name of the workflow that a client gives: messages are shared inside of it alone."""
-    return f"team-{workflow // TEAM}" if workload == "retrieval" else f"workflow-{workflow}"
+SIZES, H100 = Sizes(), Machine()
 
 
 @dataclass
@@ -103,13 +58,15 @@ class SimulatedReplica:
     """Cache, queue, links and clock of one replica."""
 
     name: str
+    cache_tokens: int
     cache: OrderedDict[int, int] = field(default_factory=OrderedDict)  # tokens by key, least recently used first
     num_cached: int = 0
     prefill_free: float = 0.0  # when the prefills that were sent are done
     sending_free: float = 0.0  # when its outgoing link is free
     receiving_free: float = 0.0  # when its incoming link is free
     running: dict["SimulatedRequest", None] = field(default_factory=dict)
-    computed: int = 0  # tokens
+    computed: int = 0  # tokens of prompts
+    generated: int = 0  # tokens
     sent: int = 0  # tokens, to other replicas
     busy: float = 0.0  # seconds of prefills, and of what it received
 
@@ -120,7 +77,7 @@ class SimulatedReplica:
             if self.cache.pop(key, None) is None:
                 self.num_cached += tokens
             self.cache[key] = tokens
-        while self.num_cached > CACHE_TOKENS:
+        while self.num_cached > self.cache_tokens:
             self.num_cached -= self.cache.popitem(last=False)[1]
         return missing
 
@@ -148,6 +105,7 @@ class Simulation:
         transfer: replicas fetch messages from the first source that a policy names.
         gateways: each has a router of its own, which knows what it has routed itself.
         is_sticky: all requests of a session go through one gateway; otherwise through any.
+        is_by_team: one session for all workflows of a team; otherwise each has its own.
     """
 
     def __init__(
@@ -161,7 +119,11 @@ class Simulation:
         transfer: bool = False,
         gateways: int = 1,
         is_sticky: bool = True,
+        is_by_team: bool = False,
+        sizes: Sizes = SIZES,
+        machine: Machine = H100,
     ) -> None:
+        self.is_by_team, self.sizes, self.machine = is_by_team, sizes, machine
         self.policies = [create() for _ in range(gateways)]
         self.workload, self.rate, self.transfer, self.is_sticky = workload, rate, transfer, is_sticky
         self.seed, self.random = seed, random.Random(seed)
@@ -178,13 +140,14 @@ class Simulation:
         self.failed: list[SimulatedReplica] = []
         self.prompt_tokens = self.moved = self.restarted = self.late = self.most_waiting = 0
         self.running_seconds = 0.0  # of all requests
+        self.later = deque[int]()  # workflows that start when another one has ended
         self.end_of_arrivals = 0.0
 
     def at(self, when: float, kind: str, value: object) -> None:
         heapq.heappush(self.events, (when, next(self.order), kind, value))
 
     def start(self, name: str) -> None:
-        self.replicas[name] = SimulatedReplica(name)
+        self.replicas[name] = SimulatedReplica(name, self.machine.cache_tokens)
         self.set_queue(name, 0)
 
     def set_queue(self, name: str, length: int) -> None:
@@ -192,23 +155,34 @@ class Simulation:
         for policy in self.policies:
             policy.set_queue(name, length)
 
-    def run(self, num_workflows: int) -> Results:
-        """Run workflows to their end; return what was measured."""
+    def run(self, num_workflows: int, concurrency: int | None = None) -> Results:
+        """Run workflows to their end; return what was measured.
+
+        Args:
+            concurrency: so many run at a time, without failures; None: they arrive at random.
+        """
         arrivals = np.cumsum(np.random.default_rng(self.seed).exponential(1 / self.rate, num_workflows)).tolist()
+        if concurrency is not None:
+            self.later.extend(range(concurrency, num_workflows))
+            arrivals = [0.0] * min(concurrency, num_workflows)
         self.end_of_arrivals = arrivals[-1]
         for workflow, when in enumerate(arrivals):
             self.at(when, "turn", (workflow, 0))
         count = len(self.replicas)
-        for number in range(max(count > 2, round(FAILING * count))):  # two replicas: for their balance alone
+        num_failing = max(count > 2, round(FAILING * count)) if concurrency is None else 0
+        for number in range(num_failing):  # two replicas: for their balance alone
             self.at(self.random.uniform(0.2, 0.8) * self.end_of_arrivals, "fail", number)
         while self.events:
             now, _, kind, value = heapq.heappop(self.events)
             getattr(self, f"on_{kind}")(now, value)
+        if concurrency is not None:
+            self.end_of_arrivals = now
         return self.results()
 
     def on_turn(self, now: float, value: tuple[int, int]) -> None:
         workflow, turn = value
-        calls, session = WORKLOADS[self.workload](workflow, turn), session_of(self.workload, workflow)
+        calls = WORKLOADS[self.workload](self.sizes, workflow, turn)
+        session = f"team-{workflow // self.sizes.readers}" if self.is_by_team else f"workflow-{workflow}"
         self.open_turns[value] = len(calls)
         for keys, answer in calls:
             number = zlib.crc32(session.encode()) if self.is_sticky else self.random.getrandbits(32)
@@ -217,13 +191,15 @@ class Simulation:
             self.send(SimulatedRequest(workflow, turn, answer, now, route, policy), now)
         if not calls:
             del self.open_turns[value]
+            if self.later:
+                self.at(now, "turn", (self.later.popleft(), 0))
 
     def send(self, request: SimulatedRequest, now: float) -> bool:
         """Route a request; return False, and let it wait, if the replicas that were named are full."""
-        policy, route = request.policy, request.route
+        policy, route, machine = request.policy, request.route, self.machine
         if learned := self.learned[id(policy)]:
             route.learned, self.learned[id(policy)] = learned, []
-        name = next((name for name in choose(policy, route) if self.queues[name] < MAX_CONCURRENT), None)
+        name = next((name for name in choose(policy, route) if self.queues[name] < machine.max_concurrent), None)
         if name is None:
             self.waiting.append(request)
             self.most_waiting = max(self.most_waiting, len(self.waiting))
@@ -237,15 +213,15 @@ class Simulation:
             if not names or key not in self.replicas[names[0]].cache:
                 num_computed += tokens
                 continue
-            sender, deadline = self.replicas[names[0]], now + max(0.2, 2 * tokens / PREFILL)
-            arrived = max(now, sender.sending_free, replica.receiving_free) + tokens / TRANSFER
+            sender, deadline = self.replicas[names[0]], now + max(0.2, 2 * tokens / machine.prefill)
+            arrived = max(now, sender.sending_free, replica.receiving_free) + tokens / machine.transfer
             if arrived > deadline:  # the link of the sender has too much to do
                 num_computed, self.late, begun = num_computed + tokens, self.late + 1, max(begun, deadline)
                 continue
             sender.sending_free = replica.receiving_free = arrived
             sender.sent, self.moved = sender.sent + tokens, self.moved + tokens
-            replica.busy, begun = replica.busy + tokens / TRANSFER, max(begun, arrived)
-        seconds = num_computed / PREFILL
+            replica.busy, begun = replica.busy + tokens / machine.transfer, max(begun, arrived)
+        seconds = num_computed / machine.prefill
         replica.computed, replica.busy = replica.computed + num_computed, replica.busy + seconds
         self.prompt_tokens += sum(keys.values())
         if num_computed:
@@ -254,7 +230,7 @@ class Simulation:
         request.attempt += 1
         replica.running[request] = None
         self.set_queue(name, self.queues[name] + 1)
-        end = request.first_token + ANSWER * STEP
+        end = request.first_token + self.sizes.answer * machine.step
         self.running_seconds += end - now
         self.at(end, "end", (request, request.attempt, name))
         return True
@@ -267,8 +243,9 @@ class Simulation:
         replica = self.replicas[name]
         del replica.running[request]
         self.set_queue(name, self.queues[name] - 1)
-        replica.add({request.answer: ANSWER})  # it was generated there: it is in the cache
-        self.learned[id(request.policy)].append((name, {request.answer: ANSWER}))
+        replica.generated += self.sizes.answer
+        replica.add({request.answer: self.sizes.answer})  # it was generated there: it is in the cache
+        self.learned[id(request.policy)].append((name, {request.answer: self.sizes.answer}))
         self.open_turns[request.workflow, request.turn] -= 1
         if not self.open_turns[request.workflow, request.turn]:
             del self.open_turns[request.workflow, request.turn]
@@ -313,7 +290,7 @@ class Simulation:
             "imbalance": max(busy) / (sum(busy) / len(busy)) - 1,
             "busy share": sum(busy) / len(busy) / seconds,
             "requests running": self.running_seconds / seconds / len(replicas),
-            "link of the busiest sender": max(replica.sent for replica in replicas) / TRANSFER / seconds,
+            "link of the busiest sender": max(replica.sent for replica in replicas) / self.machine.transfer / seconds,
             "messages that came too late": float(self.late),
             "most requests waiting at once": float(self.most_waiting),
             "state of the router": float(sum(policy.state_bytes for policy in self.policies)),
@@ -328,7 +305,7 @@ UNITS |= dict.fromkeys(("hit rate", "imbalance", "busy share", "link of the busi
 REQUESTS = ("requests that were repeated", "requests answered", "requests running", "most requests waiting at once")
 UNITS |= dict.fromkeys(REQUESTS, "requests") | {"messages that came too late": "messages"}
 
-TRANSFERS = "message with transfers"
+TRANSFERS, BY_TEAM = "message with transfers", "session by team"
 
 
 def simulate(router: str, num_replicas: int, workload: str, rate: float, seconds: float, **options: Any) -> Results:
@@ -338,11 +315,29 @@ def simulate(router: str, num_replicas: int, workload: str, rate: float, seconds
         rate: workflows a second.
         options: of `Simulation`.
     """
-    name = "message" if router == TRANSFERS else router
-    simulation = Simulation(
-        lambda: create_policy(name), num_replicas, workload, rate, transfer=router == TRANSFERS, **options
+    return create_simulation(router, num_replicas, workload, rate, **options).run(max(1, round(rate * seconds)))
+
+
+def create_simulation(router: str, num_replicas: int, workload: str, rate: float, **options: Any) -> Simulation:
+    """Create a simulation of a policy by its name, of TRANSFERS or of BY_TEAM."""
+    name, is_by_team = {TRANSFERS: "message", BY_TEAM: "session"}.get(router, router), router == BY_TEAM
+    return Simulation(
+        lambda: create_policy(name),
+        num_replicas,
+        workload,
+        rate,
+        transfer=router == TRANSFERS,
+        is_by_team=is_by_team,
+        **options,
     )
-    return simulation.run(max(1, round(rate * seconds)))
+
+
+def routers_of(workload: str) -> list[str]:
+    """Return the routers that are compared.
+
+    Sessions of whole teams are for documents, which teams share.
+    """
+    return [*sorted(POLICIES), *([BY_TEAM] if workload == "retrieval" else []), TRANSFERS]
 
 
 def compare(results: Mapping[str, Results]) -> dict[str, float]:
@@ -388,7 +383,7 @@ def main() -> None:
     for count, workload in itertools.product(arguments.replicas, arguments.workloads):
         place, results = f"{workload}, {count} replicas", dict[str, Results]()
         seconds = min(arguments.seconds, COMPARED_SECONDS.get(count, math.inf))
-        for router in [*sorted(POLICIES), TRANSFERS]:
+        for router in routers_of(workload):
             results[router] = simulate(router, count, workload, ARRIVALS * count, seconds)
             is_limited = router == TRANSFERS and count not in COMPARED_SECONDS
             rows += rows_of(f"{place}, {router}", results[router], {"imbalance": 0.1} if is_limited else {})
@@ -412,8 +407,8 @@ def main() -> None:
         way = "one for each session" if is_sticky else "any for a request"
         label = f"{workload}, {count} replicas, {TRANSFERS}, {DAYS[-1]:,} workflows a day; {GATEWAYS} gateways, {way}"
         rows += rows_of(label, result, {})
-    assumed = {"prefill tokens/s": PREFILL, "moved tokens/s": TRANSFER, "s/token": STEP, "cache tokens": CACHE_TOKENS}
-    save("ray_scale", rows, SIMULATED, assumed=assumed | {"workflows/s": ARRIVALS, "failing": FAILING})
+    assumed = asdict(H100) | asdict(SIZES) | {"workflows/s": ARRIVALS, "failing": FAILING}
+    save("ray_scale", rows, SIMULATED, assumed=assumed)
 
 
 if __name__ == "__main__":

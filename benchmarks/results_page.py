@@ -12,6 +12,8 @@ from choreograph.evaluation.report import format_estimate, format_p_value, forma
 from . import repair as repair_benchmark
 from . import results_papers, results_reuse
 from .common import RESULTS
+from .ray_scale import TRANSFERS, routers_of
+from .ray_workloads import WORKLOADS
 
 DETAILS = Path(__file__).parent / "results"  # pages with all tables, beside the JSON files
 SUMMARY_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
@@ -555,19 +557,57 @@ def ray_scale() -> str:
         workload, count, *router = place.split(", ")
         if len(router) == 1:
             cells.setdefault((workload, count), {}).setdefault(router[0], {})[measure] = row["value"]
-    routers = list(next(iter(cells.values())))
+    routers = list(dict.fromkeys(router for results in cells.values() for router in results))
+    routers.sort(key=lambda router: router == TRANSFERS)  # the last one
     lines = []
     for (workload, count), results in cells.items():
         shares = [
             f"{result['computed tokens'] / result['prompt tokens']:.0%} / {result['imbalance']:.1%}, "
             f"{1000 * result['time to first token p99']:.0f} ms"
-            for result in map(results.__getitem__, routers)
+            if (result := results.get(router))
+            else ""
+            for router in routers
         ]
-        own = results[routers[-1]]
+        own = results[TRANSFERS]
         moved, state = own["moved tokens"] / own["prompt tokens"], own["state of the router"] / 1e6
         lines.append([workload, count.split()[0], *shares, f"{moved:.0%}", f"{state:.1f} MB"])
     head = ["Workload", "Replicas", *routers, "moved, with transfers", "router's state"]
     return markdown(head, lines) + "\n\n" + _provenance_note("ray_scale")
+
+
+def ray_routing() -> str:
+    """Every router on two real replicas, with predictions, and message routing against the others."""
+    rows, lines, ratios = {row["measure"]: row for row in record("ray_routing")["rows"]}, [], []
+
+    def cell(measure: str) -> str:
+        row = rows.get(measure)
+        if row is None:
+            return "not measured yet"
+        value, predicted, form = row["value"], row["predicted"], ".1%" if row["unit"] == "share" else ",.0f"
+        if row["unit"] == "s":
+            return f"{value:.2f} s"
+        return f"{value:{form}}" if predicted is None else f"{value:{form}} ({predicted:{form}})"
+
+    for workload in sorted(WORKLOADS):
+        for router in routers_of(workload):
+            if router != "message":
+                lines.append([workload, router, *(cell(f"{workload}, {router}: {name}") for name in ROUTING_COLUMNS)])
+        label = f"{workload}: computed tokens of {TRANSFERS}, of the best other router"
+        balanced = f"{label} of at most 10% imbalance"
+        ratios.append(
+            [workload, cell(label), "there is none" if label in rows and balanced not in rows else cell(balanced)]
+        )
+    head = ["Workload", "Router", *ROUTING_COLUMNS]
+    shares = markdown(["Workload", "of the best other router", "of the best of at most 10% imbalance"], ratios)
+    return f"{markdown(head, lines)}\n\nComputed tokens of message routing:\n\n{shares}\n\n" + _provenance_note(
+        "ray_routing"
+    )
+
+
+ROUTING_COLUMNS = (
+    "computed tokens", "prompt tokens", "moved share", "imbalance", "time to first token", "end to end of a workflow",
+    "all workflows",
+)  # fmt: skip
 
 
 def ray_scale_load() -> str:
@@ -602,6 +642,7 @@ def paper(section: str) -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "ray-routing": ray_routing,
     "ray-scale": ray_scale,
     "ray-scale-load": ray_scale_load,
     "speed": speed,

@@ -21,7 +21,7 @@ from ..server.engine_thread import ChoiceUpdate, Generation
 from ..server.resumption import SentAnswer
 from ..server.reuse import Plan
 from ..server.server_config import ServerConfig
-from ..server.service import GenerationSpec, InferenceService, RunningRequest
+from ..server.service import SESSION_HEADERS, GenerationSpec, InferenceService, RunningRequest
 from .content_keys import answer_keys, prompt_keys, scope_of
 from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaLoad, ReplicaUpdate
 from .routing import RouteRequest
@@ -213,7 +213,9 @@ class ReplicatedRequest(RunningRequest):
     _has_ended = False
 
     def _start(self) -> None:
-        self._service.thread.relay(self, self._generation, self._service.call_of(self.spec))
+        names = (self._request.headers.get(name) for name in SESSION_HEADERS[1:])  # after that of the workflow
+        call = self._service.call_of(self.spec, next(filter(None, names), None))
+        self._service.thread.relay(self, self._generation, call)
         self._service.send_hints(self._service.hints.start(self.spec, self._service.graph_of(self.spec)))
 
     def end_step(self, answers: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -261,11 +263,15 @@ class ReplicatedService(InferenceService):
         for spec in specs if self._has_transfers else ():
             self.thread.send_hint(self.call_of(spec))
 
-    def call_of(self, spec: GenerationSpec) -> ReplicaCall:
-        """Return what any replica needs to run a request."""
+    def call_of(self, spec: GenerationSpec, session: str | None = None) -> ReplicaCall:
+        """Return what any replica needs to run a request.
+
+        Args:
+            session: one of several of the workflow; None: the workflow is one session.
+        """
         key, scope = spec.key, scope_of(spec)
-        keys, session = prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, key.workflow))
-        route = RouteRequest(keys, session, is_movable=self._has_transfers and spec.reuse == "messages")
+        keys, name = prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, session or key.workflow))
+        route = RouteRequest(keys, name, is_movable=self._has_transfers and spec.reuse == "messages")
         schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])
         return ReplicaCall(route, spec, self.graph_of(spec), schema, self._version)
 

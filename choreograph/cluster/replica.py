@@ -2,10 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from ray import serve
@@ -90,6 +90,7 @@ class _Connection:
     """HTTP request that never ends; the gateway watches the real one."""
 
     state = SimpleNamespace()
+    headers: Mapping[str, str] = MappingProxyType({})
 
     async def receive(self) -> dict[str, Any]:
         await asyncio.Event().wait()

@@ -36,7 +36,7 @@ class RouteRequest:
     """What a policy reads of a request."""
 
     keys: ContentKeys = field(default_factory=dict)  # of its messages, with their tokens, in order
-    session: str = ""  # client and workflow
+    session: str = ""  # client, and session or workflow
     pinned: str | None = None  # replica that has to run it if it exists
     failed: set[str] = field(default_factory=set)  # replicas that failed it
     learned: list[tuple[str, ContentKeys]] = field(default_factory=list)  # (replica, what it generated) before

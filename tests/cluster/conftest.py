@@ -36,7 +36,7 @@ def free_port() -> int:
 def ray_nodes():
     """A Ray of two nodes with room for a replica each; all of its processes are ended."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # on a busy machine
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "180"  # on a busy machine
     tests = Path(__file__).parents[1]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (tests.parent, tests)))  # of workers, which import `helpers`
     memory = {"object_store_memory": 100 << 20}

@@ -88,6 +88,7 @@ class LocalCluster:
 
     def __init__(self, folder):
         self.policy, self.sent, self.queries, self.num_open = create_policy("message"), [], [], 0
+        self.sessions = []  # of the requests that were routed
         self.replicas = {name: LocalReplica(folder, name, self._ask) for name in "ab"}
         for name in self.replicas:
             self.policy.set_queue(name, 0)
@@ -104,6 +105,7 @@ class LocalCluster:
 
     def _route(self, kind, call):
         route = replace(call.route)
+        self.sessions.append(route.session)
         name = choose(self.policy, route)[0]
         route.sources = self.policy.sources(route)
         self.policy.on_routed(route, name)
@@ -176,6 +178,16 @@ async def test_the_next_step_runs_where_its_messages_were_prefetched_unless_that
         cluster.policy.set_queue(second, 60)
         _, counts, name = await cluster.run(request("reviewer", message(2), answer))
         assert name == first and counts.computed == 2  # the header; the rest was fetched
+
+
+async def test_a_session_header_names_one_of_several_sessions_of_a_workflow(talker_folder):
+    async with local_cluster(talker_folder) as cluster:
+        for headers in ({}, {"x-session-id": "reader-1"}, {"x-choreography-workflow": "other"}):
+            connection = _Connection()
+            connection.headers = headers
+            await cluster.gateway.submit(connection, request(None, message(1))).complete()
+        key = spec_of().key
+        assert cluster.sessions == [f"{key.client_id}\0{name}" for name in (key.workflow, "reader-1", key.workflow)]
 
 
 async def test_stored_messages_of_an_expected_request_are_loaded_from_host_memory(talker_folder):
