@@ -2,12 +2,17 @@
 
 make bench NAME=serve                                    # about an hour on two cores
 make bench NAME=serve ARGS="--only debate --rounds 1 --peers llama.cpp"
+make bench NAME=serve ARGS="--only quoting"
 
 The programs have the shapes of those in `examples/serve`: a debate whose speakers quote each other, a supervisor's workers
 who read all notes, and a hand-off of one conversation to agents with other instructions. All sides answer each program in
 turns, on the same model with the same number of threads; the other servers are stopped meanwhile. Every answer has
 `--answer-tokens` tokens on every side: a message of a debate between agents has a few hundred. Results are saved
 after each part; a server that fails is left out from then on.
+
+`quoting` tells what reuse of quotes costs, by the length of the shortest quote that is reused: how much likelier `auto`
+finds its sampled answers than `exact` does, which estimates the divergence. `exact` against itself shows the noise of
+bfloat16.
 """
 
 import argparse
@@ -15,12 +20,18 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import httpx
 import torch
 import uvloop
+
+from choreograph import Engine, SamplingParams
+from choreograph.server import span_index
+from choreograph.server.app import create_app
+from choreograph.server.server_config import ServerConfig
 
 from .common import (
     Row,
@@ -38,6 +49,7 @@ from .serve_peers import PEERS, Server, start_ours
 
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 64
 ANSWER_TOKENS = 256
+MIN_SPANS = (16, 32, 64)  # tokens of the shortest quote that is reused
 QUESTION = "Question {}: should a small town build a second bridge over its river, and who should pay for it?"
 
 
@@ -48,6 +60,15 @@ class Turn(NamedTuple):
     ttft: float  # seconds
     quotes: bool  # the prompt quotes other answers
     computed: int  # prompt tokens that the server computed; -1: it does not say
+
+
+class Answer(NamedTuple):
+    """One sampled answer."""
+
+    messages: list[dict[str, str]]  # its prompt
+    tokens: list[int]
+    logprobs: list[float]  # of the tokens but special ones, nats
+    computed: int  # prompt tokens that the server computed
 
 
 class Side(NamedTuple):
@@ -76,20 +97,27 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
     return "".join(pieces), first or time.perf_counter() - start, usage
 
 
+def chat_messages(system: str, chat: Sequence[str]) -> list[dict[str, str]]:
+    """A system message, then messages of user and assistant in turns."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(chat)]
+    return [{"role": "system", "content": system}, *turns]
+
+
 class Run:
     """One run of a program on one side."""
 
-    def __init__(self, client: httpx.AsyncClient, side: Side, workflow: str, max_tokens: int) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, model: str, reuse: str | None, workflow: str, max_tokens: int
+    ) -> None:
         self._client, self.turns = client, list[Turn]()
-        self._max_tokens, self._body = max_tokens, dict[str, Any](model=side.server.model, temperature=0)
+        self._max_tokens, self._body = max_tokens, dict[str, Any](model=model, temperature=0)
         self._body |= {"max_tokens": max_tokens, "min_tokens": max_tokens}  # answers of one length on every side
-        if side.reuse is not None:
-            self._body["choreography"] = {"reuse": side.reuse, "workflow": workflow}
+        if reuse is not None:
+            self._body["choreography"] = {"reuse": reuse, "workflow": workflow}
 
     async def ask(self, system: str, *chat: str, quotes: bool = True) -> str:
         """Return the answer to a chat, of user and assistant in turns."""
-        messages = [{"role": "system", "content": system}]
-        messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(chat)]
+        messages = chat_messages(system, chat)
         text, ttft, usage = await stream(self._client, "/v1/chat/completions", {**self._body, "messages": messages})
         if usage.get("completion_tokens", self._max_tokens) != self._max_tokens:  # llama.cpp's streams do not say
             raise ValueError(f"an answer of {usage['completion_tokens']} tokens instead of {self._max_tokens}")
@@ -98,6 +126,26 @@ class Run:
             computed = usage["prompt_tokens"] - (details.get("cached_tokens") or 0)
         self.turns.append(Turn(text, ttft, quotes, computed))
         return text
+
+
+class SampledRun(Run):
+    """Run that samples answers, and keeps those to prompts that quote."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._body |= {"temperature": 1, "seed": 1, "logprobs": True, "return_token_ids": True}
+        self._body["cache_salt"] = uuid.uuid4().hex  # nothing is cached of another run
+        self.answers: list[Answer] = []
+
+    async def ask(self, system: str, *chat: str, quotes: bool = True) -> str:
+        messages = chat_messages(system, chat)
+        reply = await self._client.post("/v1/chat/completions", json={**self._body, "messages": messages})
+        record = reply.raise_for_status().json()
+        choice, computed = record["choices"][0], record["usage"]["choreography"]["computed_tokens"]
+        if quotes:
+            logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
+            self.answers.append(Answer(messages, choice["token_ids"], logprobs, computed))
+        return str(choice["message"]["content"])
 
 
 async def debate(run: Run, question: str) -> None:
@@ -135,12 +183,12 @@ PROGRAMS: dict[str, Callable[[Run, str], Awaitable[None]]] = {
     "supervisor": supervisor,
     "handoff": handoff,
 }
-PARTS = (*PROGRAMS, "overhead")
+PARTS = (*PROGRAMS, "overhead", "quoting")
 
 
 async def run_program(name: str, side: Side, number: int, max_tokens: int) -> list[Turn]:
     async with httpx.AsyncClient(base_url=side.server.url, timeout=600) as client:
-        run = Run(client, side, f"{name}-{number}", max_tokens)
+        run = Run(client, side.server.model, side.reuse, f"{name}-{number}", max_tokens)
         await PROGRAMS[name](run, QUESTION.format(number))
     return run.turns
 
@@ -204,6 +252,49 @@ def program_rows(
             facts = {"required": required, "peer": name}
             what = f"{program}: {measure}, {name} over auto"
             rows.append(ratio_row(what, samples[name][key], samples["auto"][key], **facts))
+    return rows
+
+
+async def sample_answers(local: Engine, program: str, reuse: str, number: int, max_tokens: int) -> list[Answer]:
+    """Answers to the prompts of a program that quote, from a server in this process."""
+    app = create_app(local, ServerConfig(served_model_name="local", request_timeout=3600))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://local", timeout=3600) as client,
+    ):
+        run = SampledRun(client, "local", reuse, program, max_tokens)
+        await PROGRAMS[program](run, QUESTION.format(number))
+    return run.answers
+
+
+def exact_logprob(local: Engine, answer: Answer) -> float:
+    """Mean log-probability of an answer's tokens but special ones in prefix mode."""
+    prompt = local.tokenizer.apply_chat_template(answer.messages, add_generation_prompt=True, return_dict=False)
+    sampling = SamplingParams(temperature=0, max_tokens=len(answer.tokens), logprobs=0)
+    with local.session(mode="prefix") as session:
+        scores = session.decode(prompt, sampling=sampling, forced_tokens=answer.tokens).logprobs
+    return statistics.mean(item.logprob for item in scores if local.tokenizer.decode([item.token], True))
+
+
+def quoting_rows(rounds: int, max_tokens: int) -> list[Row]:
+    """Divergence of `auto` from `exact`, and prompt tokens computed, by the length of the shortest quote."""
+    local, rows, default = engine(), list[Row](), span_index.MIN_SPAN
+    sides = [(f"quotes from {length} tokens on", "auto", length) for length in MIN_SPANS]
+    for program in PROGRAMS:
+        for what, reuse, length in [*sides, ("exact", "exact", default)]:
+            span_index.MIN_SPAN = length
+            losses, computed = list[float](), list[float]()
+            for number in range(rounds):
+                answers = asyncio.run(sample_answers(local, program, reuse, number, max_tokens))
+                losses += [statistics.mean(answer.logprobs) - exact_logprob(local, answer) for answer in answers]
+                computed.append(sum(answer.computed for answer in answers))
+            measure = f"quoting: {program}, log-probability above that in exact, {what}"
+            rows.append(median_row(measure, losses, "nats/token", better="lower"))
+            measure = f"quoting: {program}, prompt tokens computed, {what}"
+            rows.append(median_row(measure, computed, "tokens", better="lower"))
+            print(f"... quoting: {program}, {what}", flush=True)
+    span_index.MIN_SPAN = default
     return rows
 
 
@@ -303,17 +394,19 @@ def main() -> None:
         if (part := record["measure"].partition(":")[0]) in parts:
             parts[part].append(row_from_record(record))
     failed: dict[str, str] = {}
-    servers = start(arguments.peers if set(arguments.only) & set(PROGRAMS) else [], failed)
+    needs_servers = set(arguments.only) != {"quoting"}
+    servers = start(arguments.peers if set(arguments.only) & set(PROGRAMS) else [], failed) if needs_servers else {}
+    peers = {name: server for name, server in servers.items() if name != "choreograph"}
     try:
-        ours = servers["choreograph"]
-        sides = {reuse: Side(ours, reuse) for reuse in ("exact", "auto")}
-        sides |= {name: Side(server) for name, server in servers.items() if server is not ours}
+        sides = {reuse: Side(servers["choreograph"], reuse) for reuse in ("exact", "auto") if servers}
+        sides |= {name: Side(server) for name, server in peers.items()}
         for part in (part for part in PARTS if part in arguments.only):
             if part == "overhead":
-                for server in servers.values():  # their idle threads may compete
-                    if server is not ours:
-                        server.close()
-                parts[part] = overhead_rows(ours, 2 * arguments.rounds + 1)
+                for server in peers.values():  # their idle threads may compete
+                    server.close()
+                parts[part] = overhead_rows(servers["choreograph"], 2 * arguments.rounds + 1)
+            elif part == "quoting":
+                parts[part] = quoting_rows(arguments.rounds, arguments.answer_tokens)
             else:
                 parts[part] = program_rows(part, sides, arguments.rounds, arguments.answer_tokens, failed)
             rows = [row for name in PARTS for row in parts[name]]

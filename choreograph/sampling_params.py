@@ -54,6 +54,7 @@ class SamplingParams:
     stop: Annotated[Sequence[NonEmptyString], BeforeValidator(_to_tuple)] = ()  # end a message; not in its text
     stop_token_ids: Annotated[Sequence[NonNegativeInt], BeforeValidator(_to_tuple)] = ()  # end a message
     ignore_eos: StrictBool = False  # continue after the end-of-sequence token
+    skip_special_tokens: StrictBool = True  # leave them out of the text
     # tokens to generate at most; None: until the model's context or the cache ends
     max_tokens: PositiveInt | None = 256
     min_tokens: NonNegativeInt = 0  # tokens before a message may end

@@ -329,8 +329,11 @@ class Detokenizer:
     which are decoded as a whole.
     """
 
-    def __init__(self, tokenizer: Any, header: list[int], byte_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, header: list[int], byte_token_ids: frozenset[int], *, skip_special: bool = True
+    ) -> None:
         self._decode_ids, self._byte_token_ids = _decoder(tokenizer), byte_token_ids
+        self._skip_special = skip_special
         start = max(0, len(header) - CONTEXT_TOKENS)
         while start and header[start] in byte_token_ids:
             start -= 1
@@ -363,7 +366,7 @@ class Detokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._decode_ids(ids, skip_special_tokens=True)
+        return self._decode_ids(ids, skip_special_tokens=self._skip_special)
 
 
 def _decoder(tokenizer: Any) -> Callable[..., str]:

@@ -301,7 +301,9 @@ def create_decode_state(
     """Create the sampling state of a decode whose arguments were checked."""
     stop_tokens, detokenizer = {*sampling.stop_token_ids, *eos_token_ids}, None
     if chat_template is not None:
-        detokenizer = Detokenizer(chat_template.tokenizer, header, chat_template.byte_token_ids)
+        detokenizer = Detokenizer(
+            chat_template.tokenizer, header, chat_template.byte_token_ids, skip_special=sampling.skip_special_tokens
+        )
         special_tokens = map(chat_template.special_token_id, sampling.stop)
         stop_tokens.update(token for token in special_tokens if token is not None)
     return DecodeState(

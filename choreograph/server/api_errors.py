@@ -1,7 +1,7 @@
 """Errors of the HTTP interface, in OpenAI's form."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -53,13 +53,13 @@ def overloaded(max_requests: int) -> ApiError:
     )
 
 
-def context_exceeded(num_prompt: int, num_output: int, limit: int) -> ApiError:
-    """Return the error of a prompt that is too long."""
+def context_exceeded(num_prompt: int, num_output: int, limit: int, param: str) -> ApiError:
+    """Return the error of a field whose prompt is too long."""
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt + num_output} tokens "
         f"({num_prompt} in the prompt, {num_output} in the completion). Please reduce the length of either.",
-        param="messages",
+        param=param,
         code="context_length_exceeded",
     )
 
@@ -85,13 +85,49 @@ def to_api_error(exc: Exception) -> ApiError:
 
 def _validation_error(exc: RequestValidationError) -> ApiError:
     first: Mapping[str, Any] = exc.errors()[0]
-    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    param = ".".join(path) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-    if first["type"] == "missing":
-        return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['msg']}")
-    reason = str(first["msg"]).removeprefix("Value error, ")
-    return ApiError(400, f"Invalid value for '{param}': {reason}", param=param, code="invalid_value")
+    if first["loc"] == ("body",) and first["type"] != "value_error":
+        return ApiError(400, "The body must be a JSON object, of content type application/json.", code="invalid_value")
+    where, *names = first["loc"]
+    errors = [{**error, "loc": error["loc"][1:]} for error in exc.errors()]
+    path, kind, reason = explain_validation(errors, exc.body if where == "body" else dict.fromkeys(names))
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:] or None
+    if kind == "extra_forbidden":
+        return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    message = reason if param is None else f"Invalid value for '{param}': {reason}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def explain_validation(errors: Sequence[Any], body: Any) -> tuple[list[int | str], str, str]:
+    """Return path, type and reason of a body's first invalid value.
+
+    pydantic reports a value of several types once for each, with the type in the path. What is not in the body is no
+    part of the path; of one value, the deepest error is the most specific.
+    """
+    paths = [_path_in(body, error) for error in errors]
+    path = max((path for path in paths if path[: len(paths[0])] == paths[0]), key=len)
+    same = [error for error, other in zip(errors, paths, strict=True) if other == path]
+    reasons = list(dict.fromkeys(_reason(error) for error in same))
+    others = [reason.removeprefix("Input should be ") for reason in reasons[1:]]
+    return path, same[0]["type"], " or ".join([*reasons[:1], *others])
+
+
+def _path_in(value: Any, error: Mapping[str, Any]) -> list[int | str]:
+    """Return the location of an error without the names of types."""
+    path: list[int | str] = []
+    for part in error["loc"]:
+        is_key = isinstance(value, dict) and part in value
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_key or is_index:
+            value = value[part]
+            path.append(part)
+    return [*path, error["loc"][-1]] if error["type"] == "missing" else path
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return "Input should be an object"
+    return str(error["msg"]).removeprefix("Value error, ")

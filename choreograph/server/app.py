@@ -19,6 +19,7 @@ from .. import __version__
 from ..agents import StepGraph
 from ..engine.engine import Engine
 from ..engine.labels import parse_labels
+from ..engine.validation import check_tokens
 from ..errors import ChoreographError, InvalidRequestError
 from . import text_completions
 from .api_errors import ApiError, to_api_error
@@ -32,6 +33,7 @@ from .protocol import (
     SchemaRequest,
     TokenizeRequest,
     as_turn,
+    continues_last,
     tool_dicts,
 )
 from .remote_sessions import add_remote_routes
@@ -196,6 +198,9 @@ def _add_status_routes(app: FastAPI, service: InferenceService) -> None:
         service.metrics.num_workflows, service.metrics.num_stored_tokens = store.num_workflows, store.num_tokens
         return Response(service.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    for endpoint in (health, ready, version, metrics):  # load balancers ask by HEAD
+        app.add_api_route(f"/{endpoint.__name__}", endpoint, methods=["HEAD"], include_in_schema=False)
+
 
 def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     bearer = HTTPBearer(auto_error=False)
@@ -214,7 +219,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         """List the models: the base model, adapters and siblings."""
         return models
 
-    @app.get("/v1/models/{model}", responses=ERRORS)
+    @app.get("/v1/models/{model:path}", responses=ERRORS)  # names of the Hub have a slash
     async def get_model(model: str, tenant: str = tenant_of) -> dict[str, Any]:
         """Describe one model."""
         service.resolve_model(model)
@@ -244,8 +249,9 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         if body.previous_response_id is not None:
             previous = store.get(tenant, body.previous_response_id, "previous_response_id")
         chat, messages = to_chat(body, previous)
-        spec, parser_options = prepare(service, chat, request, tenant)
-        answer = ResponseAnswer(body, service.submit(request, spec), parser_options, messages)
+        spec, parser_options = prepare(service, chat, request, tenant, param="input")
+        running = service.submit(request, spec)
+        answer = ResponseAnswer(body, running, parser_options, messages, service.engine.tokenizer)
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
@@ -308,12 +314,14 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, tenant: str = tenant_of) -> dict[str, Any]:
         """Return the token ids of a prompt or a chat."""
+        service.resolve_model(body.model or service.model_name)
         if body.messages:
             tokens = service.renderer.prompt(
                 [as_turn(message) for message in body.messages],
                 tool_dicts(body.tools),
                 body.chat_template_kwargs,
-                add_generation_prompt=body.add_generation_prompt,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=continues_last(body),
             ).tokens
         else:
             tokens = service.renderer.tokenize(body.prompt or "", opening=body.add_special_tokens)
@@ -325,10 +333,8 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, tenant: str = tenant_of) -> dict[str, str]:
         """Return the text of token ids."""
-        vocab_size = len(service.engine.tokenizer)
-        for token in body.tokens:
-            if not 0 <= token < vocab_size:
-                raise ApiError(400, f"tokens: {token} is outside of the vocabulary of {vocab_size}", param="tokens")
+        service.resolve_model(body.model or service.model_name)
+        check_tokens(body.tokens, "tokens", len(service.engine.tokenizer))
         return {"prompt": service.engine.tokenizer.decode(body.tokens)}
 
 

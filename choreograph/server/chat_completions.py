@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,16 @@ from ..outputs import TokenLogprob
 from .chat_prompt import answer_key
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
-from .output_parser import THINK_START, FunctionCall, OutputParser
-from .protocol import ChatCompletionRequest, NamedToolChoice, ResponseFormat, StructuredOutputs, tool_dicts
+from .output_parser import THINK_END, THINK_START, FunctionCall, OutputParser
+from .protocol import (
+    ChatCompletionRequest,
+    NamedToolChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    check_stream_options,
+    continues_last,
+    tool_dicts,
+)
 from .service import GenerationSpec, InferenceService, RunningRequest
 from .structured import Constraint, choice_constraint, grammar_constraint, json_constraint, regex_constraint
 
@@ -53,9 +61,17 @@ class ParserOptions:
     tool_names: frozenset[str]
     thinks: bool
     starts_thinking: bool
+    continued: str = ""  # text of the message that the answer continues
+    single_call: bool = False
 
     def create(self) -> OutputParser:
-        return OutputParser(self.tool_form, self.tool_names, thinks=self.thinks, starts_thinking=self.starts_thinking)
+        return OutputParser(
+            self.tool_form,
+            self.tool_names,
+            thinks=self.thinks,
+            starts_thinking=self.starts_thinking,
+            single_call=self.single_call,
+        )
 
     def keys_of(self, text: str) -> list[str]:
         """Return what a client may send back of an answer."""
@@ -63,7 +79,8 @@ class ParserOptions:
         deltas = parser.feed(text) + parser.finish()
         content = "".join(delta.text for delta in deltas if delta.kind == "content")
         calls = [tool_call_dict(delta.call) for delta in deltas if delta.call is not None]
-        return list(dict.fromkeys([answer_key(content, calls), answer_key(text, [])]))
+        contents = (answer_key(self.continued + content, calls), answer_key(self.continued + text, []))
+        return list(dict.fromkeys(contents))
 
 
 def tool_call_dict(call: FunctionCall) -> dict[str, Any]:
@@ -71,13 +88,22 @@ def tool_call_dict(call: FunctionCall) -> dict[str, Any]:
 
 
 def prepare(
-    service: InferenceService, body: ChatCompletionRequest, http_request: Request, tenant: str
+    service: InferenceService,
+    body: ChatCompletionRequest,
+    http_request: Request,
+    tenant: str,
+    *,
+    param: str = "messages",
 ) -> tuple[GenerationSpec, ParserOptions]:
     """Render the chat and check all options.
+
+    Args:
+        param: field that the messages come from, for errors.
 
     Raises:
         InvalidRequestError, ApiError: if the request cannot be served.
     """
+    check_stream_options(body)
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.choreography is not None and body.choreography.prompt_schema is not None:
         raise InvalidRequestError("schema: prompts of a schema go to /v1/completions")
@@ -93,8 +119,15 @@ def prepare(
         if constraint is not None:
             raise InvalidRequestError("tool_choice: a required call has its own grammar; leave out the other one")
         constraint, tool_form = _call_constraint(tools, choice), "llama3_json"
+    continued = body.messages[-1].text if continues_last(body) else ""
+    if body.add_generation_prompt is False and not continued:
+        raise InvalidRequestError("add_generation_prompt: false needs continue_final_message=true")
     prompt = service.renderer.prompt(
-        body.turns, () if choice == "none" else tools, body.chat_template_kwargs, with_segments=True
+        body.turns,
+        () if choice == "none" else tools,
+        body.chat_template_kwargs,
+        continue_final_message=bool(continued),
+        with_segments=True,
     )
     if body.choreography is not None and (offsets := body.choreography.offsets) is not None:
         if len(offsets) != len(prompt.segments):
@@ -102,13 +135,15 @@ def prepare(
                 f"offsets: {len(offsets)} positions for {len(prompt.segments)} messages: give one for each, or null"
             )
         prompt = replace(prompt, offsets=tuple(offsets))
-    max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt])
+    max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt], param)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
     seed = service.random_seed() if body.seed is None else body.seed
     sampling = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None, seed)
-    starts_thinking = service.thinks and prompt.header_text.rstrip().endswith(THINK_START)
-    parser_options = ParserOptions(tool_form, names, service.thinks, starts_thinking)
+    has_opened = prompt.header_text.rstrip().endswith(THINK_START) or THINK_START in continued.rpartition(THINK_END)[2]
+    starts_thinking = service.thinks and has_opened
+    single_call = body.parallel_tool_calls is False
+    parser_options = ParserOptions(tool_form, names, service.thinks, starts_thinking, continued, single_call)
     spec = GenerationSpec(
         key,
         reuse,
@@ -131,19 +166,19 @@ def _call_constraint(tools: list[Mapping[str, Any]], choice: Any) -> Constraint:
     functions = [tool["function"] for tool in tools]
     if isinstance(choice, NamedToolChoice):
         functions = [function for function in functions if function["name"] == choice.function.name]
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    return json_constraint(calls[0] if len(calls) == 1 else {"anyOf": calls})
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, dict[str, Any]] = {}  # of all functions: references start at the root of the grammar
+    for function in functions:
+        arguments = dict(function.get("parameters") or {"type": "object"})
+        for key in ("$defs", "definitions"):
+            own = arguments.pop(key, None)
+            for name, schema in own.items() if isinstance(own, dict) else ():
+                if definitions.setdefault(key, {}).setdefault(name, schema) != schema:
+                    raise InvalidRequestError(f"tools: {key}/{name:.80} differs between functions: rename one")
+        properties = {"name": {"const": function["name"]}, "arguments": arguments}
+        required = ["name", "arguments"]
+        calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
+    return json_constraint({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
 
 
 @dataclass
@@ -193,6 +228,7 @@ class ChatAnswer:
         self._service, self._body, self._running = service, body, running
         self._choices = [ChoiceState(parser_options.create()) for _ in range(running.num_choices)]
         self._has_logprobs, self._top = bool(body.logprobs), body.top_logprobs or 0
+        self._prompt_ids = {"prompt_token_ids": running.spec.prompts[0].tokens} if body.return_token_ids else {}
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         running.name_response(self._head["id"], body.model)
 
@@ -217,20 +253,30 @@ class ChatAnswer:
             if self._body.return_token_ids:
                 entry["token_ids"] = choice.token_ids
             choices.append(entry)
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._running.usage()}
+        usage = self._running.usage()
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **self._prompt_ids}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
         options = self._body.stream_options
-        include_usage = options is not None and options.include_usage
-        is_plain = not (self._has_logprobs or self._body.return_token_ids)
-        text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}, include_usage))
+        include_usage = options is not None and bool(options.include_usage)
+        has_counts = options is not None and include_usage and bool(options.continuous_usage_stats)
+        is_plain = not (self._has_logprobs or self._body.return_token_ids or has_counts)
+        num_generated = [0] * len(self._choices)
+
+        def usage(index: int) -> dict[str, Any]:
+            if not has_counts:
+                return {"usage": None} if include_usage else {}
+            return {"usage": self._running.usage_so_far(index, num_generated[index])}
+
+        text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}, usage(index)))
         is_first = True
         async for updates in self._running.updates():
             events = []
             if is_first:
                 for index in range(len(self._choices)):
-                    events.append(self._chunk(index, {"role": "assistant", "content": ""}, include_usage))
+                    first = {**usage(index), **self._prompt_ids}
+                    events.append(self._chunk(index, {"role": "assistant", "content": ""}, first))
                 is_first = False
             for update in updates:
                 choice = self._choices[update.index]
@@ -238,14 +284,15 @@ class ChatAnswer:
                     if update.text:
                         events.append(text_events.event(update.index, update.text))
                     continue
+                num_generated[update.index] += len(update.token_ids)
                 choice.logprobs += self._logprobs(update.logprobs)
                 for delta in choice.feed(update):
                     if "reasoning_content" in delta and self._body.include_reasoning is False:
                         continue
-                    events.append(self._chunk(update.index, delta, include_usage))
+                    events.append(self._chunk(update.index, delta, usage(update.index)))
                 if choice.finish_reason is not None:
                     self._running.finish_reasons[update.index] = choice.finish_reason
-                    events.append(self._chunk(update.index, {}, include_usage, choice.finish_reason))
+                    events.append(self._chunk(update.index, {}, usage(update.index), choice.finish_reason))
             if events:
                 yield "".join(events)
         if include_usage:
@@ -253,7 +300,7 @@ class ChatAnswer:
         yield SSE_END
 
     def _chunk(
-        self, index: int, delta: Mapping[str, Any], include_usage: bool, finish_reason: str | None = None
+        self, index: int, delta: Mapping[str, Any], fields: Mapping[str, Any], finish_reason: str | None = None
     ) -> str:
         choice, state = {"index": index, "delta": delta, "finish_reason": finish_reason}, self._choices[index]
         choice["logprobs"] = None
@@ -262,19 +309,22 @@ class ChatAnswer:
             state.logprobs = []
         if self._body.return_token_ids and state.token_ids:
             choice["token_ids"], state.token_ids = state.token_ids, []
-        usage = {"usage": None} if include_usage else {}
-        return sse({**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage})
+        return sse({**self._head, "object": "chat.completion.chunk", "choices": [choice], **fields})
 
-    def _logprobs(self, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
-        """Return log-probabilities in OpenAI's form, without special tokens."""
-        tokenizer, result = self._service.engine.tokenizer, []
-        for item in logprobs:
-            if not tokenizer.decode([item.token], skip_special_tokens=True):
-                continue
-            top = sorted(item.top.items(), key=lambda pair: -pair[1])[: self._top]
-            entry = token_logprob(tokenizer, item.token, item.logprob)
-            result.append({**entry, "top_logprobs": [token_logprob(tokenizer, *pair) for pair in top]})
-        return result
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        return logprob_entries(self._service.engine.tokenizer, logprobs, self._top)
+
+
+def logprob_entries(tokenizer: Any, logprobs: Sequence[TokenLogprob], num_top: int) -> list[dict[str, Any]]:
+    """Return log-probabilities in OpenAI's form, without special tokens."""
+    result = []
+    for item in logprobs:
+        if not tokenizer.decode([item.token], skip_special_tokens=True):
+            continue
+        top = sorted(item.top.items(), key=lambda pair: -pair[1])[:num_top]
+        entry = token_logprob(tokenizer, item.token, item.logprob)
+        result.append({**entry, "top_logprobs": [token_logprob(tokenizer, *pair) for pair in top]})
+    return result
 
 
 def token_logprob(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from ..models.template_sandbox import render_chat
 
 _TOOL_NAME = "choreograph_probe"
 
+_CONTENT_END = "\u2063end\u2063 "  # after a text whose place in the prompt is looked for
+
 TOOL_PROMPT = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -102,18 +104,22 @@ class ChatRenderer:
         variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         with_segments: bool = False,
     ) -> ChatPrompt:
         """Render a chat to token ids.
 
         Args:
             variables: further variables of the template.
+            continue_final_message: end with the last message's text, without generation prompt.
             with_segments: cut the prompt at the ends of messages, which renders it once a message.
 
         Raises:
             InvalidRequestError: if the template rejects the chat.
         """
         variables = dict(variables or {})
+        for name in {"messages", "tokenizer"} & variables.keys():
+            raise InvalidRequestError(f"chat_template_kwargs: {name!r} is set by the server; leave it out")
         turns = [
             turn | {"answer_key": answer_key(turn["content"], turn.get("tool_calls") or ())}
             if turn["role"] == "assistant"
@@ -123,7 +129,10 @@ class ChatRenderer:
         if not self.knows_tools:
             turns = _tools_as_text(turns, tools)
         native_tools = list(tools) if tools and self.knows_tools else None
-        text = self._render(turns, add_generation_prompt, native_tools, variables)
+        if continue_final_message:
+            text = self._render_open(turns, native_tools, variables)
+        else:
+            text = self._render(turns, add_generation_prompt, native_tools, variables)
         tokens = self.tokenize(text)
         if not with_segments:
             return ChatPrompt(tokens)
@@ -139,6 +148,18 @@ class ChatRenderer:
                 end = len(start_text)
         header = text[end:]
         return ChatPrompt(tokens, segments, self.tokenize(header), self._footer, header)
+
+    def _render_open(self, turns: Sequence[ChatTurnDict], tools: Any, variables: Any) -> str:
+        """Render a chat up to the end of the last message's text."""
+        content = turns[-1]["content"]
+        marked = [*turns[:-1], turns[-1] | {"content": content + _CONTENT_END}]
+        text, found, rest = self._render(marked, False, tools, variables).rpartition(_CONTENT_END.rstrip())
+        if not found or content.strip() not in text:
+            raise InvalidRequestError(
+                "continue_final_message: the chat template changes the last message; leave it out"
+            )
+        # as transformers: a template that strips the end of the text also strips what precedes it
+        return text if rest.startswith(" ") else text.rstrip()
 
     @cached_property
     def _footer(self) -> list[int]:

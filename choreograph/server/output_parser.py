@@ -63,6 +63,7 @@ class OutputParser:
         tool_names: functions that may be called.
         thinks: <think> tags hold reasoning.
         starts_thinking: the prompt has opened the tag already.
+        single_call: calls after the first are dropped.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class OutputParser:
         *,
         thinks: bool = False,
         starts_thinking: bool = False,
+        single_call: bool = False,
     ) -> None:
-        self._form, self._names, self._thinks = tool_form, tool_names, thinks
+        self._form, self._names, self._thinks, self._single_call = tool_form, tool_names, thinks, single_call
         self._state: Literal["start", "thinking", "content", "call", "json"] = "start"
         self._pending = ""
         self._skips_newlines = False  # at the start of what follows
@@ -165,9 +167,14 @@ class OutputParser:
         if call is None:
             deltas.append(OutputDelta("content", source))
         else:
-            self.num_calls += 1
             self._skips_newlines = True
-            deltas.append(OutputDelta("tool_call", call=call))
+            self._emit_calls([call], deltas)
+
+    def _emit_calls(self, calls: list[FunctionCall], deltas: list[OutputDelta]) -> None:
+        if self._single_call:
+            calls = calls[: 1 - self.num_calls]
+        self.num_calls += len(calls)
+        deltas += [OutputDelta("tool_call", call=call) for call in calls]
 
     def _parse_json(self, deltas: list[OutputDelta], is_last: bool) -> bool:
         """Parse calls of Llama 3: JSON objects separated by semicolons, nothing else."""
@@ -187,8 +194,7 @@ class OutputParser:
         except (ValueError, RecursionError):
             calls = []
         if calls:
-            self.num_calls += len(calls)
-            deltas += [OutputDelta("tool_call", call=call) for call in calls]
+            self._emit_calls(calls, deltas)
         elif self._pending:
             deltas.append(OutputDelta("content", self._pending))
         self._pending = ""

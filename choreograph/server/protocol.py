@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from ..engine.labels import OnLeak
+from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
 from .server_config import ReuseMode
 
@@ -24,6 +25,7 @@ SAMPLING_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
+    "skip_special_tokens",
 )
 
 MAX_TOP_LOGPROBS = 20
@@ -65,8 +67,8 @@ class ChoreographyOptions(_Body):
 class StreamOptions(_Part):
     """Options of streamed answers."""
 
-    include_usage: bool = False  # end with a chunk of token counts
-    continuous_usage_stats: bool = False  # token counts in every chunk
+    include_usage: bool | None = False  # end with a chunk of token counts
+    continuous_usage_stats: bool | None = False  # with it, the counts so far in every other chunk
 
 
 class TextPart(_Part):
@@ -211,8 +213,23 @@ class _GenerationBody(_Body):
     choreography: ChoreographyOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None  # separates the cache within a tenant
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower numbers first
+    extra_key: Annotated[str, Field(max_length=1024)] | None = None  # SGLang's name of the salt
     return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    # of vLLM and SGLang, accepted with their default alone
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    bad_words: Annotated[list[str], Field(max_length=0)] | None = None
+    allowed_token_ids: None = None
+    logprob_token_ids: None = None
+    prompt_logprobs: None = None
+    truncate_prompt_tokens: None = None
+    thinking_token_budget: None = None
+    input_ids: None = None
     # accepted for clients of other servers, without effect
+    length_penalty: float | None = None  # of a beam search
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None
     service_tier: str | None = None
@@ -223,8 +240,16 @@ class _GenerationBody(_Body):
     request_id: str | None = None
     rid: str | list[str] | None = None
     session_id: str | None = None
+    session_params: JsonValue = None
     nvext: JsonValue = None
     vllm_xargs: JsonValue = None
+    kv_transfer_params: JsonValue = None
+    mm_processor_kwargs: JsonValue = None
+
+    @property
+    def salt(self) -> str:
+        """What separates the cache within a tenant."""
+        return "\0".join(filter(None, (self.cache_salt, self.extra_key)))
 
     @property
     def repair(self) -> float | None:
@@ -273,15 +298,21 @@ class ChatCompletionRequest(_GenerationBody):
     tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # instead of a new answer
     include_reasoning: bool | None = True
+    # accepted with their default alone
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    chat_template: None = None
+    documents: None = None
+    parallel_tool_calls: bool | None = None  # False: one call an answer
     # accepted without effect
-    parallel_tool_calls: bool | None = None
     store: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
     prediction: JsonValue = None
-    session_params: JsonValue = None
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -306,6 +337,28 @@ def as_turn(message: ChatMessage) -> dict[str, Any]:
         if getattr(message, name) is not None:
             turn[name] = getattr(message, name)
     return turn
+
+
+def check_stream_options(body: "ChatCompletionRequest | CompletionRequest") -> None:
+    """Raise an error for `stream_options` without `stream`."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options: need stream=true")
+
+
+def continues_last(body: "ChatCompletionRequest | TokenizeRequest") -> bool:
+    """Return whether the last message is continued, instead of a new answer.
+
+    Raises:
+        InvalidRequestError: if the chat cannot be continued.
+    """
+    if not body.continue_final_message:
+        return False
+    if body.add_generation_prompt:
+        raise InvalidRequestError("continue_final_message: set add_generation_prompt to false, or leave it out")
+    last = body.messages[-1] if body.messages else None
+    if last is None or last.role != "assistant" or not last.text.strip() or last.tool_calls:
+        raise InvalidRequestError("continue_final_message: end with a text of the assistant, or leave it out")
+    return True
 
 
 def arguments_of(call: ToolCall) -> Any:
@@ -362,8 +415,11 @@ class ResponsesRequest(_GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[str] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    # accepted with their default alone
+    include_reasoning: Literal[True] | None = None
+    enable_response_messages: Literal[False] | None = None
+    parallel_tool_calls: bool | None = None  # False: one call an answer
     # accepted without effect
-    parallel_tool_calls: bool | None = None
     reasoning: dict[str, JsonValue] | None = None
     truncation: str | None = None
     background: bool | None = None
@@ -381,7 +437,8 @@ class TokenizeRequest(_Body):
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = False
     chat_template_kwargs: dict[str, JsonValue] | None = None
 

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import InvalidRequestError
-from .api_errors import ApiError
-from .chat_completions import ChoiceState, ParserOptions
+from .api_errors import ApiError, explain_validation
+from .chat_completions import ChoiceState, ParserOptions, logprob_entries
+from .engine_thread import ChoiceUpdate
 from .event_stream import sse
 from .protocol import ChatCompletionRequest, ResponsesRequest
 from .service import RunningRequest
@@ -19,8 +20,14 @@ from .service import RunningRequest
 SHARED_FIELDS = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "structured_outputs", "choreography",
-    "cache_salt", "priority", "session_id", "chat_template_kwargs",
+    "cache_salt", "extra_key", "priority", "session_id", "chat_template_kwargs", "skip_special_tokens",
+    "parallel_tool_calls",
 )  # fmt: skip
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+
+# fields of a chat that have another name here
+FIELD_NAMES = {"messages": "input", "response_format": "text"}
 
 
 @dataclass(frozen=True)
@@ -74,14 +81,16 @@ def to_chat(
         "tool_choice": _choice_of(body.tool_choice),
         "max_completion_tokens": body.max_output_tokens,
         "response_format": _format_of(body.text),
-        "logprobs": bool(body.top_logprobs),
+        "logprobs": bool(body.top_logprobs) or INCLUDE_LOGPROBS in (body.include or ()),
         "top_logprobs": body.top_logprobs,
     }
     try:
         return ChatCompletionRequest.model_validate(options), messages
     except ValidationError as exc:
-        first = exc.errors()[0]
-        raise InvalidRequestError(f"input: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        path, kind, reason = explain_validation(exc.errors(), options)
+        name = FIELD_NAMES.get(str(path[0]), path[0])
+        problem = f"{path[-1]} is missing" if kind == "missing" else reason
+        raise InvalidRequestError(f"{name}: {problem}") from None
 
 
 def _messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,8 +148,11 @@ class ResponseAnswer:
         running: RunningRequest,
         parser_options: ParserOptions,
         messages: list[dict[str, Any]],
+        tokenizer: Any,
     ) -> None:
-        self._body, self._running, self._messages = body, running, messages
+        self._body, self._running, self._messages, self._tokenizer = body, running, messages, tokenizer
+        self._logprobs: list[dict[str, Any]] = []  # of the content
+        self._pending_logprobs: list[dict[str, Any]] = []  # of tokens that no delta has yet
         self._choice = ChoiceState(parser_options.create())
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         running.name_response(self._id, body.model)
@@ -160,7 +172,7 @@ class ResponseAnswer:
             "max_output_tokens": body.max_output_tokens,
             "model": body.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "store": body.store is not False,
@@ -168,6 +180,7 @@ class ResponseAnswer:
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": usage,
@@ -186,9 +199,20 @@ class ResponseAnswer:
         """Return the complete response."""
         async for updates in self._running.updates():
             for update in updates:
-                self._choice.feed(update)
-                self._running.finish_reasons[update.index] = self._choice.finish_reason
+                self._feed(update)
         return self._complete()
+
+    def _feed(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        """Parse an update; return deltas, those of content with their log-probabilities."""
+        deltas = self._choice.feed(update)
+        self._running.finish_reasons[update.index] = self._choice.finish_reason
+        self._pending_logprobs += logprob_entries(self._tokenizer, update.logprobs, self._body.top_logprobs or 0)
+        for delta in deltas:
+            if "content" in delta:
+                delta["logprobs"] = self._pending_logprobs
+                self._logprobs += self._pending_logprobs
+            self._pending_logprobs = []
+        return deltas
 
     def _complete(self) -> dict[str, Any]:
         output = self._output("completed")
@@ -214,7 +238,7 @@ class ResponseAnswer:
         return output
 
     def _message_item(self, status: str, text: str | None) -> dict[str, Any]:
-        content = [] if text is None else [_text_part(text)]
+        content = [] if text is None else [_text_part(text, self._logprobs)]
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     async def events(self, on_complete: Any) -> AsyncIterator[str]:
@@ -240,9 +264,7 @@ class ResponseAnswer:
                 yield event("response.in_progress", response=created)
                 is_first = False
             for update in updates:
-                deltas = self._choice.feed(update)
-                self._running.finish_reasons[update.index] = self._choice.finish_reason
-                for delta in deltas:
+                for delta in self._feed(update):
                     if "content" in delta:
                         if not is_open:
                             is_open = True
@@ -250,13 +272,14 @@ class ResponseAnswer:
                             place = {"item_id": self._message_id, "output_index": index, "content_index": 0}
                             item = self._message_item("in_progress", None)
                             yield event("response.output_item.added", output_index=index, item=item)
-                            yield event("response.content_part.added", **place, part=_text_part(""))
-                        yield event("response.output_text.delta", **place, delta=delta["content"], logprobs=[])
+                            yield event("response.content_part.added", **place, part=_text_part("", []))
+                        fields = {"delta": delta["content"], "logprobs": delta["logprobs"]}
+                        yield event("response.output_text.delta", **place, **fields)
         response = self._complete()
         if is_open:
             text = self._choice.content
-            yield event("response.output_text.done", **place, text=text, logprobs=[])
-            yield event("response.content_part.done", **place, part=_text_part(text))
+            yield event("response.output_text.done", **place, text=text, logprobs=self._logprobs)
+            yield event("response.content_part.done", **place, part=_text_part(text, self._logprobs))
         for index, item in enumerate(response["output"]):
             if item["type"] != "message" or not is_open:
                 yield event("response.output_item.added", output_index=index, item=item)
@@ -270,8 +293,8 @@ class ResponseAnswer:
         yield event(f"response.{response['status']}", response=response)
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _call_item(call: Mapping[str, Any], status: str) -> dict[str, Any]:

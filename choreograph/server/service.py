@@ -14,6 +14,7 @@ from fastapi import Request
 from ..engine.engine import Engine
 from ..engine.message import Message
 from ..engine.request import TokenMask
+from ..engine.validation import check_tokens
 from ..errors import ConfigError, InvalidRequestError
 from ..outputs import BASE_MODEL, EngineStats
 from ..sampling_params import SamplingParams
@@ -175,7 +176,7 @@ class InferenceService:
             )
         reuse: Any = options.reuse or header_options["reuse"] or self.config.reuse
         self.planner.check(reuse)
-        client_id = f"{tenant}\0{body.cache_salt or ''}"
+        client_id = f"{tenant}\0{body.salt}"
         labels = {*options.labels, *filter(None, map(str.strip, headers.get("x-choreography-labels", "").split(",")))}
         agent = options.agent or header_options["agent"]
         if agent is not None:
@@ -195,16 +196,22 @@ class InferenceService:
 
     # -- what the engine gets -------------------------------------------------------------------------------
 
-    def max_tokens(self, requested: int | None, prompts: Sequence[ChatPrompt]) -> int | None:
+    def max_tokens(self, requested: int | None, prompts: Sequence[ChatPrompt], param: str) -> int | None:
         """Return the length limit of answers, or None for none.
+
+        Args:
+            param: field of the prompts, for errors.
 
         Raises:
             ApiError: if a prompt leaves less than that of the context.
+            InvalidTokensError: if the model has no such tokens.
         """
+        for prompt in prompts:
+            check_tokens(prompt.tokens, param, self.engine.model_info.vocab_size)
         length = max(len(prompt.tokens) + len(prompt.footer) for prompt in prompts)
         available = self.max_model_len - length
         if available < (requested or 1):
-            raise context_exceeded(length, requested or 1, self.max_model_len)
+            raise context_exceeded(length, requested or 1, self.max_model_len, param)
         if requested is not None or self.config.max_tokens is None:
             return requested
         # every part of a context ends in a page of its own
@@ -290,6 +297,12 @@ class RunningRequest:
         """Set the id and model of the answer in the request's span."""
         if self.span is not None:
             self.span.set({"gen_ai.response.id": response_id, "gen_ai.response.model": model})
+
+    def usage_so_far(self, index: int, num_generated: int) -> dict[str, int]:
+        """Return the token counts of one answer, while it is generated."""
+        num_prompt = len(self.spec.prompts[index // self.spec.num_answers].tokens)
+        total = num_prompt + num_generated
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts, and ours."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import torch
 from jaxtyping import Bool
@@ -13,6 +14,8 @@ from ..errors import InvalidRequestError
 from ..utils import require
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
+
+MAX_VISITS = 100_000  # of parts of a schema, to find out whether a value of it ends
 
 # separators as most models write them; free whitespace lets small models fill an answer with it
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -31,7 +34,7 @@ def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint
     An object has no other properties than its schema lists, unless that allows them explicitly.
 
     Raises:
-        InvalidRequestError: if the schema is none, or has a keyword that cannot be enforced.
+        InvalidRequestError: if the schema is none, has a keyword that cannot be enforced, or admits no finite value.
     """
     llguidance = require("llguidance", "serve")
     kind = "json_object" if schema is None else "json"
@@ -41,9 +44,77 @@ def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint
         text = json.dumps(value)
         if not isinstance(value, (dict, bool)) or len(text) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"use a JSON Schema of at most {MAX_GRAMMAR_CHARS} characters")
-        return _checked(Constraint(kind, llguidance.LLMatcher.grammar_from_json_schema(text, JSON_STYLE)))
+        constraint = _checked(Constraint(kind, llguidance.LLMatcher.grammar_from_json_schema(text, JSON_STYLE)))
+        _check_ends(value)
+        return constraint
     except (ValueError, RecursionError) as exc:
-        raise InvalidRequestError(f"{kind}: {exc}") from None
+        reason = str(exc).removeprefix(f"{kind}: ")  # of an InvalidRequestError
+        raise InvalidRequestError(f"{kind}: {reason}") from None
+
+
+def _check_ends(root: Any) -> None:
+    """Raise ValueError for a schema without finite values, as {"$ref": "#"}.
+
+    A reference ends if its schema has a value whose references end: a least fixed point.
+    """
+    found, ended, num_visits = set[str](), set[str](), 0
+
+    def ends(schema: Any) -> bool:
+        nonlocal num_visits
+        num_visits += 1
+        if not isinstance(schema, dict) or num_visits > MAX_VISITS or ("$id" in schema and schema is not root):
+            return schema is not False
+        if isinstance(reference := schema.get("$ref"), str):
+            found.add(reference)
+            if reference not in ended:
+                return False
+        if not all(ends(part) for part in _list_in(schema, "allOf")):
+            return False
+        if any(parts and not any(map(ends, parts)) for parts in (_list_in(schema, "anyOf"), _list_in(schema, "oneOf"))):
+            return False
+        types = schema.get("type")
+        types = [types] if isinstance(types, str) else _list_in(schema, "type")
+        if not types or schema.keys() & {"const", "enum"} or any(kind not in ("object", "array") for kind in types):
+            return True
+        return ("object" in types and object_ends(schema)) or ("array" in types and array_ends(schema))
+
+    def object_ends(schema: dict[str, Any]) -> bool:
+        properties = schema.get("properties")
+        known = properties if isinstance(properties, dict) else {}
+        other = "patternProperties" in schema or schema.get("additionalProperties", True)
+        return all(ends(known.get(name, other)) for name in _list_in(schema, "required") if isinstance(name, str))
+
+    def array_ends(schema: dict[str, Any]) -> bool:
+        first, least = _list_in(schema, "prefixItems"), schema.get("minItems", 0)
+        least = least if isinstance(least, int) else 0
+        return all(map(ends, first[:least])) and (least <= len(first) or ends(schema.get("items", True)))
+
+    while not ends(root):
+        size = len(found), len(ended)
+        ended.update([reference for reference in found - ended if ends(_resolve(root, reference))])
+        if size == (len(found), len(ended)):
+            raise ValueError("no finite value follows the schema: each would contain another one; add an alternative")
+
+
+def _list_in(schema: dict[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """Return the schema of a reference within the document; True for others."""
+    if reference != "#" and not reference.startswith("#/"):
+        return True
+    value = root
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return True
+    return value
 
 
 def _close_objects(schema: Any) -> Any:
@@ -88,17 +159,25 @@ def grammar_constraint(grammar: str) -> Constraint:
     try:
         lark = llguidance.gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar
     except Exception as exc:  # the converter raises what its parser meets
-        raise InvalidRequestError(f"grammar: {exc}") from None
+        raise InvalidRequestError(f"grammar: {_one_line(str(exc))}") from None
     return _checked(Constraint("grammar", llguidance.LLMatcher.grammar_from_lark(lark)))
 
 
 def _checked(constraint: Constraint) -> Constraint:
     if len(constraint.grammar) > 2 * MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"{constraint.kind}: use at most {MAX_GRAMMAR_CHARS} characters")
-    error = require("llguidance", "serve").LLMatcher.validate_grammar(constraint.grammar)
-    if error:
-        raise InvalidRequestError(f"{constraint.kind}: {error.strip()[:500]}")
+    llguidance = require("llguidance", "serve")
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    if error := llguidance.LLMatcher.validate_grammar(constraint.grammar, limits=limits):
+        raise InvalidRequestError(f"{constraint.kind}: {_one_line(error)}")
     return constraint
+
+
+def _one_line(error: str) -> str:
+    """Return llguidance's error without its excerpts of the grammar."""
+    first, *lines = error.strip().splitlines() or ["unknown error"]
+    causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join([first, *causes])[:300]
 
 
 class GrammarCompiler:
@@ -106,6 +185,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._llguidance = require("llguidance", "serve")
+        self._limits = self._llguidance.LLParserLimits(verbose_errors=False)
         from llguidance.hf import from_tokenizer
 
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
@@ -118,10 +198,10 @@ class GrammarCompiler:
         Args:
             starts_after: token that ends the reasoning, before which any token is allowed.
         """
-        matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise InvalidRequestError(f"{constraint.kind}: {matcher.get_error().strip()[:500]}")
-        return GrammarMask(matcher, self._vocab_size, self._executor, starts_after)
+            raise InvalidRequestError(f"{constraint.kind}: {_one_line(matcher.get_error())}")
+        return GrammarMask(constraint.kind, matcher, self._vocab_size, self._executor, starts_after)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -134,8 +214,10 @@ class GrammarMask:
     runs. When the grammar is complete and cannot continue, only the end of the sequence is allowed.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, executor: ThreadPoolExecutor, starts_after: int | None) -> None:
-        self._matcher, self._vocab_size, self._executor = matcher, vocab_size, executor
+    def __init__(
+        self, kind: str, matcher: Any, vocab_size: int, executor: ThreadPoolExecutor, starts_after: int | None
+    ) -> None:
+        self._kind, self._matcher, self._vocab_size, self._executor = kind, matcher, vocab_size, executor
         self._starts_after = starts_after
         self._next: Future[Tensor] = executor.submit(self._compute)
 
@@ -154,12 +236,13 @@ class GrammarMask:
         if self._matcher.is_stopped():
             return  # the token that ends the answer
         if not self._matcher.consume_token(token):
-            raise InvalidRequestError(f"token {token} does not follow the grammar: {self._matcher.get_error()}")
+            reason = _one_line(self._matcher.get_error())
+            raise InvalidRequestError(f"token {token} does not follow the grammar: {reason}")
         self._next = self._executor.submit(self._compute)
 
     def _compute(self) -> Tensor:
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten()[: self._vocab_size]
-        if not mask.any():
-            raise InvalidRequestError(f"the grammar allows no token: {self._matcher.get_error()}")
+        if self._matcher.is_error() or not mask.any():  # after an error, the mask would end the answer
+            raise InvalidRequestError(f"{self._kind}: no token is allowed: {_one_line(self._matcher.get_error())}")
         return torch.nn.functional.pad(mask, (0, self._vocab_size - len(mask)))

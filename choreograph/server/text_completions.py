@@ -13,7 +13,7 @@ from .chat_completions import constraint_of
 from .chat_prompt import ChatPrompt
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
-from .protocol import CompletionRequest
+from .protocol import CompletionRequest, check_stream_options
 from .service import GenerationSpec, InferenceService, RunningRequest
 
 MAX_PROMPTS = 128
@@ -27,6 +27,7 @@ def prepare_completion(
     Raises:
         InvalidRequestError, ApiError: if the request cannot be served.
     """
+    check_stream_options(body)
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.suffix:
         raise InvalidRequestError("suffix: the model does not insert text; leave it out")
@@ -39,7 +40,7 @@ def prepare_completion(
     prompts, schema_prompt = [], None
     schema_name = body.choreography.prompt_schema if body.choreography else None
     if schema_name is not None:
-        if not isinstance(body.prompt, str) or body.echo or body.cache_salt or key.readable:
+        if not isinstance(body.prompt, str) or body.echo or body.salt or key.readable:
             raise InvalidRequestError("prompt: with a schema use one PML text, without echo, cache_salt and labels")
         schema_prompt = tenant, schema_name, body.prompt
         prompts.append(service.schemas.tokenize(*schema_prompt))
@@ -50,7 +51,7 @@ def prepare_completion(
         if not tokens:
             raise InvalidRequestError("prompt: is empty: give at least one token")
         prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
-    max_tokens = service.max_tokens(body.max_tokens, prompts)
+    max_tokens = service.max_tokens(body.max_tokens, prompts, "prompt")
     seed = service.random_seed() if body.seed is None else body.seed
     sampling = body.sampling(max_tokens, body.logprobs, seed)
     constraint = constraint_of(body.response_format, body.structured_outputs)
@@ -87,6 +88,11 @@ class CompletionAnswer:
         prompt = self._body.prompts[index // self._running.spec.num_answers]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._running.spec.prompts[index // self._running.spec.num_answers].tokens}
+
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request that does not stream."""
         choices = []
@@ -97,31 +103,39 @@ class CompletionAnswer:
             choice["logprobs"] = self._logprobs(index, logprobs)
             if self._body.return_token_ids:
                 choice["token_ids"] = [token for update in updates for token in update.token_ids]
-            choices.append(choice)
+            choices.append(choice | self._prompt_ids(index))
         return {**self._head, "choices": choices, "usage": self._running.usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
         options, body, echoed = self._body.stream_options, self._body, set[int]()
-        usage: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
+        include_usage = options is not None and bool(options.include_usage)
+        has_counts = options is not None and include_usage and bool(options.continuous_usage_stats)
+        num_generated = [0] * self._running.num_choices
 
-        def event(update: ChoiceUpdate, text: str) -> str:
-            return sse({**self._head, "choices": [self._choice(update, text)], **usage})
+        def event(update: ChoiceUpdate, text: str, is_first: bool = False) -> str:
+            usage: dict[str, Any] = {"usage": None} if include_usage else {}
+            if has_counts:
+                usage["usage"] = self._running.usage_so_far(update.index, num_generated[update.index])
+            choice = self._choice(update, text) | (self._prompt_ids(update.index) if is_first else {})
+            return sse({**self._head, "choices": [choice], **usage})
 
-        is_plain = body.logprobs is None and not body.return_token_ids
+        is_plain = body.logprobs is None and not body.return_token_ids and not has_counts
         text_events = TextEvents(lambda index, text: event(ChoiceUpdate(index, text, [], []), text))
         async for updates in self._running.updates():
             events = []
             for update in updates:
-                text = update.text if update.index in echoed else self._echoed(update.index) + update.text
+                is_first = update.index not in echoed
+                text = self._echoed(update.index) + update.text if is_first else update.text
                 echoed.add(update.index)
+                num_generated[update.index] += len(update.token_ids)
                 if is_plain and text and update.finish_reason is None:
                     events.append(text_events.event(update.index, text))
-                elif text or update.finish_reason is not None:
-                    events.append(event(update, text))
+                elif text or not is_plain or update.finish_reason is not None:
+                    events.append(event(update, text, is_first))
             if events:
                 yield "".join(events)
-        if usage:
+        if include_usage:
             yield sse({**self._head, "choices": [], "usage": self._running.usage()})
         yield SSE_END
 

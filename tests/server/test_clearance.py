@@ -126,7 +126,7 @@ def test_exact_mode_finds_prefixes_of_equal_labels_alone(talker_folder):
         ({"on_leak": "error"}, "on_leak"),
         ({"clearance": [], "on_leak": "ignore"}, "choreography.on_leak"),
         ({"clearance": "alice"}, "choreography.clearance"),
-        ({"clearance": [""]}, "choreography.clearance.0"),
+        ({"clearance": [""]}, "choreography.clearance[0]"),
     ],
 )
 def test_invalid_clearances_are_refused(live, choreography, param):

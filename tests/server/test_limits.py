@@ -21,7 +21,7 @@ KEYS = ("first-secret", "second-secret")
         ({"model": "other"}, 404, "model", "model_not_found"),
         ({"model": None}, 400, "model", "invalid_value"),
         ({"messages": []}, 400, "messages", "invalid_value"),
-        ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role", "invalid_value"),
+        ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role", "invalid_value"),
         ({"temperature": -1}, 400, "temperature", None),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", None),
         ({"n": 1000}, 400, "n", None),
@@ -34,7 +34,7 @@ KEYS = ("first-secret", "second-secret")
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
-            "messages.0.content",
+            "messages[0].content",
             "invalid_value",
         ),
     ],

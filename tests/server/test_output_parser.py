@@ -47,6 +47,8 @@ LLAMA = '{"name": "add", "parameters": {"a": 1}}'
         ("almost <tool_", "hermes", {}, ("", "almost <tool_", [])),
         (LLAMA, "llama3_json", {}, ("", "", [("add", {"a": 1})])),
         (f"<|python_tag|>{LLAMA}; {LLAMA}", "llama3_json", {}, ("", "", [("add", {"a": 1})] * 2)),
+        (f"{CALL}\n{CALL} b", "hermes", {"single_call": True}, ("", " b", [("add", {"a": 1})])),
+        (f"{LLAMA}; {LLAMA}", "llama3_json", {"single_call": True}, ("", "", [("add", {"a": 1})])),
         ('{"a": 1}', "llama3_json", {}, ("", '{"a": 1}', [])),
         (f"see {LLAMA}", "llama3_json", {}, ("", f"see {LLAMA}", [])),
         ("<think>\nhm</think>\n\nyes", None, {"thinks": True}, ("hm", "yes", [])),
