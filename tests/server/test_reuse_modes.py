@@ -318,8 +318,8 @@ def test_messages_at_positions_of_their_own_are_no_prefix(caller):
     [
         ("chat/completions", {"reuse": "messages", "offsets": [0]}, "offsets", "1 positions for 2 messages"),
         ("chat/completions", {"reuse": "auto", "offsets": [0, 0]}, "offsets", "reuse='messages'"),
-        ("chat/completions", {"reuse": "messages", "offsets": [0, -1]}, "choreography.offsets.1", "greater than"),
-        ("chat/completions", {"reuse": "messages", "offsets": [0, 1.5]}, "choreography.offsets.1", "integer"),
+        ("chat/completions", {"reuse": "messages", "offsets": [0, -1]}, "choreography.offsets[1]", "greater than"),
+        ("chat/completions", {"reuse": "messages", "offsets": [0, 1.5]}, "choreography.offsets[1]", "integer"),
         ("chat/completions", {"reuse": "messages", "offsets": [0, 99999]}, None, "position"),
         ("completions", {"reuse": "messages", "offsets": [0, 1]}, "offsets", "reuse='messages'"),
     ],
