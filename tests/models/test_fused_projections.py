@@ -144,7 +144,7 @@ def test_a_compiler_makes_one_product_of_them(name, is_cached, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
             assert deduplication_pass() is graph_passes._deduplicate
-        monkeypatch.setattr(cuda_graph, "deduplication_pass", lambda *_: graph_passes._deduplicate)
+        monkeypatch.setattr(cuda_graph, "deduplication_pass", lambda *_, **__: graph_passes._deduplicate)
     model = tiny_models.model() if name == "llama" else random_model(name)
     expected = talk(engine_with(model, use_graphs=False))
     engine = engine_with(model, use_graphs=True, through_compiler=True)
