@@ -50,23 +50,24 @@ class LoadedGraph:
 
 
 class GraphFile:
-    """Compiled graph on disk: a note in JSON, which names the artifact."""
+    """Compiled graph on disk: metadata in JSON and an artifact."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self._path, self._model = path, model
         self._artifact: Any = None  # what `compile` made
-        self._note: dict[str, Any] = {}
+        self._metadata: dict[str, Any] = {}
+        self.error: Exception | None = None  # of `compile`
 
     def load(self) -> LoadedGraph | None:
         """Return the graph that an earlier process stored, or None."""
         if not self._path.is_file():
             return None
         try:
-            note = json.loads(self._path.read_bytes())
-            artifact = self._path.with_name(note["artifact"])
+            metadata = json.loads(self._path.read_bytes())
+            artifact = self._path.with_name(metadata["artifact"])
             if _digest(artifact) != artifact.stem:
                 raise ValueError(f"{artifact.name} has another hash")
-            return self._load(artifact, note)
+            return self._load(artifact, metadata)
         except Exception as exc:  # a damaged file, or changed private parts of PyTorch
             _log.warning("%s cannot be loaded, the graph is traced: %s", self._path, str(exc)[:300])
             return None
@@ -79,14 +80,18 @@ class GraphFile:
         """
         from torch._inductor import standalone_compile
 
-        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        # The fake tensors of the trace have the dimensions that are dynamic. From the real tensors, inductor would make
-        # new ones with a symbol for each size: that of 2 tokens would be that of the pairs in packed weights, which is fixed.
-        examples = [node.meta["example_value"] for node in nodes]
-        self._note = self._describe_arguments([node.target for node in nodes], arguments, examples)
-        self._artifact = standalone_compile(
-            graph, examples, dynamic_shapes="from_graph", options={"config_patches": options}, aot=True
-        )
+        try:
+            nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+            # The fake tensors of the trace have the dimensions that are dynamic. From the real tensors, inductor would make
+            # new ones with a symbol for each size: that of 2 tokens would be that of the pairs in packed weights, which is fixed.
+            examples = [node.meta["example_value"] for node in nodes]
+            self._metadata = self._describe_arguments([node.target for node in nodes], arguments, examples)
+            self._artifact = standalone_compile(
+                graph, examples, dynamic_shapes="from_graph", options={"config_patches": options}, aot=True
+            )
+        except Exception as exc:
+            self.error = exc
+            raise
         return self._artifact
 
     def save(self, check: Callable[[LoadedGraph], None]) -> LoadedGraph:
@@ -96,21 +101,23 @@ class GraphFile:
             check: raises an exception for a graph that must not be stored.
         """
         with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
-            draft = Path(folder) / "draft"
-            self._artifact.save(path=str(draft))
-            graph = self._load(draft, self._note)
+            temporary = Path(folder) / "artifact"
+            self._artifact.save(path=str(temporary))
+            graph = self._load(temporary, self._metadata)
             check(graph)
-            name = f"{_digest(draft)}.graph"
-            os.replace(draft, self._path.with_name(name))
-        atomic_write_text(self._path, json.dumps({**self._note, "artifact": name}))
+            name = f"{_digest(temporary)}.graph"
+            os.replace(temporary, self._path.with_name(name))
+        atomic_write_text(self._path, json.dumps({**self._metadata, "artifact": name}))
         return graph
 
-    def _load(self, artifact: Path, note: dict[str, Any]) -> LoadedGraph:
+    def _load(self, artifact: Path, metadata: dict[str, Any]) -> LoadedGraph:
         from torch._inductor import CompiledArtifact
 
         tensors = dict(_named_tensors(self._model))
-        weights = [None if name is None else tensors[name] for name in note["weights"]]
-        return LoadedGraph(CompiledArtifact.load(path=str(artifact)), weights, [tuple(slot) for slot in note["slots"]])
+        weights = [None if name is None else tensors[name] for name in metadata["weights"]]
+        return LoadedGraph(
+            CompiledArtifact.load(path=str(artifact)), weights, [tuple(slot) for slot in metadata["slots"]]
+        )
 
     def _describe_arguments(self, targets: list[str], arguments: list[Any], examples: list[Any]) -> dict[str, Any]:
         """Return weights by name and slots of inputs."""
@@ -137,7 +144,8 @@ class GraphFile:
 def graph_file(model: nn.Module, name: str) -> GraphFile | None:
     """Return the file of a model's graph, or None.
 
-    Graphs of models with hooks, replaced methods or classes of other packages are not stored.
+    Graphs of models with hooks, a replaced `forward` or classes of other packages are not stored; other
+    replaced methods are not noticed.
     """
     try:
         from torch._functorch import config as functorch_config
@@ -147,11 +155,15 @@ def graph_file(model: nn.Module, name: str) -> GraphFile | None:
     folder = _private_folder()
     if folder is None or not all(map(_is_known, model.modules())):
         return None
+    try:
+        private = [inductor_config.get_hash().hex(), functorch_config.get_hash().hex()]
+    except AttributeError:  # of private modules
+        return None
     parts = [
         *(sys.version, torch.__version__, str(torch.version.git_version), transformers.__version__),
         *(cpu_flags(), str(torch.get_num_threads()), str(torch.are_deterministic_algorithms_enabled())),
         *(str(torch.get_default_dtype()), torch.get_float32_matmul_precision()),
-        *(inductor_config.get_hash().hex(), functorch_config.get_hash().hex()),
+        *private,
         *_describe(model),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())

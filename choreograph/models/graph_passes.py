@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.fx.node import map_arg
 from torch.nn import functional
 
-# What is merged where arguments are equal; packed weights add the operators that multiply by them.
+# Operators that are merged if their arguments are equal; packed weights add those that multiply by them.
 _ATEN = torch.ops.aten
 MERGEABLE_OPERATORS = {op.default for op in (_ATEN.mm, _ATEN.addmm, _ATEN.permute, _ATEN.t, _ATEN.view, _ATEN.reshape)}
 
-# By the operator of a product: from its arguments to the operator and arguments of the gated product, SiLU of the first
-# half of the output features times the second half, or None.
+# Maps the operator of a product to a function that returns the gated operator and its arguments, or None. The gated
+# product is SiLU of the first half of the output features times the second half.
 GATED_OPERATORS: dict[Any, Callable[..., tuple[Any, tuple[Any, ...]] | None]] = {}
 
-# What computes every token by itself, of tensors (1, N, ...) and weights; packed weights add their operators.
+# Operators that compute each token independently, of tensors (1, N, ...) and weights; packed weights add theirs.
 ROW_OPERATORS: set[Any] = {
     *(getattr(_ATEN, name).Tensor for name in ("add", "sub", "mul", "div")),
     *(getattr(_ATEN, name).default for name in ("neg", "exp", "rsqrt", "sigmoid", "tanh", "gelu", "relu")),
@@ -150,11 +150,16 @@ def select_rows_early(graph: torch.fx.Graph) -> None:
     if selection is None:
         return
     source, (_, rows) = selection.args
+    if _is_by_row(rows) or len(source.meta["val"].shape) != 3:
+        return
     num_tokens = str(source.meta["val"].shape[1])  # a symbol, whose comparison would make it a number
     early: dict[Node, Node] = {}  # by node, what computes its selected rows
     for node in reversed(graph.nodes):
         if _is_by_row(node) and node.users and all(user in early or user is selection for user in node.users):
             early[node] = node
+
+    if source not in early:  # others read it
+        return
 
     def select(argument: Node) -> Node:
         if argument in early:
@@ -171,8 +176,7 @@ def select_rows_early(graph: torch.fx.Graph) -> None:
         args = map_arg(node.args, select)
         with graph.inserting_before(selection):
             early[node] = _call(graph, node.target, args, node.kwargs)
-    if in_order:
-        replace_node(graph, selection, early[source], erased=in_order[::-1])
+    replace_node(graph, selection, early[source], erased=in_order[::-1])
 
 
 def _is_row_selection(node: Node) -> bool:

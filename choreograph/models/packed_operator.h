@@ -1,5 +1,5 @@
 // Registers a kernel over packed weights as an operator, through PyTorch's stable ABI. A decode step calls such operators
-// more than a hundred times, and the fastest products take no longer than a call through Python.
+// more than a hundred times, and a call through Python takes as long as the fastest products.
 //
 // KERNEL and OPERATOR, the name of the operator without its namespace, are defined by the including file. The gated
 // product's operator has the suffix "_gated".

@@ -58,6 +58,7 @@ struct Block {
 template <class Compute>
 void for_each_block(int64_t rows, int64_t features, int64_t threads, bool gated, bf16* out, Compute compute) {
   int64_t panels = (features + PANEL - 1) / PANEL, items = panels * ((rows + ROWS - 1) / ROWS);
+  if (items == 0) return;
   // few rows are bound by memory: each thread reads one range in order, gated one of each factor
   int64_t chunk = gated ? 1 : std::max<int64_t>(1, items / (8 * threads)), height = std::min<int64_t>(rows, ROWS);
   if (rows <= FEW) chunk = (items + threads - 1) / threads;

@@ -67,7 +67,7 @@ def use_forward_context(forward_context: Any) -> Iterator[None]:
 
 
 class _TokenMixer:
-    """Forward context for comparing graphs; a token attends to nothing else."""
+    """Replacement for attention in which each token reads only itself."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
@@ -125,10 +125,8 @@ class CompiledForward:
         device = self._hf_model.model_info.device
         if size is None:
             # dynamo fixes sizes of 0 and 1, and takes equal sizes as one: they must differ while it traces
-            rows = logits_indices + logits_indices[:1] * (
-                1 + (not is_traced and len(logits_indices) + 1 == len(tokens))
-            )
-            rows = rows or [0, 0]
+            needed = logits_indices or [0]
+            rows = needed + needed[:1] * (1 + (not is_traced and len(needed) + 1 == len(tokens)))
             inputs = [torch.tensor(numbers, device=device) for numbers in ([tokens], [positions], rows)]
         else:
             padding = [0] * (size - len(tokens))
@@ -146,12 +144,9 @@ class CompiledForward:
         try:
             with use_forward_context(context), nullcontext() if is_traced else self._tracing(packs):
                 logits: Tensor = graph(*inputs)[0]
-            if file is not None and not is_traced:
-                graph = file.save(partial(self._check, graph, key))
         except Exception as exc:
-            if file is not None and not is_traced:
-                _log.warning("compiled graphs are not stored: %s", str(exc)[:300])
-                self._stores_graphs = False
+            if file is not None and file.error is not None:  # an error of the step itself is no reason
+                self._stop_storing(file.error)
                 return self(tokens, positions, forward_context, logits_indices)
             if is_traced or size is not None:
                 raise
@@ -159,8 +154,18 @@ class CompiledForward:
             warnings.warn(f"steps of more than {self.sizes[-1]} tokens stay eager: {str(exc)[:300]}", stacklevel=2)
             self._compiles_larger = False
             return None
+        if file is not None and not is_traced:
+            try:
+                graph = file.save(partial(self._check, graph, key))
+            except Exception as exc:  # the graph may be wrong at other sizes, too
+                self._stop_storing(exc)
+                return self(tokens, positions, forward_context, logits_indices)
         self._graphs[key] = graph
         return logits[: len(logits_indices)].float() if size is None else logits[logits_indices].float()
+
+    def _stop_storing(self, reason: Exception) -> None:
+        _log.warning("compiled graphs are not stored: %s", str(reason)[:300])
+        self._stores_graphs = False
 
     def _check(self, traced: Any, key: int | str | None, stored: LoadedGraph) -> None:
         """Raise AssertionError unless a stored graph is right at several sizes.

@@ -121,7 +121,9 @@ def prepare(
         constraint, tool_form = _call_constraint(tools, choice), "llama3_json"
     continued = body.messages[-1].text if continues_last(body) else ""
     if body.add_generation_prompt is False and not continued:
-        raise InvalidRequestError("add_generation_prompt: false needs continue_final_message=true")
+        raise InvalidRequestError(
+            "add_generation_prompt: false requires continue_final_message=true; set it, or leave this out"
+        )
     prompt = service.renderer.prompt(
         body.turns,
         () if choice == "none" else tools,
@@ -175,10 +177,24 @@ def _call_constraint(tools: list[Mapping[str, Any]], choice: Any) -> Constraint:
             for name, schema in own.items() if isinstance(own, dict) else ():
                 if definitions.setdefault(key, {}).setdefault(name, schema) != schema:
                     raise InvalidRequestError(f"tools: {key}/{name:.80} differs between functions: rename one")
+        if (reference := _reference_to_root(arguments)) is not None:
+            name = function["name"]
+            raise InvalidRequestError(f"tools: {reference!r} in {name:.80} is not supported: move the schema to $defs")
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         required = ["name", "arguments"]
         calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
     return json_constraint({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
+
+
+def _reference_to_root(schema: Any) -> str | None:
+    """Return a reference to no definition, or None."""
+    if isinstance(schema, dict):
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            return None if reference.startswith(("#/$defs/", "#/definitions/")) else reference
+        schema = list(schema.values())
+    parts = schema if isinstance(schema, list) else ()
+    return next((found for found in map(_reference_to_root, parts) if found is not None), None)
 
 
 @dataclass
@@ -312,14 +328,17 @@ class ChatAnswer:
         return sse({**self._head, "object": "chat.completion.chunk", "choices": [choice], **fields})
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        return logprob_entries(self._service.engine.tokenizer, logprobs, self._top)
+        keeps_special = self._body.skip_special_tokens is False
+        return logprob_entries(self._service.engine.tokenizer, logprobs, self._top, keeps_special)
 
 
-def logprob_entries(tokenizer: Any, logprobs: Sequence[TokenLogprob], num_top: int) -> list[dict[str, Any]]:
-    """Return log-probabilities in OpenAI's form, without special tokens."""
+def logprob_entries(
+    tokenizer: Any, logprobs: Sequence[TokenLogprob], num_top: int, keeps_special: bool = False
+) -> list[dict[str, Any]]:
+    """Return log-probabilities in OpenAI's form, of special tokens if they are kept."""
     result = []
     for item in logprobs:
-        if not tokenizer.decode([item.token], skip_special_tokens=True):
+        if not (keeps_special or tokenizer.decode([item.token], skip_special_tokens=True)):
             continue
         top = sorted(item.top.items(), key=lambda pair: -pair[1])[:num_top]
         entry = token_logprob(tokenizer, item.token, item.logprob)

@@ -153,8 +153,8 @@ class ChatRenderer:
         """Render a chat up to the end of the last message's text."""
         content = turns[-1]["content"]
         marked = [*turns[:-1], turns[-1] | {"content": content + _CONTENT_END}]
-        text, found, rest = self._render(marked, False, tools, variables).rpartition(_CONTENT_END.rstrip())
-        if not found or content.strip() not in text:
+        text, separator, rest = self._render(marked, False, tools, variables).rpartition(_CONTENT_END.rstrip())
+        if not separator or content.strip() not in text:
             raise InvalidRequestError(
                 "continue_final_message: the chat template changes the last message; leave it out"
             )

@@ -68,7 +68,7 @@ class StreamOptions(_Part):
     """Options of streamed answers."""
 
     include_usage: bool | None = False  # end with a chunk of token counts
-    continuous_usage_stats: bool | None = False  # with it, the counts so far in every other chunk
+    continuous_usage_stats: bool | None = False  # with include_usage, cumulative counts in every chunk
 
 
 class TextPart(_Part):
@@ -249,7 +249,7 @@ class _GenerationBody(_Body):
     @property
     def salt(self) -> str:
         """What separates the cache within a tenant."""
-        return "\0".join(filter(None, (self.cache_salt, self.extra_key)))
+        return json.dumps([self.cache_salt, self.extra_key]) if self.extra_key else self.cache_salt or ""
 
     @property
     def repair(self) -> float | None:
@@ -342,7 +342,7 @@ def as_turn(message: ChatMessage) -> dict[str, Any]:
 def check_stream_options(body: "ChatCompletionRequest | CompletionRequest") -> None:
     """Raise an error for `stream_options` without `stream`."""
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options: need stream=true")
+        raise InvalidRequestError("stream_options: requires stream=true; set it, or leave stream_options out")
 
 
 def continues_last(body: "ChatCompletionRequest | TokenizeRequest") -> bool:

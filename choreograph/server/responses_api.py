@@ -207,10 +207,11 @@ class ResponseAnswer:
         deltas = self._choice.feed(update)
         self._running.finish_reasons[update.index] = self._choice.finish_reason
         self._pending_logprobs += logprob_entries(self._tokenizer, update.logprobs, self._body.top_logprobs or 0)
-        for delta in deltas:
-            if "content" in delta:
-                delta["logprobs"] = self._pending_logprobs
-                self._logprobs += self._pending_logprobs
+        contents = [delta for delta in deltas if "content" in delta]
+        for delta in contents:
+            delta["logprobs"] = self._pending_logprobs if delta is contents[-1] else []
+            self._logprobs += delta["logprobs"]
+        if deltas:
             self._pending_logprobs = []
         return deltas
 

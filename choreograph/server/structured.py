@@ -57,7 +57,7 @@ def _check_ends(root: Any) -> None:
 
     A reference ends if its schema has a value whose references end: a least fixed point.
     """
-    found, ended, num_visits = set[str](), set[str](), 0
+    references, finite, num_visits = set[str](), set[str](), 0
 
     def ends(schema: Any) -> bool:
         nonlocal num_visits
@@ -65,8 +65,8 @@ def _check_ends(root: Any) -> None:
         if not isinstance(schema, dict) or num_visits > MAX_VISITS or ("$id" in schema and schema is not root):
             return schema is not False
         if isinstance(reference := schema.get("$ref"), str):
-            found.add(reference)
-            if reference not in ended:
+            references.add(reference)
+            if reference not in finite:
                 return False
         if not all(ends(part) for part in _list_in(schema, "allOf")):
             return False
@@ -90,10 +90,12 @@ def _check_ends(root: Any) -> None:
         return all(map(ends, first[:least])) and (least <= len(first) or ends(schema.get("items", True)))
 
     while not ends(root):
-        size = len(found), len(ended)
-        ended.update([reference for reference in found - ended if ends(_resolve(root, reference))])
-        if size == (len(found), len(ended)):
-            raise ValueError("no finite value follows the schema: each would contain another one; add an alternative")
+        size = len(references), len(finite)
+        finite.update([reference for reference in references - finite if ends(_resolve(root, reference))])
+        if size == (len(references), len(finite)):
+            raise ValueError(
+                "the schema admits no finite value: check for recursion without an alternative and required properties not listed"
+            )
 
 
 def _list_in(schema: dict[str, Any], key: str) -> list[Any]:

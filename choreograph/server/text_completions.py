@@ -41,7 +41,9 @@ def prepare_completion(
     schema_name = body.choreography.prompt_schema if body.choreography else None
     if schema_name is not None:
         if not isinstance(body.prompt, str) or body.echo or body.salt or key.readable:
-            raise InvalidRequestError("prompt: with a schema use one PML text, without echo, cache_salt and labels")
+            raise InvalidRequestError(
+                "prompt: with a schema use one PML text, without echo, cache_salt, extra_key and labels"
+            )
         schema_prompt = tenant, schema_name, body.prompt
         prompts.append(service.schemas.tokenize(*schema_prompt))
     for prompt in body.prompts if schema_prompt is None else ():

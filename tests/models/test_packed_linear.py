@@ -249,6 +249,19 @@ def test_three_graphs_serve_steps_of_every_size_and_a_warm_up_traces_them():
 
 
 @needs_kernel
+def test_a_graph_that_is_traced_by_two_tokens_without_logits_serves_others():
+    config = EngineConfig(cache=CacheConfig(capacity=1024), compile=True)
+    engine = Engine.from_pretrained(tiny_models.build(seed=5).bfloat16(), config=config)
+    with engine.session(seed=0) as session:
+        first = session.prefill([1, 2])
+        engine.run_until_idle()
+        assert first.done
+        branches = [session.decode([30 + i], [first], max_tokens=2) for i in range(17)]
+        assert all(len(branch.tokens) == 3 for branch in branches)
+    assert set(engine.core.hf_model.compiled._graphs) <= {1, "few"}
+
+
+@needs_kernel
 def test_with_amx_only_small_steps_use_the_kernel(monkeypatch):
     monkeypatch.setattr(torch_compile, "cpu_flags", lambda: "avx512_bf16 amx_bf16")
     compiled = compiled_engine().core.hf_model.compiled

@@ -158,7 +158,7 @@ NODE = {"$ref": "#/$defs/node"}
     ],
 )
 def test_a_schema_that_only_endless_values_follow_is_refused(schema):
-    with pytest.raises(InvalidRequestError, match="json: no finite value"):
+    with pytest.raises(InvalidRequestError, match=r"json: .* no finite value"):
         json_constraint(schema)
 
 
