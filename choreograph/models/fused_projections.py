@@ -9,13 +9,14 @@ fused matmul, which a graph pass deduplicates (`graph_passes`).
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from .graph_passes import forwards_for_tracing
 
 FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module, called with the same input
 
@@ -71,19 +72,14 @@ def fused_for_tracing(
     again. A group that cannot be fused any more stays unfused, and graphs compiled from it fail.
     """
     fused: list[nn.Linear] = []
-    try:
-        for group in groups:
-            if is_fusable(group):
-                _fuse_group(group)
-                fused += group
-            else:
-                unfuse([group])
-        for part in fused:
-            part.forward = MethodType(forward, part)  # type: ignore[method-assign]
+    for group in groups:
+        if is_fusable(group):
+            _fuse_group(group)
+            fused += group
+        else:
+            unfuse([group])
+    with forwards_for_tracing([(part, forward) for part in fused]):
         yield
-    finally:
-        for part in fused:
-            vars(part).pop("forward", None)
 
 
 def unfuse(groups: Iterable[FusionGroup]) -> None:

@@ -23,7 +23,7 @@ from .protocol import (
     continues_last,
     tool_dicts,
 )
-from .service import GenerationSpec, InferenceService, RunningRequest
+from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
 from .structured import Constraint, choice_constraint, grammar_constraint, json_constraint, regex_constraint
 
 
@@ -177,7 +177,7 @@ def _call_constraint(tools: list[Mapping[str, Any]], choice: Any) -> Constraint:
             for name, schema in own.items() if isinstance(own, dict) else ():
                 if definitions.setdefault(key, {}).setdefault(name, schema) != schema:
                     raise InvalidRequestError(f"tools: {key}/{name:.80} differs between functions: rename one")
-        if (reference := _reference_to_root(arguments)) is not None:
+        if (reference := _undefined_reference(function.get("parameters"))) is not None:
             name = function["name"]
             raise InvalidRequestError(f"tools: {reference!r} in {name:.80} is not supported: move the schema to $defs")
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
@@ -186,15 +186,16 @@ def _call_constraint(tools: list[Mapping[str, Any]], choice: Any) -> Constraint:
     return json_constraint({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
 
 
-def _reference_to_root(schema: Any) -> str | None:
-    """Return a reference to no definition, or None."""
+def _undefined_reference(schema: Any) -> str | None:
+    """Return a reference to the root or to a part that is no definition, or None."""
     if isinstance(schema, dict):
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
-            return None if reference.startswith(("#/$defs/", "#/definitions/")) else reference
+            if not reference.startswith(("#/$defs/", "#/definitions/")):
+                return reference
         schema = list(schema.values())
     parts = schema if isinstance(schema, list) else ()
-    return next((found for found in map(_reference_to_root, parts) if found is not None), None)
+    return next(filter(None, map(_undefined_reference, parts)), None)
 
 
 @dataclass
@@ -274,24 +275,15 @@ class ChatAnswer:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
-        options = self._body.stream_options
-        include_usage = options is not None and bool(options.include_usage)
-        has_counts = options is not None and include_usage and bool(options.continuous_usage_stats)
-        is_plain = not (self._has_logprobs or self._body.return_token_ids or has_counts)
-        num_generated = [0] * len(self._choices)
-
-        def usage(index: int) -> dict[str, Any]:
-            if not has_counts:
-                return {"usage": None} if include_usage else {}
-            return {"usage": self._running.usage_so_far(index, num_generated[index])}
-
-        text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}, usage(index)))
+        usage = StreamUsage(self._running, self._body.stream_options)
+        is_plain = not (self._has_logprobs or self._body.return_token_ids or usage.is_continuous)
+        text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}, usage.fields(index)))
         is_first = True
         async for updates in self._running.updates():
             events = []
             if is_first:
                 for index in range(len(self._choices)):
-                    first = {**usage(index), **self._prompt_ids}
+                    first = {**usage.fields(index), **self._prompt_ids}
                     events.append(self._chunk(index, {"role": "assistant", "content": ""}, first))
                 is_first = False
             for update in updates:
@@ -300,18 +292,18 @@ class ChatAnswer:
                     if update.text:
                         events.append(text_events.event(update.index, update.text))
                     continue
-                num_generated[update.index] += len(update.token_ids)
+                usage.add(update)
                 choice.logprobs += self._logprobs(update.logprobs)
                 for delta in choice.feed(update):
                     if "reasoning_content" in delta and self._body.include_reasoning is False:
                         continue
-                    events.append(self._chunk(update.index, delta, usage(update.index)))
+                    events.append(self._chunk(update.index, delta, usage.fields(update.index)))
                 if choice.finish_reason is not None:
                     self._running.finish_reasons[update.index] = choice.finish_reason
-                    events.append(self._chunk(update.index, {}, usage(update.index), choice.finish_reason))
+                    events.append(self._chunk(update.index, {}, usage.fields(update.index), choice.finish_reason))
             if events:
                 yield "".join(events)
-        if include_usage:
+        if usage.is_included:
             yield sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._running.usage()})
         yield SSE_END
 

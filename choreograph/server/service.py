@@ -24,7 +24,7 @@ from .engine_thread import ChoiceUpdate, EngineThread, Generation
 from .message_store import WorkflowKey
 from .output_parser import CALL_START, THINK_END, THINK_START
 from .prometheus import ServerMetrics
-from .protocol import ChoreographyOptions
+from .protocol import ChoreographyOptions, StreamOptions
 from .request_log import RequestLog, RequestRecord
 from .resumption import ForcedPrefix, SentAnswer
 from .reuse import Answer, Plan, ReusePlanner, SourceCounts
@@ -298,12 +298,6 @@ class RunningRequest:
         if self.span is not None:
             self.span.set({"gen_ai.response.id": response_id, "gen_ai.response.model": model})
 
-    def usage_so_far(self, index: int, num_generated: int) -> dict[str, int]:
-        """Return the token counts of one answer, while it is generated."""
-        num_prompt = len(self.spec.prompts[index // self.spec.num_answers].tokens)
-        total = num_prompt + num_generated
-        return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
-
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts, and ours."""
         counts, spec = self.counts, self.spec
@@ -416,3 +410,28 @@ class RunningRequest:
                 self._service.thread.defer(plan.measure)
         if self._record is not None and self._service.log is not None:
             self._service.log.finish(self._record, vars(self.counts), is_complete)
+
+
+class StreamUsage:
+    """Token counts in the events of a streamed request.
+
+    Args:
+        options: `stream_options` of the request.
+    """
+
+    def __init__(self, running: RunningRequest, options: StreamOptions | None) -> None:
+        self.is_included = options is not None and bool(options.include_usage)
+        self.is_continuous = options is not None and self.is_included and bool(options.continuous_usage_stats)
+        self._spec, self._num_generated = running.spec, [0] * running.num_choices
+
+    def add(self, update: ChoiceUpdate) -> None:
+        """Count new tokens."""
+        self._num_generated[update.index] += len(update.token_ids)
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """Return the usage field of an event of one answer."""
+        if not self.is_continuous:
+            return {"usage": None} if self.is_included else {}
+        num_prompt = len(self._spec.prompts[index // self._spec.num_answers].tokens)
+        counts = {"prompt_tokens": num_prompt, "completion_tokens": self._num_generated[index]}
+        return {"usage": {**counts, "total_tokens": sum(counts.values())}}

@@ -14,7 +14,7 @@ from .chat_prompt import ChatPrompt
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest, check_stream_options
-from .service import GenerationSpec, InferenceService, RunningRequest
+from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
 
 MAX_PROMPTS = 128
 
@@ -110,19 +110,14 @@ class CompletionAnswer:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
-        options, body, echoed = self._body.stream_options, self._body, set[int]()
-        include_usage = options is not None and bool(options.include_usage)
-        has_counts = options is not None and include_usage and bool(options.continuous_usage_stats)
-        num_generated = [0] * self._running.num_choices
+        body, echoed = self._body, set[int]()
+        usage = StreamUsage(self._running, body.stream_options)
 
         def event(update: ChoiceUpdate, text: str, is_first: bool = False) -> str:
-            usage: dict[str, Any] = {"usage": None} if include_usage else {}
-            if has_counts:
-                usage["usage"] = self._running.usage_so_far(update.index, num_generated[update.index])
             choice = self._choice(update, text) | (self._prompt_ids(update.index) if is_first else {})
-            return sse({**self._head, "choices": [choice], **usage})
+            return sse({**self._head, "choices": [choice], **usage.fields(update.index)})
 
-        is_plain = body.logprobs is None and not body.return_token_ids and not has_counts
+        is_plain = body.logprobs is None and not body.return_token_ids and not usage.is_continuous
         text_events = TextEvents(lambda index, text: event(ChoiceUpdate(index, text, [], []), text))
         async for updates in self._running.updates():
             events = []
@@ -130,14 +125,14 @@ class CompletionAnswer:
                 is_first = update.index not in echoed
                 text = self._echoed(update.index) + update.text if is_first else update.text
                 echoed.add(update.index)
-                num_generated[update.index] += len(update.token_ids)
+                usage.add(update)
                 if is_plain and text and update.finish_reason is None:
                     events.append(text_events.event(update.index, text))
                 elif text or not is_plain or update.finish_reason is not None:
                     events.append(event(update, text, is_first))
             if events:
                 yield "".join(events)
-        if include_usage:
+        if usage.is_included:
             yield sse({**self._head, "choices": [], "usage": self._running.usage()})
         yield SSE_END
 

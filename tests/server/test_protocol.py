@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from choreograph.errors import InvalidRequestError
+from choreograph.server.protocol import ChatCompletionRequest
 from choreograph.server.structured import json_constraint
 
 ASK = [{"role": "user", "content": "Which river flows through Paris?"}]
@@ -195,6 +196,22 @@ def test_definitions_of_tools_are_found_by_a_required_call(live):
     tools[1]["function"]["parameters"]["$defs"] = {"City": {"type": "null"}, "Flat": {"type": "null"}}
     error = post(live, CHAT, body).json()["error"]
     assert error["param"] == "tools" and "$defs/City" in error["message"]
+
+
+@pytest.mark.parametrize("own", [{"$ref": "#"}, {"$ref": "#/$defs/a"}, {"$ref": "#/properties/b"}])
+def test_references_of_tools_to_no_definition_are_refused(live, own):
+    parameters = nested("a", **own) | {"$defs": {"a": {"$ref": "#"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = post(live, CHAT, BODY | {"tools": tools, "tool_choice": "required"})
+    assert answer.status_code == 400 and "move the schema to $defs" in answer.json()["error"]["message"]
+
+
+def test_salts_of_different_fields_differ():
+    def salt(**fields):
+        return ChatCompletionRequest(model="m", messages=ASK, **fields).salt
+
+    assert salt() == "" and salt(cache_salt="a") == "a"
+    assert len({salt(cache_salt="a"), salt(extra_key="a"), salt(cache_salt="a", extra_key="b")}) == 3
 
 
 def test_tokenize_and_detokenize_know_the_models(live):
