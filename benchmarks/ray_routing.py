@@ -179,16 +179,7 @@ UNITS = dict.fromkeys(("computed tokens", "prompt tokens", "moved tokens"), "tok
 def rows_of(label: str, measured: Measurement, predicted: dict[str, float]) -> list[Row]:
     """Return the rows of one router and workload."""
     rows = [
-        Row(
-            f"{label}: {name}",
-            value,
-            UNITS.get(name, "share"),
-            value,
-            value,
-            "lower",
-            # usage counts every read of a received message, the simulator every transfer
-            predicted=None if name.startswith("moved") else predicted[name],
-        )
+        Row(f"{label}: {name}", value, UNITS.get(name, "share"), value, value, "lower", predicted=predicted[name])
         for name, value in measured.results().items()
     ]
     rows.append(median_row(f"{label}: time to first token", measured.ttft, "s", better="lower"))

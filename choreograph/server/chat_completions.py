@@ -187,7 +187,7 @@ def _call_constraint(tools: list[Mapping[str, Any]], choice: Any) -> Constraint:
 
 
 def _undefined_reference(schema: Any) -> str | None:
-    """Return a reference to the root or to a part that is no definition, or None."""
+    """Return a reference to anything but a definition, or None."""
     if isinstance(schema, dict):
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
