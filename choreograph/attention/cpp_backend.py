@@ -185,6 +185,11 @@ def compile_library(name: str, sources: Sequence[Path], flags: Sequence[str], fo
     return target
 
 
+def has_avx2() -> bool:
+    """Return whether the processor has AVX2, FMA and F16C."""
+    return {"avx2", "fma", "f16c"} <= set(cpu_flags().split())
+
+
 def cpu_flags() -> str:
     """Return the CPU feature flags, which -march=native depends on."""
     info = Path("/proc/cpuinfo")

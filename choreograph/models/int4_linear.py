@@ -1,9 +1,9 @@
 """Linear layers with 4-bit weights, for decode steps that read less.
 
 Each group of 32 weights has a float16 scale and minimum, as in the Q4_1 format of GGUF files, so weights that were read
-from such a file keep their values but for rounding. On processors with bfloat16 dot products, a kernel of our
-own (`int4_linear.cpp`) multiplies bfloat16 activations by the packed weights; elsewhere and in other dtypes, weights are
-dequantized for every product, which is slow.
+from such a file keep their values but for rounding. On processors with AVX2, a kernel of our own (`int4_linear.cpp`)
+multiplies bfloat16 activations by the packed weights; elsewhere and in other dtypes, weights are dequantized for every
+product, which is slow.
 """
 
 from collections.abc import Container

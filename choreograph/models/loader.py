@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
+from ..attention.cpp_backend import has_avx2
 from ..errors import ChoreographError, ConfigError, ModelError
 from ..utils import check_on_hub, hub_or_cache
 from .gguf_file import convert_gguf
@@ -58,6 +59,7 @@ def load(
     device_map: Any = None,
     tp_plan: Any = None,
     max_positions: int | None = None,
+    quantization: str | None = None,
 ) -> HFModel:
     """Load a model by name or path, or take one in memory.
 
@@ -65,6 +67,7 @@ def load(
 
     Args:
         dtype: defaults to `default_dtype`.
+        quantization: that the model will get, which the default depends on.
         device_map: as in transformers, in place of `device`.
         tp_plan: as in transformers, in place of `device`.
         max_positions: limit below the model's own.
@@ -81,7 +84,7 @@ def load(
             raise ConfigError(f"{options[0]}: the model is in memory and where it is; leave it out, or use device=")
         return HFModel(_move(model, dtype, device), tokenizer, max_positions=max_positions)
     device, sharding = check_device(device), tp_kwargs(tp_plan)
-    dtype = dtype or default_dtype(device if device_map is None else None)
+    dtype = dtype or default_dtype(device if device_map is None else None, quantization)
     source, name = _resolve_source(str(model))
     with _loading(name, source):
         if find_adapter_config_file(source) is not None:  # transformers would load it over its base, and only log it
@@ -230,10 +233,11 @@ def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def default_dtype(device: torch.device | None) -> torch.dtype:
+def default_dtype(device: torch.device | None, quantization: str | None = None) -> torch.dtype:
     """Return bfloat16, or float32 on x86 processors without bfloat16 instructions.
 
-    On those, prefills in bfloat16 take three times as long and decodes are no faster.
+    On those, prefills in bfloat16 take three times as long and decodes are no faster, except with 4-bit weights, whose
+    kernel needs bfloat16 and computes in float32.
 
     Args:
         device: None if it is not known yet.
@@ -242,7 +246,7 @@ def default_dtype(device: torch.device | None) -> torch.dtype:
         return torch.bfloat16
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_tile")
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+    return torch.bfloat16 if has_bfloat16 or (quantization == "int4" and has_avx2()) else torch.float32
 
 
 def check_device(name: str | torch.device | None) -> torch.device:

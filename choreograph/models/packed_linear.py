@@ -1,10 +1,10 @@
 """Linear layers over packed bfloat16 weights, for compiled graphs on CPUs.
 
-A decode step of few tokens is bound by reading weights. On processors with bfloat16 dot products, oneDNN's
-products of few rows read them more slowly than the memory allows (`make bench NAME=linear`), so graphs call a kernel
-of our own (`packed_linear.cpp`), once per projection or group of projections with the same input. The weights are
-packed once per model and shared by all graphs. Since they are inputs of the graphs and not constants in them, the
-graphs are cached on disk.
+A decode step of few tokens is bound by reading weights. oneDNN's products of few rows read them more slowly than
+the memory allows (`make bench NAME=linear`), so graphs call a kernel of our own (`packed_linear.cpp`), once per
+projection or group of projections with the same input. It uses bfloat16 dot products (AVX-512), or float32 arithmetic
+on processors that have AVX2 alone. The weights are packed once per model and shared by all graphs. Since they are
+inputs of the graphs and not constants in them, the graphs are cached on disk.
 """
 
 import ctypes
@@ -19,11 +19,13 @@ from platformdirs import user_cache_path
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..attention.cpp_backend import BackendUnavailableError, compile_library, cpu_flags
+from ..attention.cpp_backend import BackendUnavailableError, compile_library, has_avx2
 from .fused_projections import FUSABLE, is_fusable
 from .graph_passes import GATED_OPERATORS, MERGEABLE_OPERATORS, ROW_OPERATORS, forwards_for_tracing
 
 PANEL = 64  # output features that the kernel computes together; as in packed_linear.cpp
+
+CPP_20 = "-std=c++20"
 
 operator_library = torch.library.Library("choreograph", "FRAGMENT")
 OPERATOR_ARGUMENTS = "(Tensor input, Tensor packed, Tensor? bias, int features) -> Tensor"  # features: of the output
@@ -50,7 +52,7 @@ def load_kernel() -> None:
     """Load the kernel behind `torch.ops.choreograph.linear`; build if missing.
 
     Raises:
-        BackendUnavailableError: without AVX-512 bfloat16 instructions or a compiler.
+        BackendUnavailableError: without AVX2 instructions or a compiler.
     """
     load_operator("packed_linear.cpp", "linear")
 
@@ -59,10 +61,10 @@ def load_operator(source: str, name: str) -> None:
     """Register the kernel `choreograph_<name>` of a file as an operator.
 
     Raises:
-        BackendUnavailableError: without AVX-512 bfloat16 instructions or a compiler.
+        BackendUnavailableError: without AVX2 instructions or a compiler.
     """
-    if "avx512_bf16" not in cpu_flags():
-        raise BackendUnavailableError("the processor has no AVX-512 bfloat16 instructions")
+    if not has_avx2():
+        raise BackendUnavailableError("the processor has no AVX2 instructions")
     path, folder = Path(__file__).with_name(source), user_cache_path("choreograph") / "native"
     sources = [path, *(path.with_name(f"packed_{header}.h") for header in ("panels", "operator"))]
     try:
@@ -71,7 +73,9 @@ def load_operator(source: str, name: str) -> None:
     except (BackendUnavailableError, OSError):  # another version of PyTorch's headers
         pass
     try:
-        kernel = getattr(ctypes.CDLL(str(compile_library(path.stem, sources[:2], (), folder))), f"choreograph_{name}")
+        kernel = getattr(
+            ctypes.CDLL(str(compile_library(path.stem, sources[:2], (CPP_20,), folder))), f"choreograph_{name}"
+        )
     except OSError as exc:
         raise BackendUnavailableError(str(exc)) from None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -83,8 +87,8 @@ def load_operator(source: str, name: str) -> None:
 def _operator_flags() -> tuple[str, ...]:
     torch_folder = Path(torch.__file__).parent
     headers, libraries = torch_folder / "include", torch_folder / "lib"
-    # C++20 for PyTorch's headers; its library is loaded already, and only named here
-    return ("-std=c++20", "-DWITH_OPERATOR", f"-I{headers}", f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch_cpu")
+    # PyTorch's library is loaded already, and only named here
+    return (CPP_20, "-DWITH_OPERATOR", f"-I{headers}", f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch_cpu")
 
 
 def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:

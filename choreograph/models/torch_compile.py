@@ -1,7 +1,7 @@
 """Batches through `torch.compile`: graphs of one size, and of any.
 
-The model is unchanged: the graph is what transformers' own forward traces to. On processors with bfloat16 dot
-products, linear layers read weights that `packed_linear` packed, and graphs are kept on disk (`graph_cache`); elsewhere
+The model is unchanged: the graph is what transformers' own forward traces to. In bfloat16 on processors with AVX2,
+linear layers read weights that `packed_linear` packed, and graphs are kept on disk (`graph_cache`); elsewhere
 weights are folded in and prepacked (inductor freezing), and every process compiles its graphs. Where a graph has one
 size, smaller batches are padded; padding tokens write to the null page and read nothing. Attention is one opaque
 operator. It gets its forward context from a context variable, so graphs have only tensors as inputs.

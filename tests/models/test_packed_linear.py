@@ -1,6 +1,8 @@
 """Packed bfloat16 products equal products in float32, for every shape, and compiled steps that use them eager ones."""
 
 import copy
+import ctypes
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +16,9 @@ from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.attention.cpp_backend import BackendUnavailableError
+from choreograph.attention.cpp_backend import BackendUnavailableError, compile_library
 from choreograph.models import graph_passes, int4_linear, packed_linear, torch_compile
-from choreograph.models.packed_linear import load_kernel, pack, pack_model, packed_for_tracing
+from choreograph.models.packed_linear import CPP_20, call_packed, load_kernel, pack, pack_model, packed_for_tracing
 
 try:
     load_kernel()
@@ -25,7 +27,7 @@ try:
 except BackendUnavailableError:
     AVAILABLE = False
 
-needs_kernel = pytest.mark.skipif(not AVAILABLE, reason="the processor has no AVX-512 bfloat16 instructions")
+needs_kernel = pytest.mark.skipif(not AVAILABLE, reason="the processor has no AVX2 instructions")
 
 
 @needs_kernel
@@ -48,6 +50,58 @@ def test_packed_products_equal_float32_products(rows, width, features, has_bias,
     expected = linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert out.shape == (1, rows, features) and out.dtype is torch.bfloat16
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-3 * width**0.5)
+
+
+@pytest.fixture(scope="module")
+def avx2_kernels(tmp_path_factory):
+    """Kernels without AVX-512 bfloat16 instructions, by name."""
+    folder, result = tmp_path_factory.mktemp("native"), {}
+    for source, name in (("packed_linear.cpp", "linear"), ("int4_linear.cpp", "linear_int4")):
+        path = Path(packed_linear.__file__).with_name(source)
+        sources = [path, path.with_name("packed_panels.h")]
+        library = ctypes.CDLL(str(compile_library(path.stem, sources, (CPP_20, "-U__AVX512BF16__"), folder)))
+        result[name] = getattr(library, f"choreograph_{name}")
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        result[name].argtypes = (pointer, number, number, pointer, pointer, pointer, number, number, ctypes.c_bool)
+    return result
+
+
+@needs_kernel
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("is_int4", [False, True])
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([191, 192, 193, 400])),
+    groups=st.integers(1, 3),
+    features=st.integers(1, 200),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_products_without_dot_products_equal_float32_products(
+    avx2_kernels, is_int4, is_gated, rows, groups, features, has_bias, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    width, features = 32 * groups, 64 * (features // 64 + 1) if is_gated else features
+    total = features * (1 + is_gated)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    x, weight, bias = noise(rows, width), noise(total, width), noise(total) if has_bias else None
+    name, packed, reference = "linear", pack(weight), weight.float()
+    if is_int4:
+        name, packed = "linear_int4", int4_linear.pack(*int4_linear.quantize(weight))
+        reference = int4_linear.dequantize(packed, total)
+    out = call_packed(avx2_kernels[name], is_gated, x, packed, bias, features)
+    expected = linear(x.float(), reference, None if bias is None else bias.float())
+    if is_gated:
+        gate, other = expected.chunk(2, -1)
+        expected = silu(gate) * other
+    tolerance = {"rtol": 2**-5, "atol": 2e-2 * width**0.5} if is_gated else {"rtol": 2**-7, "atol": 1e-3 * width**0.5}
+    torch.testing.assert_close(out.float(), expected, **tolerance)
+    # a row does not depend on the others
+    alone = call_packed(avx2_kernels[name], is_gated, x[-1:], packed, bias, features)
+    assert torch.equal(alone, out[-1:])
 
 
 @needs_kernel
