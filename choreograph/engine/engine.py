@@ -82,8 +82,8 @@ class Engine:
 
         Args:
             model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
-            dtype: defaults to bfloat16, or float32 on processors that are slow in bfloat16, unless weights have 4 bits;
-                a model in memory keeps its own.
+            dtype: defaults to bfloat16, or float32 on processors that are slow in bfloat16, unless steps are compiled
+                or weights have 4 bits; a model in memory keeps its own.
             device: defaults to the CPU.
             device_map: as in transformers, in place of `device`.
             tp_plan: as in transformers ("auto"): tensor parallelism over the processes of torchrun.
@@ -106,7 +106,7 @@ class Engine:
             device_map=device_map,
             tp_plan=tp_plan,
             max_positions=config.max_model_len,
-            quantization=config.quantization,
+            uses_packed_kernels=config.compile or config.quantization == "int4",
         )
         if config.quantization:
             hf_model.quantize(config.quantization)

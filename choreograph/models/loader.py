@@ -59,7 +59,7 @@ def load(
     device_map: Any = None,
     tp_plan: Any = None,
     max_positions: int | None = None,
-    quantization: str | None = None,
+    uses_packed_kernels: bool = False,
 ) -> HFModel:
     """Load a model by name or path, or take one in memory.
 
@@ -67,7 +67,7 @@ def load(
 
     Args:
         dtype: defaults to `default_dtype`.
-        quantization: that the model will get, which the default depends on.
+        uses_packed_kernels: whether its products will be those of packed weights, which the default type depends on.
         device_map: as in transformers, in place of `device`.
         tp_plan: as in transformers, in place of `device`.
         max_positions: limit below the model's own.
@@ -84,7 +84,7 @@ def load(
             raise ConfigError(f"{options[0]}: the model is in memory and where it is; leave it out, or use device=")
         return HFModel(_move(model, dtype, device), tokenizer, max_positions=max_positions)
     device, sharding = check_device(device), tp_kwargs(tp_plan)
-    dtype = dtype or default_dtype(device if device_map is None else None, quantization)
+    dtype = dtype or default_dtype(device if device_map is None else None, uses_packed_kernels)
     source, name = _resolve_source(str(model))
     with _loading(name, source):
         if find_adapter_config_file(source) is not None:  # transformers would load it over its base, and only log it
@@ -233,20 +233,21 @@ def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def default_dtype(device: torch.device | None, quantization: str | None = None) -> torch.dtype:
+def default_dtype(device: torch.device | None, uses_packed_kernels: bool = False) -> torch.dtype:
     """Return bfloat16, or float32 on x86 processors without bfloat16 instructions.
 
-    On those, prefills in bfloat16 take three times as long and decodes are no faster, except with 4-bit weights, whose
-    kernel needs bfloat16 and computes in float32.
+    On those, PyTorch's prefills in bfloat16 take three times as long and decodes are no faster. The kernels of packed
+    weights read bfloat16 and compute in float32 there, which is faster than float32.
 
     Args:
         device: None if it is not known yet.
+        uses_packed_kernels: whether steps are compiled, or weights have 4 bits.
     """
     if device is None or device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
         return torch.bfloat16
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_tile")
-    return torch.bfloat16 if has_bfloat16 or (quantization == "int4" and has_avx2()) else torch.float32
+    return torch.bfloat16 if has_bfloat16 or (uses_packed_kernels and has_avx2()) else torch.float32
 
 
 def check_device(name: str | torch.device | None) -> torch.device:
