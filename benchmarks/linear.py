@@ -10,15 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from choreograph.attention.cpp_backend import cpu_flags
 from choreograph.models import int4_linear
 from choreograph.models.packed_linear import load_kernel, pack
 
-from .common import Row, interleaved, median_row, ratio_row, save, seconds
+from .common import Row, has_fast_bfloat16, interleaved, median_row, ratio_row, save, seconds
 
 FEATURES, WIDTH, LAYERS, ROUNDS = 1536, 576, 150, 12
 COUNT = FEATURES * WIDTH * LAYERS
-HAS_DOT_PRODUCTS = "avx512_bf16" in cpu_flags()
 GROUP = int4_linear.GROUP_SIZE
 
 
@@ -74,7 +72,7 @@ def main() -> None:
     rows: list[Row] = [median_row("memory: sum over the weights", [2 * COUNT / 1e9 / t for t in reading], "GB/s")]
     for num_rows in (1, 8, 32, 512):
         x = torch.randn(1, num_rows, WIDTH).bfloat16()
-        dtype, name = (torch.bfloat16, "") if HAS_DOT_PRODUCTS else (torch.float32, " in float32")
+        dtype, name = (torch.bfloat16, "") if has_fast_bfloat16() else (torch.float32, " in float32")
         theirs = [torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), num_rows) for weight in weights]
         sides = {"packed": partial(seconds, partial(packed, x, ours))}
         sides[f"oneDNN, prepacked{name}"] = partial(seconds, partial(prepacked, x.to(dtype), theirs))
@@ -84,7 +82,7 @@ def main() -> None:
         sides["ATen"] = partial(seconds, partial(aten_int4, x, theirs_int4))
         interleaved(2, *sides.values())
         rows += compare(f"int4, {num_rows} rows", sides, 0.625 * COUNT)
-    save("linear" if HAS_DOT_PRODUCTS else "linear_avx2", rows)
+    save("linear" if has_fast_bfloat16() else "linear_avx2", rows)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 All sides run in turns in one run. The first run installs vLLM into out/vllm. Weights are bfloat16; llama.cpp's are Q4_1,
 the format of `quantization="int4"`, which is measured too. `--only decode` (or prefill, programs) measures a part and
-keeps the other results; `--rounds` sets how often.
+keeps the other results; `--rounds` sets how often. On processors without AVX-512 bfloat16 instructions, results are
+saved as `peers_avx2`.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from .common import (
     Row,
     engine,
     greedy,
+    has_fast_bfloat16,
     interleaved,
     last_result,
     median_row,
@@ -43,6 +45,7 @@ PREFILLS = {  # name -> (tokens, prompts)
     "prefill of 16 prompts of 512": (512, 16),
 }
 OURS, OURS_INT4 = "choreograph compiled", "choreograph compiled int4"  # what ratios are of
+RESULT = "peers" if has_fast_bfloat16() else "peers_avx2"
 PARTS = ("decode", "prefill", "programs")
 
 
@@ -141,7 +144,7 @@ def main() -> None:
     }
     peers = {name: makers[name]() for name in given.peers}
     parts: dict[str, list[Row]] = {part: [] for part in PARTS}
-    for row in last_result("peers").get("rows", []):
+    for row in last_result(RESULT).get("rows", []):
         part = next((p for p in ("decode", "prefill") if row["measure"].startswith(p)), "programs")
         parts[part].append(row_from_record(row))
     if "decode" in given.only:
@@ -151,7 +154,7 @@ def main() -> None:
             sides |= {label: partial(decode_peer, peer, *shape) for label, peer in peers.items()}
             parts["decode"] += compare(name, sides, given.rounds, "ms", required=must, target=aim)
             print(f"... {name}", flush=True)
-        save("peers", [row for part in PARTS for row in parts[part]])  # the other parts take long
+        save(RESULT, [row for part in PARTS for row in parts[part]])  # the other parts take long
     if "prefill" in given.only:
         parts["prefill"] = []
         for name, shape in PREFILLS.items():
@@ -159,14 +162,14 @@ def main() -> None:
             sides |= {label: partial(peer.prefill, *shape) for label, peer in peers.items()}
             parts["prefill"] += compare(name, sides, given.rounds, "s", required=1.1, target=1.5)
             print(f"... {name}", flush=True)
-        save("peers", [row for part in PARTS for row in parts[part]])
+        save(RESULT, [row for part in PARTS for row in parts[part]])
     vllm = peers.get("vLLM")
     if "programs" in given.only and isinstance(vllm, VLLM):
         parts["programs"] = compare_programs(compiled, vllm, given.rounds)
     for peer in peers.values():
         if not isinstance(peer, HuggingFace):
             peer.close()
-    save("peers", [row for part in PARTS for row in parts[part]])
+    save(RESULT, [row for part in PARTS for row in parts[part]])
 
 
 if __name__ == "__main__":
