@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.models import int4_linear
 from choreograph.models.int4_linear import Int4Linear, dequantize, pack, quantize, quantize_layers
+from choreograph.models.torch_compile import _TokenMixer
 
 SHAPES = {
     "width": st.integers(1, 6).map(lambda groups: 32 * groups),
@@ -121,17 +122,27 @@ def int4_engine(compile: bool = False) -> Engine:
     return Engine.from_pretrained(tiny_models.build().bfloat16(), config=config)
 
 
+class TokenMixer(_TokenMixer):
+    def pad_to(self, size: int) -> "TokenMixer":
+        return self
+
+
 @needs_kernel
 def test_compiled_steps_equal_eager_ones_and_call_the_kernel_once_per_group():
-    expected = tokens_of(int4_engine(), 3)
     engine = int4_engine(compile=True)
     engine.warm_up()
-    before = engine.stats().num_steps
+    before, hf_model = engine.stats().num_steps, engine.core.hf_model
     with profile() as profiled:
-        assert tokens_of(engine, 3) == expected
-    num_groups = len({id(layer.packed_projection.packed) for layer in engine.core.hf_model.compiled._packed_layers})
+        tokens_of(engine, 3)
+    # the logits, since some of the best tokens are nearly equal in bfloat16
+    for size in (1, 20, 40):
+        batch = list(range(size)), list(range(size)), TokenMixer(), [0, size - 1][:size]
+        with torch.no_grad(), hf_model.attention_hook():
+            expected, logits = hf_model.logits(*batch).float(), hf_model.compiled(*batch)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    num_groups = len({id(layer.packed_projection.packed) for layer in hf_model.compiled._packed_layers})
     assert calls_of(profiled, "choreograph::linear_int4") == (engine.stats().num_steps - before) * num_groups
-    assert len(engine.core.hf_model.compiled._graphs) == 3
+    assert len(hf_model.compiled._graphs) == 3
 
 
 def test_the_bundled_model_takes_less_memory():
