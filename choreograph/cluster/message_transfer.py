@@ -197,10 +197,7 @@ class TransferCosts:
 
     @property
     def moving(self) -> float | None:
-        """Work of receiving a token; computing it is 1, the most.
-
-        None until both are measured.
-        """
+        """Work of a token that is received, at most 1, which is that of computing it; None: not measured yet."""
         if self.receiving is None or self.computing is None:
             return None
         return min(1.0, self.receiving / self.computing)

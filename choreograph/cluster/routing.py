@@ -206,7 +206,7 @@ class MessageAffinity(RoutingPolicy):
         return self._work.get(replica, 0.0) / self._unit
 
     def _work_of_moving(self, request: RouteRequest) -> float:
-        """Return the work of a token that another replica holds."""
+        """Return the work of a token of a request that another replica holds."""
         if not request.is_movable:
             return 1.0
         return self._moving if request.moving is None else request.moving
