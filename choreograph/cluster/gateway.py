@@ -55,7 +55,6 @@ class ReplicaThread:
         self._handle = handle
         self._tasks: dict[Generation, asyncio.Task[None]] = {}
         self._learned: list[tuple[str, dict[int, int]]] = []  # answers that the router does not know yet
-        self._moving: float | None = None  # work of a token that is fetched, measured; moving mean of all replicas
         self._hints: set[asyncio.Task[None]] = set()
         self.is_running = False
 
@@ -103,14 +102,9 @@ class ReplicaThread:
             task.add_done_callback(self._hints.discard)
 
     async def _send_hint(self, call: ReplicaCall) -> None:
-        self._inform(call.route)
+        call.route.learned, self._learned = self._learned, []
         with suppress(RayError, RayServeException):  # the request itself is repeated, not its hint
             await self._handle.options(method_name="prefetch").remote(call)
-
-    def _inform(self, route: RouteRequest) -> None:
-        """Tell the router with a request what it does not know yet."""
-        route.learned, self._learned = self._learned, []
-        route.moving = self._moving
 
     async def _run(self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall) -> None:
         try:
@@ -124,7 +118,7 @@ class ReplicaThread:
         """Try replicas; each continues after the tokens that were sent."""
         answers, route = _SentAnswers(running.num_choices), call.route
         for num_failures in range(MAX_FAILURES + 1):
-            self._inform(route)
+            route.learned, self._learned = self._learned, []
             attempt = replace(call, spec=replace(call.spec, sent=answers.sent if answers.has_any else ()))
             replica, error = await self._attempt(running, generation, attempt, answers)
             route.learned = []
@@ -157,9 +151,6 @@ class ReplicaThread:
                     return replica, item
                 elif updates := answers.add(item):
                     running.set_counts(item)
-                    if item.moving is not None:
-                        old = item.moving if self._moving is None else self._moving
-                        self._moving = old + (item.moving - old) / 16
                     if answers.is_complete:  # before the last update, which ends the request
                         self._tasks.pop(generation, None)
                         self._learn(call.spec, replica, answers)

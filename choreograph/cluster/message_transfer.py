@@ -195,13 +195,6 @@ class TransferCosts:
         self.receiving *= 0.9  # after a while it is measured again
         return False
 
-    @property
-    def moving(self) -> float | None:
-        """Work of a token that is received, at most 1, which is that of computing it; None: not measured yet."""
-        if self.receiving is None or self.computing is None:
-            return None
-        return min(1.0, self.receiving / self.computing)
-
     def timeout(self, num_tokens: int) -> float:
         """Return after how many seconds a transfer is given up."""
         return TIMEOUT if self.computing is None else min(TIMEOUT, max(0.2, 2 * self.computing * num_tokens))

@@ -62,7 +62,6 @@ class ReplicaUpdate:
 
     choices: list[ChoiceUpdate]
     counts: SourceCounts  # final in the last update
-    moving: float | None = None  # work of a token that the replica fetches, measured; 1 is that of computing it
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class EngineReplica:
             # a caller that ends early cancels the request
             async with aclosing(run_request(self._service, request, call.spec)) as updates:
                 async for running, choices in updates:
-                    yield ReplicaUpdate(choices, running.counts, self._fetcher.costs.moving)
+                    yield ReplicaUpdate(choices, running.counts)
             ttft = [choice.timing.ttft for choice in choices if choice.timing is not None]
             if ttft and ttft[0] is not None and not running.counts.cached:
                 self._fetcher.costs.observe_computing(running.counts.computed, ttft[0])

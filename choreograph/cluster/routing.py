@@ -41,7 +41,6 @@ class RouteRequest:
     failed: set[str] = field(default_factory=set)  # replicas that failed it
     learned: list[tuple[str, ContentKeys]] = field(default_factory=list)  # (replica, what it generated) before
     is_movable: bool = False  # replicas may fetch its messages from each other
-    moving: float | None = None  # measured work of a token that is fetched, at most 1; None: the policy assumes one
     sources: dict[int, list[str]] = field(default_factory=dict)  # replicas that have a key, to fetch it from
 
 
@@ -154,7 +153,7 @@ class MessageAffinity(RoutingPolicy):
 
     Args:
         queue_tokens: tokens that one request in the queue weighs.
-        moving: work of a token that can be fetched from another replica, until it is measured; 1 is that of computing it.
+        moving: work of a token that can be fetched from another replica; 1 is that of computing it.
         balance: weight of the work that a replica was given lately.
         horizon: requests of each replica after which that is forgotten.
         slack: tokens of load that make no difference where a replica holds more than others; about one step.
@@ -205,12 +204,6 @@ class MessageAffinity(RoutingPolicy):
         """Return the tokens that a replica was given lately."""
         return self._work.get(replica, 0.0) / self._unit
 
-    def _work_of_moving(self, request: RouteRequest) -> float:
-        """Return the work of a token of a request that another replica holds."""
-        if not request.is_movable:
-            return 1.0
-        return self._moving if request.moving is None else request.moving
-
     def set_queue(self, replica: str, length: int) -> None:
         if replica not in self._work:  # a new one does not get everything at once
             self._work[replica] = min(self._work.values(), default=0.0)
@@ -219,7 +212,7 @@ class MessageAffinity(RoutingPolicy):
         self.index.set(replica, length, self._work[replica])
 
     def rank(self, request: RouteRequest) -> list[str]:
-        held, session, held_weight = self.held(request), _hash(request), self._work_of_moving(request)
+        held, session, held_weight = self.held(request), _hash(request), self._moving if request.is_movable else 1.0
         queues, weight = self.queues, self._balance / self._unit
         # of the replicas that hold nothing, only these can be first
         load = {
@@ -246,7 +239,7 @@ class MessageAffinity(RoutingPolicy):
         own: Mapping[int, int] = self._digests.get(replica, {})
         num_held = sum(tokens for key, tokens in request.keys.items() if key in own)
         num_computed: float = sum(request.keys.values()) - known
-        num_computed += self._work_of_moving(request) * (known - num_held)
+        num_computed += (self._moving if request.is_movable else 1.0) * (known - num_held)
         self._work[replica] += num_computed * self._unit
         self.index.set(replica, self.queues[replica], self._work[replica])
         self._unit *= 1 + 1 / (self._horizon * len(self._work))

@@ -132,18 +132,6 @@ def test_loads_that_differ_by_less_than_a_step_are_equal_to_the_holder_of_messag
     assert rank(policy, request, IDLE)[0] == "a"
 
 
-def test_the_measured_cost_of_transfers_outweighs_the_assumed_one():
-    policy = with_queues(MessageAffinity(slack=0), BUSY)
-    policy.on_routed(RouteRequest({1: 1000}), "a")
-    policy.on_routed(RouteRequest({2: 900}), "a")  # half of its work counts
-    request = RouteRequest({1: 1000}, is_movable=True)
-    assert rank(policy, request, BUSY)[0] != "a"
-    request.moving = 1.0
-    assert rank(policy, request, BUSY)[0] == "a"
-    request.moving = 0.1
-    assert rank(policy, request, BUSY)[0] != "a"
-
-
 def test_a_few_common_tokens_do_not_keep_requests_together():
     """For example, those of a template, in requests that are nothing else alike."""
     policy = with_queues(MessageAffinity(), {"a": 0, "b": 0})
