@@ -163,7 +163,7 @@ void for_each_block(int64_t rows, int64_t features, int64_t threads, bool gated,
         int count = std::min<int64_t>(PANEL, features - panel * PANEL);
         bf16 *gate = gates.data() + (i - begin) * height * PANEL, *to = out + row * features + panel * PANEL;
         Block block{panel + (gated && !is_gate ? panels : 0), row, std::min<int64_t>(ROWS, rows - row)};
-        block.has_new_rows = (i == begin && (is_gate || !gated)) || i % panels == 0;
+        block.has_new_rows = i % panels == 0 || (i == begin && (is_gate || !gated || end - begin > 1));
         block.count = count;
         block.out = is_gate ? gate : to;
         block.stride = is_gate ? PANEL : features;

@@ -60,6 +60,7 @@ def test_no_request_fails_while_a_config_file_replaces_gateway_and_replicas(ray_
                 answers.append((answer.status_code, answer.json().get("choices")))
             except httpx.HTTPError as exc:
                 errors.append(exc)
+            time.sleep(0.3)  # leaves the processor to the replicas that start
 
     clients = [threading.Thread(target=ask) for _ in range(3)]
     for client in clients:
