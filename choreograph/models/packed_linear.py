@@ -73,15 +73,19 @@ def load_operator(source: str, name: str) -> None:
     except (BackendUnavailableError, OSError):  # another version of PyTorch's headers
         pass
     try:
-        kernel = getattr(
-            ctypes.CDLL(str(compile_library(path.stem, sources[:2], (CPP_20,), folder))), f"choreograph_{name}"
-        )
+        kernel = kernel_of(ctypes.CDLL(str(compile_library(path.stem, sources[:2], (CPP_20,), folder))), name)
     except OSError as exc:
         raise BackendUnavailableError(str(exc)) from None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number, ctypes.c_bool)
     for suffix in ("", "_gated"):
         operator_library.impl(f"{name}{suffix}", partial(call_packed, kernel, bool(suffix)), "CPU")
+
+
+def kernel_of(library: ctypes.CDLL, name: str) -> Any:
+    """Return the function of a kernel, for `call_packed`."""
+    kernel = getattr(library, f"choreograph_{name}")
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number, ctypes.c_bool)
+    return kernel
 
 
 def _operator_flags() -> tuple[str, ...]:

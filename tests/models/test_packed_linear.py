@@ -18,7 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention.cpp_backend import BackendUnavailableError, compile_library
 from choreograph.models import graph_passes, int4_linear, packed_linear, torch_compile
-from choreograph.models.packed_linear import CPP_20, call_packed, load_kernel, pack, pack_model, packed_for_tracing
+from choreograph.models.packed_linear import (
+    CPP_20,
+    call_packed,
+    kernel_of,
+    load_kernel,
+    pack,
+    pack_model,
+    packed_for_tracing,
+)
 
 try:
     load_kernel()
@@ -28,6 +36,12 @@ except BackendUnavailableError:
     AVAILABLE = False
 
 needs_kernel = pytest.mark.skipif(not AVAILABLE, reason="the processor has no AVX2 instructions")
+
+
+def make_noise(seed: int):
+    """Return a function from a shape to random bfloat16 values."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator).bfloat16()
 
 
 @needs_kernel
@@ -40,11 +54,7 @@ needs_kernel = pytest.mark.skipif(not AVAILABLE, reason="the processor has no AV
     seed=st.integers(0, 1000),
 )
 def test_packed_products_equal_float32_products(rows, width, features, has_bias, seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
-
+    noise = make_noise(seed)
     x, weight, bias = noise(1, rows, width), noise(features, width), noise(features) if has_bias else None
     out = torch.ops.choreograph.linear(x, pack(weight), bias, features)
     expected = linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -59,10 +69,8 @@ def avx2_kernels(tmp_path_factory):
     for source, name in (("packed_linear.cpp", "linear"), ("int4_linear.cpp", "linear_int4")):
         path = Path(packed_linear.__file__).with_name(source)
         sources = [path, path.with_name("packed_panels.h")]
-        library = ctypes.CDLL(str(compile_library(path.stem, sources, (CPP_20, "-U__AVX512BF16__"), folder)))
-        result[name] = getattr(library, f"choreograph_{name}")
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        result[name].argtypes = (pointer, number, number, pointer, pointer, pointer, number, number, ctypes.c_bool)
+        library = compile_library(path.stem, sources, (CPP_20, "-U__AVX512BF16__"), folder)
+        result[name] = kernel_of(ctypes.CDLL(str(library)), name)
     return result
 
 
@@ -80,13 +88,9 @@ def avx2_kernels(tmp_path_factory):
 def test_products_without_dot_products_equal_float32_products(
     avx2_kernels, is_int4, is_gated, rows, groups, features, has_bias, seed
 ):
-    generator = torch.Generator().manual_seed(seed)
+    noise = make_noise(seed)
     width, features = 32 * groups, 64 * (features // 64 + 1) if is_gated else features
     total = features * (1 + is_gated)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
-
     x, weight, bias = noise(rows, width), noise(total, width), noise(total) if has_bias else None
     name, packed, reference = "linear", pack(weight), weight.float()
     if is_int4:
@@ -116,12 +120,8 @@ def test_products_without_dot_products_equal_float32_products(
     seed=st.integers(0, 1000),
 )
 def test_gated_products_equal_silu_of_one_half_times_the_other(rows, groups, panels, has_bias, is_int4, scale, seed):
-    generator = torch.Generator().manual_seed(seed)
+    noise = make_noise(seed)
     width, features, own = 32 * groups, 64 * panels, torch.ops.choreograph
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
-
     x, weight, bias = scale * noise(1, rows, width), noise(2 * features, width), noise(2 * features)
     name, packed = "linear", pack(weight)
     if is_int4:
