@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from fastapi import Request
 
-from ..engine.kv_export import KVSnapshot, copy_kv
+from ..engine.kv_export import KVSnapshot, copy_kv, try_copy_kv
 from ..engine.request import RequestState
 from ..errors import LostContextError
 from ..kv_cache.entry import KVEntry
@@ -29,7 +29,7 @@ from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import TransferOps, as_bytes, checksum, write_layer
 from ..server.chat_prompt import Segment
 from ..server.engine_thread import ChoiceUpdate
-from ..server.message_store import IMPORTED, WorkflowKey
+from ..server.message_store import IMPORTED, StoredMessage, WorkflowKey
 from ..server.service import GenerationSpec, InferenceService, RunningRequest
 from .content_keys import segment_key
 from .routing import RouteRequest, TransferMode
@@ -118,25 +118,36 @@ MessageTransport = Callable[[str, MessageQuery], AsyncGenerator[SentGroup]]
 
 
 async def export_messages(service: InferenceService, query: MessageQuery) -> AsyncGenerator[SentGroup]:
-    """Yield what this replica has of a query, in groups of layers."""
+    """Yield what this replica has of a query, in groups of layers.
+
+    Does not wait for the running step, unless a message is not complete on the device.
+    """
     core, store = service.engine.core, service.planner.store
-    await asyncio.to_thread(core.model_set.weights_hash, query.key.model)  # slow the first time
 
-    def copy() -> list[tuple[Sequence[object], list[int], KVSnapshot]]:
-        result: list[tuple[Sequence[object], list[int], KVSnapshot]] = []
-        for content in query.contents:
-            stored = store.find(query.key, (content, 0))
-            if stored is None or not stored.message.labels <= query.key.session_key.labels:
-                continue
-            request = stored.message._request
-            if request.state is RequestState.TOKENS_FINAL:  # the KV of its last token waits for the next request's step
-                stored.message.wait_encoded()
-            if request.tokens_final and request.entry is not None and request.entry.has_data:
-                result.append((stored.content_keys, stored.tokens, copy_kv(core, request)))
-        return result
+    def find(content: str | tuple[int, ...]) -> StoredMessage | None:
+        stored = store.find(query.key, (content, 0))
+        return None if stored is None or not stored.message.labels <= query.key.session_key.labels else stored
 
-    copies = await service.thread.call(copy)
-    messages, snapshots = [SentMessage.of(*item) for item in copies], [snapshot for *_, snapshot in copies]
+    def try_copy() -> list[tuple[StoredMessage, KVSnapshot | None]]:
+        core.model_set.weights_hash(query.key.model)  # slow the first time
+        found = dict.fromkeys(stored for stored in map(find, query.contents) if stored is not None)
+        return [(stored, try_copy_kv(core, stored.message._request)) for stored in found]
+
+    def copy(stored: StoredMessage) -> KVSnapshot | None:
+        request = stored.message._request
+        if request.released:
+            return None
+        if request.state is RequestState.TOKENS_FINAL:  # the KV of its last token waits for the next request's step
+            stored.message.wait_encoded()
+        has_data = request.tokens_final and request.entry is not None and request.entry.has_data
+        return copy_kv(core, request) if has_data else None
+
+    copies = await asyncio.to_thread(try_copy)
+    if any(snapshot is None for _, snapshot in copies):
+        tried = copies
+        copies = await service.thread.call(lambda: [(stored, snapshot or copy(stored)) for stored, snapshot in tried])
+    messages = [SentMessage.of(s.content_keys, s.tokens, snapshot) for s, snapshot in copies if snapshot is not None]
+    snapshots = [snapshot for _, snapshot in copies if snapshot is not None]
 
     def group(first: int, end: int) -> SentGroup:
         layers = []
@@ -292,7 +303,7 @@ class MessageFetcher:
         lock = self._locks.setdefault(spec.key, asyncio.Lock())
         async with lock:
             by_source: dict[str, list[Segment]] = {}
-            for segment in await self._service.thread.call(lambda: self._missing(spec)):
+            for segment in self._missing(spec):
                 names = [name for name in sources.get(segment_key(spec, segment), ()) if name != self._name]
                 if names:
                     by_source.setdefault(names[0], []).append(segment)
@@ -352,7 +363,7 @@ class MessageFetcher:
             self.num_failures += 1
             logger.warning("messages of replica %s are computed here: %s", source, str(exc) or type(exc).__name__)
             if isinstance(exc, TimeoutError):
-                costs.observe_receiving(num_tokens, 2 * timeout)
+                costs.observe_receiving(num_tokens, timeout)  # at least
         else:
             costs.observe_receiving(num_imported, time.perf_counter() - began)
         finally:

@@ -123,11 +123,35 @@ def copy_kv(core: EngineCore, request: Request) -> KVSnapshot:
         )
     core.model_set.weights_hash(request.model)  # slow the first time (reads all weights): not under the lock
     with core.lock, resident(core, request) as entry:
-        model_hash = core.model_set.weights_hash(entry.model)
-        work_hash = portable_content_hash(
-            entry.tokens, entry.base_position, entry.context, entry.model, core.model_set.weights_hash
-        )
-        return KVSnapshot(entry.base_position, core.cache_manager.pool.export_slots(entry.slots), model_hash, work_hash)
+        return _snapshot(core, entry, entry.pages)
+
+
+def try_copy_kv(core: EngineCore, request: Request) -> KVSnapshot | None:
+    """Return `copy_kv` without waiting for a running step, from any thread.
+
+    Takes no lock: an entry's list of pages is replaced before they are freed, so a copy is whole if the list is the same
+    afterwards. None if it is not, or if the KV entry is not complete in CPU memory.
+    """
+    entry, pool = request.entry, core.cache_manager.pool
+    if request.mode != "choreographed" or request.computed_layers is not None or request.released or entry is None:
+        return None
+    if pool.keys[0].device.type != "cpu" or not request.tokens_final or entry.is_aliased:
+        return None
+    pages = entry.pages
+    if entry.location != "device" or not entry.is_complete:
+        return None
+    snapshot = _snapshot(core, entry, pages)
+    return snapshot if entry.pages is pages else None
+
+
+def _snapshot(core: EngineCore, entry: KVEntry, pages: list[int]) -> KVSnapshot:
+    pool, weights_hash = core.cache_manager.pool, core.model_set.weights_hash
+    model_hash = weights_hash(entry.model)
+    content_hash = portable_content_hash(entry.tokens, entry.base_position, entry.context, entry.model, weights_hash)
+    slots = [
+        pages[token // pool.page_size] * pool.page_size + token % pool.page_size for token in range(len(entry.tokens))
+    ]
+    return KVSnapshot(entry.base_position, pool.export_slots(slots), model_hash, content_hash)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Stored messages of workflows, which later requests find by their content.
 
-All functions run in the engine's thread.
+All functions run in the engine's thread, but `MessageStore.find`: it reads dictionaries only.
 """
 
 from collections import OrderedDict

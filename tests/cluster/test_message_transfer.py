@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import threading
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -347,6 +348,38 @@ async def test_two_requests_fetch_a_message_once(talker_folder):
         await replicas.run(replicas.source, spec)
         results = await asyncio.gather(*(replicas.run(replicas.reader, spec) for _ in range(3)))
         assert [counts.remote for _, _, counts in results] == [48] * 3 and len(replicas.queries) == 1
+
+
+async def test_complete_messages_are_sent_while_the_source_computes_a_step(talker_folder):
+    async with pair(talker_folder) as replicas:
+        spec, step_ends = spec_of(message(1), message(2)), threading.Event()
+        expected = (await replicas.run(replicas.source, spec))[0]
+        step = asyncio.create_task(replicas.source.thread.call(step_ends.wait))
+        tokens, _, counts = await replicas.run(replicas.reader, spec)
+        assert (tokens, counts.remote) == (expected, 96) and not step.done()
+        step_ends.set()
+        await step
+
+
+async def test_a_message_that_is_evicted_while_it_is_copied_is_not_sent(talker_folder, monkeypatch):
+    async with pair(talker_folder) as replicas:
+        spec = spec_of(message(1), message(2))
+        expected = (await replicas.run(replicas.source, spec))[0]
+        core, num_copies = replicas.source.engine.core, 0
+        export = core.cache_manager.pool.export_layer
+
+        def export_while_others_write(layer, slots):
+            nonlocal num_copies
+            num_copies += 1
+            if num_copies == 2:  # the second layer of the first message: as a step would, which takes the lock
+                stored = replicas.source.planner.store.find(spec.key, (message(1).tokens, 0))
+                core.cache_manager.evict_entry(stored.message._request.entry)
+                core.cache_manager.pool.keys[1][slots] = 7.0
+            return export(layer, slots)
+
+        monkeypatch.setattr(core.cache_manager.pool, "export_layer", export_while_others_write)
+        tokens, _, counts = await replicas.run(replicas.reader, spec)
+        assert (tokens, counts.remote) == (expected, 48)
 
 
 def test_the_faster_of_computing_and_receiving_is_chosen_and_measured_again():
