@@ -30,7 +30,7 @@ from choreograph.cluster import deployment
 from choreograph.cluster.routing import POLICIES
 from choreograph.utils import connect_to_ray
 
-from .common import Row, median_row, save
+from .common import Row, last_result, median_row, row_from_record, write
 from .ray_scale import BY_TEAM, TRANSFERS, Machine, compare, create_simulation, routers_of
 from .ray_workloads import WORKLOADS, Call, Sizes
 
@@ -210,6 +210,13 @@ def ratio_rows(
     ]
 
 
+def save_workload(workload: str, rows: list[Row], **options: int) -> None:
+    """Replace the rows of a workload in the results."""
+    others = [row for row in last_result("ray_routing").get("rows", []) if not row["measure"].startswith(workload)]
+    kept = [row_from_record(row) for row in others]
+    write("ray_routing", kept + rows, sizes=asdict(SIZES), assumed=asdict(CORE), options=options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--routers", nargs="+", default=[*sorted(POLICIES), BY_TEAM])
@@ -219,10 +226,10 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true", help="print predictions alone")
     arguments = parser.parse_args()
     size = arguments.workflows, arguments.concurrency
-    rows: list[Row] = []
     if not arguments.simulate:
         connect_to_ray("local", num_cpus=2, log_to_driver=False)  # of all measurements; each has new replicas
     for workload in arguments.workloads:
+        rows: list[Row] = []
         results, predicted = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
         for name in routers_of(workload):
             if name == "message" or name.replace(TRANSFERS, "message") not in arguments.routers:
@@ -236,13 +243,13 @@ def main() -> None:
             print(workload, name, results[name], statistics.median(measured.ttft), measured.seconds, flush=True)
             rows += rows_of(f"{workload}, {name}", measured, predicted[name])
         rows += ratio_rows(workload, results, predicted)
+        if not arguments.simulate:
+            save_workload(workload, rows, workflows=arguments.workflows, concurrency=arguments.concurrency)
         if arguments.simulate and TRANSFERS in predicted and len(predicted) > 1:
             print(workload, compare(predicted), flush=True)
     if not arguments.simulate:
         serve.shutdown()
         ray.shutdown()
-        options = {"workflows": arguments.workflows, "concurrency": arguments.concurrency}
-        save("ray_routing", rows, sizes=asdict(SIZES), assumed=asdict(CORE), options=options)
 
 
 if __name__ == "__main__":
