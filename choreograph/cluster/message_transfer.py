@@ -351,7 +351,8 @@ class MessageFetcher:
                         arriving = [ArrivingMessage(message) for message in group.messages]
                     await asyncio.to_thread(verify, group.layers)
                     if is_first:
-                        num_imported = await self._service.thread.call(partial(self._store, key, contents, arriving))
+                        store = partial(self._store, key, contents, arriving)
+                        num_imported = await self._service.thread.call(store, gather=True)
                     for layer in group.layers:
                         arriving[layer.message].layers[layer.layer].set_result(layer)
                     started.set()

@@ -124,6 +124,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
+        self._has_caller = False  # that goes on before the next step; set and read in the engine's thread
 
     @property
     def is_running(self) -> bool:
@@ -157,8 +158,12 @@ class EngineThread:
         """Run a function before the next step; its errors are dropped."""
         self._inbox.put(partial(call_all, [function]))
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Run a function between two steps and return its result."""
+    async def call(self, function: Callable[[], T], *, gather: bool = False) -> T:
+        """Run a function between two steps and return its result.
+
+        Args:
+            gather: let the caller go on before the next step, so that what it submits shares that.
+        """
         if not self.is_running:
             raise SessionClosedError("the server is shutting down: send the request to another one")
         loop = asyncio.get_running_loop()
@@ -173,6 +178,7 @@ class EngineThread:
                 future.set_result(result)  # type: ignore[arg-type]
 
         def run() -> None:
+            self._has_caller |= gather
             try:
                 result = function()
             except Exception as exc:
@@ -192,7 +198,7 @@ class EngineThread:
             linger = self._linger_seconds()
             if not self._handle_inbox(None if is_idle else max(timeout, linger)):
                 break
-            if (is_idle or linger or has_first_text) and not self._gather():
+            if (is_idle or linger or has_first_text or self._has_caller) and not self._gather():
                 break
             is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
             try:
@@ -216,12 +222,13 @@ class EngineThread:
         """Let the event loop finish what it is doing.
 
         Before a first step, it reads what arrives together with the first request, to share that step; after the first
-        text of an answer, it sends that. Waits in turns of the loop; an idle loop's take microseconds.
+        text of an answer, it sends that; after a call with `gather`, it submits what follows. Waits in turns of the
+        loop; an idle loop's take microseconds.
 
         Returns:
             False if the thread has to end.
         """
-        num_quiet, end = 0, time.monotonic() + GATHER_SECONDS
+        self._has_caller, num_quiet, end = False, 0, time.monotonic() + GATHER_SECONDS
         while num_quiet < QUIET_TURNS and (left := end - time.monotonic()) > 0:
             turn = threading.Event()
             self._post(turn.set)

@@ -55,3 +55,27 @@ def test_the_first_text_is_sent_before_the_next_step(talker_folder, monkeypatch)
     asyncio.run(run())
     session.close()
     engine.check()
+
+
+def test_what_follows_a_call_that_gathers_shares_the_next_step(talker_folder, monkeypatch):
+    monkeypatch.setattr(engine_thread, "GATHER_SECONDS", 60)
+    engine = make_engine(talker_folder)
+    session = engine.session(mode="prefix", seed=0)
+
+    async def run():
+        thread = EngineThread(engine)
+        thread.start(asyncio.get_running_loop())
+        item = Generation(lambda: [session.decode([100], max_tokens=60, ignore_eos=True)], lambda is_complete: None)
+        thread.submit(item)
+        for _ in range(10):
+            await item.updates.get()
+            num_steps = await thread.call(lambda: engine.stats().num_steps, gather=True)
+            for _ in range(4):  # turns of the loop until the next call
+                await asyncio.sleep(0)
+            assert await thread.call(lambda: engine.stats().num_steps) == num_steps
+        assert num_steps < 60
+        await thread.stop()
+
+    asyncio.run(run())
+    session.close()
+    engine.check()
