@@ -211,12 +211,14 @@ class ReplicatedRequest(RunningRequest):
 
     _service: "ReplicatedService"
     _has_ended = False
+    _session: str | None = None  # named by a header
 
     def _start(self) -> None:
+        service, spec = self._service, self.spec
         names = (self._request.headers.get(name) for name in SESSION_HEADERS[1:])  # after that of the workflow
-        call = self._service.call_of(self.spec, next(filter(None, names), None))
-        self._service.thread.relay(self, self._generation, call)
-        self._service.send_hints(self._service.hints.start(self.spec, self._service.graph_of(self.spec)))
+        self._session = next(filter(None, names), None)
+        service.thread.relay(self, self._generation, service.call_of(spec, self._session))
+        service.send_hints(service.hints.start(spec, service.graph_of(spec), self._session), self._session)
 
     def end_step(self, answers: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Note the end of the agent's step.
@@ -228,7 +230,8 @@ class ReplicatedRequest(RunningRequest):
         """
         if not self._has_ended:
             self._has_ended = True
-            self._service.send_hints(self._service.hints.end(self.spec, self._service.graph_of(self.spec), answers))
+            service, spec = self._service, self.spec
+            service.send_hints(service.hints.end(spec, service.graph_of(spec), answers, self._session), self._session)
 
     def set_counts(self, update: ReplicaUpdate) -> None:
         self._plans = [Plan([], update.counts, lambda is_complete: None)]
@@ -258,10 +261,10 @@ class ReplicatedService(InferenceService):
         """Return the declared step graph of a request's workflow."""
         return self.planner.store.graphs.get((spec.key.tenant, spec.key.workflow))
 
-    def send_hints(self, specs: Iterable[GenerationSpec]) -> None:
+    def send_hints(self, specs: Iterable[GenerationSpec], session: str | None) -> None:
         """Prefetch the messages of requests that are expected, where replicas exchange messages."""
         for spec in specs if self._has_transfers else ():
-            self.thread.send_hint(self.call_of(spec))
+            self.thread.send_hint(self.call_of(spec, session))
 
     def call_of(self, spec: GenerationSpec, session: str | None = None) -> ReplicaCall:
         """Return what any replica needs to run a request.

@@ -30,13 +30,18 @@ class StepHints:
     """Follows workflows, and expects requests of the agents that run next."""
 
     def __init__(self) -> None:
-        self._runs: OrderedDict[tuple[str, str], WorkflowProgress] = OrderedDict()  # by client and workflow
+        # by client, workflow and session
+        self._runs: OrderedDict[tuple[str, str, str | None], WorkflowProgress] = OrderedDict()
 
-    def start(self, spec: GenerationSpec, graph: StepGraph | None) -> list[GenerationSpec]:
-        """Note that a request was sent; return those that may follow it."""
+    def start(self, spec: GenerationSpec, graph: StepGraph | None, session: str | None = None) -> list[GenerationSpec]:
+        """Note that a request was sent; return those that may follow it.
+
+        Args:
+            session: one of several of the workflow, each with its own steps.
+        """
         if graph is None or spec.reuse != "messages" or spec.agent not in graph.dependencies:
             return []
-        key = spec.key.client_id, spec.key.workflow
+        key = spec.key.client_id, spec.key.workflow, session
         run = self._runs[key] = self._runs.pop(key) if key in self._runs else WorkflowProgress()
         if len(self._runs) > MAX_RUNS:
             self._runs.popitem(last=False)
@@ -45,14 +50,19 @@ class StepHints:
         return self._expected(run, graph)
 
     def end(
-        self, spec: GenerationSpec, graph: StepGraph | None, answers: Iterable[tuple[str, Sequence[int]]]
+        self,
+        spec: GenerationSpec,
+        graph: StepGraph | None,
+        answers: Iterable[tuple[str, Sequence[int]]],
+        session: str | None = None,
     ) -> list[GenerationSpec]:
         """Note that a request has ended; return those that may follow it.
 
         Args:
             answers: text and tokens; none if it failed.
+            session: that of its start.
         """
-        run = self._runs.get((spec.key.client_id, spec.key.workflow))
+        run = self._runs.get((spec.key.client_id, spec.key.workflow, session))
         if run is None or spec.agent is None or spec.agent not in run.progress.running:
             return []
         run.progress.end(spec.agent)

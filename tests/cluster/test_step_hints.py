@@ -190,6 +190,25 @@ async def test_a_session_header_names_one_of_several_sessions_of_a_workflow(talk
         assert cluster.sessions == [f"{key.client_id}\0{name}" for name in (key.workflow, "reader-1", key.workflow)]
 
 
+async def test_hints_belong_to_the_session_of_the_step_before(talker_folder):
+    async with local_cluster(talker_folder) as cluster:
+        key = spec_of().key
+        cluster.gateway.planner.store.set_graph(key.tenant, key.workflow, GRAPH)
+        for session in ("first", "second", "first"):
+            connection = _Connection()
+            connection.headers = {"x-session-id": session}
+            for agent in ("writer", "reviewer"):
+                await cluster.gateway.submit(connection, request(agent, message(ord(agent[0])))).complete()
+        while cluster.num_open or cluster.gateway.thread._hints:
+            await asyncio.sleep(0.01)
+        sent = [
+            (kind, name.partition("\0")[2]) for (kind, *_), name in zip(cluster.sent, cluster.sessions, strict=True)
+        ]
+        assert len(cluster.gateway.hints._runs) == 2 and {name for _, name in sent} == {"first", "second"}
+        second = sent.index(("request", "second"))
+        assert ("hint", "first") in sent[:second] and ("hint", "second") not in sent[:second]
+
+
 async def test_stored_messages_of_an_expected_request_are_loaded_from_host_memory(talker_folder):
     engine = make_engine(talker_folder, host_capacity=4096)
     service = create_app(engine, ServerConfig(max_tokens=16)).state.service
