@@ -1,8 +1,9 @@
 """Memory of the engine over weights and cache: the resident set after a warm run, less both, in a process of its own.
 
 The bundled model, eager: a first process makes the file that loading reads, the second one loads it, computes a prefill and a
-decode with text, and reads `/proc/self/smaps_rollup`. Weights and cache count as far as they are resident: the cache is
-written in full before. Other rows split the rest into what the imports take and what loading adds.
+decode with text, and reads `/proc/self/smaps`. Weights and cache count as far as they are resident: the cache is
+written in full before. Other rows split the rest into what the imports take and what loading adds, and say how much of it
+are unmodified pages of shared libraries.
 """
 
 import argparse
@@ -20,6 +21,18 @@ def resident():
     with open("/proc/self/smaps_rollup") as file:
         parts = {line.split()[0].rstrip(":"): int(line.split()[1]) for line in file if line.split()[-1] == "kB"}
     return parts["Rss"] / 1024
+
+def library_pages():
+    # Unmodified resident pages of shared libraries, which processes share and the kernel may drop.
+    total, is_library = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            name, *fields = line.split()
+            if not name.endswith(":"):
+                is_library = ".so" in fields[-1] if len(fields) > 4 else False
+            elif is_library and name in ("Shared_Clean:", "Private_Clean:"):
+                total += int(fields[0])
+    return total / 1024
 
 result = {"python": resident()}
 import torch
@@ -41,6 +54,7 @@ with engine.session() as session:
     assert message.text
 gc.collect()
 result["warm"] = resident()
+result["libraries"] = library_pages()
 print(json.dumps(result))
 """
 
@@ -72,6 +86,7 @@ def main() -> None:
         row("of it: the other imports", "imports", "-torch"),
         row("of it: loading, less weights and cache", "loaded", "-imports", "-weights", "-cache"),
         row("of it: the run", "warm", "-loaded"),
+        row("of all this: unmodified pages of shared libraries", "libraries"),
         row("weights", "weights"),
         row("cache", "cache"),
     ]
