@@ -9,13 +9,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -290,8 +289,8 @@ class MessageFetcher:
         self._tasks: set[asyncio.Task[None]] = set()  # transfers that run
         self.costs = TransferCosts()
         self.num_failures = 0  # transfers that ended in computing
-        # one request of a workflow at a time: the next one finds what the first has fetched
-        self._locks: WeakValueDictionary[WorkflowKey, asyncio.Lock] = WeakValueDictionary()
+        # messages on their way; set when their first layers are here, or after a failure
+        self._started: dict[tuple[WorkflowKey, int], asyncio.Event] = {}
 
     async def fetch_missing(self, spec: GenerationSpec, sources: Mapping[int, Sequence[str]]) -> None:
         """Store what this replica lacks of a request and others have.
@@ -300,21 +299,28 @@ class MessageFetcher:
         """
         if self._mode == "never" or spec.reuse != "messages" or not sources:
             return
-        lock = self._locks.setdefault(spec.key, asyncio.Lock())
-        async with lock:
-            by_source: dict[str, list[Segment]] = {}
-            for segment in self._missing(spec):
-                names = [name for name in sources.get(segment_key(spec, segment), ()) if name != self._name]
-                if names:
-                    by_source.setdefault(names[0], []).append(segment)
-            events = []
-            for source, segments in by_source.items():
-                events.append(started := asyncio.Event())
-                task = asyncio.create_task(self._fetch(spec.key, source, segments, started))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            for started in events:
-                await started.wait()
+        events: dict[asyncio.Event, None] = {}
+        by_source: dict[str, list[Segment]] = {}
+        for segment in self._missing(spec):
+            key = segment_key(spec, segment)
+            if on_its_way := self._started.get((spec.key, key)):  # another request fetches it
+                events[on_its_way] = None
+            elif names := [name for name in sources.get(key, ()) if name != self._name]:
+                by_source.setdefault(names[0], []).append(segment)
+        for source, segments in by_source.items():
+            keys = [(spec.key, segment_key(spec, segment)) for segment in segments]
+            events[started := asyncio.Event()] = None
+            self._started |= dict.fromkeys(keys, started)
+            task = asyncio.create_task(self._fetch(spec.key, source, segments, started))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._end, keys))
+        for started in events:
+            await started.wait()
+
+    def _end(self, keys: Iterable[tuple[WorkflowKey, int]], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        for key in keys:
+            self._started.pop(key, None)
 
     def _missing(self, spec: GenerationSpec) -> list[Segment]:
         store, segments = self._service.planner.store, dict.fromkeys(s for p in spec.prompts for s in p.segments)
@@ -342,7 +348,7 @@ class MessageFetcher:
                 arriving[layer.message].verify(layer)
 
         try:
-            async with asyncio.timeout(timeout), aclosing(self._transport(source, query)) as groups:
+            async with asyncio.timeout(timeout) as deadline, aclosing(self._transport(source, query)) as groups:
                 await asyncio.to_thread(self._service.engine.core.model_set.weights_hash, key.model)  # slow at first
                 num_imported = 0
                 async for group in groups:
@@ -351,8 +357,13 @@ class MessageFetcher:
                         arriving = [ArrivingMessage(message) for message in group.messages]
                     await asyncio.to_thread(verify, group.layers)
                     if is_first:
+                        # waits for the running step, as a request that computes the messages would
+                        before, left = time.perf_counter(), timeout - (time.perf_counter() - began)
+                        deadline.reschedule(None)
                         store = partial(self._store, key, contents, arriving)
                         num_imported = await self._service.thread.call(store, gather=True)
+                        began += time.perf_counter() - before
+                        deadline.reschedule(asyncio.get_running_loop().time() + left)
                     for layer in group.layers:
                         arriving[layer.message].layers[layer.layer].set_result(layer)
                     started.set()

@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -163,7 +164,8 @@ class EngineReplica:
         try:
             if call.version not in (None, self._version):
                 raise ApiError(503, "the model is being updated: retry later", type="service_unavailable")
-            await self._service.thread.call(lambda: self._declare(call))
+            if self._undeclared(call):
+                await self._service.thread.call(lambda: self._declare(call), gather=True)
             await self._fetcher.fetch_missing(call.spec, call.route.sources)
             request: Any = _Connection()
             # a caller that ends early cancels the request
@@ -184,14 +186,21 @@ class EngineReplica:
 
     def _declare(self, call: ReplicaCall) -> None:
         """Repeat the declarations that this replica lacks; runs in the engine's thread."""
-        key, store = call.spec.key, self._service.planner.store
+        for declare in self._undeclared(call):
+            declare()
+
+    def _undeclared(self, call: ReplicaCall) -> list[Callable[[], object]]:
+        """Return what declares the graph and schema of a request, where this replica lacks them."""
+        key, store, schemas = call.spec.key, self._service.planner.store, self._service.schemas
+        result: list[Callable[[], object]] = []
         known = store.graphs.get((key.tenant, key.workflow))
         if (known and vars(known)) != (call.graph and vars(call.graph)):
-            store.set_graph(key.tenant, key.workflow, call.graph)
+            result.append(partial(store.set_graph, key.tenant, key.workflow, call.graph))
         if call.spec.schema_prompt is not None and call.schema is not None:
             tenant, name, _ = call.spec.schema_prompt
-            if self._service.schemas.sources.get((tenant, name)) != call.schema:
-                self._service.schemas.put(tenant, name, call.schema)
+            if schemas.sources.get((tenant, name)) != call.schema:
+                result.append(partial(schemas.put, tenant, name, call.schema))
+        return result
 
     # -- for Ray ------------------------------------------------------------------------------------------------
 
