@@ -211,8 +211,11 @@ def ratio_rows(
 
 
 def save_workload(workload: str, rows: list[Row], **options: int) -> None:
-    """Replace the rows of a workload in the results."""
-    others = [row for row in last_result("ray_routing").get("rows", []) if not row["measure"].startswith(workload)]
+    """Replace the rows of a workload in the results; routers that were not measured keep theirs."""
+    measured = {row.measure.partition(":")[0] for row in rows} | {workload}  # the latter of the ratios
+    others = [
+        row for row in last_result("ray_routing").get("rows", []) if row["measure"].partition(":")[0] not in measured
+    ]
     kept = [row_from_record(row) for row in others]
     write("ray_routing", kept + rows, sizes=asdict(SIZES), assumed=asdict(CORE), options=options)
 

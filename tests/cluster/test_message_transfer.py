@@ -357,6 +357,44 @@ async def test_two_requests_fetch_a_message_once(talker_folder):
         assert [counts.remote for _, _, counts in results] == [48] * 3 and len(replicas.queries) == 1
 
 
+async def test_a_request_waits_only_for_messages_that_it_reads(talker_folder):
+    async with pair(talker_folder) as replicas:
+        first, second = spec_of(message(1)), spec_of(message(2))
+        await replicas.run(replicas.source, first)
+        await replicas.run(replicas.reader, second)
+        others_have_ended = asyncio.Event()
+
+        async def late(groups):
+            await others_have_ended.wait()
+            async for group in groups:
+                yield group
+
+        replicas.change = late
+        waiting = [asyncio.create_task(replicas.run(replicas.reader, first)) for _ in range(2)]
+        while len(replicas.queries) < 2:  # that for the second message had no answer
+            await asyncio.sleep(0.005)
+        assert (await replicas.run(replicas.reader, second))[2].computed == 2
+        assert not any(task.done() for task in waiting)
+        others_have_ended.set()
+        assert [counts.remote for _, _, counts in await asyncio.gather(*waiting)] == [48, 48]
+        assert len(replicas.queries) == 2
+
+
+async def test_the_wait_for_a_running_step_is_no_part_of_a_transfer(talker_folder, monkeypatch):
+    monkeypatch.setattr(message_transfer, "TIMEOUT", 1.0)
+    async with pair(talker_folder, group_bytes=1) as replicas:
+        spec, step_ends = spec_of(message(1)), threading.Event()
+        await replicas.run(replicas.source, spec)
+        step = asyncio.create_task(replicas.reader.thread.call(step_ends.wait))
+        request = asyncio.create_task(replicas.run(replicas.reader, spec))
+        await asyncio.sleep(1.5)
+        assert not request.done()
+        step_ends.set()
+        await step
+        assert (await request)[2].remote == 48 and not replicas.fetcher.num_failures
+        assert replicas.fetcher.costs.receiving < 1.0 / 48
+
+
 async def test_complete_messages_are_sent_while_the_source_computes_a_step(talker_folder):
     async with pair(talker_folder) as replicas:
         spec, step_ends = spec_of(message(1), message(2)), threading.Event()
