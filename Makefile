@@ -25,10 +25,9 @@ demo: $(READY)
 serve: $(READY)
 	$(BIN)/choreograph serve --dashboard $(ARGS)
 
-# Two files at a time, each on one thread: on few cores, threads of two processes would starve each other. One process
-# runs all tests of the cluster (tests/conftest.py), which share a Ray.
+# Two files at a time, each on one thread: on few cores, threads of two processes would starve each other.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(READY)
 	CHOREOGRAPH_THOROUGH=1 $(BIN)/python -m pytest -m ''

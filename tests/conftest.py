@@ -33,16 +33,6 @@ def make_llama(*, seed: int = 0, vocabulary: int = 97, positions: int = 512) -> 
     return tiny_models.build(seed=seed, vocabulary=vocabulary, positions=positions, stop=STOP)
 
 
-def pytest_collection_modifyitems(items):
-    """Group the tests for `--dist loadgroup`: a process runs whole files, and one of them all tests of the cluster.
-
-    Those share one Ray; two at once would starve each other on two cores.
-    """
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("cluster" if file.startswith("tests/cluster/") else file))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_measured():
     """What `choreograph tune` found on this machine stays out of the tests."""
