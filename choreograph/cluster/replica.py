@@ -190,7 +190,7 @@ class EngineReplica:
             declare()
 
     def _undeclared(self, call: ReplicaCall) -> list[Callable[[], object]]:
-        """Return what declares the graph and schema of a request, where this replica lacks them."""
+        """Return what declares the graph and schema that this replica lacks."""
         key, store, schemas = call.spec.key, self._service.planner.store, self._service.schemas
         result: list[Callable[[], object]] = []
         known = store.graphs.get((key.tenant, key.workflow))
