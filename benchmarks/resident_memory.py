@@ -29,7 +29,7 @@ def library_pages():
         for line in file:
             name, *fields = line.split()
             if not name.endswith(":"):
-                is_library = ".so" in fields[-1] if len(fields) > 4 else False
+                is_library = len(fields) > 4 and ".so" in fields[-1]
             elif is_library and name in ("Shared_Clean:", "Private_Clean:"):
                 total += int(fields[0])
     return total / 1024

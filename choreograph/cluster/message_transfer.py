@@ -8,7 +8,6 @@ first one is here, and its steps wait for each layer. Any failure ends in comput
 import asyncio
 import logging
 import math
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -119,7 +118,7 @@ MessageTransport = Callable[[str, MessageQuery], AsyncGenerator[SentGroup]]
 async def export_messages(service: InferenceService, query: MessageQuery) -> AsyncGenerator[SentGroup]:
     """Yield what this replica has of a query, in groups of layers.
 
-    Does not wait for the running step, unless a message is not complete on the device.
+    Does not wait for the running step, unless a message is not complete in CPU memory.
     """
     core, store = service.engine.core, service.planner.store
 
@@ -318,6 +317,7 @@ class MessageFetcher:
             await started.wait()
 
     def _end(self, keys: Iterable[tuple[WorkflowKey, int]], task: asyncio.Task[None]) -> None:
+        """Forget a transfer and the messages that it has brought."""
         self._tasks.discard(task)
         for key in keys:
             self._started.pop(key, None)
@@ -339,7 +339,8 @@ class MessageFetcher:
             started.set()
             return
         contents = [content for segment in segments for content in _contents(segment)]
-        timeout, began = costs.timeout(num_tokens) if self._mode == "auto" else TIMEOUT, time.perf_counter()
+        now = asyncio.get_running_loop().time
+        timeout, began = costs.timeout(num_tokens) if self._mode == "auto" else TIMEOUT, now()
         query = MessageQuery(RouteRequest(pinned=source), key, contents, self._group_bytes)
         arriving: list[ArrivingMessage] = []
 
@@ -358,12 +359,11 @@ class MessageFetcher:
                     await asyncio.to_thread(verify, group.layers)
                     if is_first:
                         # waits for the running step, as a request that computes the messages would
-                        before, left = time.perf_counter(), timeout - (time.perf_counter() - began)
+                        store, before = partial(self._store, key, contents, arriving), now()
                         deadline.reschedule(None)
-                        store = partial(self._store, key, contents, arriving)
                         num_imported = await self._service.thread.call(store, gather=True)
-                        began += time.perf_counter() - before
-                        deadline.reschedule(asyncio.get_running_loop().time() + left)
+                        began += now() - before
+                        deadline.reschedule(began + timeout)
                     for layer in group.layers:
                         arriving[layer.message].layers[layer.layer].set_result(layer)
                     started.set()
@@ -377,7 +377,7 @@ class MessageFetcher:
             if isinstance(exc, TimeoutError):
                 costs.observe_receiving(num_tokens, timeout)  # at least
         else:
-            costs.observe_receiving(num_imported, time.perf_counter() - began)
+            costs.observe_receiving(num_imported, now() - began)
         finally:
             for message in arriving:
                 message.end()

@@ -145,13 +145,11 @@ def try_copy_kv(core: EngineCore, request: Request) -> KVSnapshot | None:
 
 
 def _snapshot(core: EngineCore, entry: KVEntry, pages: list[int]) -> KVSnapshot:
-    pool, weights_hash = core.cache_manager.pool, core.model_set.weights_hash
+    weights_hash = core.model_set.weights_hash
     model_hash = weights_hash(entry.model)
     content_hash = portable_content_hash(entry.tokens, entry.base_position, entry.context, entry.model, weights_hash)
-    slots = [
-        pages[token // pool.page_size] * pool.page_size + token % pool.page_size for token in range(len(entry.tokens))
-    ]
-    return KVSnapshot(entry.base_position, pool.export_slots(slots), model_hash, content_hash)
+    layers = core.cache_manager.pool.export_slots(entry.slots_in(pages))
+    return KVSnapshot(entry.base_position, layers, model_hash, content_hash)
 
 
 @contextmanager

@@ -135,7 +135,12 @@ class KVEntry:
 
     @property
     def slots(self) -> list[int]:
-        return [self.slot(token) for token in range(len(self.tokens))]
+        return self.slots_in(self.pages)
+
+    def slots_in(self, pages: list[int]) -> list[int]:
+        """Return the slots of all tokens if these are its pages."""
+        size = self.page_size
+        return [pages[token // size] * size + token % size for token in range(len(self.tokens))]
 
     def set_pages(self, pages: list[int]) -> None:
         """Replace the device pages, in token order."""
