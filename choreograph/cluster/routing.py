@@ -165,7 +165,7 @@ class MessageAffinity(RoutingPolicy):
         self,
         queue_tokens: float = 64.0,
         moving: float = 0.25,
-        balance: float = 0.5,
+        balance: float = 1.0,
         horizon: int = 256,
         slack: float = 1024.0,
         max_keys: int = 4096,

@@ -125,9 +125,9 @@ def test_an_idle_cluster_keeps_a_workflow_where_its_messages_are(is_movable):
 def test_loads_that_differ_by_less_than_a_step_are_equal_to_the_holder_of_messages():
     policy, request = with_queues(MessageAffinity(slack=500), BUSY), RouteRequest({1: 100}, is_movable=True)
     policy.on_routed(RouteRequest({1: 100}), "a")
-    policy.on_routed(RouteRequest({2: 600}), "a")  # half of its work counts
+    policy.on_routed(RouteRequest({2: 250}), "a")
     assert rank(policy, request, BUSY)[0] == "a"
-    policy.on_routed(RouteRequest({3: 400}), "a")
+    policy.on_routed(RouteRequest({3: 200}), "a")
     assert rank(policy, request, BUSY)[0] != "a"
     assert rank(policy, request, IDLE)[0] == "a"
 
@@ -233,7 +233,7 @@ def test_tables_agree_after_any_sequence(steps, max_keys, max_tokens):
         assert sorted(rank(policy, request, IDLE)) == sorted(IDLE)
         queues = {"a": len(keys), "b": 1, "c": 2}  # never all idle
         first = rank(policy, request, queues)[0]
-        scores = {name: held.get(name, 0) - 256 * queues[name] - policy.work(name) / 2 for name in queues}
+        scores = {name: held.get(name, 0) - 256 * queues[name] - policy.work(name) for name in queues}
         assert scores[first] == pytest.approx(max(scores.values()))
         if is_removed:
             policy.on_removed(replica)
@@ -266,7 +266,7 @@ def test_the_index_finds_the_first_replica_of_a_scan_over_all(steps, slack, is_m
         policy.set_queue(replica, length)
         request = RouteRequest(keys, "session", is_movable=is_movable)
         held = policy.held(request)
-        load = {name: 64 * queue + policy.work(name) / 2 for name, queue in policy.queues.items()}
+        load = {name: 64 * queue + policy.work(name) for name, queue in policy.queues.items()}
         is_idle, least = not any(policy.queues.values()), min(load.values())
         limit = {name: math.inf if is_idle else least + min(slack, 4 * held.get(name, 0)) for name in load}
         cost = {name: value if value > limit[name] else least for name, value in load.items()}
