@@ -101,6 +101,14 @@ def talker_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def math_folder(talker_folder, tmp_path_factory):
+    """A folder of a sibling of that model."""
+    folder = tmp_path_factory.mktemp("math")
+    tiny_models.finetuned(LlamaForCausalLM.from_pretrained(talker_folder)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def talker(talker_folder):
     """One engine over it."""
     config = EngineConfig(cache=CacheConfig(capacity=4096, poison_freed_pages=True))

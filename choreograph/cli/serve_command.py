@@ -18,6 +18,13 @@ ReuseOption = Annotated[str | None, typer.Option(help="Reuse of requests that ch
 AdaptersOption = Annotated[
     list[str] | None, typer.Option("--adapter", help="A LoRA adapter to serve as a model, as name=folder.")
 ]
+SiblingsOption = Annotated[
+    list[str] | None, typer.Option("--sibling", help="A model of the same family to serve, as name=folder.")
+]
+LayerReuseOption = Annotated[
+    list[str] | None,
+    typer.Option("--layer-reuse", help="Layers that a model computes of the base's messages, as name=head,start,end."),
+]
 
 DEFAULTS: dict[str, Any] = {
     "model": common.DEFAULT_MODEL,
@@ -46,6 +53,8 @@ def serve(
     api_key_file: KeyFileOption = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
     adapter: AdaptersOption = None,
+    sibling: SiblingsOption = None,
+    layer_reuse: LayerReuseOption = None,
     reuse: ReuseOption = None,
     max_kl: Annotated[
         float | None, typer.Option(min=0, help="Divergence of requests that give none, in nats a token.")
@@ -190,7 +199,11 @@ def _serve_replicas(open_engine: Any, config: Any, cluster: dict[str, Any], addr
 
 def _engine_opener(options: dict[str, Any]) -> Any:
     """Take the engine's options out of `options`; return what loads the models."""
-    adapters = common.parse_options(options.pop("adapter", None))
+    models: dict[str, Any] = {
+        "adapters": common.parse_options(options.pop("adapter", None)),
+        "models": common.parse_options(options.pop("sibling", None)),
+        "layer_reuse": _parse_patterns(options.pop("layer_reuse", None)),
+    }
     cache = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
     for name in ("capacity", "host_capacity", "disk_capacity"):
         if str(cache.get(name, "")).isdigit():
@@ -209,4 +222,15 @@ def _engine_opener(options: dict[str, Any]) -> Any:
         draft_tokens=options.pop("draft_tokens"),
         max_model_len=options.pop("max_model_len", None),
     )
-    return partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, adapters=adapters)
+    return partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, **models)
+
+
+def _parse_patterns(given: list[str] | None) -> dict[str, list[int]]:
+    """Convert name=head,start,end to three integers by name."""
+    patterns = {}
+    for name, text in common.parse_options(given).items():
+        numbers = str(text).split(",")
+        if len(numbers) != 3 or not all(number.strip().isdecimal() for number in numbers):
+            raise ConfigError(f"layer_reuse: {name}={text}: use three numbers: head,start,end")
+        patterns[name] = [int(number) for number in numbers]
+    return patterns

@@ -43,14 +43,34 @@ def _message_key(scope: Sequence[str], segment: Segment) -> int:
     return content_key(scope, segment.tokens if segment.answer_key is None else segment.answer_key)
 
 
-def segment_key(spec: "GenerationSpec", segment: Segment) -> int:
-    """Return the key of a message in `prompt_keys` of a request."""
-    return _message_key(scope_of(spec), segment)
+def segment_key(spec: "GenerationSpec", segment: Segment, model: str | None = None) -> int:
+    """Return the key of a message in `prompt_keys` of a request.
+
+    Args:
+        model: that reads it; None: the request's.
+    """
+    return _message_key(scope_of(spec, model), segment)
 
 
-def scope_of(spec: "GenerationSpec") -> Sequence[str]:
-    """Return what separates the caches that a request may use."""
-    key = spec.key
+def alternative_keys(spec: "GenerationSpec", models: Sequence[str]) -> dict[int, list[int]]:
+    """Return keys of a request's messages in other models, by its own.
+
+    Args:
+        models: those whose layers the request's model reuses.
+    """
+    if not models or spec.reuse != "messages":
+        return {}
+    segments = [segment for prompt in spec.prompts for segment in prompt.segments]
+    return {segment_key(spec, item): [segment_key(spec, item, model) for model in models] for item in segments}
+
+
+def scope_of(spec: "GenerationSpec", model: str | None = None) -> Sequence[str]:
+    """Return what separates the caches that a request may use.
+
+    Args:
+        model: None: the request's.
+    """
+    key = spec.key if model is None else spec.key._replace(model=model)
     # prefixes are found by all workflows of a client
     return (key.client_id, key.model) if spec.reuse == "exact" else (key.client_id, key.model, key.workflow)
 

@@ -62,6 +62,8 @@ def build_app(args: Mapping[str, Any]) -> Any:
         device=options.pop("device", "cpu"),
         config=engine_config,
         adapters=options.pop("adapter", None) or {},
+        models=options.pop("sibling", None) or {},
+        layer_reuse=options.pop("layer_reuse", None) or {},
     )
     for name in ("api_keys", "cors_origins"):
         if name in options:

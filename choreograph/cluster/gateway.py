@@ -19,10 +19,10 @@ from ..server.api_errors import ApiError
 from ..server.app import create_service_app
 from ..server.engine_thread import ChoiceUpdate, Generation
 from ..server.resumption import SentAnswer
-from ..server.reuse import Plan
+from ..server.reuse import Plan, may_reuse_layers
 from ..server.server_config import ServerConfig
 from ..server.service import SESSION_HEADERS, GenerationSpec, InferenceService, RunningRequest
-from .content_keys import answer_keys, prompt_keys, scope_of
+from .content_keys import alternative_keys, answer_keys, prompt_keys, scope_of
 from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaLoad, ReplicaUpdate
 from .routing import RouteRequest
 from .step_hints import StepHints
@@ -246,6 +246,7 @@ class ReplicatedService(InferenceService):
         proxy: Any = EngineProxy(info)
         super().__init__(proxy, config)
         self._handle, self._has_transfers, self._version = handle, has_transfers, info.version
+        self._layer_reuse = info.layer_reuse
         self.thread, self.hints = ReplicaThread(handle), StepHints()
 
     async def stats(self) -> EngineStats:
@@ -274,7 +275,10 @@ class ReplicatedService(InferenceService):
         """
         key, scope = spec.key, scope_of(spec)
         keys, name = prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, session or key.workflow))
-        route = RouteRequest(keys, name, is_movable=self._has_transfers and spec.reuse == "messages")
+        may_reuse = may_reuse_layers(key, spec.repair, self.max_kl_of(spec))
+        senders = [sender for receiver, sender in self._layer_reuse if receiver == key.model and may_reuse]
+        is_movable = self._has_transfers and spec.reuse == "messages"
+        route = RouteRequest(keys, name, is_movable=is_movable, alternatives=alternative_keys(spec, senders))
         schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])
         return ReplicaCall(route, spec, self.graph_of(spec), schema, self._version)
 

@@ -7,34 +7,28 @@ first one is here, and its steps wait for each layer. Any failure ends in comput
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
 from fastapi import Request
 
 from ..engine.kv_export import KVSnapshot, copy_kv, try_copy_kv
 from ..engine.request import RequestState
 from ..errors import LostContextError
-from ..kv_cache.entry import KVEntry
-from ..kv_cache.pool import KVPool
-from ..kv_cache.tiers import TransferOps, as_bytes, checksum, write_layer
+from ..kv_cache.tiers import as_bytes
 from ..server.chat_prompt import Segment
 from ..server.engine_thread import ChoiceUpdate
 from ..server.message_store import IMPORTED, StoredMessage, WorkflowKey
+from ..server.reuse import may_reuse_layers
 from ..server.service import GenerationSpec, InferenceService, RunningRequest
 from .content_keys import segment_key
 from .routing import RouteRequest, TransferMode
+from .sent_messages import TIMEOUT, ArrivingMessage, SentGroup, SentInputs, SentLayer, SentMessage
 
 MIN_TOKENS = 64  # of messages that are fetched at once in mode "auto"; fewer are computed sooner than asked for
-
-TIMEOUT = 5.0  # seconds that a transfer may take at most
 
 MAX_LOADS = 4  # concurrent loads of a prefetch
 
@@ -55,62 +49,6 @@ class MessageQuery:
     group_bytes: int = GROUP_BYTES
 
 
-class SentLayer(NamedTuple):
-    """Keys and values of one layer of a message.
-
-    Arrays of bytes, (T, bytes of a token), since Ray passes them on without a copy.
-    """
-
-    message: int  # number among those of a query
-    layer: int
-    keys: np.ndarray
-    values: np.ndarray
-    checksum: int  # of the message's, and of the above
-
-
-@dataclass(frozen=True)
-class SentMessage:
-    """One message, without its layers."""
-
-    content_keys: list[object]  # under which it is stored
-    tokens: list[int]
-    base_position: int  # of token 0; keys are rotated to it
-    model_hash: str
-    content_hash: str
-    dtype: str  # of torch
-    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # of keys and values, of every layer
-    checksum: int = 0  # of all of the above
-
-    @classmethod
-    def of(cls, content_keys: Sequence[object], tokens: list[int], snapshot: KVSnapshot) -> "SentMessage":
-        message = cls(
-            list(content_keys),
-            tokens,
-            snapshot.base_position,
-            snapshot.model_hash,
-            snapshot.content_hash,
-            str(snapshot.layers[0][0].dtype).removeprefix("torch."),
-            [(tuple(keys.shape), tuple(values.shape)) for keys, values in snapshot.layers],
-        )
-        object.__setattr__(message, "checksum", message.compute_checksum())
-        return message
-
-    def compute_checksum(self) -> int:
-        header = [getattr(self, name) for name in self.__dataclass_fields__ if name != "checksum"]
-        return checksum([repr(header).encode()])
-
-    def layer_checksum(self, layer: int, keys: np.ndarray, values: np.ndarray) -> int:
-        header = repr((self.checksum, layer)).encode()
-        return checksum([header, np.ascontiguousarray(keys).data, np.ascontiguousarray(values).data])
-
-
-class SentGroup(NamedTuple):
-    """Some layers of all messages of a query."""
-
-    messages: list[SentMessage]  # in the first group; the others have none
-    layers: list[SentLayer]
-
-
 # sends a query to a replica and yields what comes; raises anything where that fails
 MessageTransport = Callable[[str, MessageQuery], AsyncGenerator[SentGroup]]
 
@@ -124,7 +62,9 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> Asy
 
     def find(content: str | tuple[int, ...]) -> StoredMessage | None:
         stored = store.find(query.key, (content, 0))
-        return None if stored is None or not stored.message.labels <= query.key.session_key.labels else stored
+        if stored is None or stored.message._request.computed_layers is not None:
+            return None
+        return stored if stored.message.labels <= query.key.session_key.labels else None
 
     def try_copy() -> list[tuple[StoredMessage, KVSnapshot | None]]:
         core.model_set.weights_hash(query.key.model)  # slow the first time
@@ -138,7 +78,7 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> Asy
         if request.state is RequestState.TOKENS_FINAL:  # the KV of its last token waits for the next request's step
             stored.message.wait_encoded()
         has_data = request.tokens_final and request.entry is not None and request.entry.has_data
-        return copy_kv(core, request) if has_data else None
+        return copy_kv(core, request, with_inputs=True) if has_data else None
 
     copies = await asyncio.to_thread(try_copy)
     if any(snapshot is None for _, snapshot in copies):
@@ -154,7 +94,14 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> Asy
                 keys, values = (as_bytes(tensor.contiguous()) for tensor in snapshot.layers[layer])
                 value = messages[number].layer_checksum(layer, keys, values)
                 layers.append(SentLayer(number, layer, keys, values, value))
-        return SentGroup([] if first else messages, layers)
+        if first:
+            return SentGroup([], [], layers)
+        inputs = []
+        for number, snapshot in enumerate(snapshots):
+            for layer, tensor in snapshot.inputs.items():
+                states = as_bytes(tensor)
+                inputs.append(SentInputs(number, layer, states, messages[number].layer_checksum(layer, states)))
+        return SentGroup(messages, inputs, layers)
 
     num_layers = len(snapshots[0].layers) if snapshots else 1
     num_bytes = sum(tensor.nbytes for snapshot in snapshots for layer in snapshot.layers for tensor in layer)
@@ -213,60 +160,6 @@ def _mean(old: float | None, new: float) -> float:
     return new if old is None else 0.7 * old + 0.3 * new
 
 
-@dataclass(eq=False)
-class ArrivingMessage:
-    """Layers of one message that arrive in a KV entry.
-
-    Raises:
-        ValueError: if anything differs from what was sent.
-    """
-
-    message: SentMessage
-    layers: "list[Future[SentLayer]]" = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.message.compute_checksum() != self.message.checksum:
-            raise ValueError("the message is damaged, its checksum differs")
-        self.layers = [Future() for _ in self.message.shapes]
-
-    def verify(self, sent: SentLayer) -> None:
-        """Raise ValueError unless a layer is what was sent."""
-        shapes, size = self.message.shapes[sent.layer], getattr(torch, self.message.dtype).itemsize
-        expected = [(length, math.prod(shape) * size) for length, *shape in shapes]
-        if [sent.keys.shape, sent.values.shape] != expected:
-            raise ValueError(f"layer {sent.layer} is truncated: {sent.keys.shape} are not {expected[0]} bytes")
-        if self.message.layer_checksum(sent.layer, sent.keys, sent.values) != sent.checksum:
-            raise ValueError(f"layer {sent.layer} is damaged, its checksum differs")
-
-    @property
-    def is_complete(self) -> bool:
-        return all(layer.done() for layer in self.layers)
-
-    def end(self) -> None:
-        """Let the load of a layer that has not arrived fail."""
-        for layer in self.layers:
-            if not layer.done():
-                layer.set_exception(ConnectionError("it did not arrive"))
-
-    @property
-    def snapshot(self) -> KVSnapshot:
-        """What arrives, with tensors that have no content."""
-        message, dtype = self.message, getattr(torch, self.message.dtype)
-        layers: Any = [
-            tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes) for shapes in message.shapes
-        ]
-        return KVSnapshot(message.base_position, layers, message.model_hash, message.content_hash)
-
-    def load(self, pool: KVPool, entry: KVEntry) -> TransferOps:
-        """Return the operations that copy the layers into an entry."""
-
-        def copy_layer(layer: int) -> None:
-            sent = self.layers[layer].result(2 * TIMEOUT)  # `end` is called before
-            write_layer(pool, layer, entry.pages, len(entry.tokens), {"keys": sent.keys, "values": sent.values})
-
-        return TransferOps(copy_layer)
-
-
 class MessageFetcher:
     """Fetches missing messages of requests.
 
@@ -299,18 +192,18 @@ class MessageFetcher:
         if self._mode == "never" or spec.reuse != "messages" or not sources:
             return
         events: dict[asyncio.Event, None] = {}
-        by_source: dict[str, list[Segment]] = {}
-        for segment in self._missing(spec):
-            key = segment_key(spec, segment)
-            if on_its_way := self._started.get((spec.key, key)):  # another request fetches it
-                events[on_its_way] = None
-            elif names := [name for name in sources.get(key, ()) if name != self._name]:
-                by_source.setdefault(names[0], []).append(segment)
-        for source, segments in by_source.items():
-            keys = [(spec.key, segment_key(spec, segment)) for segment in segments]
+        by_source: dict[tuple[str, WorkflowKey], list[Segment]] = {}
+        for segment in dict.fromkeys(segment for prompt in spec.prompts for segment in prompt.segments):
+            place = self._place_of(spec, segment, sources)
+            if isinstance(place, asyncio.Event):
+                events[place] = None
+            elif place is not None:
+                by_source.setdefault(place, []).append(segment)
+        for (source, key), segments in by_source.items():
+            keys = [(key, segment_key(spec, segment, key.model)) for segment in segments]
             events[started := asyncio.Event()] = None
             self._started |= dict.fromkeys(keys, started)
-            task = asyncio.create_task(self._fetch(spec.key, source, segments, started))
+            task = asyncio.create_task(self._fetch(key, source, segments, started))
             self._tasks.add(task)
             task.add_done_callback(partial(self._end, keys))
         for started in events:
@@ -322,9 +215,27 @@ class MessageFetcher:
         for key in keys:
             self._started.pop(key, None)
 
-    def _missing(self, spec: GenerationSpec) -> list[Segment]:
-        store, segments = self._service.planner.store, dict.fromkeys(s for p in spec.prompts for s in p.segments)
-        return [s for s in segments if not any(store.find(spec.key, (content, 0)) for content in _contents(s))]
+    def _place_of(
+        self, spec: GenerationSpec, segment: Segment, sources: Mapping[int, Sequence[str]]
+    ) -> asyncio.Event | tuple[str, WorkflowKey] | None:
+        """Return the replica and key to fetch a message by.
+
+        The event of its arrival if it is on its way; None if it is here, or nowhere. Messages of models whose layers
+        the request's model reuses are preferred: what it has computed from them itself is in some layers only, and is
+        not sent.
+        """
+        store, own, max_kl = self._service.planner.store, spec.key.model, self._service.max_kl_of(spec)
+        senders = store.senders_of(own) if may_reuse_layers(spec.key, spec.repair, max_kl) else ()
+        keys = [spec.key._replace(model=model) for model in (*senders, own)]
+        if any(store.find(key, (content, 0)) for key in keys for content in _contents(segment)):
+            return None
+        for key in keys:
+            content_key = segment_key(spec, segment, key.model)
+            if on_its_way := self._started.get((key, content_key)):  # another request fetches it
+                return on_its_way
+            if names := [name for name in sources.get(content_key, ()) if name != self._name]:
+                return names[0], key
+        return None
 
     async def _fetch(self, key: WorkflowKey, source: str, segments: Sequence[Segment], started: asyncio.Event) -> None:
         """Fetch messages from a replica.
@@ -344,9 +255,9 @@ class MessageFetcher:
         query = MessageQuery(RouteRequest(pinned=source), key, contents, self._group_bytes)
         arriving: list[ArrivingMessage] = []
 
-        def verify(layers: Sequence[SentLayer]) -> None:
-            for layer in layers:
-                arriving[layer.message].verify(layer)
+        def verify(parts: Sequence[SentLayer | SentInputs]) -> None:
+            for part in parts:
+                arriving[part.message].verify(part)
 
         try:
             async with asyncio.timeout(timeout) as deadline, aclosing(self._transport(source, query)) as groups:
@@ -356,7 +267,7 @@ class MessageFetcher:
                     is_first = not started.is_set()
                     if is_first:
                         arriving = [ArrivingMessage(message) for message in group.messages]
-                    await asyncio.to_thread(verify, group.layers)
+                    await asyncio.to_thread(verify, [*group.inputs, *group.layers])
                     if is_first:
                         # waits for the running step, as a request that computes the messages would
                         store, before = partial(self._store, key, contents, arriving), now()

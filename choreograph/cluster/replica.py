@@ -21,8 +21,9 @@ from ..server.engine_thread import ChoiceUpdate, load_engine
 from ..server.reuse import SourceCounts
 from ..server.server_config import ServerConfig
 from ..server.service import GenerationSpec, InferenceService
-from .message_transfer import MessageFetcher, MessageQuery, SentGroup, export_messages, load_stored, run_request
+from .message_transfer import MessageFetcher, MessageQuery, export_messages, load_stored, run_request
 from .routing import RouteRequest, TransferMode
+from .sent_messages import SentGroup
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ReplicaInfo:
     page_size: int  # tokens
     stats: EngineStats
     version: str  # of the models
+    layer_reuse: tuple[tuple[str, str], ...]  # (receiver, sender): models that reuse layers of others
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class EngineReplica:
         """Return what replicas have in common, and this one's state."""
         engine = self._service.engine
         page_size, stats = engine.core.config.cache.page_size, (await self.load()).stats
-        return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, stats, self._version)
+        pairs = engine.core.cross_model_reuse.pairs
+        return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, stats, self._version, pairs)
 
     async def load(self) -> ReplicaLoad:
         """Return who this replica is and what it does."""

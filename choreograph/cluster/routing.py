@@ -11,7 +11,7 @@ import random
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +42,8 @@ class RouteRequest:
     learned: list[tuple[str, ContentKeys]] = field(default_factory=list)  # (replica, what it generated) before
     is_movable: bool = False  # replicas may fetch its messages from each other
     sources: dict[int, list[str]] = field(default_factory=dict)  # replicas that have a key, to fetch it from
+    # by key: keys of the same message in models whose layers the request's model reuses
+    alternatives: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 class RoutingPolicy(ABC):
@@ -195,7 +197,9 @@ class MessageAffinity(RoutingPolicy):
         """
         result: dict[str, int] = {}
         for key, num_tokens in request.keys.items():
-            replicas = self._replicas_of.get(key, ())
+            replicas: Collection[str] = self._replicas_of.get(key, ())
+            if others := request.alternatives.get(key):
+                replicas = {*replicas}.union(*(self._replicas_of.get(other, ()) for other in others))
             for replica in replicas if len(replicas) <= MAX_REPLICAS_OF_KEY else ():
                 result[replica] = result.get(replica, 0) + num_tokens
         return result
@@ -257,7 +261,7 @@ class MessageAffinity(RoutingPolicy):
         # the first half of those that a key was sent to has computed it by now; they are asked in turn
         self._num_asked += 1
         result: dict[int, list[str]] = {}
-        for key in request.keys:
+        for key in itertools.chain(request.keys, *request.alternatives.values()):
             names = list(itertools.islice(self._replicas_of.get(key, ()), MAX_REPLICAS_OF_KEY))
             names = names[: (len(names) + 1) // 2]
             if names:

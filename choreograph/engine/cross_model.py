@@ -151,6 +151,10 @@ class CrossModelReuse:
         """Enabled (receiver, sender) pairs."""
         return tuple(self._selectors)
 
+    def senders_of(self, receiver: str) -> tuple[str, ...]:
+        """Return the models whose layers a model reuses."""
+        return tuple(sender for other, sender in self._selectors if other == receiver)
+
     def add(
         self,
         receiver: str,

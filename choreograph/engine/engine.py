@@ -77,6 +77,7 @@ class Engine:
         tp_plan: Any = None,
         adapters: Adapters | None = None,
         models: Models | None = None,
+        layer_reuse: Mapping[str, LayerPattern | Sequence[int]] | None = None,
     ) -> "Engine":
         """Load a model and create an engine.
 
@@ -89,6 +90,7 @@ class Engine:
             tp_plan: as in transformers ("auto"): tensor parallelism over the processes of torchrun.
             adapters: LoRA adapters by name, each a folder saved by `peft` or a Hub id.
             models: sibling models of the same architecture by name, each as `model`.
+            layer_reuse: pattern of `enable_layer_reuse` for each model that reuses layers of the base.
 
         Raises:
             ModelError: if a model cannot be found, read or served.
@@ -112,7 +114,10 @@ class Engine:
             hf_model.quantize(config.quantization)
         if config.compile:
             _enable_compile(hf_model, config)
-        return cls(hf_model, config, adapters=adapters, models=models)
+        engine = cls(hf_model, config, adapters=adapters, models=models)
+        for receiver, pattern in (layer_reuse or {}).items():
+            engine.enable_layer_reuse(receiver, pattern=pattern)
+        return engine
 
     @property
     def model_info(self) -> ModelInfo:

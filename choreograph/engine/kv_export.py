@@ -4,10 +4,11 @@ import itertools
 import json
 import os
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
@@ -47,6 +48,7 @@ class KVSnapshot(NamedTuple):
     model_hash: str  # weights hash of the model that computed it
     content_hash: str  # of tokens and context, equal across processes and clients
     checksum: int | None = None  # of base_position and layers; None: cannot be verified
+    inputs: Mapping[int, Tensor] = MappingProxyType({})  # (T, E), hidden states before some layers; not saved
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the snapshot to a safetensors file.
@@ -111,8 +113,12 @@ def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
     return snapshot._replace(checksum=_checksum(snapshot.base_position, snapshot.layers))
 
 
-def copy_kv(core: EngineCore, request: Request) -> KVSnapshot:
-    """Return `export_kv` without the checksum."""
+def copy_kv(core: EngineCore, request: Request, *, with_inputs: bool = False) -> KVSnapshot:
+    """Return `export_kv` without the checksum.
+
+    Args:
+        with_inputs: copy the cached hidden states too, from which other models compute layers.
+    """
     if request.mode != "choreographed":
         raise InvalidRequestError(
             f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts"
@@ -123,14 +129,14 @@ def copy_kv(core: EngineCore, request: Request) -> KVSnapshot:
         )
     core.model_set.weights_hash(request.model)  # slow the first time (reads all weights): not under the lock
     with core.lock, resident(core, request) as entry:
-        return _snapshot(core, entry, entry.pages)
+        return _snapshot(core, entry, entry.pages, with_inputs=with_inputs)
 
 
 def try_copy_kv(core: EngineCore, request: Request) -> KVSnapshot | None:
     """Return `copy_kv` without waiting for a running step, from any thread.
 
-    Takes no lock: an entry's list of pages is replaced before they are freed, so a copy is whole if the list is the same
-    afterwards. None if it is not, or if the KV entry is not complete in CPU memory.
+    Hidden states are copied too. Takes no lock: an entry's list of pages is replaced before they are freed, so a copy
+    is whole if the list is the same afterwards. None if it is not, or if the KV entry is not complete in CPU memory.
     """
     entry, pool = request.entry, core.cache_manager.pool
     if request.mode != "choreographed" or request.computed_layers is not None or request.released or entry is None:
@@ -140,16 +146,16 @@ def try_copy_kv(core: EngineCore, request: Request) -> KVSnapshot | None:
     pages = entry.pages
     if entry.location != "device" or not entry.is_complete:
         return None
-    snapshot = _snapshot(core, entry, pages)
+    snapshot = _snapshot(core, entry, pages, with_inputs=True)
     return snapshot if entry.pages is pages else None
 
 
-def _snapshot(core: EngineCore, entry: KVEntry, pages: list[int]) -> KVSnapshot:
-    weights_hash = core.model_set.weights_hash
+def _snapshot(core: EngineCore, entry: KVEntry, pages: list[int], *, with_inputs: bool) -> KVSnapshot:
+    weights_hash, pool, slots = core.model_set.weights_hash, core.cache_manager.pool, entry.slots_in(pages)
     model_hash = weights_hash(entry.model)
     content_hash = portable_content_hash(entry.tokens, entry.base_position, entry.context, entry.model, weights_hash)
-    layers = core.cache_manager.pool.export_slots(entry.slots_in(pages))
-    return KVSnapshot(entry.base_position, layers, model_hash, content_hash)
+    inputs = {layer: pool.export_inputs(layer, slots) for layer in entry.cached_hidden_layers if with_inputs}
+    return KVSnapshot(entry.base_position, pool.export_slots(slots), model_hash, content_hash, inputs=inputs)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Variants of messages by model (DroidSpeak §4.2), and imported messages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError, MessageReleasedError, NotAMessageError, WrongSessionError
@@ -9,7 +9,7 @@ from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import TransferOps
 from .cross_model import LayerPattern, RemoteContext
 from .kv_export import KVSnapshot, attach_entry, import_kv
-from .labels import unlabelled_salt
+from .labels import UNGUARDED, unlabelled_salt
 from .message import Message, MessageSlice, Parent, unwrap_slice
 from .request import Request, RequestState
 from .validation import check_choreographed, check_parents
@@ -135,6 +135,28 @@ class MessageVariants:
             return self._reencode(parent, parents, model, pattern)
 
         return unwrap_slice(_variant_for(model, f"only {pattern}", message, reencode))
+
+    def prefill_layers(
+        self,
+        message: Message,
+        parents: Sequence[Parent],
+        offsets: Sequence[int | None] | None,
+        new_offset: int | None,
+        *,
+        priority: int = 0,
+    ) -> Message:
+        """Prefill another model's message in a context, in some layers.
+
+        These are of the pair's pattern. The other layers are reused as they are: they saw the message's own context.
+        """
+        source = (message.imported_from or message)._request
+        pattern = self._core.cross_model_reuse.fixed_pattern(self._session.model, message.model, source)
+        variant = self._session._build_request(
+            [], tuple(parents), offsets, new_offset, priority=priority, guard=UNGUARDED
+        )
+        variant.role, variant._request.source, variant._request.keeps_positions = message.role, source, False
+        self._set_pattern(variant._request, message.model, pattern)
+        return self._session._submit([variant])[0]
 
     def restrict_layers(
         self, message: Message, variant: Message, pattern: LayerPattern, below: Message | None = None

@@ -312,6 +312,11 @@ class KVPool:
         index = torch.tensor(slots, dtype=torch.long, device=self.keys[0].device)
         return self.keys[layer][index].cpu(), self.values[layer][index].cpu()
 
+    def export_inputs(self, layer: int, slots: list[int]) -> Tensor:
+        """Copy the cached inputs of a layer, (T, E), to host memory."""
+        index = torch.tensor(slots, dtype=torch.long, device=self.keys[0].device)
+        return self.hidden[layer][index].cpu()
+
     def import_slots(self, slots: list[int], layers: list[LayerKeyValues]) -> None:
         """Write the result of `export_slots` into other slots."""
         index = torch.tensor(slots, dtype=torch.long, device=self.keys[0].device)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from ..config import parse_capacity
 from .playground import ModeResult
-from .request_log import SOURCES, MessageRow
+from .request_log import MessageRow
+from .reuse import SOURCES
 from .service import ANONYMOUS, InferenceService
 
 WINDOW, MAX_SHOWN = 60.0, 20  # seconds and requests of the timeline
@@ -19,6 +20,7 @@ SOURCE_TEXTS = {
     "message": ("Message", "a message after other messages"),
     "quoted": ("Quoted", "a quote inside another text"),
     "remote": ("Session", "sessions and playground"),
+    "other_model": ("Other model", "a message of another model"),
     "computed": ("Computed", "not in the cache"),
 }
 

@@ -20,6 +20,8 @@ MAX_EQUAL = 8  # stored messages of equal content
 
 IMPORTED = -1  # lineage of messages from other engines; no hash is -1
 
+OTHER_MODEL = 1  # lineage of messages of another model, in a context of their own; no hash of a tuple is 1
+
 MAX_BUDGETS = 1024  # workflows whose divergences are remembered
 
 
@@ -66,8 +68,14 @@ class StoredMessage:
 
     @property
     def is_imported(self) -> bool:
-        """True if another engine computed it."""
+        """True if another engine computed it, or some of its layers."""
         return self.lineage == IMPORTED
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if the KV of some layers is not in the cache."""
+        entries = (request.entry for request in self.message._request.source_chain)
+        return any(entry is not None and entry.location == "dropped" for entry in entries)
 
 
 class MessageIndex:
@@ -86,7 +94,7 @@ class MessageIndex:
         if stored is None or stored.message.error is not None:
             return None
         # the context that an imported message saw is not here: it is computed in that of the request
-        return None if stored.is_imported and stored.message.kv_location == "dropped" else stored
+        return None if stored.is_imported and stored.is_dropped else stored
 
     def unused_key(self, content: object) -> object:
         """Return a key of `content` in `by_content` that no message has.
@@ -133,6 +141,10 @@ class MessageStore:
     @property
     def workflows(self) -> list[StoredWorkflow]:
         return list(self._workflows.values())
+
+    def senders_of(self, model: str) -> tuple[str, ...]:
+        """Return the models whose layers a model reuses."""
+        return self._engine.core.cross_model_reuse.senders_of(model)
 
     def find(self, key: WorkflowKey, content_key: object) -> StoredMessage | None:
         """Return a stored message of a workflow by its content key."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..outputs import EngineStats, Timing
 from ..utils import require
-from .reuse import SourceCounts
+from .reuse import SOURCES, SourceCounts
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
@@ -77,7 +77,7 @@ class ServerMetrics:
         self._prompt_tokens.inc(total)
         self._queries.inc(total)
         self._hits.inc(counts.prefix)
-        for source in ("prefix", "message", "quoted", "remote", "computed"):
+        for source in SOURCES:
             self._source_tokens.labels(self._model_name, source).inc(getattr(counts, source))
 
     def render(self, stats: EngineStats | None) -> bytes:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from ..engine.message import Message, unwrap_slice
 from ..engine.request import RequestState
+from .reuse import SOURCES
 
 MAX_RECORDS, MAX_WORKFLOWS, MAX_ROWS = 200, 32, 80  # requests and workflows of a tenant, messages of a workflow
 
 MAX_PARENTS = 32  # of an answer that is explained; its cost is quadratic
 
-SOURCES = ("prefix", "message", "quoted", "remote", "computed")  # where prompt tokens came from
 
 SESSION = "session"  # reuse mode of calls of the library, which name their own parents
 

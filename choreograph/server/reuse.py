@@ -5,8 +5,9 @@ session, found again by its content. auto: quotes of stored messages are found a
 All functions run in the engine's thread.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,15 @@ from ..engine.session import Session
 from ..errors import InvalidRequestError, LeakError
 from ..sampling_params import SamplingParams
 from .chat_prompt import ChatPrompt
-from .message_store import MessageIndex, MessageStore, StoredMessage, WorkflowKey, find_content
+from .message_store import (
+    IMPORTED,
+    OTHER_MODEL,
+    MessageIndex,
+    MessageStore,
+    StoredMessage,
+    WorkflowKey,
+    find_content,
+)
 from .server_config import ReuseMode
 from .span_index import Span, common_length, find_spans, gaps_between
 
@@ -40,6 +49,9 @@ class Answer(NamedTuple):
     max_kl: float | None = None  # divergence from prefix mode to stay within, nats a token; None: unlimited
 
 
+SOURCES = ("prefix", "message", "quoted", "remote", "other_model", "computed")  # where prompt tokens come from
+
+
 @dataclass
 class SourceCounts:
     """Prompt tokens of one request by source."""
@@ -49,11 +61,12 @@ class SourceCounts:
     quoted: int = 0  # of a message that is quoted inside another text
     computed: int = 0
     remote: int = 0  # of a message that another replica encoded
+    other_model: int = 0  # of a message of another model, some of whose layers are computed again
     repaired: int = 0  # reused tokens that were computed again in this context; also in another count
 
     @property
     def cached(self) -> int:
-        return self.prefix + self.message + self.quoted + self.remote
+        return self.prefix + self.message + self.quoted + self.remote + self.other_model
 
 
 @dataclass
@@ -64,6 +77,14 @@ class Plan:
     counts: SourceCounts
     close: Callable[[bool], None]  # called once, with whether all answers are complete
     measure: Callable[[], object] | None = None  # called after it, if they are: measures selected calls
+
+
+def may_reuse_layers(key: WorkflowKey, repair: float | None, max_kl: float | None) -> bool:
+    """Return whether a request may reuse layers of other models.
+
+    Repairs, budgets and clearances know messages of one model.
+    """
+    return not repair and max_kl is None and key.clearance is None
 
 
 def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
@@ -98,12 +119,15 @@ def plan_messages(
             if segment.answer_key is not None:
                 candidates.insert(0, segment.answer_key)
             stored = None
-            for content in candidates:
-                stored = stored or builder.find_content((content, occurrences[content]))
+            keys = [(content, occurrences[content]) for content in candidates]
+            for content_key in keys:
+                stored = stored or builder.find_content(content_key)
             if stored is not None and any(stored.message is parent for parent in builder.parents):
                 stored = None
             if stored is not None:
                 builder.reuse_message(stored)
+            elif (stored := builder.find_of_other_model(keys)) is not None:
+                builder.reuse_layers(stored, keys)
             else:
                 builder.compute(segment.tokens, [(segment.tokens, occurrences[segment.tokens])])
             for content in candidates:
@@ -171,9 +195,12 @@ class _PlanBuilder:
         self.parents: list[Message | MessageSlice] = []
         self.used: list[tuple[StoredMessage, int, int]] = []  # stored tokens in the context
         self.counts = SourceCounts()
+        senders = store.senders_of(key.model) if may_reuse_layers(key, answers[0].repair, answers[0].max_kl) else ()
+        self._other_keys = [key._replace(model=model) for model in senders]  # of models whose layers this one reuses
         self._lineage = ROOT  # of the context so far
         self._is_prefix = True  # every part was encoded after the same parts
         self._computed: list[Message] = []
+        self._of_other_models: list[tuple[Message, str]] = []  # and the source that they count as
 
     def find_content(self, key: object) -> StoredMessage | None:
         """Return the stored message of a content key.
@@ -185,6 +212,11 @@ class _PlanBuilder:
         if stored is None and find_content(self._forbidden, key):
             self._refuse()
         return stored
+
+    def find_of_other_model(self, content_keys: Iterable[object]) -> StoredMessage | None:
+        """Return a stored message whose layers this model reuses."""
+        places = itertools.product(self._other_keys, content_keys)
+        return next(filter(None, (self._store.find(key, content_key) for key, content_key in places)), None)
 
     def find_spans(self, tokens: list[int], start: int, stop: int) -> list[Span[StoredMessage]]:
         """Return quotes of stored messages in tokens[start:stop].
@@ -210,6 +242,21 @@ class _PlanBuilder:
         self._is_prefix &= stored.lineage == self._lineage and self._next_offset is None
         source = "remote" if stored.is_imported else "prefix" if self._is_prefix else "message"
         self._append(stored, 0, len(stored.tokens), source)
+
+    def reuse_layers(self, stored: StoredMessage, content_keys: Sequence[object]) -> None:
+        """Append a message of another model.
+
+        Some of its layers are computed in this context.
+        """
+        self._store.use(stored)
+        message = self.workflow.session._variants.prefill_layers(
+            stored.message, self.parents, *self._places(), priority=self._answers[0].priority
+        )
+        own = self._store.add(self._key, message, IMPORTED if stored.is_imported else OTHER_MODEL, content_keys)
+        self.used.append((own, 0, len(own.tokens)))
+        self._of_other_models.append((message, "remote" if stored.is_imported else "other_model"))
+        self._is_prefix = False
+        self._extend(message, 0, len(own.tokens))
 
     def reuse_prefix(
         self, tokens: list[int], position: int, limit: int, excluded: Collection[StoredMessage] = ()
@@ -253,17 +300,19 @@ class _PlanBuilder:
         self._lineage = hash((self._lineage, message.id, start, stop, self._next_offset))
         self.parents.append(message if is_whole else message[start:stop])
 
+    def _places(self) -> tuple[Sequence[int | None] | None, int | None]:
+        """Return the offsets of the context and of the next part."""
+        return self._offsets[: len(self.parents)] or None, self._next_offset
+
     def compute(self, tokens: Sequence[int], content_keys: Sequence[object] = ()) -> None:
         """Append new tokens, which later requests can reuse."""
         if not tokens:
             return
         answer = self._answers[0]
-        offsets, new_offset = self._offsets[: len(self.parents)] or None, self._next_offset
         message = self.workflow.session.prefill(
             list(tokens),
             self.parents,
-            offsets,
-            new_offset,
+            *self._places(),
             priority=answer.priority,
             repair=answer.repair,
             **self._guard,
@@ -285,6 +334,9 @@ class _PlanBuilder:
         def close(is_complete: bool) -> None:
             for message in self._computed:
                 source = "message" if is_complete and message.finish_reason == "cached" else "computed"
+                setattr(self.counts, source, getattr(self.counts, source) + len(message.tokens))
+            for message, source in self._of_other_models:
+                source = source if message._request.computed_layers is not None else "computed"  # all layers were
                 setattr(self.counts, source, getattr(self.counts, source) + len(message.tokens))
             self.counts.computed += len(header)
             for message in (*self._computed, *messages) if is_complete else ():

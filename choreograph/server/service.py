@@ -249,6 +249,10 @@ class InferenceService:
         self.check_limits(spec)
         return RunningRequest(self, request, spec)
 
+    def max_kl_of(self, spec: GenerationSpec) -> float | None:
+        """Return the divergence that a request has to stay within."""
+        return self.config.max_kl if spec.max_kl is None else spec.max_kl
+
     def check_limits(self, spec: GenerationSpec) -> None:
         """Raise an error for a request that cannot be started."""
         if self.thread.num_generations >= self.config.max_requests:
@@ -315,6 +319,7 @@ class RunningRequest:
                 "message_tokens": counts.message,
                 "quoted_tokens": counts.quoted,
                 "remote_tokens": counts.remote,
+                "other_model_tokens": counts.other_model,
                 "computed_tokens": counts.computed,
                 "repaired_tokens": counts.repaired,
             },
@@ -379,7 +384,7 @@ class RunningRequest:
 
     def _submit(self) -> list[Message]:
         spec, service, seed = self.spec, self._service, self.spec.sampling.seed or 0
-        max_kl = service.config.max_kl if spec.max_kl is None else spec.max_kl
+        max_kl = service.max_kl_of(spec)
         messages: list[Message] = []
         for prompt in spec.prompts:
             answers = []

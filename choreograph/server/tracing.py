@@ -71,6 +71,7 @@ class RequestSpan:
                     "choreograph.usage.message_tokens": counts.message,
                     "choreograph.usage.quoted_tokens": counts.quoted,
                     "choreograph.usage.remote_tokens": counts.remote,
+                    "choreograph.usage.other_model_tokens": counts.other_model,
                     "choreograph.usage.computed_tokens": counts.computed,
                     "choreograph.usage.repaired_tokens": counts.repaired,
                 }

@@ -53,10 +53,10 @@ def ray_nodes():
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(ray_nodes, talker_folder):
-    """Two replicas of the tiny model, on a node each."""
+def ray_cluster(ray_nodes, talker_folder, math_folder):
+    """Two replicas of the tiny model and a sibling, on a node each."""
     app = deployment.bind_app(
-        partial(make_engine, talker_folder),
+        partial(make_engine, talker_folder, math=math_folder, pattern=(0, 1, 2)),
         ServerConfig(served_model_name="tiny", max_tokens=24, drain_timeout=240),
         deployment.ClusterConfig(replicas=2, transfer="always"),
     )
@@ -66,9 +66,9 @@ def ray_cluster(ray_nodes, talker_folder):
 
 
 @pytest.fixture(scope="session")
-def single(talker_folder):
+def single(talker_folder, math_folder):
     """URL of one server without Ray, for the expected answers."""
-    with serving(make_engine(talker_folder)) as server:
+    with serving(make_engine(talker_folder, math=math_folder, pattern=(0, 1, 2))) as server:
         yield f"{server.url}/v1"
 
 

@@ -4,95 +4,18 @@ import asyncio
 import dataclasses
 import random
 import threading
-from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
 pytest.importorskip("ray")
 
-from helpers.live_server import make_engine
+from helpers.replica_pair import message, pair, spec_of
+from helpers.transfer_failures import BY_LAYER, FAILURES, HEADER_FAILURES, gone
 
 from choreograph import SamplingParams
 from choreograph.cluster import message_transfer
-from choreograph.cluster.content_keys import segment_key
-from choreograph.cluster.message_transfer import (
-    GROUP_BYTES,
-    MessageFetcher,
-    SentGroup,
-    TransferCosts,
-    export_messages,
-    run_request,
-)
-from choreograph.cluster.replica import _Connection
-from choreograph.outputs import BASE_MODEL
-from choreograph.server.app import create_app
-from choreograph.server.chat_prompt import ChatPrompt, Segment
-from choreograph.server.message_store import WorkflowKey
-from choreograph.server.server_config import ServerConfig
-from choreograph.server.service import GenerationSpec
-
-
-def message(seed, length=48):
-    return Segment(tuple(np.random.default_rng(seed).integers(100, 5000, length).tolist()))
-
-
-def spec_of(*segments, client="team", workflow="debate", labels=frozenset()):
-    header = [901, 902]
-    tokens = [token for segment in segments for token in segment.tokens] + header
-    key = WorkflowKey(client, workflow, BASE_MODEL, labels)
-    prompt = ChatPrompt(tokens, list(segments), header)
-    sampling = SamplingParams(max_tokens=6, temperature=0.0)
-    return GenerationSpec(key, "messages", [prompt], sampling, keys_of=lambda text: [text])
-
-
-class Pair:
-    """A replica that has messages, and one that fetches them."""
-
-    def __init__(self, folder, mode="always", group_bytes=GROUP_BYTES):
-        config = ServerConfig(max_tokens=16)
-        self.source, self.reader = (create_app(make_engine(folder), config).state.service for _ in range(2))
-        self.queries = []
-        self.fetcher = MessageFetcher(self.reader, self.ask, "reader", mode, group_bytes)
-        self.change = lambda groups: groups  # what happens to messages on their way
-        self.num_groups = 0
-
-    async def ask(self, source, query):
-        assert source == query.route.pinned == "source"
-        self.queries.append(query)
-        async for group in self.change(export_messages(self.source, query)):
-            self.num_groups += 1
-            yield group
-
-    async def run(self, service, spec):
-        """Return tokens and counts of an answer; the reader asks the source for every message."""
-        if service is self.reader:
-            sources = {segment_key(spec, segment): ["reader", "source"] for segment in spec.prompts[0].segments}
-            await self.fetcher.fetch_missing(spec, sources)
-        tokens, text = [], ""
-        async for running, updates in run_request(service, _Connection(), spec):
-            for update in updates:  # those that wait are joined
-                tokens, text, counts = tokens + update.token_ids, text + update.text, running.counts
-        return tokens, text, counts
-
-
-@asynccontextmanager
-async def pair(folder, mode="always", group_bytes=GROUP_BYTES):
-    result = Pair(folder, mode, group_bytes)
-    for service in (result.source, result.reader):
-        service.start()
-    try:
-        yield result
-        for service in (result.source, result.reader):
-            await service.thread.call(service.engine.check)
-            await service.thread.call(service.planner.store.check)
-    finally:
-        for service in (result.source, result.reader):
-            await service.stop()
-            service.engine.close()
-
-
-BY_LAYER = pytest.mark.parametrize("group_bytes", [1 << 30, 1], ids=["at once", "by layer"])
+from choreograph.cluster.message_transfer import TransferCosts
+from choreograph.server.chat_prompt import Segment
 
 
 @BY_LAYER
@@ -142,99 +65,6 @@ async def test_a_received_message_that_was_evicted_is_computed_in_the_context_of
         tokens, _, counts = await replicas.run(replicas.reader, spec_of(first, second))
         assert (counts.remote, counts.computed) == (0, 98)
         assert tokens == (await replicas.run(replicas.source, spec_of(first, second)))[0]
-
-
-def changed(**changes):
-    """Return what changes fields of the last group's last layer on its way."""
-
-    async def change(groups):
-        sent = [group async for group in groups]
-        *layers, last = sent[-1].layers
-        fields = {name: value(getattr(last, name)) for name, value in changes.items()}
-        for group in [*sent[:-1], sent[-1]._replace(layers=[*layers, last._replace(**fields)])]:
-            yield group
-
-    return change
-
-
-def with_header(*, is_signed, **fields):
-    """Return what changes fields of the message that is sent; with right checksums if `is_signed`."""
-
-    async def change(groups):
-        sent = [group async for group in groups]
-        (message,) = (dataclasses.replace(message, **fields) for message in sent[0].messages)
-        if is_signed:
-            object.__setattr__(message, "checksum", message.compute_checksum())
-        for group in sent:
-            checksums = [message.layer_checksum(*layer[1:4]) if is_signed else layer.checksum for layer in group.layers]
-            layers = [layer._replace(checksum=new) for layer, new in zip(group.layers, checksums, strict=True)]
-            yield SentGroup([message] if group.messages else [], layers)
-
-    return change
-
-
-def flip(array):
-    array = array.copy()
-    array.flat[5] ^= 1
-    return array
-
-
-async def without_last_layer(groups):
-    sent = [group async for group in groups]
-    for group in [*sent[:-1], sent[-1]._replace(layers=sent[-1].layers[:-1])]:
-        yield group
-
-
-async def reordered(groups):
-    """Layers have each other's content, and their own checksums."""
-    sent = [group async for group in groups]
-    contents = [layer for group in sent for layer in group.layers][::-1]
-    for group in sent:
-        layers = [layer._replace(keys=(other := contents.pop(0)).keys, values=other.values) for layer in group.layers]
-        yield group._replace(layers=layers)
-
-
-async def slow(groups):
-    sent = [group async for group in groups]
-    for group in sent[:-1]:
-        yield group
-    await asyncio.sleep(60)
-    yield sent[-1]
-
-
-async def gone(groups):
-    sent = [group async for group in groups]
-    for group in sent[:-1]:
-        yield group
-    raise ConnectionError("the replica is gone")
-
-
-HEADER_FAILURES = {
-    "corrupted tokens": with_header(is_signed=False, tokens=[5] * 48),
-    "another model": with_header(is_signed=True, model_hash="other"),
-    "another position": with_header(is_signed=False, base_position=7),
-    "fewer tokens": with_header(is_signed=True, tokens=[5] * 40),
-    "more layers": with_header(is_signed=True, shapes=[((48, 2, 16), (48, 2, 16))] * 9),
-}
-
-
-async def empty(groups):
-    for group in ():
-        yield group
-
-
-FAILURES = {
-    "empty": empty,
-    "corrupted keys": changed(keys=flip),
-    "corrupted values": changed(values=flip),
-    "truncated keys": changed(keys=lambda array: array[:-1]),
-    "one row": changed(values=lambda array: array[:1]),
-    "layer of another number": changed(layer=lambda layer: layer - 1),
-    "truncated layers": without_last_layer,
-    "exchanged layers": reordered,
-    "slow": slow,
-    "dead": gone,
-}
 
 
 @BY_LAYER

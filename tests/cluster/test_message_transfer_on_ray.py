@@ -8,8 +8,9 @@ import time
 from helpers.replica_calls import generate, items_of, messages, spec_of
 from ray import serve
 
-from choreograph.cluster.message_transfer import ArrivingMessage, MessageQuery
+from choreograph.cluster.message_transfer import MessageQuery
 from choreograph.cluster.routing import RouteRequest
+from choreograph.cluster.sent_messages import ArrivingMessage
 
 
 async def loads():
@@ -34,6 +35,16 @@ async def test_a_replica_takes_messages_of_another_one(ray_cluster):
     tokens, counts = await generate(spec_of(*messages(1000)), reader, source)
     assert (counts.remote, counts.computed, tokens) == (192, 2, expected)
     assert await num_batched(reader) - before < 20
+
+
+async def test_a_model_reuses_layers_of_what_another_replica_has_computed_with_the_base(ray_cluster):
+    source, reader = (load.name for load in await loads())
+    await generate(spec_of(*messages(6000)), source)
+    asked = spec_of(*messages(6000), model="math")
+    expected, counts = await generate(asked, source)
+    assert (counts.other_model, counts.computed) == (192, 2)
+    tokens, counts = await generate(asked, reader, source)
+    assert (counts.remote, counts.computed, tokens) == (192, 2, expected)
 
 
 async def test_layers_pass_through_ray_in_groups(ray_cluster):

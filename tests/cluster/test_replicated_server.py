@@ -49,7 +49,7 @@ def test_status_routes_see_all_replicas(ray_cluster):
     metrics = httpx.get(f"{ray_cluster.url}/metrics").text
     assert "choreograph:num_requests_running" in metrics and "choreograph:computed_tokens_total" in metrics
     models = httpx.get(f"{ray_cluster.url}/v1/models").json()
-    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert [model["id"] for model in models["data"]] == ["tiny", "math"]
 
 
 def test_responses_are_stored_and_continued(ray_client):
@@ -89,6 +89,19 @@ def test_messages_in_another_order_are_not_computed_again_on_any_replica(ray_cli
         counts = answer.usage.choreography
         num_reused.append(counts["message_tokens"] + counts["prefix_tokens"] + counts["remote_tokens"])
     assert min(num_reused) > 200
+
+
+def test_a_sibling_reuses_layers_of_messages_that_the_base_has_read(ray_client):
+    texts = [f"Notes of {name} for both models. {PLAN}" for name in ("one", "two")]
+    for model, order in (("tiny", texts), ("math", texts[::-1])):
+        answer = ray_client.chat.completions.create(
+            model=model,
+            messages=[{"role": "system", "content": "Read."}] + [{"role": "user", "content": text} for text in order],
+            max_tokens=2,
+            extra_body={"choreography": {"reuse": "messages", "workflow": "family"}},
+        )
+    counts = answer.usage.choreography
+    assert counts["other_model_tokens"] + counts["remote_tokens"] > 200
 
 
 def test_streams_go_on_without_a_gap_after_kill_minus_9_of_a_replica(ray_cluster, single):

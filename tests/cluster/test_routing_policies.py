@@ -213,6 +213,16 @@ def test_prefix_affinity_balances_queues_that_differ_much():
     assert rank(policy, request, IDLE | {"b": 3})[0] != "b"
 
 
+def test_replicas_that_have_a_message_of_another_model_hold_it_too():
+    policy = with_queues(MessageAffinity(), BUSY)
+    policy.on_routed(RouteRequest({11: 300}), "b")  # of the other model
+    policy.on_routed(RouteRequest({2: 100}), "b")
+    policy.on_routed(RouteRequest({1: 300}), "c")
+    request = RouteRequest({1: 300, 2: 100}, alternatives={1: [11], 2: [12]}, is_movable=True)
+    assert policy.held(request) == {"b": 400, "c": 300}
+    assert policy.sources(request) == {1: ["c"], 2: ["b"], 11: ["b"]}
+
+
 def test_unknown_routers_are_refused():
     with pytest.raises(ConfigError, match="use one of"):
         create_policy("random")

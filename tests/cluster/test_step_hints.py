@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray")
 
 from helpers.live_server import make_engine
-from test_message_transfer import message, spec_of
+from helpers.replica_pair import message, spec_of
 
 from choreograph.agents import StepGraph
 from choreograph.cluster.gateway import ReplicatedService
@@ -93,7 +93,7 @@ class LocalCluster:
         for name in self.replicas:
             self.policy.set_queue(name, 0)
         engine = self.replicas["a"]._service.engine
-        info = ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, 16, engine.stats(), "")
+        info = ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, 16, engine.stats(), "", ())
         self.gateway = ReplicatedService(info, ServerConfig(max_tokens=16), self, has_transfers=True)
 
     def _ask(self, source, query):

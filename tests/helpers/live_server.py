@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +35,15 @@ class LiveServer:
             time.sleep(0.01)
 
 
-def make_engine(folder: str, tokens: int = 8192, **cache: Any) -> Engine:
+def make_engine(
+    folder: str, tokens: int = 8192, *, math: str | None = None, pattern: Sequence[int] | None = None, **cache: Any
+) -> Engine:
+    """Load a model, and a sibling "math" that reuses its layers."""
     config = EngineConfig(cache=CacheConfig(capacity=tokens, poison_freed_pages=True, **cache))
-    return Engine.from_pretrained(folder, config=config, dtype="float32", device="cpu")
+    models, reuse = ({} if math is None else {"math": math}), ({} if pattern is None else {"math": pattern})
+    return Engine.from_pretrained(
+        folder, config=config, dtype="float32", device="cpu", models=models, layer_reuse=reuse
+    )
 
 
 @contextmanager

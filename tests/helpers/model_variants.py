@@ -2,8 +2,6 @@
 
 from functools import cache
 
-import torch
-
 from choreograph import CacheConfig, Engine, EngineConfig, SchedulerConfig
 from helpers import tiny_models
 
@@ -18,11 +16,7 @@ def base():
 @cache
 def finetuned(seed: int = 7):
     """Far enough from the base for every layer to be told apart."""
-    model, noise = tiny_models.build(layers=LAYERS), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
-    return model
+    return tiny_models.finetuned(tiny_models.build(layers=LAYERS), seed)
 
 
 def engine(

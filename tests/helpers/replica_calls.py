@@ -19,16 +19,16 @@ def messages(start):
     return [Segment(tuple(range(first, first + 96))) for first in (start, start + 200)]
 
 
-def spec_of(*segments):
+def spec_of(*segments, model=BASE_MODEL):
     tokens = [token for segment in segments for token in segment.tokens] + HEADER
-    key = WorkflowKey("team", "travel", BASE_MODEL)
+    key = WorkflowKey("team", "travel", model)
     sampling = SamplingParams(max_tokens=6, temperature=0.0)
     return GenerationSpec(key, "messages", [ChatPrompt(tokens, list(segments), HEADER)], sampling)
 
 
 async def items_of(spec, replica, source=None, version=None):
-    """Run a request on a replica; return what it sends."""
-    keys = [segment_key(spec, segment) for segment in spec.prompts[0].segments]
+    """Run a request on a replica; return what it sends. The source has the messages of the base."""
+    keys = [segment_key(spec, segment, BASE_MODEL) for segment in spec.prompts[0].segments]
     route = RouteRequest(pinned=replica, sources={key: [source] for key in keys if source})
     handle = serve.get_deployment_handle("engine", "choreograph").options(method_name="generate", stream=True)
     return [item async for item in handle.remote(ReplicaCall(route, spec, version=version))]

@@ -1,5 +1,6 @@
 """Tiny random models and engines for tests that the embedded model is too slow for."""
 
+import copy
 from functools import cache
 
 import torch
@@ -63,3 +64,12 @@ def engine(
             scheduler=SchedulerConfig(max_num_batched_tokens=step, max_num_seqs=calls, skip_loading=aware),
         ),
     )
+
+
+def finetuned(model: LlamaForCausalLM, seed: int = 7) -> LlamaForCausalLM:
+    """A copy with noise on its weights: far enough from the model for every layer to be told apart."""
+    result, noise = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
+    return result

@@ -57,6 +57,25 @@ def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_
     assert service.config.api_keys == ("key-of-the-owner", "key-of-team-one", "key-of-team-two")
 
 
+def test_a_sibling_reuses_layers_of_the_base(started, talker_folder, math_folder):
+    options = [
+        "--sibling",
+        f"math={math_folder}",
+        "--layer-reuse",
+        "math=0,1,2",
+        "--dtype",
+        "float32",
+        "--capacity",
+        512,
+    ]
+    service = started(talker_folder, *options)["app"].state.service
+    assert service.engine.models == ("base", "math")
+    assert service.engine.core.cross_model_reuse.pairs == (("math", "base"),)
+    for wrong in ("0,1", "0,1,x", "5"):
+        with pytest.raises(ConfigError, match="use three numbers: head,start,end"):
+            serve_command.serve(talker_folder, layer_reuse=[f"math={wrong}"])
+
+
 def test_the_cache_of_compiled_products_is_limited_unless_the_user_chooses(started, talker_folder, monkeypatch):
     for name in serve_command.PRIMITIVE_CACHES:
         monkeypatch.setenv(name, "7")

@@ -1,0 +1,81 @@
+"""Two replicas in the test process: one has messages, the other fetches them over a transport that can fail."""
+
+from contextlib import asynccontextmanager
+from functools import partial
+
+import numpy as np
+
+from choreograph import SamplingParams
+from choreograph.cluster.content_keys import segment_key
+from choreograph.cluster.message_transfer import GROUP_BYTES, MessageFetcher, export_messages, run_request
+from choreograph.cluster.replica import _Connection
+from choreograph.outputs import BASE_MODEL
+from choreograph.server.app import create_app
+from choreograph.server.chat_prompt import ChatPrompt, Segment
+from choreograph.server.message_store import WorkflowKey
+from choreograph.server.server_config import ServerConfig
+from choreograph.server.service import GenerationSpec
+from helpers.live_server import make_engine
+
+
+def message(seed, length=48):
+    return Segment(tuple(np.random.default_rng(seed).integers(100, 5000, length).tolist()))
+
+
+def spec_of(*segments, client="team", workflow="debate", model=BASE_MODEL, labels=frozenset()):
+    header = [901, 902]
+    tokens = [token for segment in segments for token in segment.tokens] + header
+    key = WorkflowKey(client, workflow, model, labels)
+    prompt = ChatPrompt(tokens, list(segments), header)
+    sampling = SamplingParams(max_tokens=6, temperature=0.0)
+    return GenerationSpec(key, "messages", [prompt], sampling, keys_of=lambda text: [text])
+
+
+class Pair:
+    """A replica that has messages, and one that fetches them."""
+
+    def __init__(self, make_engine, mode="always", group_bytes=GROUP_BYTES):
+        config = ServerConfig(max_tokens=16)
+        self.source, self.reader = (create_app(make_engine(), config).state.service for _ in range(2))
+        self.queries = []
+        self.fetcher = MessageFetcher(self.reader, self.ask, "reader", mode, group_bytes)
+        self.change = lambda groups: groups  # what happens to messages on their way
+        self.num_groups = 0
+
+    async def ask(self, source, query):
+        assert source == query.route.pinned == "source"
+        self.queries.append(query)
+        async for group in self.change(export_messages(self.source, query)):
+            self.num_groups += 1
+            yield group
+
+    async def run(self, service, spec):
+        """Return tokens and counts of an answer; the reader asks the source for every message."""
+        if service is self.reader:
+            sources = {
+                segment_key(spec, segment, model): ["reader", "source"]
+                for segment in spec.prompts[0].segments
+                for model in service.engine.models
+            }
+            await self.fetcher.fetch_missing(spec, sources)
+        tokens, text = [], ""
+        async for running, updates in run_request(service, _Connection(), spec):
+            for update in updates:  # those that wait are joined
+                tokens, text, counts = tokens + update.token_ids, text + update.text, running.counts
+        return tokens, text, counts
+
+
+@asynccontextmanager
+async def pair(folder, mode="always", group_bytes=GROUP_BYTES, make_engine=make_engine):
+    result = Pair(partial(make_engine, folder), mode, group_bytes)
+    for service in (result.source, result.reader):
+        service.start()
+    try:
+        yield result
+        for service in (result.source, result.reader):
+            await service.thread.call(service.engine.check)
+            await service.thread.call(service.planner.store.check)
+    finally:
+        for service in (result.source, result.reader):
+            await service.stop()
+            service.engine.close()
