@@ -194,7 +194,7 @@ def ratio_rows(
     """Return the computed tokens of message routing as shares of those of others."""
     if TRANSFERS not in results or len(results) < 2:
         return []
-    simulated = compare(predicted)
+    simulated = compare(predicted) if TRANSFERS in predicted and len(predicted) > 1 else {}
     return [
         Row(
             f"{workload}: computed tokens of {TRANSFERS}, of {name}",
@@ -208,6 +208,16 @@ def ratio_rows(
         )
         for name, share in compare(results).items()
     ]
+
+
+def earlier_results(workload: str) -> dict[str, dict[str, float]]:
+    """Return the computed tokens and the imbalance of every router in the last results."""
+    results: dict[str, dict[str, float]] = {}
+    for row in last_result("ray_routing").get("rows", []):
+        place, _, name = row["measure"].partition(": ")
+        if name in ("computed tokens", "imbalance") and place.startswith(f"{workload}, "):
+            results.setdefault(place.removeprefix(f"{workload}, "), {})[name] = row["value"]
+    return results
 
 
 def save_workload(workload: str, rows: list[Row], **options: int) -> None:
@@ -245,7 +255,7 @@ def main() -> None:
             results[name] = measured.results()
             print(workload, name, results[name], statistics.median(measured.ttft), measured.seconds, flush=True)
             rows += rows_of(f"{workload}, {name}", measured, predicted[name])
-        rows += ratio_rows(workload, results, predicted)
+        rows += ratio_rows(workload, earlier_results(workload) | results, predicted)
         if not arguments.simulate:
             save_workload(workload, rows, workflows=arguments.workflows, concurrency=arguments.concurrency)
         if arguments.simulate and TRANSFERS in predicted and len(predicted) > 1:
