@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import model_variants
 from helpers.hypothesis_profile import many
-from helpers.message_graphs import default_placements, graphs
+from helpers.message_graphs import default_placements, graphs, positions
 from helpers.model_configs import CONFIGS
 from helpers.model_variants import LAYERS
 from helpers.oracle import Oracle, OracleMessage
@@ -70,6 +70,36 @@ def test_it_equals_the_oracle(nodes, pattern, step, data):
     for p in parents:
         seen.append((made[p], at))
         at += len(made[p].tokens)
+    expected = receiver.compute(OracleMessage([7, 8, 1, 2, 3], at, seen)).logprobs
+    assert result == pytest.approx([expected[1 + i, t] for i, t in enumerate([1, 2, 3])], abs=1e-4)
+
+
+@settings(max_examples=many(20), deadline=None)
+@given(graphs(max_nodes=4), patterns, st.sampled_from([3, 1024]), st.data())
+def test_in_another_context_it_equals_the_oracle(nodes, pattern, step, data):
+    """Messages are read in another order than the sender read them, and at other positions."""
+    order = data.draw(st.permutations(range(len(nodes))))
+    starts = [data.draw(positions) for _ in order]
+    engine = model_variants.engine(step=step)
+    engine.enable_layer_reuse("math", pattern=pattern)
+    with engine.session() as session, engine.session(model="math") as own:
+        messages, read = talk(session, nodes, "base"), []
+        for number, start in zip(order, starts, strict=True):
+            read.append(own._variants.prefill_layers(messages[number], read, None, start))
+        result = values(own.decode([7, 8], read, forced_tokens=[1, 2, 3], sampling=HEARD))
+        engine.run_until_idle()
+        engine.check()
+
+    sender, receiver, sent, made, at = Oracle(model_variants.base()), Oracle(model_variants.finetuned()), [], [], 0
+    for node, (offsets, start) in zip(nodes, default_placements(nodes), strict=True):
+        seen = [(sent[p], o) for p, o in zip(node.parents, offsets, strict=True)]
+        sent.append(sender.compute(OracleMessage(node.all_tokens, start, seen)))
+    seen = []
+    for number, start in zip(order, starts, strict=True):
+        made.append(OracleMessage(sent[number].tokens, at if start is None else start, list(seen)))
+        receiver.compute_layers(made[-1], sent[number], pattern.layers)
+        seen.append((made[-1], at))
+        at += len(sent[number].tokens)
     expected = receiver.compute(OracleMessage([7, 8, 1, 2, 3], at, seen)).logprobs
     assert result == pytest.approx([expected[1 + i, t] for i, t in enumerate([1, 2, 3])], abs=1e-4)
 
