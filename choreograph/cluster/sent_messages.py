@@ -87,8 +87,8 @@ class SentMessage:
 class SentGroup(NamedTuple):
     """Some layers of all messages of a query."""
 
-    messages: list[SentMessage]  # in the first group, as the next; the others have none
-    inputs: list[SentInputs]
+    messages: list[SentMessage]  # only in the first group
+    inputs: list[SentInputs]  # only in the first group
     layers: list[SentLayer]
 
 

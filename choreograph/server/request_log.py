@@ -18,7 +18,6 @@ MAX_RECORDS, MAX_WORKFLOWS, MAX_ROWS = 200, 32, 80  # requests and workflows of 
 
 MAX_PARENTS = 32  # of an answer that is explained; its cost is quadratic
 
-
 SESSION = "session"  # reuse mode of calls of the library, which name their own parents
 
 INCOMPLETE = (RequestState.FAILED, RequestState.CANCELLED)
