@@ -225,10 +225,10 @@ def _engine_opener(options: dict[str, Any]) -> Any:
     return partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, **models)
 
 
-def _parse_patterns(given: list[str] | None) -> dict[str, list[int]]:
+def _parse_patterns(options: list[str] | None) -> dict[str, list[int]]:
     """Convert name=head,start,end to three integers by name."""
     patterns = {}
-    for name, text in common.parse_options(given).items():
+    for name, text in common.parse_options(options).items():
         numbers = str(text).split(",")
         if len(numbers) != 3 or not all(number.strip().isdecimal() for number in numbers):
             raise ConfigError(f"layer_reuse: {name}={text}: use three numbers: head,start,end")

@@ -18,8 +18,9 @@ from ..outputs import EngineStats
 from ..server.api_errors import ApiError
 from ..server.app import create_service_app
 from ..server.engine_thread import ChoiceUpdate, Generation
+from ..server.message_store import may_reuse_layers
 from ..server.resumption import SentAnswer
-from ..server.reuse import Plan, may_reuse_layers
+from ..server.reuse import Plan
 from ..server.server_config import ServerConfig
 from ..server.service import SESSION_HEADERS, GenerationSpec, InferenceService, RunningRequest
 from .content_keys import alternative_keys, answer_keys, prompt_keys, scope_of

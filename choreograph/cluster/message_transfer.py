@@ -6,6 +6,7 @@ first one is here, and its steps wait for each layer. Any failure ends in comput
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -21,8 +22,7 @@ from ..errors import LostContextError
 from ..kv_cache.tiers import as_bytes
 from ..server.chat_prompt import Segment
 from ..server.engine_thread import ChoiceUpdate
-from ..server.message_store import IMPORTED, StoredMessage, WorkflowKey
-from ..server.reuse import may_reuse_layers
+from ..server.message_store import StoredMessage, WorkflowKey
 from ..server.service import GenerationSpec, InferenceService, RunningRequest
 from .content_keys import segment_key
 from .routing import RouteRequest, TransferMode
@@ -61,8 +61,8 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> Asy
     core, store = service.engine.core, service.planner.store
 
     def find(content: str | tuple[int, ...]) -> StoredMessage | None:
-        stored = store.find(query.key, (content, 0))
-        if stored is None or stored.message._request.computed_layers is not None:
+        stored = store.find(query.key, (content, 0), allow_partial=False)
+        if stored is None:
             return None
         return stored if stored.message.labels <= query.key.session_key.labels else None
 
@@ -117,12 +117,13 @@ def load_stored(service: InferenceService, spec: GenerationSpec) -> None:
     """
     core, store = service.engine.core, service.planner.store
     prefetcher, hashes = core.cache_manager.prefetcher, []
+    others = store.sender_keys(spec.key, spec.repair, service.max_kl_of(spec))
     for segment in dict.fromkeys(segment for prompt in spec.prompts for segment in prompt.segments):
-        for content in _contents(segment):
-            stored = store.find(spec.key, (content, 0))
-            entry = None if stored is None else stored.message._request.entry
-            if entry is not None and entry.content_hash is not None:
-                hashes.append(entry.content_hash)
+        places = itertools.product((spec.key, *others), _contents(segment))
+        found = (store.find(key, (content, 0), allow_partial=bool(others)) for key, content in places)
+        if (stored := next(filter(None, found), None)) is not None:
+            entries = (request.entry for request in stored.message._request.source_chain)
+            hashes += [e.content_hash for e in entries if e is not None and e.content_hash is not None]
     with core.lock:
         prefetcher.update(("step", spec.key, spec.agent), hashes, MAX_LOADS)
         prefetcher.run()
@@ -224,10 +225,10 @@ class MessageFetcher:
         the request's model reuses are preferred: what it has computed from them itself is in some layers only, and is
         not sent.
         """
-        store, own, max_kl = self._service.planner.store, spec.key.model, self._service.max_kl_of(spec)
-        senders = store.senders_of(own) if may_reuse_layers(spec.key, spec.repair, max_kl) else ()
-        keys = [spec.key._replace(model=model) for model in (*senders, own)]
-        if any(store.find(key, (content, 0)) for key in keys for content in _contents(segment)):
+        store = self._service.planner.store
+        others = store.sender_keys(spec.key, spec.repair, self._service.max_kl_of(spec))
+        keys, find = [*others, spec.key], partial(store.find, allow_partial=bool(others))
+        if any(find(key, (content, 0)) for key in keys for content in _contents(segment)):
             return None
         for key in keys:
             content_key = segment_key(spec, segment, key.model)
@@ -268,6 +269,8 @@ class MessageFetcher:
                     if is_first:
                         arriving = [ArrivingMessage(message) for message in group.messages]
                     await asyncio.to_thread(verify, [*group.inputs, *group.layers])
+                    for part in group.inputs:
+                        arriving[part.message].inputs[part.layer] = part.states
                     if is_first:
                         # waits for the running step, as a request that computes the messages would
                         store, before = partial(self._store, key, contents, arriving), now()
@@ -309,7 +312,7 @@ class MessageFetcher:
                     continue  # another request has stored it, or it was not asked for
                 imported = workflow.session._variants.import_encoded(message.tokens, item.snapshot, item.load)
                 if imported is not None:
-                    store.add(key, imported, IMPORTED, keys)
+                    store.add(key, imported, None, keys)
                     num_tokens += len(message.tokens)
         finally:
             store.close(key)

@@ -239,11 +239,18 @@ class MessageAffinity(RoutingPolicy):
     def on_routed(self, request: RouteRequest, replica: str) -> None:
         if replica not in self.queues:  # it may have gone meanwhile
             return
-        known = sum(tokens for key, tokens in request.keys.items() if key in self._replicas_of)
         own: Mapping[int, int] = self._digests.get(replica, {})
-        num_held = sum(tokens for key, tokens in request.keys.items() if key in own)
-        num_computed: float = sum(request.keys.values()) - known
-        num_computed += (self._moving if request.is_movable else 1.0) * (known - num_held)
+        keys = dict(request.keys)  # that the replica has afterwards
+        num_computed, moving = 0.0, self._moving if request.is_movable else 1.0
+        for key, num_tokens in request.keys.items():
+            same = [*request.alternatives.get(key, ()), key]  # in the order in which they are fetched
+            held = [other for other in same if other in own]
+            known = next((other for other in same if other in self._replicas_of), None)
+            if not held:
+                num_computed += num_tokens * (1.0 if known is None else moving)
+                if known is not None and request.is_movable:  # it is fetched
+                    held = [known]
+            keys |= dict.fromkeys(held, num_tokens)
         self._work[replica] += num_computed * self._unit
         self.index.set(replica, self.queues[replica], self._work[replica])
         self._unit *= 1 + 1 / (self._horizon * len(self._work))
@@ -251,7 +258,7 @@ class MessageAffinity(RoutingPolicy):
             self._work, self._unit = {name: work / self._unit for name, work in self._work.items()}, 1.0
             for name, work in self._work.items():
                 self.index.set(name, self.queues[name], work)
-        self._add(replica, request.keys)
+        self._add(replica, keys)
 
     def on_learned(self, replica: str, keys: ContentKeys) -> None:
         if replica in self._digests:  # it may have gone meanwhile

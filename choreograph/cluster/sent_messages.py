@@ -110,7 +110,7 @@ class ArrivingMessage:
         self.layers = [Future() for _ in self.message.shapes]
 
     def verify(self, sent: SentLayer | SentInputs) -> None:
-        """Raise ValueError unless a layer is what was sent; keep hidden states."""
+        """Raise ValueError unless a layer is what was sent."""
         if isinstance(sent, SentInputs):
             shapes, tensors = [self.message.input_shapes[sent.layer]], [sent.states]
         else:
@@ -121,8 +121,6 @@ class ArrivingMessage:
             raise ValueError(f"layer {sent.layer} is truncated: {tensors[0].shape} are not {expected[0]} bytes")
         if self.message.layer_checksum(sent.layer, *tensors) != sent.checksum:
             raise ValueError(f"layer {sent.layer} is damaged, its checksum differs")
-        if isinstance(sent, SentInputs):
-            self.inputs[sent.layer] = sent.states
 
     @property
     def is_complete(self) -> bool:

@@ -190,7 +190,7 @@ class CrossModelReuse:
             raise ConfigError(f"capacity={capacity!r}: not enough memory ({exc}); use less") from None
         for decoder in decoders:
             decoder.capture(entry_layers)
-        self._selectors[receiver, sender] = selector or patterns[0]
+        self._selectors = self._selectors | {(receiver, sender): selector or patterns[0]}  # other threads iterate it
 
     def remove_model(self, model: str) -> None:
         """Disable every pair that includes the model."""
@@ -290,6 +290,8 @@ class CrossModelReuse:
         """Return why a partial prefill cannot be computed, or ""."""
         if source.entry.is_lost:
             return _why_lost(source)
+        if source.entry.error is not None:
+            return f"its source failed: {source.entry.error}"
         if source.computed_layers is not None:
             return "its source was computed in some layers only"
         if unsent := source.entry.missing_layers - computed_layers:

@@ -158,6 +158,8 @@ def _reachable(request: Request) -> _TokenSets:
             if parent.id not in known:
                 known.add(parent.id)
                 queue.append(parent)
+        if reader.computed_layers is not None and reader.source is not None:  # its other layers
+            queue.append(reader.source)
     return result
 
 

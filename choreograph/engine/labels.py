@@ -136,6 +136,8 @@ class LabelGuard:
         labels = request.text_labels
         for parent in message.parents:
             labels |= _visible_labels(unwrap_slice(parent))
+        if request.source is not None and (request.computed_layers is not None or request.selects_from is not None):
+            labels |= request.source.labels  # of the layers that are not computed
         self._assign(request, request.text_labels, labels)
 
     def copy_labels(self, original: Request, copy: Request) -> None:

@@ -151,10 +151,13 @@ class MessageVariants:
         """
         source = (message.imported_from or message)._request
         pattern = self._core.cross_model_reuse.fixed_pattern(self._session.model, message.model, source)
+        tokens = list(source.tokens) if source.tokens_final else []
         variant = self._session._build_request(
-            [], tuple(parents), offsets, new_offset, priority=priority, guard=UNGUARDED
+            tokens, tuple(parents), offsets, new_offset, priority=priority, guard=UNGUARDED
         )
         variant.role, variant._request.source, variant._request.keeps_positions = message.role, source, False
+        variant._request.text_labels |= source.text_labels
+        self._session._guard.is_active |= bool(source.labels)
         self._set_pattern(variant._request, message.model, pattern)
         return self._session._submit([variant])[0]
 

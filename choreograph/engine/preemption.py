@@ -173,8 +173,10 @@ class Preemptor:
         lost_entries = [lost_entry]
         for entry in lost_entries:  # grows during iteration
             for request in list(self._scheduler.running):
-                needed = [s.token_start + s.num_tokens for s in request.context if s.entry is entry]
-                if needed and max(needed) > entry.num_computed_tokens:
+                needed = max((s.token_start + s.num_tokens for s in request.context if s.entry is entry), default=0)
+                if entry is request.entry.source_entry and not request.entry.is_complete:
+                    needed = len(entry.tokens)  # the inputs of all tokens
+                if needed > entry.num_computed_tokens:
                     if _has_computed_prompt(request):
                         self.preempt(request)
                         continue

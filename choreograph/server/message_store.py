@@ -13,14 +13,11 @@ from ..engine.budget import Budget
 from ..engine.engine import Engine
 from ..engine.labels import Labels, OnLeak
 from ..engine.message import Message
+from ..engine.request import RequestState
 from ..engine.session import Session
 from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
-
-IMPORTED = -1  # lineage of messages from other engines; no hash is -1
-
-OTHER_MODEL = 1  # lineage of messages of another model, in a context of their own; no hash of a tuple is 1
 
 MAX_BUDGETS = 1024  # workflows whose divergences are remembered
 
@@ -55,6 +52,14 @@ class WorkflowKey(NamedTuple):
         )
 
 
+def may_reuse_layers(key: WorkflowKey, repair: float | None, max_kl: float | None) -> bool:
+    """Return whether a request may reuse layers of other models.
+
+    Repairs, budgets and clearances know messages of one model.
+    """
+    return not repair and max_kl is None and key.clearance is None
+
+
 @dataclass(eq=False)
 class StoredMessage:
     """Message kept for later requests of its workflow."""
@@ -63,19 +68,41 @@ class StoredMessage:
     workflow: "StoredWorkflow"
     index: "MessageIndex"
     tokens: list[int]
-    lineage: int  # of the messages before it
+    lineage: int | None  # of the messages before it; None: another engine computed it
     content_keys: list[object] = field(default_factory=list)  # under which `by_content` has it
+    source: "StoredMessage | None" = None  # message of another model, some layers of which were computed again
+    may_lose_context: bool = False  # computed over messages that were still arriving from another engine
+
+    @property
+    def is_partial(self) -> bool:
+        """True if only some layers were computed, or may be."""
+        request = self.message._request
+        is_selected_later = request.selects_from is not None and request.state is RequestState.WAITING
+        return request.computed_layers is not None or is_selected_later
 
     @property
     def is_imported(self) -> bool:
         """True if another engine computed it, or some of its layers."""
-        return self.lineage == IMPORTED
+        return self.lineage is None or (self.is_partial and self.source is not None and self.source.is_imported)
 
     @property
-    def is_dropped(self) -> bool:
-        """True if the KV of some layers is not in the cache."""
+    def is_arriving(self) -> bool:
+        """True if another engine computed it and not all of it is here."""
+        entry = self.message._request.entry
+        return self.lineage is None and not (entry is not None and entry.is_complete)
+
+    @property
+    def is_usable(self) -> bool:
+        """False if it failed, or was evicted and its context may be on another engine.
+
+        It is then computed in the context of the request.
+        """
+        if self.message.error is not None:
+            return False
+        if not (self.is_imported or self.may_lose_context):
+            return True
         entries = (request.entry for request in self.message._request.source_chain)
-        return any(entry is not None and entry.location == "dropped" for entry in entries)
+        return not any(entry is not None and entry.location == "dropped" for entry in entries)
 
 
 class MessageIndex:
@@ -86,15 +113,14 @@ class MessageIndex:
 
     def __init__(self) -> None:
         self.by_content: dict[object, StoredMessage] = {}  # by (content, number among equal ones)
-        self.children: dict[tuple[int, int], list[StoredMessage]] = {}  # by lineage and first token
+        self.children: dict[tuple[int | None, int], list[StoredMessage]] = {}  # by lineage and first token
         self.spans: SpanIndex[StoredMessage] = SpanIndex()
 
-    def find_content(self, key: object) -> StoredMessage | None:
+    def find_content(self, key: object, *, allow_partial: bool = True) -> StoredMessage | None:
         stored = self.by_content.get(key)
-        if stored is None or stored.message.error is not None:
+        if stored is None or not stored.is_usable or (stored.is_partial and not allow_partial):
             return None
-        # the context that an imported message saw is not here: it is computed in that of the request
-        return None if stored.is_imported and stored.is_dropped else stored
+        return stored
 
     def unused_key(self, content: object) -> object:
         """Return a key of `content` in `by_content` that no message has.
@@ -105,9 +131,14 @@ class MessageIndex:
         return next((key for key in keys if self.find_content(key) is None), (content, 0))
 
 
-def find_content(indexes: Iterable[MessageIndex], key: object) -> StoredMessage | None:
-    """Return the first stored message of a content key."""
-    return next(filter(None, (index.find_content(key) for index in indexes)), None)
+def find_content(indexes: Iterable[MessageIndex], key: object, *, allow_partial: bool = True) -> StoredMessage | None:
+    """Return the first stored message of a content key.
+
+    Args:
+        allow_partial: also those with layers of another model.
+    """
+    found = (index.find_content(key, allow_partial=allow_partial) for index in indexes)
+    return next(filter(None, found), None)
 
 
 class StoredWorkflow:
@@ -146,11 +177,20 @@ class MessageStore:
         """Return the models whose layers a model reuses."""
         return self._engine.core.cross_model_reuse.senders_of(model)
 
-    def find(self, key: WorkflowKey, content_key: object) -> StoredMessage | None:
-        """Return a stored message of a workflow by its content key."""
+    def sender_keys(self, key: WorkflowKey, repair: float | None, max_kl: float | None) -> list[WorkflowKey]:
+        """Return the keys of the messages whose layers a request may reuse."""
+        senders = self.senders_of(key.model) if may_reuse_layers(key, repair, max_kl) else ()
+        return [key._replace(model=model) for model in senders]
+
+    def find(self, key: WorkflowKey, content_key: object, *, allow_partial: bool = True) -> StoredMessage | None:
+        """Return a stored message of a workflow by its content key.
+
+        Args:
+            allow_partial: also one with layers of another model.
+        """
         workflow = self._workflows.get(key.session_key)
         indexes = [] if workflow is None else workflow.readable(key.readable)
-        return find_content(indexes, content_key)
+        return find_content(indexes, content_key, allow_partial=allow_partial)
 
     @property
     def num_workflows(self) -> int:
@@ -213,16 +253,23 @@ class MessageStore:
         self,
         key: WorkflowKey,
         message: Message,
-        lineage: int,
+        lineage: int | None,
         content_keys: Sequence[object] = (),
         *,
         with_spans: bool = False,
+        source: StoredMessage | None = None,
+        may_lose_context: bool = False,
     ) -> StoredMessage:
-        """Keep a message for later requests."""
+        """Keep a message for later requests.
+
+        The arguments are fields of `StoredMessage`.
+        """
         key = key.session_key
         workflow = self._workflows[key]
         index = workflow.indexes.setdefault(message.labels, MessageIndex())
-        stored = StoredMessage(message, workflow, index, message.tokens, lineage, list(content_keys))
+        stored = StoredMessage(
+            message, workflow, index, message.tokens, lineage, list(content_keys), source, may_lose_context
+        )
         for content_key in content_keys:
             index.by_content[content_key] = stored
         index.children.setdefault((lineage, stored.tokens[0]), []).append(stored)
@@ -234,7 +281,10 @@ class MessageStore:
         return stored
 
     def use(self, stored: StoredMessage) -> None:
-        """Mark a message as recently used."""
+        """Mark a message as recently used, and the one whose layers it reuses."""
+        source = stored.source if stored.is_partial else None
+        if source is not None and source in self._stored:
+            self._stored.move_to_end(source)
         self._stored.move_to_end(stored)
 
     def clear(self) -> None:

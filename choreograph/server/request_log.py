@@ -11,7 +11,7 @@ from itertools import accumulate, count
 from typing import NamedTuple
 
 from ..engine.message import Message, unwrap_slice
-from ..engine.request import RequestState
+from ..engine.request import Request, RequestState
 from .reuse import SOURCES
 
 MAX_RECORDS, MAX_WORKFLOWS, MAX_ROWS = 200, 32, 80  # requests and workflows of a tenant, messages of a workflow
@@ -190,6 +190,11 @@ def _has_kv(message: Message) -> bool:
     )
 
 
+def _is_computed(request: Request) -> bool:
+    """True for a prefill of all layers that was not cached."""
+    return request.finish_reason == "encoded" and request.computed_layers is None
+
+
 def _row(message: Message, label: str, known: set[int]) -> MessageRow:
     """Return the bars of a message.
 
@@ -205,7 +210,7 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
     if request.repaired_positions:  # pieces of the parents, without gaps
         starts = list(accumulate((end - first for first, end in spans), initial=0))[:-1]
     parents = [  # (request, its visible tokens, their position in it, their position here)
-        (parent, end - first, (parent.position or 0) + first, start)
+        (parent, end - first, (parent.source_chain[-1].position or 0) + first, start)
         for parent, (first, end), start in zip(request.parents, spans, starts, strict=True)
     ]
     bars: list[ContextBar] = []
@@ -214,7 +219,7 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
             bars += _split(source, start, num_tokens, request.usage.cached_tokens)
     else:
         for parent, num_tokens, position, start in parents:
-            is_new = parent.is_repair or (parent.id not in known and parent.finish_reason == "encoded")
+            is_new = parent.is_repair or (parent.id not in known and _is_computed(parent))
             kind = "computed" if is_new else "reused" if start == position else "moved"
             bars.append(ContextBar(parent.id, start, num_tokens, kind))
         num_computed = request.usage.computed_tokens - request.usage.repaired_tokens - len(footer)
@@ -232,7 +237,7 @@ def _parent_rows(message: Message, known: set[int]) -> Iterator[ParentRow]:
         return
     for parent, explained in zip(message.parents, message.explain().parents, strict=True):
         request = unwrap_slice(parent)._request
-        is_new = request.id not in known and request.finish_reason == "encoded"
+        is_new = request.id not in known and _is_computed(request)
         reused, computed = (0, explained.reused) if is_new else (explained.reused, 0)
         leaked, blocked = (sum(m.num_tokens for m in part) for part in (explained.leaked, explained.blocked))
         computed += explained.computed

@@ -22,8 +22,6 @@ from ..errors import InvalidRequestError, LeakError
 from ..sampling_params import SamplingParams
 from .chat_prompt import ChatPrompt
 from .message_store import (
-    IMPORTED,
-    OTHER_MODEL,
     MessageIndex,
     MessageStore,
     StoredMessage,
@@ -79,14 +77,6 @@ class Plan:
     measure: Callable[[], object] | None = None  # called after it, if they are: measures selected calls
 
 
-def may_reuse_layers(key: WorkflowKey, repair: float | None, max_kl: float | None) -> bool:
-    """Return whether a request may reuse layers of other models.
-
-    Repairs, budgets and clearances know messages of one model.
-    """
-    return not repair and max_kl is None and key.clearance is None
-
-
 def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
     """Submit a prompt in prefix mode, which reuses its longest cached prefix."""
     session = engine.session(mode="prefix", seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
@@ -127,7 +117,8 @@ def plan_messages(
             if stored is not None:
                 builder.reuse_message(stored)
             elif (stored := builder.find_of_other_model(keys)) is not None:
-                builder.reuse_layers(stored, keys)
+                contents = {tuple(stored.tokens), *(content for content, _ in stored.content_keys)}
+                builder.reuse_layers(stored, [key for key in keys if key[0] in contents])
             else:
                 builder.compute(segment.tokens, [(segment.tokens, occurrences[segment.tokens])])
             for content in candidates:
@@ -195,12 +186,11 @@ class _PlanBuilder:
         self.parents: list[Message | MessageSlice] = []
         self.used: list[tuple[StoredMessage, int, int]] = []  # stored tokens in the context
         self.counts = SourceCounts()
-        senders = store.senders_of(key.model) if may_reuse_layers(key, answers[0].repair, answers[0].max_kl) else ()
-        self._other_keys = [key._replace(model=model) for model in senders]  # of models whose layers this one reuses
+        self._other_keys = store.sender_keys(key, answers[0].repair, answers[0].max_kl)
         self._lineage = ROOT  # of the context so far
         self._is_prefix = True  # every part was encoded after the same parts
-        self._computed: list[Message] = []
-        self._of_other_models: list[tuple[Message, str]] = []  # and the source that they count as
+        self._may_lose_context = False  # some part was still arriving from another engine when it was used
+        self._submitted: list[StoredMessage] = []  # prefills of this request
 
     def find_content(self, key: object) -> StoredMessage | None:
         """Return the stored message of a content key.
@@ -208,7 +198,7 @@ class _PlanBuilder:
         Raises:
             LeakError: if only messages have it that the request may not read, with on_leak="error".
         """
-        stored = find_content(self._indexes, key)
+        stored = find_content(self._indexes, key, allow_partial=bool(self._other_keys))
         if stored is None and find_content(self._forbidden, key):
             self._refuse()
         return stored
@@ -225,6 +215,7 @@ class _PlanBuilder:
             LeakError: if other parts quote messages that the request may not read, with on_leak="error".
         """
         spans = find_spans([index.spans for index in self._indexes], tokens, start, self.used, stop)
+        spans = [span for span in spans if span.key.is_usable]
         gaps = gaps_between(spans, start, stop)
         forbidden = [index.spans for index in self._forbidden]
         if forbidden and any(find_spans(forbidden, tokens, first, (), last) for first, last in gaps):
@@ -239,7 +230,7 @@ class _PlanBuilder:
 
     def reuse_message(self, stored: StoredMessage) -> None:
         """Append a whole stored message."""
-        self._is_prefix &= stored.lineage == self._lineage and self._next_offset is None
+        self._is_prefix &= stored.lineage == self._lineage and self._next_offset is None and not stored.is_partial
         source = "remote" if stored.is_imported else "prefix" if self._is_prefix else "message"
         self._append(stored, 0, len(stored.tokens), source)
 
@@ -252,11 +243,9 @@ class _PlanBuilder:
         message = self.workflow.session._variants.prefill_layers(
             stored.message, self.parents, *self._places(), priority=self._answers[0].priority
         )
-        own = self._store.add(self._key, message, IMPORTED if stored.is_imported else OTHER_MODEL, content_keys)
-        self.used.append((own, 0, len(own.tokens)))
-        self._of_other_models.append((message, "remote" if stored.is_imported else "other_model"))
+        self._note_arriving(stored)
+        self._submit(message, content_keys, source=stored)
         self._is_prefix = False
-        self._extend(message, 0, len(own.tokens))
 
     def reuse_prefix(
         self, tokens: list[int], position: int, limit: int, excluded: Collection[StoredMessage] = ()
@@ -272,7 +261,7 @@ class _PlanBuilder:
             branch = self._lineage, tokens[position]
             for stored in (stored for index in self._indexes for stored in index.children.get(branch, ())):
                 length = common_length(stored.tokens, tokens, position, limit)
-                if length > best_length and stored.message.error is None and stored not in excluded:
+                if length > best_length and stored.is_usable and not stored.is_partial and stored not in excluded:
                     best, best_length = stored, length
             if best is None or best_length < min(MIN_PARTIAL, len(best.tokens)):
                 break
@@ -287,10 +276,14 @@ class _PlanBuilder:
 
     def _append(self, stored: StoredMessage, start: int, stop: int, source: str) -> None:
         self._store.use(stored)
+        self._note_arriving(stored)
         is_whole = stop - start == len(stored.tokens)
         self.used.append((stored, start, stop))
         setattr(self.counts, source, getattr(self.counts, source) + stop - start)
         self._extend(stored.message, start, stop, is_whole=is_whole)
+
+    def _note_arriving(self, stored: StoredMessage) -> None:
+        self._may_lose_context |= stored.may_lose_context or (stored.is_arriving and bool(self._other_keys))
 
     @property
     def _next_offset(self) -> int | None:
@@ -317,10 +310,26 @@ class _PlanBuilder:
             repair=answer.repair,
             **self._guard,
         )
-        self._computed.append(message)
-        stored = self._store.add(self._key, message, self._lineage, content_keys, with_spans=self._with_spans)
+        self._submit(message, content_keys)
+
+    def _submit(self, message: Message, content_keys: Sequence[object], source: StoredMessage | None = None) -> None:
+        stored = self._keep(message, content_keys, source)
+        self._submitted.append(stored)
         self.used.append((stored, 0, len(stored.tokens)))
-        self._extend(message, 0, len(tokens))
+        self._extend(message, 0, len(stored.tokens))
+
+    def _keep(
+        self, message: Message, content_keys: Sequence[object], source: StoredMessage | None = None
+    ) -> StoredMessage:
+        return self._store.add(
+            self._key,
+            message,
+            self._lineage,
+            content_keys,
+            with_spans=self._with_spans,
+            source=source,
+            may_lose_context=self._may_lose_context,
+        )
 
     def decode(self, header: list[int], footer: list[int]) -> Plan:
         """Submit the answers over the context."""
@@ -329,35 +338,44 @@ class _PlanBuilder:
             self.workflow.session, header, self.parents, footer, answers, self._offsets, self._guard
         )
         self._turn.close()
-        lineage = self._lineage
+        self.counts.computed += len(header)
+        submitted = [stored.message for stored in self._submitted]
+        measure = None if self._budget is None else partial(self._budget.measure, [*submitted, *messages])
+        return Plan(messages, self.counts, partial(self._close, messages), measure)
 
-        def close(is_complete: bool) -> None:
-            for message in self._computed:
-                source = "message" if is_complete and message.finish_reason == "cached" else "computed"
-                setattr(self.counts, source, getattr(self.counts, source) + len(message.tokens))
-            for message, source in self._of_other_models:
-                source = source if message._request.computed_layers is not None else "computed"  # all layers were
-                setattr(self.counts, source, getattr(self.counts, source) + len(message.tokens))
-            self.counts.computed += len(header)
-            for message in (*self._computed, *messages) if is_complete else ():
-                self.counts.repaired += message.usage.repaired_tokens
-            for message, answer in zip(messages, answers, strict=True):
-                if is_complete and message.error is None:
+    def _close(self, messages: Sequence[Message], is_complete: bool) -> None:
+        """Count the sources of the prompt; keep complete answers and release others."""
+        kept: list[Message] = []
+        try:
+            for stored in self._submitted:
+                source = _source_of(stored, is_complete)
+                setattr(self.counts, source, getattr(self.counts, source) + len(stored.tokens))
+            if not is_complete:
+                return
+            self.counts.repaired += sum(s.message.usage.repaired_tokens for s in self._submitted)
+            self.counts.repaired += sum(message.usage.repaired_tokens for message in messages)
+            for message, answer in zip(messages, self._answers, strict=True):
+                if message.error is None:
                     index = self.workflow.indexes.get(message.labels, MessageIndex())
-                    keys = [index.unused_key(content) for content in answer.keys_of(message.text)]
-                    self._store.add(self._key, message, lineage, keys, with_spans=self._with_spans)
-                else:
+                    self._keep(message, [index.unused_key(content) for content in answer.keys_of(message.text)])
+                    kept.append(message)
+        finally:
+            for message in messages:
+                if message not in kept:
                     message.release()
             self._store.close(self._key)
-
-        budget = self._budget
-        measure = None if budget is None else partial(budget.measure, [*self._computed, *messages])
-        return Plan(messages, self.counts, close, measure)
 
     def abort(self) -> None:
         """End the request after an error; messages that were submitted stay stored."""
         self._turn.close()
         self._store.close(self._key)
+
+
+def _source_of(stored: StoredMessage, is_complete: bool) -> str:
+    """Return where the tokens of a prefill come from: one of `SOURCES`."""
+    if stored.is_partial:
+        return "remote" if stored.is_imported else "other_model"
+    return "message" if is_complete and stored.message.finish_reason == "cached" else "computed"
 
 
 def decode_all(decode: Callable[[Answer], Message], answers: Sequence[Answer]) -> list[Message]:

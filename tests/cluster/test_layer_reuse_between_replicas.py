@@ -11,8 +11,8 @@ pytest.importorskip("ray")
 
 from helpers import tiny_models
 from helpers.live_server import make_engine
-from helpers.replica_pair import message, pair, spec_of
-from helpers.transfer_failures import BY_LAYER, FAILURES, flip
+from helpers.replica_pair import evict_all, message, pair, spec_of
+from helpers.transfer_failures import BY_LAYER, FAILURES, flip, gone
 from transformers import AutoTokenizer
 
 from choreograph.cluster import message_transfer
@@ -79,11 +79,11 @@ async def test_some_layers_are_computed_whichever_replica_has_the_message(family
 async def test_an_answer_is_reused_at_once_and_in_any_order(family):
     async with pair(family, make_engine=family_engine((1, 2, 3))) as replicas:
         first, second = message(1), message(2)
-        for _ in range(2):
+        for expected in ((104, 0), (0, 104)):
             _, text, _ = await replicas.run(replicas.source, spec_of(first, second))
             answer = Segment((7, 8, 9), text)
             _, _, counts = await replicas.run(replicas.source, spec_of(answer, second, first, model="math"))
-            assert counts.other_model + counts.message == 104 and counts.computed == 2
+            assert (counts.other_model, counts.message, counts.computed) == (*expected, 2)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,78 @@ async def test_what_needs_one_model_or_may_not_be_read_is_computed(family, optio
             assert counts.other_model == 0 and (fields or counts.remote == 0)
         if fields:
             assert {query.key.model for query in replicas.queries} == {"math"}
+
+
+async def test_an_expected_request_loads_layers_of_both_models(family):
+    def with_host(folders):
+        return make_engine(folders[0], math=folders[1], pattern=(1, 2, 3), host_capacity=4096)
+
+    async with pair(family, make_engine=with_host) as replicas:
+        service, asked = replicas.source, spec_of(message(1), model="math")
+        await replicas.run(service, spec_of(message(1)))
+        stored = service.planner.store.find(spec_of().key, (message(1).tokens, 0))
+        for _ in range(2):  # then it has a message of its own, too
+            await service.thread.call(partial(evict_all, service))
+            while stored.message.kv_location != "host":
+                await service.thread.call(service.engine.core.cache_manager.poll_transfers)
+            await service.thread.call(partial(message_transfer.load_stored, service, asked))
+            assert stored.message.kv_location in ("loading", "device")
+            _, _, counts = await replicas.run(service, asked)
+            assert counts.other_model + counts.message == 48
+
+
+@pytest.mark.parametrize("options", [{"repair": 0.5}, {"max_kl": 0.1}], ids=lambda options: next(iter(options)))
+async def test_what_has_layers_of_two_models_is_not_repaired(family, options):
+    async with pair(family, make_engine=family_engine((1, 2, 3))) as replicas:
+        await replicas.run(replicas.source, spec_of(message(1)))
+        plain = spec_of(message(1), model="math")
+        repaired = dataclasses.replace(plain, **options)
+        expected, _, _ = await replicas.run(
+            replicas.source, dataclasses.replace(repaired, key=plain.key._replace(workflow="w"))
+        )
+        for service in (replicas.source, replicas.reader):
+            _, _, counts = await replicas.run(service, plain)
+            assert counts.other_model + counts.remote == 48
+            tokens, _, counts = await replicas.run(service, repaired)
+            assert tokens == expected and counts.other_model == 0
+            stored = service.planner.store.find(plain.key, (message(1).tokens, 0))
+            assert not stored.is_partial
+            _, _, counts = await replicas.run(service, plain)  # what was computed as a whole replaces it
+            assert counts.prefix + counts.remote == 48
+
+
+async def test_a_message_is_used_as_long_as_the_one_that_has_its_other_layers(family):
+    async with pair(family, make_engine=family_engine((1, 2, 3))) as replicas:
+        store = replicas.source.planner.store
+        for asked in (spec_of(message(1)), spec_of(message(2)), spec_of(message(1), model="math")):
+            await replicas.run(replicas.source, asked)
+        for _ in range(2):
+            stored = [(key.model, tuple(stored.tokens)) for stored, key in store._stored.items()]
+            base, other, own = (
+                stored.index(place)
+                for place in (("base", message(1).tokens), ("base", message(2).tokens), ("math", message(1).tokens))
+            )
+            assert other < base < own
+            for asked in (spec_of(message(2)), spec_of(message(1), model="math")):
+                await replicas.run(replicas.source, asked)
+
+
+async def test_what_was_computed_over_a_message_that_never_arrived_is_not_computed_again(family):
+    async with pair(family, group_bytes=1, make_engine=family_engine((1, 1, 1))) as replicas:
+        missing, here = message(1), message(2)
+        await replicas.run(replicas.source, spec_of(missing))
+        await replicas.run(replicas.reader, spec_of(here))
+        replicas.change = gone
+        asked = spec_of(missing, here, model="math")
+        tokens, _, counts = await replicas.run(replicas.reader, asked)
+        assert counts.remote == 0 and counts.computed == 50
+        for spec in (asked, spec_of(here, model="math")):
+            await replicas.reader.thread.call(partial(evict_all, replicas.reader))
+            again, _, counts = await replicas.run(replicas.reader, spec)
+            assert counts.cached + counts.computed == len(spec.prompts[0].tokens)
+            tokens = again
+        expected, _, _ = await replicas.run(replicas.reader, spec)
+        assert tokens == expected
 
 
 async def test_without_a_pair_or_cached_inputs_all_layers_are_computed(family):
@@ -141,6 +213,8 @@ async def test_failed_transfers_end_in_computing_all_layers(family, monkeypatch,
             tokens, _, counts = await replicas.run(replicas.reader, asked)
             assert counts.remote == counts.other_model == 0, name
             replicas.change = lambda groups: groups
+            again, _, counts = await replicas.run(replicas.reader, asked)  # what was computed here counts as that
+            assert again == tokens and (counts.remote, counts.computed) == (0, 2), name
             alone = spec_of(first, second, workflow="alone", model="math")
             assert (await replicas.run(replicas.source, alone))[0] == tokens, name
 

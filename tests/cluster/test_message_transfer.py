@@ -4,12 +4,13 @@ import asyncio
 import dataclasses
 import random
 import threading
+from functools import partial
 
 import pytest
 
 pytest.importorskip("ray")
 
-from helpers.replica_pair import message, pair, spec_of
+from helpers.replica_pair import evict_all, message, pair, spec_of
 from helpers.transfer_failures import BY_LAYER, FAILURES, HEADER_FAILURES, gone
 
 from choreograph import SamplingParams
@@ -58,9 +59,7 @@ async def test_a_received_message_that_was_evicted_is_computed_in_the_context_of
         first, second = message(1), message(2)
         await replicas.run(replicas.source, spec_of(first, second))
         await replicas.run(replicas.reader, spec_of(second))
-        core, key = replicas.reader.engine.core, spec_of(second).key
-        stored = replicas.reader.planner.store.find(key, (second.tokens, 0))
-        await replicas.reader.thread.call(lambda: core.cache_manager.evict_entry(stored.message._request.entry))
+        await replicas.reader.thread.call(partial(evict_all, replicas.reader))
         replicas.change = gone
         tokens, _, counts = await replicas.run(replicas.reader, spec_of(first, second))
         assert (counts.remote, counts.computed) == (0, 98)
@@ -151,22 +150,13 @@ async def run_random_requests(folder, group_bytes):
     rng, results = random.Random(7), []
     failures = [change for name, change in FAILURES.items() if name != "slow"]
     async with pair(folder, group_bytes=group_bytes) as replicas:
-        core = replicas.reader.engine.core
-        cache = core.cache_manager
-
-        def evict_all():
-            while core.scheduler.num_unfinished:  # the last tokens of an answer reference its context
-                core.step()
-            for entry in cache.evictable(partial=False):
-                cache.evict_entry(entry)
-
         for _ in range(16):
             spec = spec_of(*(message(number, 16 + 4 * number) for number in rng.sample(range(14), rng.randint(2, 4))))
             replicas.change = rng.choice(failures) if rng.random() < 0.5 else lambda groups: groups
             if rng.random() < 0.8:
                 await replicas.run(replicas.source, spec)
             if rng.random() < 0.3:
-                await replicas.reader.thread.call(evict_all)
+                await replicas.reader.thread.call(partial(evict_all, replicas.reader))
             tokens, _, counts = await replicas.run(replicas.reader, spec)
             results.append((tokens, counts.remote))
             await replicas.reader.thread.call(replicas.reader.engine.check)
@@ -240,6 +230,7 @@ async def test_a_message_that_is_evicted_while_it_is_copied_is_not_sent(talker_f
     async with pair(talker_folder) as replicas:
         spec = spec_of(message(1), message(2))
         expected = (await replicas.run(replicas.source, spec))[0]
+        await replicas.source.thread.call(replicas.source.engine.run_until_idle)  # its last tokens need its context
         core, num_copies = replicas.source.engine.core, 0
         export = core.cache_manager.pool.export_layer
 

@@ -223,6 +223,18 @@ def test_replicas_that_have_a_message_of_another_model_hold_it_too():
     assert policy.sources(request) == {1: ["c"], 2: ["b"], 11: ["b"]}
 
 
+def test_a_message_of_another_model_is_fetched_and_counts_as_held():
+    policy = with_queues(MessageAffinity(), IDLE)
+    policy.on_routed(RouteRequest({11: 300}), "b")  # of the other model
+    request = RouteRequest({1: 300, 2: 100}, alternatives={1: [11], 2: [12]}, is_movable=True)
+    policy.on_routed(request, "c")
+    assert policy.work("c") == pytest.approx(0.25 * 300 + 100, rel=0.01)
+    assert policy.held(RouteRequest({11: 300, 12: 100})) == {"b": 300, "c": 300}
+    policy.on_routed(request, "b")  # it has layers of the first, and computes the second
+    assert policy.work("b") == pytest.approx(300 + 0.25 * 100, rel=0.01)
+    policy.check()
+
+
 def test_unknown_routers_are_refused():
     with pytest.raises(ConfigError, match="use one of"):
         create_policy("random")

@@ -65,6 +65,24 @@ class Pair:
         return tokens, text, counts
 
 
+def _check_idle(service):
+    service.engine.run_until_idle()  # the last tokens of answers
+    service.engine.check()
+    service.planner.store.check()
+    assert not service.engine.core.scheduler.num_unfinished, "a request never ends"
+    assert not any(workflow.num_active for workflow in service.planner.store.workflows), "a request was not closed"
+
+
+def evict_all(service):
+    """Free the pages of everything that no request uses; runs in the engine's thread."""
+    core = service.engine.core
+    while core.scheduler.num_unfinished:  # the last tokens of an answer reference its context
+        core.step()
+    for is_partial in (False, True):
+        for entry in core.cache_manager.evictable(partial=is_partial):
+            core.cache_manager.evict_entry(entry)
+
+
 @asynccontextmanager
 async def pair(folder, mode="always", group_bytes=GROUP_BYTES, make_engine=make_engine):
     result = Pair(partial(make_engine, folder), mode, group_bytes)
@@ -73,8 +91,7 @@ async def pair(folder, mode="always", group_bytes=GROUP_BYTES, make_engine=make_
     try:
         yield result
         for service in (result.source, result.reader):
-            await service.thread.call(service.engine.check)
-            await service.thread.call(service.planner.store.check)
+            await service.thread.call(partial(_check_idle, service))
     finally:
         for service in (result.source, result.reader):
             await service.stop()

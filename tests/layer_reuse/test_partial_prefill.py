@@ -1,5 +1,7 @@
 """Partial prefill: equal to the oracle on random graphs and patterns, exact at its end points."""
 
+import threading
+
 import pytest
 import torch
 from helpers import model_variants
@@ -14,7 +16,17 @@ from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.engine.cross_model import LayerPattern
-from choreograph.errors import ConfigError, InvalidRequestError, ModelError, RequestFailedError
+from choreograph.engine.kv_export import copy_kv
+from choreograph.engine.request import RequestState
+from choreograph.errors import (
+    ConfigError,
+    InvalidPositionError,
+    InvalidRequestError,
+    LostContextError,
+    ModelError,
+    RequestFailedError,
+)
+from choreograph.kv_cache.tiers import TransferOps
 
 HEARD = SamplingParams(logprobs=0)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
@@ -102,6 +114,57 @@ def test_in_another_context_it_equals_the_oracle(nodes, pattern, step, data):
         at += len(sent[number].tokens)
     expected = receiver.compute(OracleMessage([7, 8, 1, 2, 3], at, seen)).logprobs
     assert result == pytest.approx([expected[1 + i, t] for i, t in enumerate([1, 2, 3])], abs=1e-4)
+
+
+@pytest.mark.parametrize("fails_at", ["inputs", "layers"])
+def test_a_source_that_does_not_arrive_ends_in_computing_all_layers(fails_at):
+    engine = model_variants.engine(step=3)
+    engine.enable_layer_reuse("math", pattern=(1, 2, 3))
+    core, fails = engine.core, threading.Event()
+
+    def fail(*_):
+        fails.wait(60)
+        raise ConnectionError("it did not arrive")
+
+    with engine.session() as session, engine.session(model="math") as own:
+        sent = session.prefill(CONTEXT).wait_encoded()
+        snapshot = copy_kv(core, sent._request, with_inputs=True)
+
+        def load(pool, entry):
+            entry.cached_hidden_layers = frozenset(snapshot.inputs)
+            for layer, states in snapshot.inputs.items():
+                pool.hidden[layer][entry.slots] = states
+            return TransferOps(fail, fail if fails_at == "inputs" else lambda: None, inputs_first=True)
+
+        received = session._variants.import_encoded(CONTEXT, snapshot, load)
+        made, equal = (own._variants.prefill_layers(received, [], None, None) for _ in range(2))
+        core.step(wait=False)
+        assert made.computed_layers == (0, 2) and made._request.state is RequestState.RUNNING
+        assert made._request.entry.num_computed_tokens == (0 if fails_at == "inputs" else 3)
+        fails.set()
+        tokens = own.decode([7, 8], [made], sampling=GREEDY).tokens
+        assert made.computed_layers is None
+        assert tokens == own.decode([7, 8], [own.prefill(CONTEXT)], sampling=GREEDY).tokens
+        with pytest.raises(LostContextError):  # it was found in the cache, as it was before
+            own.decode([7, 8], [equal], sampling=GREEDY).result()
+        engine.run_until_idle()
+        engine.check()
+        assert not core.scheduler.num_unfinished
+
+
+def test_in_another_context_it_has_positions_labels_and_leaks():
+    engine = model_variants.engine()
+    engine.enable_layer_reuse("math", pattern=(1, 2, 3))
+    with engine.session() as session, engine.session(model="math") as own:
+        secret = session.prefill([30, 31, 32], labels={"secret"})
+        sent = session.prefill(CONTEXT, [secret])
+        with pytest.raises(InvalidPositionError, match="past the model's last one"):
+            own._variants.prefill_layers(sent, [], None, engine.model_info.max_positions - 2)
+        made = own._variants.prefill_layers(sent, [], None, 2)
+        answer = own.decode([7], [made], sampling=GREEDY)
+        assert made.labels == answer.labels == {"secret"}
+        (parent,) = answer.explain().parents
+        assert parent.leaked == ((secret.id, 3),) and (parent.reused, parent.shift) == (len(CONTEXT), -2)
 
 
 @settings(max_examples=many(20), deadline=None)
