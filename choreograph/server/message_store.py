@@ -19,6 +19,8 @@ from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
 
+ContentKey = tuple[object, int]  # content of a message, and its number among equal ones
+
 MAX_BUDGETS = 1024  # workflows whose divergences are remembered
 
 
@@ -69,7 +71,7 @@ class StoredMessage:
     index: "MessageIndex"
     tokens: list[int]
     lineage: int | None  # of the messages before it; None: another engine computed it
-    content_keys: list[object] = field(default_factory=list)  # under which `by_content` has it
+    content_keys: list[ContentKey] = field(default_factory=list)  # under which `by_content` has it
     source: "StoredMessage | None" = None  # message of another model, some layers of which were computed again
     may_lose_context: bool = False  # computed over messages that were still arriving from another engine
 
@@ -112,7 +114,7 @@ class MessageIndex:
     """
 
     def __init__(self) -> None:
-        self.by_content: dict[object, StoredMessage] = {}  # by (content, number among equal ones)
+        self.by_content: dict[object, StoredMessage] = {}  # by `ContentKey`
         self.children: dict[tuple[int | None, int], list[StoredMessage]] = {}  # by lineage and first token
         self.spans: SpanIndex[StoredMessage] = SpanIndex()
 
@@ -122,7 +124,7 @@ class MessageIndex:
             return None
         return stored
 
-    def unused_key(self, content: object) -> object:
+    def unused_key(self, content: object) -> ContentKey:
         """Return a key of `content` in `by_content` that no message has.
 
         Messages of equal content get several, since a message cannot be twice in one context.
@@ -254,7 +256,7 @@ class MessageStore:
         key: WorkflowKey,
         message: Message,
         lineage: int | None,
-        content_keys: Sequence[object] = (),
+        content_keys: Sequence[ContentKey] = (),
         *,
         with_spans: bool = False,
         source: StoredMessage | None = None,

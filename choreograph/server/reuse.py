@@ -22,6 +22,7 @@ from ..errors import InvalidRequestError, LeakError
 from ..sampling_params import SamplingParams
 from .chat_prompt import ChatPrompt
 from .message_store import (
+    ContentKey,
     MessageIndex,
     MessageStore,
     StoredMessage,
@@ -117,7 +118,7 @@ def plan_messages(
             if stored is not None:
                 builder.reuse_message(stored)
             elif (stored := builder.find_of_other_model(keys)) is not None:
-                contents = {tuple(stored.tokens), *(content for content, _ in stored.content_keys)}
+                contents = {tuple(stored.tokens), *(key[0] for key in stored.content_keys)}
                 builder.reuse_layers(stored, [key for key in keys if key[0] in contents])
             else:
                 builder.compute(segment.tokens, [(segment.tokens, occurrences[segment.tokens])])
@@ -234,7 +235,7 @@ class _PlanBuilder:
         source = "remote" if stored.is_imported else "prefix" if self._is_prefix else "message"
         self._append(stored, 0, len(stored.tokens), source)
 
-    def reuse_layers(self, stored: StoredMessage, content_keys: Sequence[object]) -> None:
+    def reuse_layers(self, stored: StoredMessage, content_keys: Sequence[ContentKey]) -> None:
         """Append a message of another model.
 
         Some of its layers are computed in this context.
@@ -297,7 +298,7 @@ class _PlanBuilder:
         """Return the offsets of the context and of the next part."""
         return self._offsets[: len(self.parents)] or None, self._next_offset
 
-    def compute(self, tokens: Sequence[int], content_keys: Sequence[object] = ()) -> None:
+    def compute(self, tokens: Sequence[int], content_keys: Sequence[ContentKey] = ()) -> None:
         """Append new tokens, which later requests can reuse."""
         if not tokens:
             return
@@ -312,14 +313,16 @@ class _PlanBuilder:
         )
         self._submit(message, content_keys)
 
-    def _submit(self, message: Message, content_keys: Sequence[object], source: StoredMessage | None = None) -> None:
+    def _submit(
+        self, message: Message, content_keys: Sequence[ContentKey], source: StoredMessage | None = None
+    ) -> None:
         stored = self._keep(message, content_keys, source)
         self._submitted.append(stored)
         self.used.append((stored, 0, len(stored.tokens)))
         self._extend(message, 0, len(stored.tokens))
 
     def _keep(
-        self, message: Message, content_keys: Sequence[object], source: StoredMessage | None = None
+        self, message: Message, content_keys: Sequence[ContentKey], source: StoredMessage | None = None
     ) -> StoredMessage:
         return self._store.add(
             self._key,

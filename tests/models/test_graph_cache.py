@@ -12,9 +12,10 @@ from helpers import stored_graphs, tiny_models
 from test_packed_linear import needs_kernel
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models import graph_cache, graph_passes
+from choreograph.models import graph_cache, graph_passes, torch_compile
 from choreograph.models.graph_cache import GraphFile, LoadedGraph, graph_file
 from choreograph.models.graph_passes import deduplication_pass
+from choreograph.models.hf_model import HFModel
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +116,27 @@ def test_what_cannot_be_stored_or_has_fixed_rows_is_compiled_as_before(change, m
     assert set(graphs_of(engine)) == {"few"} and not isinstance(graphs_of(engine)["few"], LoadedGraph)
     assert engine.stats().num_steps == 2
     assert list(folder.iterdir()) == []
+
+
+@needs_kernel
+@pytest.mark.parametrize("num_inexact", [2, 3])
+def test_a_few_tokens_that_are_inexact_without_compilation_do_not_matter(num_inexact, monkeypatch, folder, caplog):
+    logits, checked = HFModel.logits, []
+
+    def inexact(self, tokens, positions, forward_context, rows, **options):
+        result = logits(self, tokens, positions, forward_context, rows, **options)
+        if not isinstance(forward_context, torch_compile._TokenMixer):
+            return result
+        checked.append(tokens)
+        return result + 100 * (len(checked) <= num_inexact)
+
+    monkeypatch.setattr(HFModel, "logits", inexact)
+    with caplog.at_level("WARNING", "choreograph"):
+        engine = bfloat16_engine(seed=1)
+        logprobs_of(engine)
+    assert len({tuple(tokens) for tokens in checked}) == 3
+    assert isinstance(graphs_of(engine)[4], LoadedGraph) == (num_inexact < 3)
+    assert ("compiled graphs are not stored: with 4 tokens it differs" in caplog.text) == (num_inexact == 3)
 
 
 CHANGES = {
