@@ -17,7 +17,7 @@ from rich.console import Console
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.console import print_table
 from choreograph.evaluation.datasets import Example, load, make_games, make_pairs
-from choreograph.evaluation.report import format_estimate, score_table, summarize
+from choreograph.evaluation.report import format_estimate, score_table, summarize, win_rates
 from choreograph.evaluation.run_dir import RunDirectory, RunRecord
 from choreograph.evaluation.runner import evaluate_conditions, make_run_config
 from choreograph.sampling_params import SamplingParams
@@ -46,6 +46,7 @@ class Plan:
     max_tokens: int
     options: Mapping[str, Any] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
+    judged: bool = False  # whether the model compares the answers, in both orders
 
 
 PLANS = {
@@ -62,6 +63,7 @@ PLANS = {
         for strategy in ("none", "cooperate", "defect")
     },
     "bsm": Plan("branch_solve_merge", "commongen_hard", 100, 224),
+    "bsm-judged": Plan("branch_solve_merge", "commongen_hard", 12, 224, judged=True),
 }
 
 
@@ -162,6 +164,11 @@ def main() -> None:
         }
         head, lines = score_table(summary)
         print_table(Console(width=170), f"{name}, {len(examples)} examples", head, lines)
+        if plan.judged:
+            if engine is None:
+                print(f"{name}: a report without a model compares no answers, left out")
+                continue
+            summary["win rates"] = win_rates(engine, Console(width=170), examples, records)
         save("quality", [], Path(given.model).stem, summaries=merge_results("quality", "summaries", {name: summary}))
     every = last_result("quality").get("summaries", {})
     if set(every) >= {f"pd-{s}" for s in ("none", "cooperate", "defect")}:

@@ -53,6 +53,19 @@ def _quality(record: Record, run: str, *cells: tuple[str, str, str]) -> str:
     return known(joined)
 
 
+def _win_rates(record: Record) -> str:
+    def joined() -> str:
+        rates = record("quality")["summaries"]["bsm-judged"]["win rates"]
+        won, lost = (
+            " / ".join(format_estimate(rates[condition][outcome], 100) for condition in ("serial", "parallel"))
+            for outcome in ("won", "lost")
+        )
+        same = " / ".join(str(rates[condition]["same letter"]) for condition in ("serial", "parallel"))
+        return f"{won}; the baseline's {lost}; the judge named one place twice in {same} pairs"
+
+    return known(joined)
+
+
 def _closed(record: Record, run: str) -> str:
     return known(lambda: f"gap closed {format_estimate(record('distill')['runs'][run]['closed'], 100, places=0)}%")
 
@@ -106,7 +119,15 @@ def choreography(record: Record) -> Iterator[Line]:
         "SmolLM2 135M",
         "distill",
     )
-    yield "Table 2", "win rates by a judge, serial / parallel / FT, %", "8 / 6 / 30", NOT_YET, "`eval --judge`", ""
+    yield (
+        "Table 2",
+        "wins against the baseline by a judge, serial / parallel, %",
+        "8 / 6",
+        _win_rates(record),
+        f"{small}12, judged by itself in both orders",
+        "quality",
+    )
+    yield "Table 2", "parallel + FT: wins by a judge, %", "30", "not measured: no adapter for the judged model", "", ""
     strategies = (
         ("none", "no strategy", "63.9 / (-20.7, -9.6)"),
         ("cooperate", "always cooperate", "78.2 / (-14.2, -4.2)"),

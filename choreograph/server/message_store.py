@@ -89,15 +89,15 @@ class StoredMessage:
 
     @property
     def is_arriving(self) -> bool:
-        """True if another engine computed it and not all of it is here."""
+        """True if parts of it are still on their way from another engine."""
         entry = self.message._request.entry
         return self.lineage is None and not (entry is not None and entry.is_complete)
 
     @property
     def is_usable(self) -> bool:
-        """False if it failed, or was evicted and its context may be on another engine.
+        """False if it failed, or was evicted and its context may be elsewhere.
 
-        It is then computed in the context of the request.
+        A request computes it in its own context then.
         """
         if self.message.error is not None:
             return False
@@ -283,7 +283,7 @@ class MessageStore:
         return stored
 
     def use(self, stored: StoredMessage) -> None:
-        """Mark a message as recently used, and the one whose layers it reuses."""
+        """Mark a message and its `source` as recently used."""
         source = stored.source if stored.is_partial else None
         if source is not None and source in self._stored:
             self._stored.move_to_end(source)
