@@ -89,13 +89,13 @@ class StoredMessage:
 
     @property
     def is_arriving(self) -> bool:
-        """True if parts of it are still on their way from another engine."""
+        """True if some of it has not arrived from another engine."""
         entry = self.message._request.entry
         return self.lineage is None and not (entry is not None and entry.is_complete)
 
     @property
     def is_usable(self) -> bool:
-        """False if it failed, or was evicted and its context may be elsewhere.
+        """False if it failed, or was evicted without its whole context.
 
         A request computes it in its own context then.
         """
