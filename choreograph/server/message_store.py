@@ -95,7 +95,7 @@ class StoredMessage:
 
     @property
     def is_usable(self) -> bool:
-        """False if it failed, or was evicted without its whole context.
+        """False if it failed, or was evicted and may lack its context.
 
         A request computes it in its own context then.
         """
