@@ -61,7 +61,7 @@ def _win_rates(record: Record) -> str:
             for outcome in ("won", "lost")
         )
         same = " / ".join(str(rates[condition]["same letter"]) for condition in ("serial", "parallel"))
-        return f"{won}; the baseline's {lost}; the judge named one place twice in {same} pairs"
+        return f"{won}; the baseline's {lost}; the judge named the same place in both orders in {same} pairs"
 
     return known(joined)
 
