@@ -53,16 +53,21 @@ def ray_nodes():
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(ray_nodes, talker_folder, math_folder):
-    """Two replicas of the tiny model and a sibling, on a node each."""
-    app = deployment.bind_app(
+def ray_app(ray_nodes, talker_folder, math_folder):
+    """The tiny model and a sibling, which reuses its layers."""
+    return deployment.bind_app(
         partial(make_engine, talker_folder, math=math_folder, pattern=(0, 1, 2)),
         ServerConfig(served_model_name="tiny", max_tokens=24, drain_timeout=240),
         deployment.ClusterConfig(replicas=2, transfer="always"),
     )
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_app):
+    """Two replicas of `ray_app`, on a node each."""
     address = {"host": "127.0.0.1", "port": free_port()}
     serve.start(proxy_location="HeadOnly", http_options=address)  # the nodes have one network address
-    return deployment.start(app, **address)
+    return deployment.start(ray_app, **address)
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,14 @@ applications:
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def restored(ray_app, ray_cluster):
+    """Later files of this process find the application that they started."""
+    yield
+    serve.delete("choreograph")
+    serve.run(ray_app, name="choreograph", route_prefix="/")
+
+
 def deploy(config):
     """Do what `serve deploy` makes the dashboard do; return when the replicas are those of the file."""
     old = {load.name for load in running_loads()}
