@@ -6,7 +6,6 @@ first one is here, and its steps wait for each layer. Any failure ends in comput
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -117,11 +116,9 @@ def load_stored(service: InferenceService, spec: GenerationSpec) -> None:
     """
     core, store = service.engine.core, service.planner.store
     prefetcher, hashes = core.cache_manager.prefetcher, []
-    others = store.sender_keys(spec.key, spec.repair, service.max_kl_of(spec))
+    senders = store.sender_keys(spec.key, spec.repair, service.max_kl_of(spec))
     for segment in dict.fromkeys(segment for prompt in spec.prompts for segment in prompt.segments):
-        places = itertools.product((spec.key, *others), _contents(segment))
-        found = (store.find(key, (content, 0), allow_partial=bool(others)) for key, content in places)
-        if (stored := next(filter(None, found), None)) is not None:
+        if (stored := store.find_usable(spec.key, senders, _contents(segment))) is not None:
             entries = (request.entry for request in stored.message._request.source_chain)
             hashes += [e.content_hash for e in entries if e is not None and e.content_hash is not None]
     with core.lock:
@@ -226,11 +223,10 @@ class MessageFetcher:
         not sent.
         """
         store = self._service.planner.store
-        others = store.sender_keys(spec.key, spec.repair, self._service.max_kl_of(spec))
-        keys, find = [*others, spec.key], partial(store.find, allow_partial=bool(others))
-        if any(find(key, (content, 0)) for key in keys for content in _contents(segment)):
+        senders = store.sender_keys(spec.key, spec.repair, self._service.max_kl_of(spec))
+        if store.find_usable(spec.key, senders, _contents(segment)) is not None:
             return None
-        for key in keys:
+        for key in (*senders, spec.key):
             content_key = segment_key(spec, segment, key.model)
             if on_its_way := self._started.get((key, content_key)):  # another request fetches it
                 return on_its_way
@@ -307,7 +303,7 @@ class MessageFetcher:
         try:
             for item in arriving:
                 message = item.message
-                keys = [name for name in message.content_keys if store.find(key, name) is None]
+                keys = [name for name in message.content_keys if store.find(key, name, allow_partial=False) is None]
                 if not any((content, 0) in keys for content in contents):
                     continue  # another request has stored it, or it was not asked for
                 imported = workflow.session._variants.import_encoded(message.tokens, item.snapshot, item.load)

@@ -16,7 +16,7 @@ from ..engine.kv_export import KVSnapshot
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import TransferOps, checksum, write_layer
-from ..server.message_store import ContentKey
+from ..server.message_store import MessageKey
 
 TIMEOUT = 5.0  # seconds that a transfer may take at most
 
@@ -50,7 +50,7 @@ class SentInputs(NamedTuple):
 class SentMessage:
     """One message, without its layers."""
 
-    content_keys: list[ContentKey]  # under which it is stored
+    content_keys: list[MessageKey]  # under which it is stored
     tokens: list[int]
     base_position: int  # of token 0; keys are rotated to it
     model_hash: str
@@ -61,7 +61,7 @@ class SentMessage:
     checksum: int = 0  # of all of the above
 
     @classmethod
-    def of(cls, content_keys: Sequence[ContentKey], tokens: list[int], snapshot: KVSnapshot) -> "SentMessage":
+    def of(cls, content_keys: Sequence[MessageKey], tokens: list[int], snapshot: KVSnapshot) -> "SentMessage":
         message = cls(
             list(content_keys),
             tokens,

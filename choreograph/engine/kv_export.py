@@ -257,7 +257,8 @@ def import_kv(
     with core.lock:
         while True:
             try:
-                entry = reserve(core, request)
+                # a dropped entry would be computed without the context that is not here
+                entry = reserve(core, request, lambda equal: not any_context or equal.location != "dropped")
                 break
             except CacheBusyError:
                 _wait_for_space(core)

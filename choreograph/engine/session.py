@@ -410,7 +410,7 @@ class Session(ChatTurns):
             request.repair = self._repair if repair is None else Repair.parse(repair)
             if self.budget is not None and repair is None:
                 request.repair = self.budget.choose(request)
-        if ids:  # not a variant, whose tokens and offsets are its source's
+        if ids:  # else the tokens of its source, which may not be known yet
             check_positions(request, lengths, max_positions)
         message = Message(request, core, self._tokenizer)
         message.parents, message.kv_reuse = parents, kv_reuse

@@ -1,8 +1,9 @@
 """Stored messages of workflows, which later requests find by their content.
 
-All functions run in the engine's thread, but `MessageStore.find`: it reads dictionaries only.
+All functions run in the engine's thread, but those of `MessageStore` that find messages and senders: they only read.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
 
-ContentKey = tuple[object, int]  # content of a message, and its number among equal ones
+MessageKey = tuple[object, int]  # content of a message, and its number among equal ones
 
 MAX_BUDGETS = 1024  # workflows whose divergences are remembered
 
@@ -71,9 +72,10 @@ class StoredMessage:
     index: "MessageIndex"
     tokens: list[int]
     lineage: int | None  # of the messages before it; None: another engine computed it
-    content_keys: list[ContentKey] = field(default_factory=list)  # under which `by_content` has it
+    content_keys: list[MessageKey] = field(default_factory=list)  # under which `by_content` has it
     source: "StoredMessage | None" = None  # message of another model, some layers of which were computed again
-    may_lose_context: bool = False  # computed over messages that were still arriving from another engine
+    # submitted over messages that were still arriving from another engine, directly or through others
+    may_lose_context: bool = False
 
     @property
     def is_partial(self) -> bool:
@@ -91,13 +93,13 @@ class StoredMessage:
     def is_arriving(self) -> bool:
         """True if some of it has not arrived from another engine."""
         entry = self.message._request.entry
-        return self.lineage is None and not (entry is not None and entry.is_complete)
+        return self.lineage is None and (entry is None or not entry.can_recompute)  # which it can once it is here
 
     @property
     def is_usable(self) -> bool:
         """False if it failed, or was evicted and may lack its context.
 
-        A request computes it in its own context then.
+        Requests compute its tokens again then, in their own context.
         """
         if self.message.error is not None:
             return False
@@ -114,7 +116,7 @@ class MessageIndex:
     """
 
     def __init__(self) -> None:
-        self.by_content: dict[object, StoredMessage] = {}  # by `ContentKey`
+        self.by_content: dict[object, StoredMessage] = {}  # by `MessageKey`
         self.children: dict[tuple[int | None, int], list[StoredMessage]] = {}  # by lineage and first token
         self.spans: SpanIndex[StoredMessage] = SpanIndex()
 
@@ -124,7 +126,7 @@ class MessageIndex:
             return None
         return stored
 
-    def unused_key(self, content: object) -> ContentKey:
+    def unused_key(self, content: object) -> MessageKey:
         """Return a key of `content` in `by_content` that no message has.
 
         Messages of equal content get several, since a message cannot be twice in one context.
@@ -194,6 +196,20 @@ class MessageStore:
         indexes = [] if workflow is None else workflow.readable(key.readable)
         return find_content(indexes, content_key, allow_partial=allow_partial)
 
+    def find_usable(
+        self, key: WorkflowKey, senders: Sequence[WorkflowKey], contents: Iterable[object]
+    ) -> StoredMessage | None:
+        """Return a message that a request uses, whole or in some layers.
+
+        Args:
+            senders: `sender_keys` of the request.
+        """
+        places = itertools.product((key, *senders), contents)
+        found = (
+            self.find(place, (content, 0), allow_partial=place is key and bool(senders)) for place, content in places
+        )
+        return next(filter(None, found), None)
+
     @property
     def num_workflows(self) -> int:
         return len(self._workflows)
@@ -256,7 +272,7 @@ class MessageStore:
         key: WorkflowKey,
         message: Message,
         lineage: int | None,
-        content_keys: Sequence[ContentKey] = (),
+        content_keys: Sequence[MessageKey] = (),
         *,
         with_spans: bool = False,
         source: StoredMessage | None = None,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ from ..engine.request import TokenMask
 from ..engine.session import Session
 from ..errors import InvalidRequestError, LeakError
 from ..sampling_params import SamplingParams
+from ..utils import call_all
 from .chat_prompt import ChatPrompt
 from .message_store import (
-    ContentKey,
     MessageIndex,
+    MessageKey,
     MessageStore,
     StoredMessage,
     WorkflowKey,
@@ -207,7 +209,8 @@ class _PlanBuilder:
     def find_of_other_model(self, content_keys: Iterable[object]) -> StoredMessage | None:
         """Return a stored message whose layers this model reuses."""
         places = itertools.product(self._other_keys, content_keys)
-        return next(filter(None, (self._store.find(key, content_key) for key, content_key in places)), None)
+        found = (self._store.find(key, content_key, allow_partial=False) for key, content_key in places)
+        return next(filter(None, found), None)
 
     def find_spans(self, tokens: list[int], start: int, stop: int) -> list[Span[StoredMessage]]:
         """Return quotes of stored messages in tokens[start:stop].
@@ -215,8 +218,8 @@ class _PlanBuilder:
         Raises:
             LeakError: if other parts quote messages that the request may not read, with on_leak="error".
         """
-        spans = find_spans([index.spans for index in self._indexes], tokens, start, self.used, stop)
-        spans = [span for span in spans if span.key.is_usable]
+        indexes, is_usable = [index.spans for index in self._indexes], attrgetter("is_usable")
+        spans = find_spans(indexes, tokens, start, self.used, stop, is_usable)
         gaps = gaps_between(spans, start, stop)
         forbidden = [index.spans for index in self._forbidden]
         if forbidden and any(find_spans(forbidden, tokens, first, (), last) for first, last in gaps):
@@ -235,7 +238,7 @@ class _PlanBuilder:
         source = "remote" if stored.is_imported else "prefix" if self._is_prefix else "message"
         self._append(stored, 0, len(stored.tokens), source)
 
-    def reuse_layers(self, stored: StoredMessage, content_keys: Sequence[ContentKey]) -> None:
+    def reuse_layers(self, stored: StoredMessage, content_keys: Sequence[MessageKey]) -> None:
         """Append a message of another model.
 
         Some of its layers are computed in this context.
@@ -298,7 +301,7 @@ class _PlanBuilder:
         """Return the offsets of the context and of the next part."""
         return self._offsets[: len(self.parents)] or None, self._next_offset
 
-    def compute(self, tokens: Sequence[int], content_keys: Sequence[ContentKey] = ()) -> None:
+    def compute(self, tokens: Sequence[int], content_keys: Sequence[MessageKey] = ()) -> None:
         """Append new tokens, which later requests can reuse."""
         if not tokens:
             return
@@ -314,7 +317,7 @@ class _PlanBuilder:
         self._submit(message, content_keys)
 
     def _submit(
-        self, message: Message, content_keys: Sequence[ContentKey], source: StoredMessage | None = None
+        self, message: Message, content_keys: Sequence[MessageKey], source: StoredMessage | None = None
     ) -> None:
         stored = self._keep(message, content_keys, source)
         self._submitted.append(stored)
@@ -322,7 +325,7 @@ class _PlanBuilder:
         self._extend(message, 0, len(stored.tokens))
 
     def _keep(
-        self, message: Message, content_keys: Sequence[ContentKey], source: StoredMessage | None = None
+        self, message: Message, content_keys: Sequence[MessageKey], source: StoredMessage | None = None
     ) -> StoredMessage:
         return self._store.add(
             self._key,
@@ -363,10 +366,9 @@ class _PlanBuilder:
                     self._keep(message, [index.unused_key(content) for content in answer.keys_of(message.text)])
                     kept.append(message)
         finally:
-            for message in messages:
-                if message not in kept:
-                    message.release()
-            self._store.close(self._key)
+            releases = [message.release for message in messages if message not in kept]
+            if errors := call_all([*releases, partial(self._store.close, self._key)]):
+                raise errors[0]
 
     def abort(self) -> None:
         """End the request after an error; messages that were submitted stay stored."""

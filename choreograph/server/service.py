@@ -6,7 +6,7 @@ import hmac
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fastapi import Request
@@ -18,6 +18,7 @@ from ..engine.validation import check_tokens
 from ..errors import ConfigError, InvalidRequestError
 from ..outputs import BASE_MODEL, EngineStats
 from ..sampling_params import SamplingParams
+from ..utils import call_all
 from .api_errors import ApiError, context_exceeded, overloaded
 from .chat_prompt import ChatPrompt, ChatRenderer
 from .engine_thread import ChoiceUpdate, EngineThread, Generation
@@ -409,12 +410,14 @@ class RunningRequest:
         return messages
 
     def _close(self, is_complete: bool) -> None:
+        errors = call_all(partial(plan.close, is_complete) for plan in self._plans)
         for plan in self._plans:
-            plan.close(is_complete)
             if is_complete and plan.measure is not None:
                 self._service.thread.defer(plan.measure)
         if self._record is not None and self._service.log is not None:
             self._service.log.finish(self._record, vars(self.counts), is_complete)
+        if errors:
+            raise errors[0]
 
 
 class StreamUsage:

@@ -9,7 +9,7 @@ message is one span. The time is linear in the prompt, the memory in the stored 
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -72,13 +72,19 @@ class SpanIndex(Generic[Key]):
                 self._windows.pop(value, None)
 
     def find(
-        self, tokens: list[int], start: int = 0, used: Sequence[tuple[Key, int, int]] = (), stop: int | None = None
+        self,
+        tokens: list[int],
+        start: int = 0,
+        used: Sequence[tuple[Key, int, int]] = (),
+        stop: int | None = None,
+        is_usable: Callable[[Key], bool] = lambda key: True,
     ) -> list[Span[Key]]:
         """Return quotes in tokens[start:stop], in order and without overlaps.
 
         Args:
             used: (key, start, stop) of stored tokens that must not be used again: a message cannot be
                 at two places of one context.
+            is_usable: whether a message may be quoted.
         """
         stop = len(tokens) if stop is None else stop
         taken: dict[Key, list[tuple[int, int]]] = {}
@@ -95,9 +101,10 @@ class SpanIndex(Generic[Key]):
                 self._extend(tokens, place, first, stop, *candidate, taken)
                 for place in range(position, min(position + STRIDE, stop - WINDOW + 1))
                 for candidate in self._windows.get(hashes[place - start], ())
+                if is_usable(candidate[0])
             )
-            best = max(matches, key=lambda span: span.stop - span.start)
-            if best.stop - best.start < MIN_SPAN:
+            best = max(matches, key=lambda span: span.stop - span.start, default=None)
+            if best is None or best.stop - best.start < MIN_SPAN:
                 position += 1
                 continue
             spans.append(best)
@@ -145,14 +152,19 @@ def gaps_between(spans: Sequence[Span[Key]], start: int, stop: int) -> list[tupl
 
 
 def find_spans(
-    indexes: Sequence[SpanIndex[Key]], tokens: list[int], start: int, used: Sequence[tuple[Key, int, int]], stop: int
+    indexes: Sequence[SpanIndex[Key]],
+    tokens: list[int],
+    start: int,
+    used: Sequence[tuple[Key, int, int]],
+    stop: int,
+    is_usable: Callable[[Key], bool] = lambda key: True,
 ) -> list[Span[Key]]:
     """Return quotes as `SpanIndex.find`, those of the first indexes first."""
     spans: list[Span[Key]] = []
     for index in indexes:
         for first, last in gaps_between(spans, start, stop):
             taken = [(span.key, span.source_start, span.source_start + span.stop - span.start) for span in spans]
-            spans += index.find(tokens, first, [*used, *taken], last)
+            spans += index.find(tokens, first, [*used, *taken], last, is_usable)
         spans.sort(key=lambda span: span.start)
     return spans
 

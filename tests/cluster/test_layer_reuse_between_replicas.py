@@ -1,5 +1,6 @@
 """A model that reuses layers of another one's messages: in one server, and of messages from another replica."""
 
+import asyncio
 import dataclasses
 import random
 from collections import Counter
@@ -12,7 +13,7 @@ pytest.importorskip("ray")
 from helpers import tiny_models
 from helpers.live_server import make_engine
 from helpers.replica_pair import evict_all, message, pair, spec_of
-from helpers.transfer_failures import BY_LAYER, FAILURES, flip, gone
+from helpers.transfer_failures import BY_LAYER, FAILURES, flip
 from transformers import AutoTokenizer
 
 from choreograph.cluster import message_transfer
@@ -136,6 +137,7 @@ async def test_what_has_layers_of_two_models_is_not_repaired(family, options):
             assert counts.other_model + counts.remote == 48
             tokens, _, counts = await replicas.run(service, repaired)
             assert tokens == expected and counts.other_model == 0
+            assert counts.remote == 48 * (service is replicas.reader)  # the whole message of the source
             stored = service.planner.store.find(plain.key, (message(1).tokens, 0))
             assert not stored.is_partial
             _, _, counts = await replicas.run(service, plain)  # what was computed as a whole replaces it
@@ -160,20 +162,35 @@ async def test_a_message_is_used_as_long_as_the_one_that_has_its_other_layers(fa
 
 async def test_what_was_computed_over_a_message_that_never_arrived_is_not_computed_again(family):
     async with pair(family, group_bytes=1, make_engine=family_engine((1, 1, 1))) as replicas:
-        missing, here = message(1), message(2)
+        missing, here, store = message(1), message(2), replicas.reader.planner.store
+        asked = spec_of(missing, here, model="math")
+        computed = []  # over the first layer of what is missing
+
+        async def gone_once_it_is_used(groups):
+            async for group in groups:
+                if group.layers[-1].layer == 3:
+                    break
+                yield group
+            while not computed:
+                stored = store.find(asked.key, (here.tokens, 0))
+                computed.extend([stored] if stored is not None and stored.message._request.is_finished else [])
+                await asyncio.sleep(0.01)
+            raise ConnectionError("the replica is gone")
+
         await replicas.run(replicas.source, spec_of(missing))
         await replicas.run(replicas.reader, spec_of(here))
-        replicas.change = gone
-        asked = spec_of(missing, here, model="math")
+        replicas.change = gone_once_it_is_used
+        _, _, counts = await replicas.run(replicas.reader, asked)
+        assert (counts.remote, counts.message, counts.computed) == (0, 48, 50)
+        (stored,) = computed
+        assert stored.is_partial and stored.may_lose_context and stored.is_usable
+        await replicas.reader.thread.call(partial(evict_all, replicas.reader))
+        assert not stored.is_usable
         tokens, _, counts = await replicas.run(replicas.reader, asked)
-        assert counts.remote == 0 and counts.computed == 50
-        for spec in (asked, spec_of(here, model="math")):
-            await replicas.reader.thread.call(partial(evict_all, replicas.reader))
-            again, _, counts = await replicas.run(replicas.reader, spec)
-            assert counts.cached + counts.computed == len(spec.prompts[0].tokens)
-            tokens = again
-        expected, _, _ = await replicas.run(replicas.reader, spec)
-        assert tokens == expected
+        assert (counts.other_model, counts.prefix, counts.computed) == (48, 48, 2)
+        await replicas.run(replicas.reader, spec_of(here, workflow="new"))
+        new = spec_of(missing, here, workflow="new", model="math")
+        assert tokens == (await replicas.run(replicas.reader, new))[0]
 
 
 async def test_without_a_pair_or_cached_inputs_all_layers_are_computed(family):

@@ -67,6 +67,16 @@ async def test_a_received_message_that_was_evicted_is_computed_in_the_context_of
 
 
 @BY_LAYER
+async def test_a_received_message_that_was_evicted_is_received_again(talker_folder, group_bytes):
+    async with pair(talker_folder, group_bytes=group_bytes) as replicas:
+        expected, _, _ = await replicas.run(replicas.source, spec_of(message(1)))
+        for _ in range(3):
+            tokens, _, counts = await replicas.run(replicas.reader, spec_of(message(1)))
+            assert (tokens, counts.remote, counts.computed) == (expected, 48, 2)
+            await replicas.reader.thread.call(partial(evict_all, replicas.reader))
+
+
+@BY_LAYER
 async def test_failed_transfers_end_in_computing(talker_folder, monkeypatch, group_bytes):
     monkeypatch.setattr(message_transfer, "TIMEOUT", 0.5)
     async with pair(talker_folder, group_bytes=group_bytes) as replicas:

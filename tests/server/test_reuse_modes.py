@@ -7,10 +7,14 @@ import openai
 import pytest
 from helpers.live_server import make_engine, serving
 
+from choreograph import SamplingParams
 from choreograph.engine.budget import MIN_SAMPLES
 from choreograph.server import engine_thread
-from choreograph.server.chat_prompt import ChatRenderer, answer_key
+from choreograph.server.app import create_app
+from choreograph.server.chat_prompt import ChatPrompt, ChatRenderer, Segment, answer_key
 from choreograph.server.message_store import MessageStore, WorkflowKey
+from choreograph.server.reuse import Answer
+from choreograph.server.server_config import ServerConfig
 
 SYSTEM = {
     "role": "system",
@@ -346,3 +350,25 @@ def test_the_last_tokens_of_an_answer_share_the_first_step_of_the_next_request(l
     httpx.delete(f"{live.url}/v1/workflows/other")  # wakes the engine's thread
     live.wait_until_idle()
     assert live.engine.stats().num_steps - num_steps == 2 * 5 + 1
+
+
+def test_a_listener_that_raises_leaves_no_request_open(talker_folder):
+    engine = make_engine(talker_folder)
+    planner = create_app(engine, ServerConfig(max_tokens=16)).state.service.planner
+    answer = Answer(SamplingParams(max_tokens=4, temperature=0))
+    prompt = ChatPrompt([*range(10, 18), 7], [Segment(tuple(range(10, 18)))], [7])
+    plan = planner.plan("messages", WorkflowKey("team", "w", "base"), prompt, [answer] * 3)
+
+    def fail(event):
+        if event.kind == "released":
+            raise ValueError("an error of the listener")
+
+    unsubscribe = engine.events.subscribe(fail)
+    with pytest.raises(ValueError, match="of the listener"):
+        plan.close(False)
+    unsubscribe()
+    assert all(message._request.released for message in plan.messages)
+    assert [workflow.num_active for workflow in planner.store.workflows] == [0]
+    planner.store.check()
+    engine.run_until_idle()
+    engine.close()

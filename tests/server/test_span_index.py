@@ -84,6 +84,16 @@ def test_tokens_of_a_message_are_used_once():
     assert first == (0, 64, "message", 0) and others == []
 
 
+def test_a_message_that_is_not_usable_hides_no_other():
+    source = list(range(64))
+    index = SpanIndex[str]()
+    index.add("failed", source)
+    index.add("usable", source)
+    assert [span.key for span in index.find(source)] == ["failed"]
+    assert [span.key for span in index.find(source, is_usable="usable".__eq__)] == ["usable"]
+    assert index.find(source, is_usable=lambda key: False) == []
+
+
 def test_the_index_is_bounded_and_empty_after_removal():
     index = SpanIndex[int]()
     for key in range(20):
