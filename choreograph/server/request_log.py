@@ -210,7 +210,7 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
     if request.repaired_positions:  # pieces of the parents, without gaps
         starts = list(accumulate((end - first for first, end in spans), initial=0))[:-1]
     parents = [  # (request, its visible tokens, their position in it, their position here)
-        (parent, end - first, (parent.source_chain[-1].position or 0) + first, start)
+        (parent, end - first, _base_position(parent) + first, start)
         for parent, (first, end), start in zip(request.parents, spans, starts, strict=True)
     ]
     bars: list[ContextBar] = []
@@ -229,6 +229,12 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
     bars.append(ContextBar(message.id, footer_start, len(footer), "computed"))
     shown = tuple(bar for bar in bars if bar.length)
     return MessageRow(message.id, label, shown, request.usage.repaired_tokens, tuple(_parent_rows(message, known)))
+
+
+def _base_position(request: Request) -> int:
+    """Return the position to which the keys of a message's first token are rotated."""
+    owner = request.source_chain[-1]
+    return owner.entry.base_position if owner.entry is not None else owner.position or 0
 
 
 def _parent_rows(message: Message, known: set[int]) -> Iterator[ParentRow]:

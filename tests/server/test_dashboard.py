@@ -12,11 +12,12 @@ import pytest
 from helpers.live_server import make_engine, serving
 
 import choreograph
+from choreograph import SamplingParams
 from choreograph.cli import serve_command
 from choreograph.errors import ConfigError, MissingDependencyError
 from choreograph.server import dashboard_panels as panels
 from choreograph.server.app import create_app
-from choreograph.server.request_log import MAX_RECORDS, MAX_ROWS, ContextBar
+from choreograph.server.request_log import MAX_RECORDS, MAX_ROWS, ContextBar, _row
 from choreograph.server.server_config import ServerConfig
 
 KEYS = ("first-secret", "second-secret")
@@ -120,6 +121,22 @@ def test_a_reordered_chat_is_shown_with_its_reused_and_moved_messages(guarded):
     assert not system.parents and html.count("<details>") == 2
     ends = [bar.start + bar.length for bar in judge.bars]
     assert [bar.start for bar in judge.bars] == [0, *ends[:-1]]  # positions without gaps
+
+
+def test_a_message_is_moved_from_the_position_of_its_cached_keys(talker_folder):
+    engine, texts = make_engine(talker_folder), [list(range(40, 56)), list(range(60, 70))]
+    with engine.session() as session:
+        first = session.prefill(texts[0], new_offset=0)
+        equal = session.prefill(texts[0], new_offset=32)  # the same entry, whose keys are at 0
+        other = session.prefill(texts[1], new_offset=32)
+        answers = [
+            session.decode([5], [parent], [32], sampling=SamplingParams(max_tokens=1))
+            for parent in (first, equal, other)
+        ]
+        engine.run_until_idle()
+        parents = {parent.id for parent in (first, equal, other)}
+        rows = [_row(answer, "answer", parents) for answer in answers]
+    assert [row.bars[0].kind for row in rows] == ["moved", "moved", "reused"]
 
 
 def test_quotes_repaired_context_and_several_answers_are_shown(guarded):
