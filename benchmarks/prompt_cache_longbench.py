@@ -97,7 +97,11 @@ def main() -> None:
     options.add_argument("--longest", type=int, default=5000, help="words of a record's documents")
     options.add_argument("--tokens", type=int, default=16, help="tokens of an answer, 2 or more")
     args = options.parse_args()
-    arguments = {"dtype": args.dtype, "device": args.device, "config": EngineConfig(cache=CacheConfig(capacity=40_960))}
+    arguments = {
+        "dtype": args.dtype,
+        "device": args.device,
+        "config": EngineConfig(cache=CacheConfig(capacity=40_960), compile=True),
+    }
     engine = Engine.from_pretrained(*([args.model] if args.model else []), **arguments)
     measured: dict[str, list[tuple[dict[str, AnswerTimes], tuple[int, int]]]] = defaultdict(list)
     left_out: Counter[str] = Counter()

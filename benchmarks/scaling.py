@@ -19,7 +19,6 @@ from .plots import speedup_over_branches
 
 BRANCHES = (4, 16, 64)
 VOTERS = (1, 4, 16)
-ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
     options.add_argument("--fresh", type=int, default=5)
     options.add_argument("--length", type=int, default=104, help="64 such solutions just fit the model")
     given = options.parse_args()
-    e = engine(tokens=32768, compile=True, compile_sizes=ROWS)
+    e = engine(tokens=32768)
     workflow, examples = find("tree_of_thoughts"), load(given.data, limit=given.problems, seed=0)
     series: dict[str, list] = {}
     rows = []

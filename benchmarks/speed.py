@@ -24,7 +24,6 @@ from .common import FIGURES, Row, engine, estimate_row, last_result, merge_resul
 
 # must and aim for TTFT
 WORKFLOWS = {"tree_of_thoughts": (3.5, 7), "debate_iterative": (2.0, 4), "debate_parallel": (6.2, 12)}
-ROWS = (1, 2, 4, 8, 16, 24, 40)  # the headers of three agents are a step of 24 to 40 rows
 TITLES = {
     "tree_of_thoughts": "Tree of Thoughts",
     "debate_iterative": "iterative debate",
@@ -55,7 +54,7 @@ def main() -> None:
     options.add_argument("--paper", action="store_true", help="the paper's form, in which verdicts and votes reason")
     options.add_argument("--eager", action="store_true", help="do not compile small steps")
     given = options.parse_args()
-    e = engine(tokens=65536, compile=not given.eager, compile_sizes=ROWS)
+    e = engine(tokens=65536, compile=not given.eager)
     rows: list[Row] = []
     points, options_of = {}, {}
     for name in given.only:

@@ -32,7 +32,7 @@ def call(e: Engine, session: Session, parents: list[Message], offsets: list[int]
 
 
 def main() -> None:
-    e = engine(compile_sizes=(1, 4))
+    e = engine()
     with e.session() as session:
         parents: list[Message] = []
         for i in range(PARENTS):
