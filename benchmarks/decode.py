@@ -63,7 +63,7 @@ def main() -> None:
     options.add_argument("--dtype", choices=("bfloat16", EXACT), default="bfloat16", help="ours and Hugging Face's")
     dtype = options.parse_args().dtype
     kind, before = ("bf16", "") if dtype == "bfloat16" else (dtype, f"{EXACT}, ")
-    hf, llama = HuggingFace(getattr(torch, dtype)), LlamaCpp(torch.get_num_threads())
+    hf, llama = HuggingFace(dtype), LlamaCpp(torch.get_num_threads())
     models = {f"compiled {kind}": engine(dtype=dtype)}
     if dtype == "bfloat16":
         models["compiled int8"] = engine(quantization="int8")

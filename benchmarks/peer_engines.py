@@ -27,7 +27,7 @@ from .common import random_tokens
 class HuggingFace:
     """transformers, eager, with its own cache: one sequence or a batch of separate ones."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, dtype: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(convert_gguf(bundled_gguf()), dtype=dtype).eval()
 
     @torch.no_grad()
@@ -139,11 +139,11 @@ class _Native:
 
 
 class VLLM:
-    """vLLM's CPU build, with prefix caching, on the same weights in bfloat16."""
+    """vLLM's CPU build, with prefix caching, on the same weights."""
 
     FOLDER = Path("out/vllm")
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, dtype: str) -> None:
         self._install()
         address = str((self.FOLDER / f"{os.getpid()}.sock").resolve())
         options = {
@@ -154,7 +154,7 @@ class VLLM:
             "HF_HUB_OFFLINE": "1",
         }
         script = Path(__file__).with_name("peer_vllm.py")
-        command = [str(self.FOLDER / "bin" / "python"), str(script), address, str(convert_gguf(bundled_gguf()))]
+        command = [str(self.FOLDER / "bin" / "python"), str(script), address, str(convert_gguf(bundled_gguf())), dtype]
         environment = {
             name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
         }

@@ -9,10 +9,10 @@ from typing import Any
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    address, model = sys.argv[1:]
+    address, model, dtype = sys.argv[1:]
     llm = LLM(
         model=model,
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=8192,
         max_num_batched_tokens=8192,
         max_num_seqs=64,

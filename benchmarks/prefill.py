@@ -18,7 +18,7 @@ def ours(e: Engine) -> float:
 
 
 def main() -> None:
-    llama, hf, e = LlamaCpp(torch.get_num_threads()), HuggingFace(), engine(compile=False)
+    llama, hf, e = LlamaCpp(torch.get_num_threads()), HuggingFace("bfloat16"), engine(compile=False)
     sides = (lambda: llama.prefill(COUNT), lambda: hf.prefill(COUNT), lambda: ours(e))
     interleaved(2, *sides)
     a, b, c = interleaved(ROUNDS, *sides)
