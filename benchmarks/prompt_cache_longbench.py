@@ -103,6 +103,7 @@ def main() -> None:
         "config": EngineConfig(cache=CacheConfig(capacity=40_960), compile=True),
     }
     engine = Engine.from_pretrained(*([args.model] if args.model else []), **arguments)
+    engine.warm_up()
     measured: dict[str, list[tuple[dict[str, AnswerTimes], tuple[int, int]]]] = defaultdict(list)
     left_out: Counter[str] = Counter()
     for file in args.data:
