@@ -20,7 +20,6 @@ NOT_YET = "not measured yet"
 NO_LOSS = "share not measured, since reuse loses nothing significant (above)"
 ADAPTER = f"base to adapter, again, {QWEN}"
 LONGBENCH_TASKS = {  # of which there are records that fit the bundled model
-    "narrativeqa": "NarrativeQA",
     "qasper": "Qasper",
     "multifieldqa_en": "MultiFieldQA",
     "hotpotqa": "HotpotQA, short passages",
