@@ -126,6 +126,7 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True)
     options.add_argument("--out", type=Path, default=Path("out/prompt-cache-quality"))
     options.add_argument("--only", nargs="*", default=list(DATA))
+    options.add_argument("--tasks", nargs="*", help="of LongBench; default: all in the files")
     options.add_argument("--longest", type=int, default=4000, help="words of a record's documents")
     options.add_argument("--limit", type=int, default=None)
     options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
@@ -136,6 +137,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     for name in given.only:
         every = read_records(given.data / f"{name}.jsonl")
+        every = [r for r in every if not given.tasks or r.get("task", name) in given.tasks]
         short = [r for r in every if sum(len(t.split()) for t in documents_of(r)) <= given.longest]
         chosen_records = short[: given.limit]
         texts = {how: generate_answers(engine, chosen_records, name, how, given.out) for how in MODES}

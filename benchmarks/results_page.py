@@ -234,7 +234,7 @@ def prompt_cache() -> str:
     result = record("prompt_cache")
     rows = {r["measure"]: r for r in result["rows"]}
     lines = []
-    for label in dict.fromkeys(m.partition(":")[0] for m in rows if m.endswith("against no reuse")):
+    for label in [m.partition(":")[0] for m in rows if m.endswith(": against Hugging Face")]:
         ratios = [format_estimate(rows[f"{label}: {m}"]) for m in ("against no reuse", "against Hugging Face")]
         times = [f"{rows[f'{label}: {m}']['value']:.0f}" for m in ("from modules", "no reuse", "Hugging Face")]
         lines.append([label, *ratios, *times])
@@ -255,6 +255,51 @@ def prompt_cache() -> str:
         "Hugging Face, ms",
     ]
     return markdown(head, lines) + "\n\n" + notes + _provenance_note("prompt_cache")
+
+
+def prompt_cache_answers() -> str:
+    rows = {r["measure"]: r for r in record("prompt_cache")["rows"]}
+    answer = "5120 cached, 32 new, 32 generated"
+    times = ("from modules", "no reuse")
+    labels = {  # measure of the ratio, and the measures of both times
+        "whole answer of 32 tokens": (f"{answer}: end to end against no reuse", f"{answer}: end to end, "),
+        **{
+            f"first token, {name}": (f"use case, {name}: against no reuse", f"use case, {name}: ")
+            for name in ("code", "personalization", "parameters")
+        },
+    }
+    lines = [
+        [label, format_estimate(rows[ratio]), *(f"{rows[prefix + how]['value']:.0f}" for how in times)]
+        for label, (ratio, prefix) in labels.items()
+    ]
+    later = [f"{rows[f'{answer}: each later token, {how}']['value']:.0f}" for how in times]
+    copied = format_estimate(rows["copy of 5000 tokens, host to host"], places=1)
+    notes = (
+        f"A later token takes {later[0]} ms from modules and {later[1]} ms without reuse. Copying keys and values of "
+        f"5,000 tokens from host memory to host memory: {copied} ms. "
+    )
+    head = ["what", "against no reuse", "from modules, ms", "no reuse, ms"]
+    return markdown(head, lines) + "\n\n" + notes + _provenance_note("prompt_cache")
+
+
+def prompt_cache_longbench() -> str:
+    result = record("prompt_cache_longbench")
+    rows, lines = {r["measure"]: r for r in result["rows"]}, []
+    for task, counts in result["counts"].items():
+        if not counts["n"]:
+            continue
+        sizes = [f"{rows[f'{task}: {kind} tokens']['value']:,.0f}" for kind in ("cached", "new")]
+        ratios = [
+            format_estimate(rows[f"{task}: first token, whole against modules {where}"], places=1)
+            for where in ("on the device", "in host memory")
+        ]
+        firsts = [f"{rows[f'{task}: first token, {side}']['value']:,.0f}" for side in ("device", "host", "whole")]
+        later = [f"{rows[f'{task}: each later token, {side}']['value']:.0f}" for side in ("device", "whole")]
+        ends = [f"{rows[f'{task}: end to end, {side}']['value']:,.0f}" for side in ("device", "whole")]
+        lines.append([task, str(counts["n"]), *sizes, *ratios, *firsts, " / ".join(later), " / ".join(ends)])
+    head = ["data set", "n", "cached", "new", "resident modules, x", "in host memory, x", "resident, ms", "host, ms"]
+    head += ["read whole, ms", "later token, modules / whole, ms", "end to end, modules / whole, ms"]
+    return markdown(head, lines) + "\n\n" + _provenance_note("prompt_cache_longbench")
 
 
 def prompt_cache_quality() -> str:
@@ -661,6 +706,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "distill-cost": distill_cost,
     "distill-answers": distill_answers,
     "prompt-cache": prompt_cache,
+    "prompt-cache-answers": prompt_cache_answers,
+    "prompt-cache-longbench": prompt_cache_longbench,
     "prompt-cache-quality": prompt_cache_quality,
     "memory": memory,
     "kvflow": kvflow,
