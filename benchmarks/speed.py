@@ -32,9 +32,10 @@ TITLES = {
 OWN_FORMS = {"tree_of_thoughts": "short", "debate_iterative": "short", "debate_parallel": "guided"}
 
 
-def order(title: str) -> tuple[int, str]:
-    """Sort titles as the workflows are listed, the paper's form behind our own."""
-    return list(TITLES.values()).index(title.partition(",")[0]), title
+def order(title: str) -> tuple[bool, int]:
+    """Sort titles as the workflows are listed, all in the papers' forms after all in ours."""
+    workflow, comma, _ = title.partition(",")
+    return bool(comma), list(TITLES.values()).index(workflow)
 
 
 def correlation(x: Sequence[float], y: Sequence[float]) -> Estimate:

@@ -44,13 +44,18 @@ def saved_figure(path: Path, width: float, height: float, layout: Any = "constra
 
 def speedup_over_tokens(series: Mapping[str, Sequence[Point]], path: Path) -> None:
     """Plot speedups over generated tokens by workflow (Prompt Choreography, Figure 7)."""
-    with saved_figure(path, 3.0 * len(series), 2.8, ncols=len(series), squeeze=False) as axes:
-        for panel, (label, points) in zip(axes[0], series.items(), strict=True):
+    columns = min(3, len(series))
+    rows = -(-len(series) // columns)
+    with saved_figure(path, 3.0 * columns, 2.8 * rows, nrows=rows, ncols=columns, squeeze=False) as axes:
+        for panel in axes.flat[len(series) :]:
+            panel.set_visible(False)
+        for panel, (label, points) in zip(axes.flat, series.items(), strict=False):
             panel.scatter([x for x, _ in points], [y for _, y in points], s=12)
             panel.axhline(1, color="grey", linewidth=0.8, linestyle=":")
             panel.set_title(label, fontsize=9)
             panel.set_xlabel("tokens generated")
-        axes[0][0].set_ylabel("end-to-end speed-up")
+        for row in axes:
+            row[0].set_ylabel("end-to-end speed-up")
 
 
 class MessageBar(NamedTuple):

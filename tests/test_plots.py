@@ -12,7 +12,7 @@ BARS = {"leak both": (-3.0, -9.0, 3.0), "leak plan": (2.0, -4.0, 8.0)}
 def test_every_figure_is_drawn_and_stays_the_same(tmp_path):
     def draw(folder):
         speedup_over_branches({"1 voter": [(4, (1.1, 1.0, 1.2)), (16, (1.4, 1.3, 1.5))]}, folder / "a.svg", title="t")
-        for count, name in ((1, "b.svg"), (3, "c.svg")):
+        for count, name in ((1, "b.svg"), (5, "c.svg")):
             series = {f"workflow {i}\nr = 0.5": [(100.0, 1.1), (200.0, 1.3)] for i in range(count)}
             speedup_over_tokens(series, folder / name)
         difference_bars(
