@@ -152,6 +152,34 @@ def test_a_source_that_does_not_arrive_ends_in_computing_all_layers(fails_at):
         assert not core.scheduler.num_unfinished
 
 
+@pytest.mark.parametrize("shares_entry", [False, True])
+def test_a_failed_source_is_not_reused(shares_entry, monkeypatch):
+    engine = model_variants.engine(step=3)
+    engine.enable_layer_reuse("math", pattern=(1, 2, 3))
+
+    def fail(*_, **__):
+        raise RuntimeError("the kernel failed")
+
+    with engine.session() as session, engine.session(model="math") as own:
+        sent = [session.prefill(CONTEXT) for _ in range(1 + shares_entry)][-1]
+        made = own._variants.prefill_layers(sent, [], None, None)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.core.model_runner, "forward", fail)
+            engine.step()
+        if shares_entry:  # `sent` was found in the cache; all layers of `made` are computed
+            assert sent._request.entry.error is not None
+            assert own.decode([7, 8], [made], sampling=GREEDY).tokens == (
+                own.decode([7, 8], [own.prefill(CONTEXT)], sampling=GREEDY).tokens
+            )
+            assert made.computed_layers is None
+        else:
+            with pytest.raises(RequestFailedError, match="the kernel failed"):
+                made.wait_encoded()
+        engine.run_until_idle()
+        engine.check()
+        assert not engine.core.scheduler.num_unfinished
+
+
 def test_in_another_context_it_has_positions_labels_and_leaks():
     engine = model_variants.engine()
     engine.enable_layer_reuse("math", pattern=(1, 2, 3))
