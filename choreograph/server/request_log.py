@@ -232,7 +232,7 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
 
 
 def _base_position(request: Request) -> int:
-    """Return the position to which the keys of a message's first token are rotated."""
+    """Return the position of the first token's cached key."""
     owner = request.source_chain[-1]
     return owner.entry.base_position if owner.entry is not None else owner.position or 0
 
