@@ -18,6 +18,7 @@ from choreograph import Engine
 
 from .common import (
     Row,
+    eager_dtype,
     engine,
     greedy,
     has_fast_bfloat16,
@@ -47,10 +48,8 @@ PREFILLS = {  # name -> (tokens, prompts)
 OURS, OURS_INT4 = "choreograph compiled", "choreograph compiled int4"  # what ratios are of
 RESULT = "peers" if has_fast_bfloat16() else "peers_avx2"
 PARTS = ("decode", "prefill", "programs")
-VLLM_BFLOAT16 = "vLLM bfloat16"  # for a processor where it is slow, but not with one request
-DTYPE = (
-    "bfloat16" if has_fast_bfloat16() else "float32"
-)  # the faster one in PyTorch, which all but our compiled steps use
+# measured with one request only: with AVX2 it is faster than float32 there, and several times slower otherwise
+VLLM_BFLOAT16 = "vLLM bfloat16"
 
 
 def decode_ours(e: Engine, context: int, batch: int, own: bool) -> float:
@@ -138,14 +137,14 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--peers", nargs="*", default=["vLLM", "llama.cpp Q4_1", "Hugging Face"])
     given = options.parse_args()
-    threads = torch.get_num_threads()
-    compiled, eager = engine(tokens=16384), engine(tokens=16384, compile=False, dtype=DTYPE)
+    threads, dtype = torch.get_num_threads(), eager_dtype()
+    compiled, eager = engine(tokens=16384), engine(tokens=16384, compile=False, dtype=dtype)
     ours = {OURS: compiled, OURS_INT4: engine(tokens=16384, quantization="int4"), "choreograph eager": eager}
     makers: dict[str, Callable[[], HuggingFace | LlamaCpp | VLLM]] = {
-        "vLLM": lambda: VLLM(threads, DTYPE),
+        "vLLM": lambda: VLLM(threads, dtype),
         VLLM_BFLOAT16: lambda: VLLM(threads, "bfloat16"),
         "llama.cpp Q4_1": lambda: LlamaCpp(threads),
-        "Hugging Face": lambda: HuggingFace(DTYPE),
+        "Hugging Face": lambda: HuggingFace(dtype),
     }
     peers = {name: makers[name]() for name in given.peers}
     parts: dict[str, list[Row]] = {part: [] for part in PARTS}

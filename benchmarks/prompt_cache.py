@@ -8,7 +8,6 @@ first token of the use cases (section 5.6), which are those of `examples/`.
 over the prompt to the first token, PML, planning and all.
 """
 
-import copy
 import functools
 import statistics
 import time
@@ -22,7 +21,8 @@ from choreograph import Engine, SamplingParams
 from choreograph.prompt_cache import Import, Prompt, PromptCache, module, schema
 from examples import code_generation, personalization, trip_planning
 
-from .common import FIGURES, Row, engine, has_fast_bfloat16, interleaved, median_row, ratio_row, save, seconds
+from .common import FIGURES, Row, eager_dtype, engine, interleaved, median_row, ratio_row, save, seconds
+from .peer_engines import HuggingFace
 from .plots import ttft_plot
 from .prompt_cache_longbench import answer_times
 
@@ -79,14 +79,12 @@ def first_token(cache: PromptCache, mode: str, num_new_tokens: int) -> Callable[
 
 
 @functools.cache
-def hugging_face_model(e: Engine) -> torch.nn.Module:
-    """The engine's model, converted to float32 where PyTorch emulates bfloat16."""
-    model = e.core.hf_model.model
-    return model if has_fast_bfloat16() else copy.deepcopy(model).float()
+def hugging_face_model() -> torch.nn.Module:
+    return HuggingFace(eager_dtype()).model
 
 
 def hugging_face(cache: PromptCache, num_new_tokens: int) -> Callable[[], float]:
-    model = hugging_face_model(cache.engine)
+    model = hugging_face_model()
     tokens = cache.resolve(make_prompt(cache, num_new_tokens, 0)).flatten(cache.layout)
 
     def measure() -> float:

@@ -119,8 +119,7 @@ def load_stored(service: InferenceService, spec: GenerationSpec) -> None:
     senders = store.sender_keys(spec.key, spec.repair, service.max_kl_of(spec))
     for segment in dict.fromkeys(segment for prompt in spec.prompts for segment in prompt.segments):
         if (stored := store.find_usable(spec.key, senders, _contents(segment))) is not None:
-            entries = (request.entry for request in stored.message._request.source_chain)
-            hashes += [e.content_hash for e in entries if e is not None and e.content_hash is not None]
+            hashes += [entry.content_hash for entry in stored.entries if entry.content_hash is not None]
     with core.lock:
         prefetcher.update(("step", spec.key, spec.agent), hashes, MAX_LOADS)
         prefetcher.run()

@@ -165,6 +165,7 @@ class CompiledForward:
 
     def _stop_storing(self, reason: Exception) -> None:
         _log.warning("compiled graphs are not stored: %s", str(reason)[:300])
+        _log.debug("raised while a compiled graph was stored", exc_info=reason)
         self._stores_graphs = False
 
     def _check(self, traced: Any, key: int | str | None, stored: LoadedGraph) -> None:

@@ -16,6 +16,7 @@ from ..engine.labels import Labels, OnLeak
 from ..engine.message import Message
 from ..engine.request import RequestState
 from ..engine.session import Session
+from ..kv_cache.entry import KVEntry
 from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
@@ -105,8 +106,13 @@ class StoredMessage:
             return False
         if not (self.is_imported or self.may_lose_context):
             return True
-        entries = (request.entry for request in self.message._request.source_chain)
-        return not any(entry is not None and entry.location == "dropped" for entry in entries)
+        return not any(entry.location == "dropped" for entry in self.entries)
+
+    @property
+    def entries(self) -> list[KVEntry]:
+        """KV entries that hold its layers; none before it is admitted."""
+        owners = self.message._request.source_chain
+        return [entry for owner in owners if (entry := owner.entry) is not None]  # other threads release entries
 
 
 class MessageIndex:
