@@ -133,6 +133,8 @@ class GraphFile:
         slots: list[Slot] = []
         for slot, (target, argument, example) in enumerate(zip(targets, arguments, examples, strict=True)):
             is_weight = target not in inputs and isinstance(argument, Tensor)
+            if is_weight and id(argument) not in names:
+                raise KeyError(f"{target} is not a tensor of the model")
             weights.append(names[id(argument)] if is_weight else None)
             if target in inputs:
                 slots.append((slot, inputs[target], None))

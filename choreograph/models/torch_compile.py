@@ -134,9 +134,10 @@ class CompiledForward:
         if graph is None:
             name = f"forward_{key}"
             graph_pass = deduplication_pass(fuse_packed, graph_name=name) if packs else None
-            # not dynamic=True: the model's numbers would vary as well, until dynamo traces once more
             backend: str | Callable[..., Any] = "inductor" if file is None else file.compile
-            graph = compile_model(self._hf_model, name, graph_pass=graph_pass, backend=backend)
+            # Only what is marked below varies. By default, dynamo also takes numbers of the model as inputs of the graph
+            # if they differ from those of another model that was traced under this name.
+            graph = compile_model(self._hf_model, name, dynamic=False, graph_pass=graph_pass, backend=backend)
             if size is None:
                 for tensor, dim in zip(inputs, (1, 1, 0), strict=True):
                     torch._dynamo.mark_dynamic(tensor, dim)
@@ -241,7 +242,7 @@ def compile_model(
     hf_model: HFModel,
     name: str,
     *,
-    dynamic: bool | None = None,
+    dynamic: bool,
     graph_pass: Callable[[torch.fx.Graph], None] | None = None,
     backend: str | Callable[..., Any] = "inductor",
 ) -> Any:
@@ -252,7 +253,7 @@ def compile_model(
 
     Args:
         name: distinct name of the code object; dynamo keeps one list of graphs per code object.
-        dynamic: accept any number of tokens; None: if the inputs are marked so.
+        dynamic: accept any number of tokens; False: only if the inputs are marked so.
         graph_pass: changes the graph before it is lowered.
         backend: compiles the traced graph.
     """

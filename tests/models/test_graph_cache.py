@@ -80,6 +80,18 @@ def test_a_loaded_graph_equals_a_traced_one_and_a_damaged_one_is_traced_again(fo
     assert isinstance(file.load(), LoadedGraph)  # it was stored again
 
 
+@needs_kernel
+def test_graphs_of_two_models_with_different_numbers_are_stored():
+    """Dynamo would take a number that differs from an earlier model's as an input, which a stored graph does not have."""
+    for epsilon in (0.1, 0.01):
+        model = tiny_models.build().bfloat16()
+        model.model.norm.variance_epsilon = epsilon
+        config = EngineConfig(cache=CacheConfig(capacity=1024), compile=True, compile_sizes=(4,))
+        engine = Engine.from_pretrained(model, config=config)
+        logprobs_of(engine)
+        assert isinstance(graphs_of(engine)[4], LoadedGraph)
+
+
 def break_artifact(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no artifact")
