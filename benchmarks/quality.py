@@ -8,7 +8,7 @@ them, `--report` scores what is there. Datasets are read from `folder/<name>.jso
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,7 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True)
     options.add_argument("--out", type=Path, default=Path("out/quality"))
     options.add_argument("--only", nargs="*", default=list(PLANS))
+    options.add_argument("--limit", type=int, help="examples of every run; default: those of the table above")
     options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
     options.add_argument("--device", default="cpu")
     options.add_argument("--compile", action="store_true", help="compile steps")
@@ -145,7 +146,7 @@ def main() -> None:
         config = EngineConfig(cache=CacheConfig(capacity=given.capacity), compile=given.compile)
         engine = Engine.from_pretrained(given.model, device=given.device, dtype=given.dtype, config=config)
     for name in given.only:
-        plan = PLANS[name]
+        plan = PLANS[name] if given.limit is None else replace(PLANS[name], limit=given.limit)
         examples = examples_of(plan, given.data)
         if engine is not None:
             records = run(engine, name, plan, examples, given.out)

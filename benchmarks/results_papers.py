@@ -171,8 +171,11 @@ def choreography(record: Record) -> Iterator[Line]:
         setting = f"{small}100" + (", short form" if run in ("mad_iter", "tree_of_thoughts") else "")
         yield "Table 4", label, paper, _quality(record, f"math-{run}", *cells), setting, "quality"
         if run != "direct":
-            measured = _quality(record, f"math-{run}-paper", *cells)
-            yield "Table 4", f"{label}, the paper's form", paper, measured, f"{small}100", "quality"
+            name = f"math-{run}-paper"
+            count = known(lambda name=name: str(record("quality")["summaries"][name]["n"]))
+            measured = _quality(record, name, *cells)
+            setting = "Qwen 0.5B" if count == NOT_YET else f"{small}{count}"
+            yield "Table 4", f"{label}, the paper's form", paper, measured, setting, "quality"
     closed = _closed(record, f"tree_of_thoughts, {QWEN}")
     yield (
         "Table 4",
