@@ -98,8 +98,9 @@ def _operator_flags() -> tuple[str, ...]:
 def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
     """Arrange a weight in panels; the last one is padded."""
     features, width = weight.shape
-    panels = pad(weight, (0, 0, 0, -features % PANEL)).view(-1, PANEL, width // 2, 2)
-    return panels.transpose(1, 2).contiguous()
+    if features % PANEL:
+        weight = pad(weight, (0, 0, 0, -features % PANEL))
+    return weight.reshape(-1, PANEL, width // 2, 2).transpose(1, 2).contiguous()
 
 
 def call_packed(
@@ -183,7 +184,8 @@ def is_packable(layer: nn.Linear) -> bool:
 @torch.no_grad()
 def _pack_group(group: tuple[nn.Linear, ...]) -> None:
     # parameters, because the compiler takes only the shapes of parameters as static
-    weight = torch.cat([part.weight.detach() for part in group])
+    weights = [part.weight.detach() for part in group]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     biases = [part.bias.detach() for part in group if part.bias is not None]
     packed = nn.Parameter(pack(weight), requires_grad=False)
     bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
