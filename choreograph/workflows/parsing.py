@@ -84,9 +84,16 @@ _NUMBER = re.compile(
 
 _PUNCTUATION = " \t\n,;:!*`\"'"
 
+_GROUP = r"(?:group|set|list|team|part|category|story)"
+
 _SECOND_GROUP = re.compile(
-    r"\b(?:group|set|list|team|part|category|story)\s*(?:number\s*|no\.?\s*|#\s*)?(?:2|two|b|ii)\b"
-    r"|\b(?:the\s+)?(?:second|2nd|other)(?:\s+(?:group|set|list|team|part|category|story|one)\b|[*_]*\s*:)",
+    rf"\b{_GROUP}\s*(?:number\s*|no\.?\s*|#\s*)?(?:2|two|b|ii)\b"
+    rf"|\b(?:the\s+)?(?:second|2nd|other)(?:\s+(?:{_GROUP}|one)\b|[*_]*\s*:)",
+    re.IGNORECASE,
+)
+
+_THIRD_GROUP = re.compile(
+    rf"\b{_GROUP}\s*(?:number\s*|no\.?\s*|#\s*)?(?:3|three|c|iii)\b|\b(?:third|3rd)(?:\s+(?:{_GROUP}|one)\b|[*_]*\s*:)",
     re.IGNORECASE,
 )
 
@@ -202,7 +209,7 @@ def parse_groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]]
     """Assign each item to the first of two groups that names it.
 
     The text is the continuation of "Group 1:". The second group begins at a heading (Group 2, B:,
-    2.), or the groups are two paragraphs, lines, parts of a line or columns.
+    2.) and ends before a third one, or the groups are two paragraphs, lines, parts of a line or columns.
 
     Returns None unless every item is named and no group is empty.
     """
@@ -212,7 +219,8 @@ def parse_groups(text: str, items: Sequence[str]) -> tuple[list[str], list[str]]
 
 def _possible_groups(text: str) -> Iterator[Sequence[str]]:
     for mark in _SECOND_GROUP.finditer(text):
-        yield text[: mark.start()], text[mark.end() :]
+        third = _THIRD_GROUP.search(text, mark.end())
+        yield text[: mark.start()], text[mark.end() : third.start() if third else None]
     yield re.split(r"\n\s*\n", text)
     for mark in _SECOND_ITEM.finditer(text):
         yield text[: mark.start()], text[mark.end() :]

@@ -326,6 +326,8 @@ def test_a_list_of_single_items_is_no_division():
     items = ["dog", "run", "sea"]
     assert reading.parse_groups("\n1. dog\n2. run\n3. sea", items) is None
     assert reading.parse_groups("\n- dog\n- run\n- sea", items) is None
+    assert reading.parse_groups(" dog\nGroup 2: run\nGroup 3: sea", items) is None
+    assert reading.parse_groups(" dog\nGroup 2: run, sea\nGroup 3: dog", items) == (["dog"], ["run", "sea"])
 
 
 def test_an_item_within_another_is_named_on_its_own():
