@@ -100,7 +100,10 @@ def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
     features, width = weight.shape
     if features % PANEL:
         weight = pad(weight, (0, 0, 0, -features % PANEL))
-    return weight.reshape(-1, PANEL, width // 2, 2).transpose(1, 2).contiguous()
+    if not weight.is_contiguous() or weight.storage_offset() % 2:
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    pairs = weight.view(torch.int32).view(-1, PANEL, width // 2)  # copied in half the time of single elements
+    return pairs.transpose(1, 2).contiguous().view(weight.dtype).view(-1, width // 2, PANEL, 2)
 
 
 def call_packed(
