@@ -102,7 +102,7 @@ def pack(weight: BFloat16[Tensor, "F E"]) -> BFloat16[Tensor, "P half 64 2"]:
         weight = pad(weight, (0, 0, 0, -features % PANEL))
     if not weight.is_contiguous() or weight.storage_offset() % 2:
         weight = weight.clone(memory_format=torch.contiguous_format)
-    pairs = weight.view(torch.int32).view(-1, PANEL, width // 2)  # copied in half the time of single elements
+    pairs = weight.view(torch.int32).view(-1, PANEL, width // 2)  # faster to copy than single elements
     return pairs.transpose(1, 2).contiguous().view(weight.dtype).view(-1, width // 2, PANEL, 2)
 
 

@@ -86,15 +86,13 @@ _PUNCTUATION = " \t\n,;:!*`\"'"
 
 _GROUP = r"(?:group|set|list|team|part|category|story)"
 
-_SECOND_GROUP = re.compile(
-    rf"\b{_GROUP}\s*(?:number\s*|no\.?\s*|#\s*)?(?:2|two|b|ii)\b"
-    rf"|\b(?:the\s+)?(?:second|2nd|other)(?:\s+(?:{_GROUP}|one)\b|[*_]*\s*:)",
-    re.IGNORECASE,
-)
-
-_THIRD_GROUP = re.compile(
-    rf"\b{_GROUP}\s*(?:number\s*|no\.?\s*|#\s*)?(?:3|three|c|iii)\b|\b(?:third|3rd)(?:\s+(?:{_GROUP}|one)\b|[*_]*\s*:)",
-    re.IGNORECASE,
+_SECOND_GROUP, _THIRD_GROUP = (
+    re.compile(
+        rf"\b{_GROUP}\s*(?:number\s*|no\.?\s*|#\s*)?(?:{numbers})\b"
+        rf"|\b(?:the\s+)?(?:{ordinals})(?:\s+(?:{_GROUP}|one)\b|[*_]*\s*:)",
+        re.IGNORECASE,
+    )
+    for numbers, ordinals in (("2|two|b|ii", "second|2nd|other"), ("3|three|c|iii", "third|3rd"))
 )
 
 _SECOND_ITEM = re.compile(  # 2. or B: in a list of two

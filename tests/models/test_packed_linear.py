@@ -148,6 +148,21 @@ def test_inputs_that_are_not_contiguous():
     torch.testing.assert_close(out.float(), linear(x.float(), weight.float()), rtol=2**-7, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(70, 64).bfloat16(),
+        torch.randn(64, 128).bfloat16().T,
+        torch.randn(64 * 64 + 1).bfloat16()[1:].view(64, 64),
+    ],
+    ids=["padded", "transposed", "odd offset"],
+)
+def test_panels_hold_pairs_of_input_features_of_any_view(weight):
+    packed = pack(weight)
+    rows = packed.transpose(1, 2).reshape(-1, weight.shape[1])
+    assert torch.equal(rows[: len(weight)], weight) and not rows[len(weight) :].any()
+
+
 def test_packing_pads_the_last_panel_with_zeros():
     weight = torch.arange(70 * 4).view(70, 4).bfloat16()
     packed = pack(weight)
