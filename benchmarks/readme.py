@@ -12,6 +12,26 @@ BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -
 SHAPE = "H200, Llama 3.1 8B's shape with random weights"
 SHORT = {"Tree of Thoughts": " (short votes)", "iterative debate": " (short verdicts)"}  # not the paper's form
 DEBATES_AND_TREE = ("Tree of Thoughts", "iterative debate", "parallel debate")
+PEER_ROWS = {  # (measure, peer) -> what a reader calls it
+    ("decode, 1 request behind 512, int4", "llama.cpp Q4_1"): (
+        "decode, 1 request behind 512, int4 (compiled): speed against llama.cpp Q4_1"
+    ),
+} | {
+    (name, "vLLM"): f"{name} (compiled): speed against vLLM's CPU build"
+    for name in (
+        "decode, 1 request behind 512",
+        "decode, 8 requests over one context of 512",
+        "decode, 32 requests with own contexts of 256",
+        "prefill of 1024",
+        "prefill of 8000",
+        "prefill of 16 prompts of 512",
+        *(  # of random tokens
+            f"{program}: {measure}, choreograph choreographed"
+            for program in PROGRAMS
+            for measure in ("end to end", "first token")
+        ),
+    )
+}
 README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls it
     "decode": {
         (
@@ -44,26 +64,10 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
         ("prefill of 1024 tokens", "Hugging Face eager"): "prefill of 1024 tokens: speed against eager Hugging Face",
         ("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens: speed against llama.cpp Q4_1",
     },
-    "peers": {
-        ("decode, 1 request behind 512, int4", "llama.cpp Q4_1"): (
-            "decode, 1 request behind 512, int4 (compiled): speed against llama.cpp Q4_1"
-        ),
-    }
-    | {
-        (name, "vLLM"): f"{name} (compiled): speed against vLLM's CPU build"
-        for name in (
-            "decode, 1 request behind 512",
-            "decode, 8 requests over one context of 512",
-            "decode, 32 requests with own contexts of 256",
-            "prefill of 1024",
-            "prefill of 8000",
-            "prefill of 16 prompts of 512",
-            *(  # of random tokens
-                f"{program}: {measure}, choreograph choreographed"
-                for program in PROGRAMS
-                for measure in ("end to end", "first token")
-            ),
-        )
+    "peers": PEER_ROWS,
+    "peers_avx2": {
+        (measure, peer): f"{label}, AVX2 only{', both in float32' * (peer == 'vLLM')}"
+        for (measure, peer), label in PEER_ROWS.items()
     },
     "ttft": {
         (
