@@ -1,1 +1,1 @@
-"""One script for each claim. `make bench NAME=decode` prints a table and writes JSON with commit and hardware."""
+"""One script for each claim. `make bench NAME=peers` prints a table and writes JSON with commit and hardware."""

@@ -12,61 +12,41 @@ BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -
 SHAPE = "H200, Llama 3.1 8B's shape with random weights"
 SHORT = {"Tree of Thoughts": " (short votes)", "iterative debate": " (short verdicts)"}  # not the paper's form
 DEBATES_AND_TREE = ("Tree of Thoughts", "iterative debate", "parallel debate")
-PEER_ROWS = {  # (measure, peer) -> what a reader calls it
-    ("decode, 1 request behind 512, int4", "llama.cpp Q4_1"): (
-        "decode, 1 request behind 512, int4 (compiled): speed against llama.cpp Q4_1"
-    ),
-} | {
-    (name, "vLLM"): f"{name} (compiled): speed against vLLM's CPU build"
-    for name in (
-        "decode, 1 request behind 512",
-        "decode, 8 requests over one context of 512",
-        "decode, 32 requests with own contexts of 256",
-        "prefill of 1024",
-        "prefill of 8000",
-        "prefill of 16 prompts of 512",
-        *(  # of random tokens
-            f"{program}: {measure}, choreograph choreographed"
-            for program in PROGRAMS
-            for measure in ("end to end", "first token")
+DECODES = (
+    "decode, 1 request behind 512",
+    "decode, 8 requests over one context of 512",
+    "decode, 32 requests with own contexts of 256",
+)
+PEER_ROWS = (  # (measure, peer) -> what a reader calls it
+    {
+        ("decode, 1 request behind 512, int4", "llama.cpp Q4_1"): (
+            "decode, 1 request behind 512, int4 (compiled): speed against llama.cpp Q4_1"
         ),
-    )
-}
+        ("decode, 1 request behind 512", "vLLM bfloat16"): (
+            "decode, 1 request behind 512 (compiled): speed against vLLM's CPU build in bfloat16"
+        ),
+    }
+    | {
+        (name, "vLLM"): f"{name} (compiled): speed against vLLM's CPU build"
+        for name in (
+            *DECODES,
+            "prefill of 1024",
+            "prefill of 8000",
+            "prefill of 16 prompts of 512",
+            *(  # of random tokens
+                f"{program}: {measure}, choreograph choreographed"
+                for program in PROGRAMS
+                for measure in ("end to end", "first token")
+            ),
+        )
+    }
+    | {(name, "llama.cpp Q4_1"): f"{name} (compiled): speed against llama.cpp Q4_1" for name in DECODES}
+    | {(name, "Hugging Face"): f"{name} (compiled): speed against eager Hugging Face" for name in DECODES}
+)
 README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls it
-    "decode": {
-        (
-            "1 stream: compiled bf16",
-            "Hugging Face eager",
-        ): "decode step (compiled), 512 tokens of context: speed against eager Hugging Face",
-        (
-            "1 stream: compiled bf16",
-            "llama.cpp",
-        ): "decode step (compiled), 512 tokens of context: speed against llama.cpp with 4-bit weights (Q4_1)",
-        ("1 stream: compiled int8", "llama.cpp"): "decode step with int8 weights: speed against llama.cpp Q4_1",
-        (
-            "8 branches, shared context: compiled bf16",
-            "Hugging Face eager",
-        ): "decode step of 8 branches over one context: speed against eager Hugging Face",
-        (
-            "8 branches, shared context: compiled bf16",
-            "llama.cpp",
-        ): "decode step of 8 branches over one context: speed against llama.cpp Q4_1",
-        (
-            "float32, 1 stream: compiled float32",
-            "Hugging Face eager",
-        ): "decode step in float32, AVX2 only: speed against eager Hugging Face",
-        (
-            "float32, 8 branches, shared context: compiled float32",
-            "Hugging Face eager",
-        ): "decode step of 8 branches in float32, AVX2 only: speed against eager Hugging Face",
-    },
-    "prefill": {
-        ("prefill of 1024 tokens", "Hugging Face eager"): "prefill of 1024 tokens: speed against eager Hugging Face",
-        ("prefill of 1024 tokens", "llama.cpp"): "prefill of 1024 tokens: speed against llama.cpp Q4_1",
-    },
     "peers": PEER_ROWS,
     "peers_avx2": {
-        (measure, peer): f"{label}, AVX2 only{', both in float32' * (peer == 'vLLM')}"
+        (measure, peer): f"{label}{' in float32' * (peer in ('vLLM', 'Hugging Face'))}, AVX2 only"
         for (measure, peer), label in PEER_ROWS.items()
     },
     "ttft": {
@@ -238,7 +218,7 @@ def table(results: Path = RESULTS) -> str:
                 if row := rows.get(key):
                     ratio = f"{row['value']:.2f} ({row['low']:.2f}, {row['high']:.2f})"
                     machine = f"{row['made']['hardware']}, torch {record['torch']}"
-                    lines.append(f"| {label} | {ratio} | {machine} | `{name}` |")
+                    lines.append(f"| {label} | {ratio} | {machine} | `{name.removesuffix('_avx2')}` |")
     return "\n".join(lines)
 
 
