@@ -9,7 +9,7 @@ as `peers_avx2`.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean, median
 
@@ -109,8 +109,8 @@ def compare(name: str, sides: dict[str, Callable[[], float]], rounds: int, unit:
     return rows
 
 
-def compare_programs(e: Engine, vllm: VLLM, rounds: int) -> list[Row]:
-    rows: list[Row] = []
+def compare_programs(e: Engine, vllm: VLLM, rounds: int) -> Iterator[list[Row]]:
+    """Yield the rows of each program."""
     sides: dict[str, Callable[[], Side]] = {
         "choreograph prefix": lambda: Choreograph(e, "prefix"),
         "choreograph choreographed": lambda: Choreograph(e, "choreographed"),
@@ -123,13 +123,14 @@ def compare_programs(e: Engine, vllm: VLLM, rounds: int) -> list[Row]:
                 measured = run_program(program, make)
                 runs[side] += [measured] if i else []  # the first one compiles
         must, aim = (1.5, 2.0) if name == "Tree of Thoughts" else (1.25, 2.0)
+        rows: list[Row] = []
         for column, (measure, required, target) in enumerate((("end to end", must, aim), ("first token", 4, 8))):
             times = {side: [pair[column] for pair in pairs] for side, pairs in runs.items()}
             rows += [median_row(f"{name}: {measure}, {side}", t, "s", better="lower") for side, t in times.items()]
             for side in list(sides)[:2]:
                 goals = {"required": required, "target": target} if side.endswith("choreographed") else {}
                 rows.append(ratio_row(f"{name}: {measure}, {side}", times["vLLM"], times[side], peer="vLLM", **goals))
-    return rows
+        yield rows
 
 
 def main() -> None:
@@ -174,11 +175,13 @@ def main() -> None:
         save(RESULT, [row for part in PARTS for row in parts[part]])
     vllm = peers.get("vLLM")
     if "programs" in given.only and isinstance(vllm, VLLM):
-        parts["programs"] = compare_programs(compiled, vllm, given.rounds)
+        for rows in compare_programs(compiled, vllm, given.rounds):
+            measured = {row.measure for row in rows}
+            parts["programs"] = [row for row in parts["programs"] if row.measure not in measured] + rows
+            save(RESULT, [row for part in PARTS for row in parts[part]])
     for peer in peers.values():
         if not isinstance(peer, HuggingFace):
             peer.close()
-    save(RESULT, [row for part in PARTS for row in parts[part]])
 
 
 if __name__ == "__main__":
