@@ -5,6 +5,7 @@ from pathlib import Path
 
 from .common import RESULTS
 from .peer_programs import PROGRAMS
+from .peers import DECODES, PREFILLS, VLLM_BFLOAT16
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -12,17 +13,12 @@ BEGIN, END = "<!-- measured: python -m benchmarks.readme -->", "<!-- /measured -
 SHAPE = "H200, Llama 3.1 8B's shape with random weights"
 SHORT = {"Tree of Thoughts": " (short votes)", "iterative debate": " (short verdicts)"}  # not the paper's form
 DEBATES_AND_TREE = ("Tree of Thoughts", "iterative debate", "parallel debate")
-DECODES = (
-    "decode, 1 request behind 512",
-    "decode, 8 requests over one context of 512",
-    "decode, 32 requests with own contexts of 256",
-)
 PEER_ROWS = (  # (measure, peer) -> what a reader calls it
     {
         ("decode, 1 request behind 512, int4", "llama.cpp Q4_1"): (
             "decode, 1 request behind 512, int4 (compiled): speed against llama.cpp Q4_1"
         ),
-        ("decode, 1 request behind 512", "vLLM bfloat16"): (
+        ("decode, 1 request behind 512", VLLM_BFLOAT16): (
             "decode, 1 request behind 512 (compiled): speed against vLLM's CPU build in bfloat16"
         ),
     }
@@ -30,9 +26,7 @@ PEER_ROWS = (  # (measure, peer) -> what a reader calls it
         (name, "vLLM"): f"{name} (compiled): speed against vLLM's CPU build"
         for name in (
             *DECODES,
-            "prefill of 1024",
-            "prefill of 8000",
-            "prefill of 16 prompts of 512",
+            *PREFILLS,
             *(  # of random tokens
                 f"{program}: {measure}, choreograph choreographed"
                 for program in PROGRAMS
