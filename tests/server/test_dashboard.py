@@ -301,9 +301,14 @@ def test_a_browser_logs_in_and_runs_the_playground(guarded, browser):
     def select(workflow):
         wait(lambda: text_of(".q-field__native"))  # another test's workflow may be the latest
         find(".q-select").click()
-        wait(lambda: workflow in text_of(".q-menu").splitlines())
-        (element,) = [e for e in browser.find_elements("css selector", ".q-menu .q-item") if e.text == workflow]
-        element.click()
+        # Found and clicked at once: items of the menu are replaced when a refresh brings other workflows.
+        script = """
+            const items = [...document.querySelectorAll(".q-menu .q-item")];
+            const item = items.find(element => element.innerText.trim() === arguments[0]);
+            item?.click();
+            return Boolean(item);
+        """
+        wait(lambda: browser.execute_script(script, workflow))
         wait(lambda: text_of(".q-field__native") == workflow)
 
     def fits(width):
