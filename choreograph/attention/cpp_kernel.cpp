@@ -271,7 +271,9 @@ struct Kernel {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
     const bf16* q = (r.shift ? w.turned_plain.data() : w.plain.data()) + at * D;
-    int end = (r1 - b0) * s.share, block = wide ? w.tile.BLOCK : WIDE;
+    constexpr int BLOCK = PackedTile<D, TILE>::BLOCK;
+    int end = (r1 - b0) * s.share, block = wide ? BLOCK : WIDE, from[BLOCK], to[BLOCK];
+    bool is_shaped = s.cap || s.slopes;
     for (int m = (r0 - b0) * s.share; m < end; m += block) {
       int count = std::min(block, end - m), used = 0;
       for (int row = b0 + m / s.share; row <= b0 + (m + count - 1) / s.share; row++)
@@ -284,17 +286,17 @@ struct Kernel {
       for (int a = 0; a < count; a++) {
         int row = b0 + (m + a) / s.share;
         Range x = range(s, r, row);
-        int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // may be empty
-        float scale = s.scale, *scores = &w.tile.scores[a * TILE];
-        if (s.cap || s.slopes) {
+        from[a] = std::clamp(x.from - t, 0, n);
+        to[a] = std::clamp(x.to - t, 0, n);  // may be empty
+        if (is_shaped) {
           int shaped = std::min(n, used);
-          for (int j = 0; j < shaped; j++) scores[j] *= scale;
+          float* scores = &w.tile.scores[a * TILE];
+          for (int j = 0; j < shaped; j++) scores[j] *= s.scale;
           shape(s, r, row, g * s.share + (m + a) % s.share, t, shaped, scores);
-          scale = 1;
         }
-        w.tile.soften(a, from, to, used, scale, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
       }
       float* sums = acc + (int64_t)m * D;
+      w.tile.soften_block(count, from, to, used, is_shaped ? 1 : s.scale, top + m, norm + m, sums);
       if (wide) w.tile.mix(count, used, sums);
       else w.tile.mix_few(count, exact, v, s.slot_stride, sums, next);
     }
@@ -453,7 +455,9 @@ struct Kernel {
 };
 
 template <class T>
-void write(const T* k, int64_t k_row, int64_t k_head, const Shape& s, int width, const int64_t* slots, T* to) {
+void write(const T* k, int64_t k_row, int64_t k_head, const Shape& s, int width, const int64_t* slots, T* to,
+           int threads) {
+#pragma omp parallel for num_threads(threads) if (s.rows >= 64)
   for (int r = 0; r < s.rows; r++)
     for (int g = 0; g < s.groups; g++)
       memcpy(to + slots[r] * s.slot_stride + g * width, k + r * k_row + g * k_head, width * sizeof(T));
@@ -479,8 +483,8 @@ extern "C" void choreograph_attend(
   Shape s{rows, heads, groups, heads / groups, groups * WIDTH, scale * BASE2, p->softcap * BASE2, (int)p->window,
           p->positions, p->slopes, sinks};
   Rotation rotation{p->cos, p->sin, (int)p->half, (int)p->interleaved};
-  write(k, k_row, k_head, s, WIDTH, p->slots, keys);
-  write(v, v_row, v_head, s, WIDTH, p->slots, values);
+  write(k, k_row, k_head, s, WIDTH, p->slots, keys, p->threads);
+  write(v, v_row, v_head, s, WIDTH, p->slots, values, p->threads);
   Kernel<ELEMENT, WIDTH>::run(s, rotation, q, q_row, q_head, keys, values, out, (const Segment*)p->segments,
                               p->segment_count, (const Reader*)p->readers, p->reader_count, p->threads);
 }

@@ -18,6 +18,9 @@
 #else
 #define HAS_DOTS 0
 #endif
+#ifndef HAS_AMX
+#define HAS_AMX 0
+#endif
 
 namespace {
 
@@ -135,7 +138,7 @@ inline __m512 exp2_short(__m512 x) {  // error at most 3e-6 for x <= 0, at least
 // Queries and the packed keys and values of a tile, for heads of D dimensions.
 template <int D, int TILE>
 struct PackedTile {
-  static constexpr int BLOCK = 32;  // queries per product
+  static constexpr int BLOCK = HAS_AMX ? 32 : 4 * WIDE;  // queries per product; as `multiply` takes them at once
   std::vector<uint32_t> keys = std::vector<uint32_t>(D / 2 * TILE), values = std::vector<uint32_t>(TILE / 2 * D);
   std::vector<float> scores = std::vector<float>(BLOCK * TILE);
   std::vector<bf16> weights = std::vector<bf16>(BLOCK * TILE);
@@ -254,31 +257,56 @@ struct PackedTile {
     }
   }
 
-  // Online softmax step of query `m`: scores of visible slots [from, to) -> weights; updates running maximum and sum.
-  void soften(int m, int from, int to, int used, float scale, float& top, float& norm, float* out) {
+  // Online softmax step of queries m to m + M: scores of visible slots [from, to) -> weights; updates running maxima and
+  // sums. Rows are computed together, since one is bound by the latency of its maximum, exponentials and sum.
+  template <int M>
+  void soften(int m, const int* from, const int* to, int used, float scale, float* top, float* norm, float* out) {
     float* s = &scores[m * TILE];
     bf16* p = &weights[m * TILE];
-    if (from >= to) { std::fill(p, p + used, bf16{0}); return; }
-    std::fill(s, s + from, -INFINITY);
-    std::fill(s + to, s + used, -INFINITY);
-    __m512 factor = _mm512_set1_ps(scale), most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-    for (int j = from / LANES * LANES; j < to; j += LANES)
-      most = _mm512_max_ps(most, _mm512_mul_ps(_mm512_loadu_ps(s + j), factor));
-    float best = std::max(top, _mm512_reduce_max_ps(most));
-    __m512 offset = _mm512_set1_ps(best);
-    for (int j = 0; j < used; j += LANES) {
-      __m512 x = exp2_short(_mm512_fmsub_ps(_mm512_loadu_ps(s + j), factor, offset));
-      sum = _mm512_add_ps(sum, x);
-      _mm256_storeu_si256((__m256i*)(p + j), (__m256i)_mm512_cvtneps_pbh(x));
+    __m512 factor = _mm512_set1_ps(scale), most[M], offset[M], sum[M];
+    float best[M];
+    for (int a = 0; a < M; a++) {
+      std::fill(s + a * TILE, s + a * TILE + from[a], -INFINITY);
+      std::fill(s + a * TILE + to[a], s + a * TILE + used, -INFINITY);
+      most[a] = _mm512_set1_ps(-INFINITY);
+      sum[a] = _mm512_setzero_ps();
     }
-    float total = _mm512_reduce_add_ps(sum);
-    if (best > top) {
-      float keep = exp2_fast(top - best);
-      norm *= keep;
-      for (int i = 0; i < D; i++) out[i] *= keep;
-      top = best;
+    for (int j = 0; j < used; j += LANES)
+      for (int a = 0; a < M; a++)
+        most[a] = _mm512_max_ps(most[a], _mm512_mul_ps(_mm512_loadu_ps(s + a * TILE + j), factor));
+    for (int a = 0; a < M; a++) {
+      best[a] = std::max(top[a], _mm512_reduce_max_ps(most[a]));
+      offset[a] = _mm512_set1_ps(best[a]);
     }
-    norm += total;
+    for (int j = 0; j < used; j += LANES)
+      for (int a = 0; a < M; a++) {
+        __m512 x = exp2_short(_mm512_fmsub_ps(_mm512_loadu_ps(s + a * TILE + j), factor, offset[a]));
+        sum[a] = _mm512_add_ps(sum[a], x);
+        _mm256_storeu_si256((__m256i*)(p + a * TILE + j), (__m256i)_mm512_cvtneps_pbh(x));
+      }
+    for (int a = 0; a < M; a++) {
+      float total = _mm512_reduce_add_ps(sum[a]);
+      if (best[a] > top[a]) {
+        float keep = exp2_fast(top[a] - best[a]);
+        norm[a] *= keep;
+        for (int i = 0; i < D; i++) out[a * D + i] *= keep;
+        top[a] = best[a];
+      }
+      norm[a] += total;
+    }
+  }
+  // The same for all `rows` queries of a block, some of which may see nothing.
+  void soften_block(int rows, const int* from, const int* to, int used, float scale, float* top, float* norm,
+                    float* out) {
+    constexpr int M = 8;
+    for (int m = 0; m < rows;) {
+      bool together = m + M <= rows;
+      for (int a = m; together && a < m + M; a++) together = from[a] < to[a];
+      if (together) soften<M>(m, from + m, to + m, used, scale, top + m, norm + m, out + m * D);
+      else if (from[m] < to[m]) soften<1>(m, from + m, to + m, used, scale, top + m, norm + m, out + m * D);
+      else std::fill(&weights[m * TILE], &weights[m * TILE] + used, bf16{0});
+      m += together ? M : 1;
+    }
   }
 };
 

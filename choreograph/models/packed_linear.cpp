@@ -21,16 +21,15 @@ constexpr int WIDTH = PARTS == 1 || M == 1 ? VECTORS : VECTORS / 4;
 template <int M, int N>
 void product(const element* x, int64_t in, const uint32_t* words, int64_t stride, int first, const bf16* bias,
              const Block& block, int64_t row) {
-  vec sums[M][N], acc[M][N];  // `acc` stays in registers, because no loop that is not unrolled indexes it
+  vec start[N], sums[M][N], acc[M][N];  // `acc` stays in registers, because no loop that is not unrolled indexes it
   for (int n = 0; n < N; n++) {
     int at = (first + n) * LANES;
-    vec start = bias ? widen_bf16(bias + at, block.count - at) : splat(0);
-    for (int m = 0; m < M; m++) sums[m][n] = start;
+    start[n] = bias ? widen_bf16(bias + at, block.count - at) : splat(0);
   }
 #pragma GCC unroll 6
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; n++) acc[m][n] = sums[m][n];
+    for (int n = 0; n < N; n++) acc[m][n] = start[n];
 #pragma GCC unroll 4
   for (int64_t i = 0; i < in / 2; i++, words += stride)
 #pragma GCC unroll 2
