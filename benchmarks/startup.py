@@ -1,5 +1,7 @@
 """From starting `choreograph chat` to the first text of its answer: first and second start, eager and compiled.
 
+The import of PyTorch and transformers' model classes, which every start needs, is measured alone too.
+
 Each start is a process of its own. The first one of a round has empty caches (built kernels, measured backends,
 inductor's), the second one those that the first has left. The model's files are in the machine's page cache.
 """
@@ -13,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .common import Row, last_result, median_row, row_from_record, save
+from .common import last_result, median_row, row_from_record, save
 
 # required seconds by whether steps are compiled and whether the caches are filled
 LIMITS: dict[tuple[bool, bool], tuple[float, float] | None] = {
@@ -22,6 +24,20 @@ LIMITS: dict[tuple[bool, bool], tuple[float, float] | None] = {
     (True, False): None,
     (True, True): (10, 3),
 }
+
+
+IMPORT = "PyTorch and transformers' model classes: import"
+
+
+def seconds_of_import() -> float:
+    """Return the seconds of a process that imports what every start needs, without collections as the command does."""
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-c", "import gc; gc.disable(); import torch; from transformers import LlamaForCausalLM"],
+        check=True,
+        capture_output=True,
+    )
+    return time.perf_counter() - start
 
 
 def first_text(caches: Path, *, compile: bool) -> float:
@@ -65,7 +81,8 @@ def main() -> None:
                     print(
                         json.dumps({"compiled": compile, "second": is_second, "seconds": round(taken, 2)}), flush=True
                     )
-    rows: list[Row] = []
+    imports = [seconds_of_import() for _ in range(given.rounds)]
+    rows = [median_row(IMPORT, imports, "s", better="lower")]
     for (compile, is_second), samples in times.items():
         limit = LIMITS[compile, is_second]
         name = f"{'second' if is_second else 'first'} start, {'compiled' if compile else 'eager'}: first text"
