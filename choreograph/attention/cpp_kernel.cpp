@@ -89,7 +89,7 @@ struct Kernel {
   }
 
   // Online softmax step: scores of visible slots [from, to) -> weights; updates running maximum and sum.
-  static void soften(float* s, int from, int to, int padded, float& top, float& norm, float* out) {
+  static void softmax_step(float* s, int from, int to, int padded, float& top, float& norm, float* out) {
     int end = (padded + LANES - 1) / LANES * LANES;
     if (from >= to) { std::fill(s, s + end, 0.0f); return; }
     std::fill(s, s + from, -INFINITY);
@@ -296,7 +296,7 @@ struct Kernel {
         }
       }
       float* sums = acc + (int64_t)m * D;
-      w.tile.soften_block(count, from, to, used, is_shaped ? 1 : s.scale, top + m, norm + m, sums);
+      w.tile.softmax_block(count, from, to, used, is_shaped ? 1 : s.scale, top + m, norm + m, sums);
       if (wide) w.tile.mix(count, used, sums);
       else w.tile.mix_few(count, exact, v, s.slot_stride, sums, next);
     }
@@ -345,7 +345,7 @@ struct Kernel {
         Range x = range(s, r, row);
         int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // may be empty
         if (s.cap || s.slopes) shape(s, r, row, g * s.share + (m + a) % s.share, t, n, p + a * TILE);
-        soften(p + a * TILE, from, to, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
+        softmax_step(p + a * TILE, from, to, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
       }
       pick_mix(count, p, values, n, acc + (int64_t)m * D);
     }

@@ -138,7 +138,7 @@ inline __m512 exp2_short(__m512 x) {  // error at most 3e-6 for x <= 0, at least
 // Queries and the packed keys and values of a tile, for heads of D dimensions.
 template <int D, int TILE>
 struct PackedTile {
-  static constexpr int BLOCK = HAS_AMX ? 32 : 4 * WIDE;  // queries per product; as `multiply` takes them at once
+  static constexpr int BLOCK = HAS_AMX ? 32 : 4 * WIDE;  // queries per product: a multiple of what `multiply` computes at once
   std::vector<uint32_t> keys = std::vector<uint32_t>(D / 2 * TILE), values = std::vector<uint32_t>(TILE / 2 * D);
   std::vector<float> scores = std::vector<float>(BLOCK * TILE);
   std::vector<bf16> weights = std::vector<bf16>(BLOCK * TILE);
@@ -260,7 +260,7 @@ struct PackedTile {
   // Online softmax step of queries m to m + M: scores of visible slots [from, to) -> weights; updates running maxima and
   // sums. Rows are computed together, since one is bound by the latency of its maximum, exponentials and sum.
   template <int M>
-  void soften(int m, const int* from, const int* to, int used, float scale, float* top, float* norm, float* out) {
+  void softmax_step(int m, const int* from, const int* to, int used, float scale, float* top, float* norm, float* out) {
     float* s = &scores[m * TILE];
     bf16* p = &weights[m * TILE];
     __m512 factor = _mm512_set1_ps(scale), most[M], offset[M], sum[M];
@@ -296,14 +296,14 @@ struct PackedTile {
     }
   }
   // The same for all `rows` queries of a block, some of which may see nothing.
-  void soften_block(int rows, const int* from, const int* to, int used, float scale, float* top, float* norm,
+  void softmax_block(int rows, const int* from, const int* to, int used, float scale, float* top, float* norm,
                     float* out) {
     constexpr int M = 8;
     for (int m = 0; m < rows;) {
       bool together = m + M <= rows;
       for (int a = m; together && a < m + M; a++) together = from[a] < to[a];
-      if (together) soften<M>(m, from + m, to + m, used, scale, top + m, norm + m, out + m * D);
-      else if (from[m] < to[m]) soften<1>(m, from + m, to + m, used, scale, top + m, norm + m, out + m * D);
+      if (together) softmax_step<M>(m, from + m, to + m, used, scale, top + m, norm + m, out + m * D);
+      else if (from[m] < to[m]) softmax_step<1>(m, from + m, to + m, used, scale, top + m, norm + m, out + m * D);
       else std::fill(&weights[m * TILE], &weights[m * TILE] + used, bf16{0});
       m += together ? M : 1;
     }
