@@ -46,7 +46,7 @@ def overloaded(max_requests: int) -> ApiError:
     """Return the error of a request that exceeds the queue."""
     return ApiError(
         429,
-        f"the server runs {max_requests} requests, its limit: retry later",
+        f"{max_requests} requests of this key are running or waiting, its share: retry later",
         type="rate_limit_error",
         code="queue_full",
         headers={"Retry-After": "1"},
