@@ -188,7 +188,10 @@ class EngineReplica:
         await self._service.thread.call(lambda: load_stored(self._service, call.spec))
 
     def _undeclared(self, call: ReplicaCall) -> list[Callable[[], object]]:
-        """Return what declares the graph and schema that this replica lacks, in the engine's thread."""
+        """Return what declares the graph and schema that this replica lacks.
+
+        It runs in the engine's thread.
+        """
         key, store, schemas = call.spec.key, self._service.planner.store, self._service.schemas
         result: list[Callable[[], object]] = []
         known = store.graphs.get((key.tenant, key.workflow))

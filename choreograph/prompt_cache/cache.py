@@ -42,7 +42,9 @@ class RunKey(NamedTuple):
 
 
 def layout_schema(engine: Engine, schema: Schema | str | File) -> Layout:
-    """Parse and tokenize a schema for an engine, whose state does not change.
+    """Parse and tokenize a schema for an engine.
+
+    The state of the engine does not change.
 
     Raises:
         PMLError: if the schema is invalid, or too long for the model.

@@ -84,7 +84,10 @@ class AsciiJSONResponse(JSONResponse):
 
 
 class RequestGuard:
-    """ASGI middleware: request ids, valid paths, and limits on bodies and on requests at once."""
+    """ASGI middleware: request ids, valid paths, and limits.
+
+    Bodies are limited in size, and requests of a tenant in number.
+    """
 
     def __init__(self, app: ASGIApp, service: InferenceService) -> None:
         self._app, self._service = app, service
@@ -126,7 +129,7 @@ class RequestGuard:
             await exc.response()(scope, receive, send_with_id)
 
     def _slot(self, scope: Scope, headers: Mapping[bytes, bytes]) -> AbstractContextManager[None]:
-        """Return the slot that a request with a body holds until its answer is sent.
+        """Return the slot that a request holds until it is answered.
 
         Generations have slots of their own: other requests are answered while they run.
         """
@@ -367,7 +370,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
 
 
 def _read_graph(body: dict[str, Any]) -> tuple[StepGraph, dict[str, frozenset[str]]]:
-    """Return the step graph of a body, and the labels of its agents."""
+    """Return the step graph of a body, and its agents' labels."""
     labels: Any = body.pop("labels", None) if "agents" in body else None
     graph = StepGraph.read(body)
     if not isinstance(labels, dict | None) or not set(labels or ()) <= set(graph.agents):

@@ -25,7 +25,7 @@ _COMMAND = (sys.executable, "-m", "choreograph.server.grammar_check")
 
 @contextmanager
 def large_stacks(num_bytes: int = STACK_BYTES) -> Iterator[None]:
-    """Give threads that are started inside the block a stack for compiling grammars."""
+    """Start threads inside the block with stacks for compiling grammars."""
     previous = threading.stack_size(num_bytes)
     try:
         yield
@@ -34,7 +34,10 @@ def large_stacks(num_bytes: int = STACK_BYTES) -> Iterator[None]:
 
 
 class GrammarChecker:
-    """Process that checks grammars, started on first use and again after it ended."""
+    """Process that checks grammars.
+
+    It is started on first use, and again after it ended.
+    """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -107,7 +110,10 @@ def _check_lines() -> None:
 
 
 def main() -> None:
-    """Check the grammars of the standard input, with half of the stack that compiles them."""
+    """Check the grammars of the standard input.
+
+    The thread has half of the stack of those that compile them.
+    """
     with large_stacks(STACK_BYTES // 2):
         thread = threading.Thread(target=_check_lines)
         thread.start()

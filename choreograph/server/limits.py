@@ -1,4 +1,4 @@
-"""What one tenant may have at once: an equal share of every limit of the server."""
+"""Limits of one tenant: an equal share of those of the server."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,10 @@ from .server_config import ServerConfig
 
 @dataclass(frozen=True)
 class TenantShare:
-    """Limits of one tenant. A server without keys has one tenant."""
+    """Limits of one tenant.
+
+    A server without keys has one tenant.
+    """
 
     requests: int  # running and waiting
     sessions: int  # open ones of `choreograph.connect`
@@ -41,7 +44,10 @@ class TenantShare:
 
 
 class RequestSlots:
-    """Requests of each tenant that are being answered; used in the event loop."""
+    """Requests of each tenant that are being answered.
+
+    Used in the event loop.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit  # of one tenant

@@ -1,4 +1,4 @@
-"""The door: every body, path and header is checked once, before anything reads it.
+"""Checks of every body, path and header, once, before it is read.
 
 Bodies are bounded by counts that cost microseconds, then parsed in a worker thread. What passes is JSON of a bounded
 size whose texts have a UTF-8 form.
@@ -143,7 +143,7 @@ def check_path(raw_path: bytes) -> None:
 
 
 def check_headers(request: Request) -> None:
-    """Refuse a header that names a session or agent with too long a text."""
+    """Refuse too long names in headers."""
     for name, value in request.headers.items():
         if OPTION_HEADERS.fullmatch(name) and len(value) > OPTION_CHARS:
             raise ApiError(

@@ -136,7 +136,11 @@ class InferenceService:
     # -- who asks for what ----------------------------------------------------------------------------------
 
     def authenticate(self, request: Request) -> str:
-        """Return the tenant of a request, or raise an ApiError of status 401."""
+        """Return the tenant of a request.
+
+        Raises:
+            ApiError: of status 401, without a valid key.
+        """
         return self.tenant(request.headers.get("authorization"))
 
     def tenant(self, authorization: str | None) -> str:
@@ -322,7 +326,10 @@ class RunningRequest:
             self._generation.updates.put_nowait(exc)
 
     def _prepare(self) -> None:
-        """Compile the grammar, or resolve the prompt of a schema; runs in a worker thread."""
+        """Compile the grammar and resolve the prompt of a schema.
+
+        Runs in a worker thread.
+        """
         spec, service = self.spec, self._service
         if spec.schema_prompt is not None:
             tenant, name, pml = spec.schema_prompt

@@ -1,4 +1,4 @@
-"""Worker threads for what costs time in proportion to a request, with turns among tenants.
+"""Worker threads that prepare requests, with turns among tenants.
 
 Neither the event loop nor the engine's thread renders, tokenizes or compiles: both would stop for all clients.
 """
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
+
+from ..utils import as_exception
 
 T = TypeVar("T")
 
@@ -25,8 +27,8 @@ class WorkPool:
     """
 
     def __init__(self) -> None:
-        self._small = _Lane("prepare", NUM_SMALL_THREADS)
-        self._large = _Lane("prepare-large", 1)
+        self._small = _ThreadGroup("prepare", NUM_SMALL_THREADS)
+        self._large = _ThreadGroup("prepare-large", 1)
 
     async def run(self, tenant: str, num_bytes: int, function: Callable[[], T]) -> T:
         """Run a function in a thread and return its result.
@@ -43,7 +45,7 @@ class WorkPool:
         self._large.close()
 
 
-class _Lane:
+class _ThreadGroup:
     """Threads of equal purpose, and who waits for them."""
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -55,7 +57,7 @@ class _Lane:
         await self._wait_for_turn(tenant)
         loop = asyncio.get_running_loop()
         try:
-            future = self._executor.submit(function)
+            future = self._executor.submit(_call, function)
         except BaseException:
             self._free_thread()
             raise
@@ -94,3 +96,12 @@ class _Lane:
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _call(function: Callable[[], T]) -> T:
+    try:
+        return function()
+    except Exception:
+        raise
+    except BaseException as exc:
+        raise as_exception(exc) from None
