@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -69,8 +69,6 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._cache: dict[Any, Any] = {}
-        # a tokenizer builds its whole vocabulary for each look-up; clients name the texts, so the number is limited
-        self.special_token_id = lru_cache(maxsize=256)(self._special_token_id)
 
     def encode(self, turn: Turn, *, opening: bool, after_system: bool = False) -> list[int]:
         """Tokenize a complete turn: header, text and footer.
@@ -157,10 +155,17 @@ class ChatTemplate:
         """Token ids of single bytes (sentencepiece byte fallback)."""
         return frozenset(i for token, i in self.tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
 
-    def _special_token_id(self, text: str) -> int | None:
-        """Return the id of a special token that decoding skips, or None."""
-        token: int | None = self.tokenizer.get_vocab().get(text)
-        return None if token is None or self.tokenizer.decode([token], skip_special_tokens=True) else token
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Texts and ids of the special tokens that decoding skips."""
+        tokens: dict[str, int] = self._memoize(("special tokens", self._tokenizer_state), self._index_special_tokens)
+        return tokens
+
+    def _index_special_tokens(self) -> dict[str, int]:
+        tokenizer = self.tokenizer  # it builds its whole vocabulary for each look-up
+        ids = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+        texts = zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True)
+        return {text: token for text, token in texts if not tokenizer.decode([token], skip_special_tokens=True)}
 
     def _checked_turn(self, turn: Turn, opening: bool, is_last: bool = False, after_system: bool = False) -> str:
         rendered = self._render_turn(turn, opening, is_last, after_system)

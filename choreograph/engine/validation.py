@@ -304,8 +304,9 @@ def create_decode_state(
         detokenizer = Detokenizer(
             chat_template.tokenizer, header, chat_template.byte_token_ids, skip_special=sampling.skip_special_tokens
         )
-        special_tokens = map(chat_template.special_token_id, sampling.stop)
-        stop_tokens.update(token for token in special_tokens if token is not None)
+        if sampling.stop:
+            special_tokens = chat_template.special_tokens
+            stop_tokens.update(special_tokens[text] for text in sampling.stop if text in special_tokens)
     return DecodeState(
         sampling=sampling,
         prompt=header,

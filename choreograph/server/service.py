@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any
 
@@ -390,7 +390,7 @@ class RunningRequest:
         for prompt in spec.prompts:
             answers = []
             for number in range(spec.num_answers):
-                sampling = replace(spec.sampling, seed=seed + number)
+                sampling = spec.sampling.with_seed(seed + number)
                 mask: TokenMask | None = None
                 if spec.constraint is not None:
                     mask = service.compiler().mask(spec.constraint, spec.constraint_starts_after)
