@@ -62,8 +62,8 @@ class StopAutomaton:
 
         Returns:
             state: after the text.
-            start: of the first stop string that ends in `text`, in characters from its beginning, negative if it
-                starts before; None if none ends there.
+            start: place in `text` of the first stop string that ends there, negative if it starts earlier; None if
+                none ends there.
         """
         start: int | None = None
         for end, character in enumerate(text, 1):

@@ -30,6 +30,11 @@ MAX_CACHED_CHARS, CACHE_SIZE = 200, 1024  # headers up to this length are cached
 TIME_FUNCTION = "strftime_now"  # templates that call it depend on the date and are not cached
 
 
+# texts are measured in slices of so many characters, without the tokens that a cut may add, if they are longer than
+# so many characters a token
+SLICE_CHARS, CUT_TOKENS, MAX_CHARS_PER_TOKEN = 16_384, 64, 8
+
+
 @dataclass(frozen=True)
 class Turn:
     """One chat turn."""
@@ -104,13 +109,29 @@ class ChatTemplate:
         ids = self._tokenize(text)
         return [*self.bos_ids, *ids] if opening else ids
 
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Tokenize texts without roles, each by itself, at once."""
+        for text in texts:
+            _check_characters(text)
+        return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+
+    def is_longer(self, text: str, max_tokens: int) -> bool:
+        """Return whether a text certainly has more tokens, without tokenizing all of it.
+
+        It is read in slices, whose tokens are counted but for those that a cut may have added: the count is a
+        lower bound. False for every text that is not long either.
+        """
+        if len(text) <= MAX_CHARS_PER_TOKEN * max_tokens:
+            return False
+        num_tokens = 0
+        for start in range(0, len(text), SLICE_CHARS):
+            num_tokens += max(0, len(self._tokenize(text[start : start + SLICE_CHARS])) - CUT_TOKENS)
+            if num_tokens > max_tokens:
+                return True
+        return False
+
     def _tokenize(self, text: str, *, cached: bool = False) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as exc:
-            raise InvalidTokensError(
-                f"text {text[:60]!r}: {exc.reason} at {exc.start}: replace what is no character"
-            ) from None
+        _check_characters(text)
         if not text:
             return []
         if not cached or len(text) > MAX_CACHED_CHARS:
@@ -319,6 +340,15 @@ class ChatTemplate:
     def _render_without_template(self, turn: Turn, opening: bool) -> str:
         front = getattr(self.tokenizer, "bos_token", None) or "" if opening and self.bos_ids else ""
         return f"{front}{turn.role.capitalize()}: {turn.text}\n"
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidTokensError(
+            f"text {text[:60]!r}: {exc.reason} at {exc.start}: replace what is no character"
+        ) from None
 
 
 CONTEXT_TOKENS = 8  # header tokens decoded with the generated ones, which may depend on them (leading spaces)
