@@ -88,6 +88,7 @@ class ChatRenderer:
         question, answer = ("user", "x"), ("assistant", "y")
         return SystemTurns(
             first=self._writes([first, question], _PROBES[:1]),
+            alone=self._writes([first], _PROBES[:1]),
             several=self._writes([first, second, question], _PROBES),
             later=self._writes([first, question, answer, second, question], _PROBES)
             and self._writes([question, answer, second, question], _PROBES[1:]),

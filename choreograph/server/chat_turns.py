@@ -46,7 +46,8 @@ class ChatTurn:
 class SystemTurns:
     """Places of system turns whose text a template writes."""
 
-    first: bool
+    first: bool  # before other turns
+    alone: bool  # without other turns
     several: bool  # one after the other at the start
     later: bool  # between other turns
 
@@ -54,8 +55,13 @@ class SystemTurns:
         """Return whether the template writes all system turns of a chat."""
         roles = [turn.role for turn in turns]
         num_leading = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
-        is_accepted = self.several if num_leading > 1 else self.first or not num_leading
-        return is_accepted and (self.later or "system" not in roles[num_leading:])
+        if num_leading and not (self.accept_first(turns) and (self.several or num_leading == 1)):
+            return False
+        return self.later or "system" not in roles[num_leading:]
+
+    def accept_first(self, turns: Sequence[ChatTurn]) -> bool:
+        """Return whether the template writes one system turn before the others."""
+        return self.first if any(turn.role != "system" for turn in turns) else self.alone
 
 
 def foldings(turns: Sequence[ChatTurn], places: SystemTurns) -> Iterator[Sequence[ChatTurn]]:
@@ -66,7 +72,7 @@ def foldings(turns: Sequence[ChatTurn], places: SystemTurns) -> Iterator[Sequenc
     """
     if places.accept(turns):
         yield turns
-    for keeps_system in (True, False) if places.first else (False,):
+    for keeps_system in (True, False) if places.accept_first(turns) else (False,):
         folded = _fold_system(turns, keeps_system)
         yield folded
         yield [_join(run) for run in _runs(folded, ("user", "assistant"))]
