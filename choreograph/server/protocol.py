@@ -122,7 +122,9 @@ class ChatMessage(_Part):
         """Leave out the reasoning of earlier answers, as clients store what other servers gave them."""
         if info.data.get("role") != "assistant" or not isinstance(content, list):
             return content
-        return [part for part in content if not (isinstance(part, dict) and part.get("type") in REASONING_PARTS)]
+        is_reasoning = (isinstance(part, dict) and part.get("type") in REASONING_PARTS for part in content)
+        # an empty text keeps the places of the other parts, which errors name
+        return [{"type": "text"} if left_out else part for left_out, part in zip(is_reasoning, content, strict=True)]
 
     @field_validator("content")
     @classmethod
