@@ -353,6 +353,8 @@ def _check_characters(text: str) -> None:
 
 CONTEXT_TOKENS = 8  # header tokens decoded with the generated ones, which may depend on them (leading spaces)
 
+MAX_CHARACTER_TOKENS = 4  # bytes of a character, each of which may be a token
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a character without a token (sentencepiece byte fallback)
 
 
@@ -361,14 +363,20 @@ class Detokenizer:
 
     The pieces concatenate to `tokenizer.decode(header + tokens)` without the header's part. Text is
     held back while later tokens may change it: incomplete characters, and runs of byte tokens,
-    which are decoded as a whole.
+    which are decoded as a whole. A token costs the same after any number of others.
     """
 
     def __init__(
-        self, tokenizer: Any, header: list[int], byte_token_ids: frozenset[int], *, skip_special: bool = True
+        self,
+        tokenizer: Any,
+        header: list[int],
+        byte_token_ids: frozenset[int],
+        *,
+        skip_special: bool = True,
+        skipped_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._decode_ids, self._byte_token_ids = _decoder(tokenizer), byte_token_ids
-        self._skip_special = skip_special
+        self._skip_special, self._skipped_ids = skip_special, skipped_ids  # the latter have no text: not collected
         start = max(0, len(header) - CONTEXT_TOKENS)
         while start and header[start] in byte_token_ids:
             start -= 1
@@ -378,6 +386,8 @@ class Detokenizer:
 
     def step(self, token: int) -> str:
         """Append a token; return the text that later tokens cannot change."""
+        if token in self._skipped_ids:
+            return ""
         self._ids.append(token)
         return "" if token in self._byte_token_ids else self._emit(is_last=False)
 
@@ -389,15 +399,21 @@ class Detokenizer:
         if self._emitted_text is None:
             self._emitted_text = self._decode(self._ids[: self._num_emitted])
         text = self._decode(self._ids)
+        num_final = len(self._ids)  # tokens whose text no later token changes
         if text.endswith("\ufffd") and not is_last:
-            return ""
+            num_final -= MAX_CHARACTER_TOKENS
+            if num_final < self._num_emitted + MAX_CHARACTER_TOKENS:
+                return ""
+            whole, text = text, self._decode(self._ids[:num_final])
+            if not whole.startswith(text):  # cut inside a character
+                return ""
         start = len(self._emitted_text)
         if not text.startswith(self._emitted_text):  # the header ended inside a character
             start = len(os.path.commonprefix([text, self._emitted_text]))  # noqa: RUF071 - character by character
         piece = text[start:]
         if piece:
             self._ids = self._ids[self._num_emitted :]
-            self._num_emitted, self._emitted_text = len(self._ids), None
+            self._num_emitted, self._emitted_text = num_final - self._num_emitted, None
         return piece
 
     def _decode(self, ids: list[int]) -> str:
