@@ -380,15 +380,19 @@ def _read_graph(body: dict[str, Any]) -> tuple[StepGraph, dict[str, frozenset[st
 
 def _tokenize(service: InferenceService, body: TokenizeRequest) -> dict[str, Any]:
     if body.messages:
+        service.renderer.check_size(body.messages, service.max_model_len, "messages")
         tokens = service.renderer.prompt(
             [as_turn(message) for message in body.messages],
             tool_dicts(body.tools),
             body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=continues_last(body),
+            max_tokens=service.max_model_len,
         ).tokens
     else:
-        tokens = service.renderer.tokenize(body.prompt or "", opening=body.add_special_tokens)
+        tokens = service.renderer.tokenize(
+            body.prompt or "", opening=body.add_special_tokens, max_tokens=service.max_model_len
+        )
     result = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
     if body.return_token_strs:
         result["token_strs"] = service.engine.tokenizer.convert_ids_to_tokens(tokens)

@@ -6,7 +6,7 @@ import hmac
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -443,7 +443,7 @@ class RunningRequest:
         for prompt in spec.prompts:
             answers = []
             for number in range(spec.num_answers):
-                sampling = replace(spec.sampling, seed=seed + number)
+                sampling = spec.sampling.with_seed(seed + number)
                 index = len(messages) + number
                 mask = self._masks[index] if self._masks else None
                 if spec.sent:
