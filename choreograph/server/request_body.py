@@ -18,7 +18,7 @@ from .api_errors import ApiError
 
 MAX_CONTAINERS = 1 << 16  # objects and lists of one body
 MAX_VALUES = 1 << 20  # members and elements of one body, such as token ids
-MAX_KEYS = 4096  # of one object
+MAX_KEYS = 1 << 13  # of one object
 MAX_DEPTH = 128  # of nested objects and lists
 
 OPTION_CHARS = 256  # of a header that names something

@@ -52,7 +52,8 @@ def test_a_tenant_with_its_share_of_requests_leaves_room_for_others(shared):
     body = CHAT | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
     headers = {"authorization": f"Bearer {KEYS[0]}"}
     with httpx.stream("POST", f"{shared.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # its end would close the stream
+        next(lines)
         refused = ask(shared, KEYS[0], "POST", "/v1/chat/completions", json=CHAT)
         assert refused.status_code == 429 and refused.headers["retry-after"]
         assert ask(shared, KEYS[0], "POST", "/tokenize", json={"prompt": "Hi"}).status_code == 200
