@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ..engine.engine import Engine
 from ..engine.message import Message
 from ..errors import InvalidRequestError, SchemaError
+from ..namespace import UNSALTED, Client
 from ..prompt_cache.cache import PromptCache
 from ..prompt_cache.parser import load_schema
 from .api_errors import ApiError
@@ -34,7 +35,7 @@ class SchemaStore:
             raise SchemaError(f"the schema has the name {schema.name!r}: use it in the path, not {name!r}")
         if len(self._caches) >= MAX_SCHEMAS and (tenant, name) not in self._caches:
             raise ApiError(429, f"the server keeps {MAX_SCHEMAS} schemas: delete one", code="too_many_schemas")
-        cache = PromptCache(self._engine, schema, client_id=f"{tenant}\0")
+        cache = PromptCache(self._engine, schema, client_id=Client(tenant, UNSALTED))
         self.remove(tenant, name)
         self._caches[tenant, name], self.sources[tenant, name] = cache, pml
         return cache

@@ -19,6 +19,7 @@ from choreograph.cluster.message_transfer import MessageFetcher, export_messages
 from choreograph.cluster.replica import EngineReplica, ReplicaInfo, _Connection
 from choreograph.cluster.routing import choose, create_policy
 from choreograph.cluster.step_hints import StepHints
+from choreograph.namespace import Namespace
 from choreograph.server.app import create_app
 from choreograph.server.chat_prompt import Segment
 from choreograph.server.server_config import ServerConfig
@@ -187,7 +188,11 @@ async def test_a_session_header_names_one_of_several_sessions_of_a_workflow(talk
             connection.headers = headers
             await cluster.gateway.submit(connection, request(None, message(1))).complete()
         key = spec_of().key
-        assert cluster.sessions == [f"{key.client_id}\0{name}" for name in (key.workflow, "reader-1", key.workflow)]
+        workflow, session = (
+            Namespace(client=key.client, workflow=key.workflow),
+            Namespace(client=key.client, session="reader-1"),
+        )
+        assert cluster.sessions == [workflow, session, workflow]
 
 
 async def test_hints_belong_to_the_session_of_the_step_before(talker_folder):
