@@ -144,7 +144,7 @@ def test_clients_whose_names_could_be_joined_to_equal_text_share_nothing(mode):
             answer = session.decode([7], [text], max_tokens=2).result()
             return text.usage.cached_tokens + answer.usage.cached_tokens
 
-    @settings(max_examples=many(40), deadline=None)
+    @settings(max_examples=many(20), deadline=None)
     @given(CLIENTS, CLIENTS)
     def check(one, other):
         engine.clear_cache()
