@@ -5,9 +5,9 @@ them: a name may contain any separator.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 UNSALTED = ("", "")  # salt of a server's requests that name none
@@ -46,26 +46,34 @@ class Namespace:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of all fields, equal in every process."""
-        return hashlib.sha256(encode(self)).digest()
+        return _digest(self)
 
     def without_labels(self) -> "Namespace":
         """Return the namespace of unlabelled messages."""
         return replace(self, labels=frozenset()) if self.labels else self
 
 
+@lru_cache(maxsize=4096)  # placements make equal ones again and again
+def _digest(namespace: Namespace) -> bytes:
+    return hashlib.sha256(serialize(namespace)).digest()
+
+
 @lru_cache(maxsize=4096)
 def shared_namespace(weights: tuple[str, ...], client: Client, labels: frozenset[str]) -> Namespace:
-    """Return the namespace of messages of a session; its digest is computed once."""
+    """Return the namespace of a session's messages.
+
+    It is one object for equal arguments, so that its digest is computed once.
+    """
     return Namespace(weights, client, labels)
 
 
-def encode(value: Any) -> bytes:
-    """Encode a value so that different values have different encodings.
+def serialize(value: Any) -> bytes:
+    """Serialize a value; results of different values differ.
 
     Every part starts with its type and its length.
 
     Args:
-        value: None, bool, int, str, bytes, or tuples, lists, sets and dataclasses of them.
+        value: None, bool, int, str, bytes, or tuples, sets and dataclasses of them; lists count as tuples.
 
     Raises:
         TypeError: if a part is of another type.
@@ -91,16 +99,19 @@ def _append(value: Any, parts: list[bytes]) -> None:
     elif kind is tuple or kind is list:
         _append_all(b"(", value, parts)
     elif kind is frozenset or kind is set:
-        _append_all(b"{", sorted(map(encode, value)), parts)
+        _append_all(b"{", sorted(map(serialize, value)), parts)
     elif is_dataclass(kind):
-        names = [field.name for field in fields(kind)]
-        _append_all(b"<", [kind.__name__, *(getattr(value, name) for name in names)], parts)
+        _append_all(b"<", (kind.__name__, *(getattr(value, name) for name in _field_names(kind))), parts)
     else:
-        raise TypeError(f"{value!r}: a {kind.__name__} has no encoding: use text, numbers, tuples, sets or dataclasses")
+        raise TypeError(f"{value!r} cannot be part of a key: use text, whole numbers, tuples, sets or dataclasses")
 
 
-def _append_all(kind: bytes, values: Iterable[Any], parts: list[bytes]) -> None:
-    values = tuple(values)
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _append_all(kind: bytes, values: Sequence[Any], parts: list[bytes]) -> None:
     parts.append(b"%b%d:" % (kind, len(values)))
     for value in values:
         _append(value, parts)

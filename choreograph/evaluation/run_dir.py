@@ -80,9 +80,9 @@ class RunDirectory:
             )
 
     def path_for(self, condition: str) -> Path:
-        """Return the file of a condition, with an escaped name that no other one has."""
-        escaped = {character: f"%{ord(character):02X}" for character in "%-/\\:\0"} | {" ": "-"}
-        return self.path / f"{condition.translate(str.maketrans(escaped))}.jsonl"
+        """Return the file of a condition; no other one has its name."""
+        escaped = {ord(character): f"%{ord(character):02X}" for character in "%-/\\:\0"} | {ord(" "): "-"}
+        return self.path / f"{condition.translate(escaped)}.jsonl"
 
     def records(self, condition: str) -> list[RunRecord]:
         """Return the records of a condition; remove an incomplete last line."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine.text import ChatTemplate, Turn
 from ..errors import ConfigError, SchemaError
-from ..namespace import encode
+from ..namespace import serialize
 from .schema import Child, Module, Parameter, Role, Scaffold, Schema, Union, has_roles, modules
 
 ModulePath = tuple[str, ...]  # names from the outermost module to the inner one; (): text outside of modules
@@ -65,7 +65,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
-    return hashlib.sha256(encode((content, template))).hexdigest()[:16]
+    return hashlib.sha256(serialize((content, template))).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

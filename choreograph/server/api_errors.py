@@ -65,9 +65,9 @@ def context_exceeded(num_prompt: int, num_output: int, limit: int, param: str) -
 
 
 def hide_ids(text: str, names: Mapping[int, str]) -> str:
-    """Replace the engine's numbers of messages in an error by their ids in the server.
+    """Replace the engine's ids of messages in an error by the server's.
 
-    Numbers of messages without one are left out: they count the work of all tenants.
+    Ids of other messages are left out: they count the work of all tenants.
     """
 
     def replace(match: re.Match[str]) -> str:

@@ -21,7 +21,7 @@ from ..engine.message import Message, MessageSlice
 from ..engine.request import TokenMask
 from ..engine.session import Session
 from ..errors import InvalidRequestError, LeakError
-from ..namespace import encode
+from ..namespace import serialize
 from ..sampling_params import SamplingParams
 from ..utils import call_all
 from .chat_prompt import ChatPrompt
@@ -297,7 +297,7 @@ class _PlanBuilder:
 
     def _extend(self, message: Message, start: int, stop: int, *, is_whole: bool = True) -> None:
         # a client that finds two equal ones would read messages in another's context
-        place = encode((self._lineage, message.id, start, stop, self._next_offset))
+        place = serialize((self._lineage, message.id, start, stop, self._next_offset))
         self._lineage = hashlib.sha256(place).digest()
         self.parents.append(message if is_whole else message[start:stop])
 
