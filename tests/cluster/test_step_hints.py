@@ -206,9 +206,7 @@ async def test_hints_belong_to_the_session_of_the_step_before(talker_folder):
                 await cluster.gateway.submit(connection, request(agent, message(ord(agent[0])))).complete()
         while cluster.num_open or cluster.gateway.thread._hints:
             await asyncio.sleep(0.01)
-        sent = [
-            (kind, name.partition("\0")[2]) for (kind, *_), name in zip(cluster.sent, cluster.sessions, strict=True)
-        ]
+        sent = [(kind, place.session) for (kind, *_), place in zip(cluster.sent, cluster.sessions, strict=True)]
         assert len(cluster.gateway.hints._runs) == 2 and {name for _, name in sent} == {"first", "second"}
         second = sent.index(("request", "second"))
         assert ("hint", "first") in sent[:second] and ("hint", "second") not in sent[:second]
