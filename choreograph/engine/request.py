@@ -15,6 +15,7 @@ from jaxtyping import Bool
 
 from ..errors import ChoreographError, RequestFailedError
 from ..kv_cache.entry import KVEntry, KVSlice
+from ..namespace import Namespace
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
 from ..stop_strings import ROOT
@@ -171,7 +172,7 @@ class Request:
     id: int
     session_id: int
     mode: Mode
-    cache_salt: str  # separates the cache by model, client and labels
+    namespace: Namespace  # separates the cache by model, client and labels
     prompt: list[int]  # tokens of a prefill, or the header of a decode
     parents: tuple["Request", ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
@@ -231,7 +232,7 @@ class Request:
     @classmethod
     def for_recompute(cls, id: int, entry: KVEntry, weights_group: str) -> "Request":
         """Create a prefill that recomputes an existing entry in its own pages."""
-        request = cls(id, 0, "choreographed", "", list(entry.tokens), (), (), None, ())
+        request = cls(id, 0, "choreographed", Namespace(), list(entry.tokens), (), (), None, ())
         request.is_recompute, request.state, request.num_skipped_steps = True, RequestState.RUNNING, 1 << 30
         request.model, request.weights_group, request.computed_layers = (
             entry.model,

@@ -22,6 +22,7 @@ from platformdirs import user_cache_path
 from torch import Tensor, nn
 
 from ..attention.cpp_backend import cpu_flags
+from ..namespace import serialize
 from ..utils import atomic_write_text
 
 _log = logging.getLogger("choreograph")
@@ -168,7 +169,7 @@ def graph_file(model: nn.Module, name: str) -> GraphFile | None:
         *private,
         *_describe(model),
     ]
-    digest = hashlib.sha256("\n".join(parts).encode())
+    digest = hashlib.sha256(serialize(parts))
     for path in sorted(Path(__file__).parents[1].rglob("*")):
         if path.suffix in (".py", ".cpp", ".h"):
             digest.update(path.read_bytes())

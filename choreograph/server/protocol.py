@@ -262,9 +262,9 @@ class _GenerationBody(_Body):
     mm_processor_kwargs: JsonValue = None
 
     @property
-    def salt(self) -> str:
+    def salt(self) -> tuple[str, str]:
         """What separates the cache within a tenant."""
-        return json.dumps([self.cache_salt, self.extra_key]) if self.extra_key else self.cache_salt or ""
+        return self.cache_salt or "", self.extra_key or ""
 
     @property
     def repair(self) -> float | None:

@@ -17,6 +17,7 @@ from ..engine.message import Message
 from ..engine.request import TokenMask
 from ..engine.validation import check_tokens
 from ..errors import ConfigError, InvalidRequestError, RequestFailedError
+from ..namespace import Client
 from ..outputs import BASE_MODEL, EngineStats
 from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
@@ -198,7 +199,6 @@ class InferenceService:
             )
         reuse: Any = options.reuse or header_options["reuse"] or self.config.reuse
         self.planner.check(reuse)
-        client_id = f"{tenant}\0{body.salt}"
         labels = {*options.labels, *filter(None, map(str.strip, headers.get("x-choreography-labels", "").split(",")))}
         agent = options.agent or header_options["agent"]
         if agent is not None:
@@ -209,7 +209,7 @@ class InferenceService:
                 f"on_leak={options.on_leak!r}: needs a clearance: give the labels that may be read"
             )
         model, on_leak = self.resolve_model(body.model), options.on_leak or "reencode"
-        key = WorkflowKey(client_id, workflow, model, frozenset(labels), clearance, on_leak)
+        key = WorkflowKey(Client(tenant, body.salt), workflow, model, frozenset(labels), clearance, on_leak)
         if options.offsets is not None and (reuse != "messages" or not hasattr(body, "messages")):
             raise InvalidRequestError(
                 "offsets: positions of messages need a chat with reuse='messages'; leave them out"

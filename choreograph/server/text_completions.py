@@ -40,7 +40,7 @@ def prepare_completion(
     prompts, schema_prompt = [], None
     schema_name = body.choreography.prompt_schema if body.choreography else None
     if schema_name is not None:
-        if not isinstance(body.prompt, str) or body.echo or body.salt or key.readable:
+        if not isinstance(body.prompt, str) or body.echo or any(body.salt) or key.readable:
             raise InvalidRequestError(
                 "prompt: with a schema use one PML text, without echo, cache_salt, extra_key and labels"
             )
