@@ -90,7 +90,10 @@ def _fold_system(turns: Sequence[ChatTurn], keeps_system: bool) -> list[ChatTurn
 
 
 def _runs(turns: Sequence[ChatTurn], roles: Collection[str]) -> list[list[ChatTurn]]:
-    """Return a chat in runs of turns of the same of these roles; other turns are runs of their own."""
+    """Return a chat in runs of turns of one of these roles.
+
+    Every other turn is a run of its own.
+    """
     result: list[list[ChatTurn]] = []
     for turn in turns:
         if result and turn.role in roles and turn.role == result[-1][0].role:

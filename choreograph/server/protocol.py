@@ -119,7 +119,7 @@ class ChatMessage(_Part):
     @field_validator("content", mode="before")
     @classmethod
     def _drop_reasoning(cls, content: object, info: ValidationInfo) -> object:
-        """Leave out the reasoning of earlier answers, as clients store what other servers gave them."""
+        """Leave out reasoning, which clients store with answers of other servers."""
         if info.data.get("role") != "assistant" or not isinstance(content, list):
             return content
         is_reasoning = (isinstance(part, dict) and part.get("type") in REASONING_PARTS for part in content)
