@@ -15,8 +15,7 @@ from ..engine.text import ChatTemplate, Turn
 from ..errors import ConfigError, InvalidRequestError
 from ..models.template_sandbox import ChatRejectedError, RenderedChat, TemplateLimitError, render_messages
 from .api_errors import prompt_too_long
-from .chat_turns import ChatTurn, ChatTurnDict, SystemTurns, foldings, tools_as_text
-from .protocol import parse_arguments
+from .chat_turns import ChatTurn, ChatTurnDict, SystemTurns, foldings, parse_arguments, tools_as_text
 
 _TOOL_NAME, _PROBES = "choreograph_probe", ("choreograph probe", "choreograph sample")
 

@@ -18,7 +18,8 @@ from choreograph.models import template_sandbox
 from choreograph.server import chat_prompt
 from choreograph.server.api_errors import ApiError
 from choreograph.server.chat_prompt import ChatRenderer, answer_key
-from choreograph.server.protocol import MAX_ARGUMENT_DEPTH, ChatMessage, as_turn, parse_arguments
+from choreograph.server.chat_turns import MAX_ARGUMENT_DEPTH, parse_arguments
+from choreograph.server.protocol import ChatMessage, as_turn
 
 MACRO = (  # the output of a macro is written at once
     "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endmacro %}"
