@@ -106,13 +106,13 @@ def _runs(turns: Sequence[ChatTurn], roles: Collection[str]) -> list[list[ChatTu
     return result
 
 
-def _join(turns: Sequence[ChatTurn], separator: str = "\n\n") -> ChatTurn:
+def _join(turns: Sequence[ChatTurn]) -> ChatTurn:
     """Return one turn with the texts and the calls of several."""
     if len(turns) == 1:
         return turns[0]
     texts = [turn.fields["content"] for turn in turns if turn.fields["content"]]
     calls = [call for turn in turns for call in turn.fields.get("tool_calls") or ()]
-    fields = turns[0].fields | {"content": separator.join(texts)} | ({"tool_calls": calls} if calls else {})
+    fields = turns[0].fields | {"content": "\n\n".join(texts)} | ({"tool_calls": calls} if calls else {})
     return ChatTurn(fields, turns[0].index)
 
 
