@@ -134,7 +134,7 @@ class DecodeState:
             self.text += self.detokenizer.flush()
 
     def _append_text(self, piece: str, can_stop: bool) -> bool:
-        """Append text up to the first stop string; return whether there is one.
+        """Append text up to a stop string; return whether one ends it.
 
         Only a stop string that ends in the piece counts: `min_tokens` excluded earlier ones.
         """

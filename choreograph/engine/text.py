@@ -116,10 +116,10 @@ class ChatTemplate:
         return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
     def is_longer(self, text: str, max_tokens: int) -> bool:
-        """Return whether a text certainly has more tokens, without tokenizing all of it.
+        """Return whether a text certainly has more tokens than that.
 
-        It is read in slices, whose tokens are counted but for those that a cut may have added: the count is a
-        lower bound. False for every text that is not long either.
+        It is tokenized in slices until the answer is known. Tokens that a cut may have added are not counted: the
+        count is a lower bound. False for every text that is not long either.
         """
         if len(text) <= MAX_CHARS_PER_TOKEN * max_tokens:
             return False

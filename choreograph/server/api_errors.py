@@ -78,7 +78,7 @@ def hide_ids(text: str, names: Mapping[int, str]) -> str:
 
 
 def prompt_too_long(limit: int, param: str, size: str) -> ApiError:
-    """Return the error of a field that is too long to be tokenized."""
+    """Return the error of a field too long to be tokenized."""
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, you sent {size}, which has more. "

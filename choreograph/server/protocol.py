@@ -1,8 +1,7 @@
 """Requests of the HTTP interface, with OpenAI's and vLLM's field names."""
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, fi
 from ..engine.labels import OnLeak
 from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
+from .chat_turns import parse_arguments
 from .server_config import ReuseMode
 
 SAMPLING_FIELDS = (
@@ -30,8 +30,6 @@ SAMPLING_FIELDS = (
 )
 
 MAX_TOP_LOGPROBS = 20
-
-MAX_ARGUMENT_DEPTH = 64  # of nested values in the arguments of a call; deeper ones stay text
 
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
@@ -119,7 +117,7 @@ class ChatMessage(_Part):
     @field_validator("content", mode="before")
     @classmethod
     def _drop_reasoning(cls, content: object, info: ValidationInfo) -> object:
-        """Leave out the reasoning of earlier answers, as clients store what other servers gave them."""
+        """Leave out reasoning, which clients store with answers of other servers."""
         if info.data.get("role") != "assistant" or not isinstance(content, list):
             return content
         is_reasoning = (isinstance(part, dict) and part.get("type") in REASONING_PARTS for part in content)
@@ -374,44 +372,6 @@ def continues_last(body: "ChatCompletionRequest | TokenizeRequest") -> bool:
     if last is None or last.role != "assistant" or not last.text.strip() or last.tool_calls:
         raise InvalidRequestError("continue_final_message: end with a text of the assistant, or leave it out")
     return True
-
-
-def parse_arguments(arguments: Any) -> Any:
-    """Return the arguments of a call, as an object if possible.
-
-    Clients send no arguments in several forms. What is not JSON, or nested too deeply for templates, stays text.
-    """
-    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments, parse_constant=_refuse_number, parse_float=_finite_float)
-    except (ValueError, RecursionError):
-        return arguments
-    return arguments if _is_deep(value) else value
-
-
-def _refuse_number(text: str) -> float:
-    raise ValueError(text)  # NaN and Infinity
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse_number(text)
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_ARGUMENT_DEPTH):
-        level = [child for item in level for child in _children(item)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class SchemaRequest(_Body):
