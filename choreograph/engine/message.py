@@ -186,6 +186,19 @@ class Message:
         decode_state = self._request.decode_state
         return list(decode_state.logprobs) if decode_state and decode_state.sampling.logprobs is not None else None
 
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """One entry per token before the generated ones, context and header; the first is None.
+
+        Each is given what the decode reads before it: reused tokens as they are in the cache. None unless
+        `SamplingParams.prompt_logprobs` is set.
+        """
+        scorer = self._request.decode_state.prompt_scorer if self._request.decode_state else None
+        if scorer is None:
+            return None
+        self._wait(lambda: scorer.is_complete)
+        return list(scorer.scores)
+
     def on_logprobs(self, callback: Callable[["Tensor"], None]) -> None:
         """Call `callback` with the model's log-probabilities for every generated token.
 

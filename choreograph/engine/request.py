@@ -17,6 +17,7 @@ from ..errors import ChoreographError, RequestFailedError
 from ..kv_cache.entry import KVEntry, KVSlice
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
+from .prompt_scoring import PromptScorer
 from .text import Detokenizer
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class DecodeState:
     max_new_tokens: int = 0  # tokens
     is_unlimited: bool = False  # the message may use the whole cache (`max_tokens=None`)
     detokenizer: Detokenizer | None = None
+    prompt_scorer: PromptScorer | None = None  # of `SamplingParams.prompt_logprobs`
     tokens: list[int] = field(default_factory=list)  # generated so far, the stop token included
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""  # generated text, truncated at a stop string
@@ -238,6 +240,12 @@ class Request:
         return self.decode_state is not None
 
     @property
+    def computes_all_rows(self) -> bool:
+        """True if no own token may be copied: its query or its logits are used."""
+        is_scored = self.decode_state is not None and self.decode_state.prompt_scorer is not None
+        return is_scored or self.observer is not None
+
+    @property
     def is_text_only(self) -> bool:
         """True if the request computes nothing.
 
@@ -345,7 +353,7 @@ class Request:
             decode_state.prompt = [t for tokens in self.parent_tokens() for t in tokens] + self.prompt
         if decode_state.forced_tokens is None:
             max_generated = max_positions - len(self.footer)
-            decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
+            decode_state.max_new_tokens = min(decode_state.max_new_tokens, max(1, max_generated))
 
     def admission_usage(self, num_context_tokens: int) -> Usage:
         """Return the usage of a request that has been admitted.

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -14,6 +15,7 @@ from .chat_prompt import answer_key
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
 from .output_parser import THINK_END, THINK_START, FunctionCall, OutputParser
+from .prompt_scoring import check_prompt_scoring, prompt_logprobs_of
 from .protocol import (
     ChatCompletionRequest,
     NamedToolChoice,
@@ -104,6 +106,7 @@ def prepare(
         InvalidRequestError, ApiError: if the request cannot be served.
     """
     check_stream_options(body)
+    check_prompt_scoring(body)
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.choreography is not None and body.choreography.prompt_schema is not None:
         raise InvalidRequestError("schema: prompts of a schema go to /v1/completions")
@@ -137,7 +140,8 @@ def prepare(
                 f"offsets: {len(offsets)} positions for {len(prompt.segments)} messages: give one for each, or null"
             )
         prompt = replace(prompt, offsets=tuple(offsets))
-    max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt], param)
+    requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = service.max_tokens(requested, [prompt], param)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
     seed = service.random_seed() if body.seed is None else body.seed
@@ -271,7 +275,9 @@ class ChatAnswer:
                 entry["token_ids"] = choice.token_ids
             choices.append(entry)
         usage = self._running.usage()
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **self._prompt_ids}
+        describe = partial(token_logprob, self._service.engine.tokenizer)
+        fields = self._prompt_ids | prompt_logprobs_of(self._body, self._running, describe)
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **fields}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""

@@ -16,7 +16,7 @@ from ..engine.message import Message
 from ..engine.request import TokenMask
 from ..engine.validation import check_tokens
 from ..errors import ConfigError, InvalidRequestError
-from ..outputs import BASE_MODEL, EngineStats
+from ..outputs import BASE_MODEL, EngineStats, TokenLogprob
 from ..sampling_params import SamplingParams
 from ..utils import call_all
 from .api_errors import ApiError, context_exceeded, overloaded
@@ -65,6 +65,7 @@ class GenerationSpec:
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
     max_kl: float | None = None  # divergence to stay within, nats a token; None: the server's
     schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
+    scores_every_answer: bool = False  # `prompt_logprobs` in all answers, not only in the first one of each prompt
     sent: Sequence[SentAnswer] = ()  # what an earlier engine generated of every answer; empty: nothing
 
 
@@ -285,6 +286,7 @@ class RunningRequest:
                 }
             )
         self._has_disconnected = False
+        self._prompt_scores: dict[int, list[TokenLogprob | None]] = {}  # by answer
         num_sent = [(answer.num_chars, len(answer.token_ids)) for answer in spec.sent]
         self._generation = Generation(self._submit, self._close, num_sent=num_sent)
         self._start()
@@ -326,6 +328,11 @@ class RunningRequest:
             },
         }
 
+    def prompt_scores(self, index: int) -> list[TokenLogprob | None]:
+        """Return the scores of an answer's prompt, once its first update has come."""
+        first_of_prompt = index - index % self.spec.num_answers
+        return self._prompt_scores[index if self.spec.scores_every_answer else first_of_prompt]
+
     async def updates(self) -> AsyncGenerator[list[ChoiceUpdate]]:
         """Yield updates until every answer is complete.
 
@@ -343,6 +350,8 @@ class RunningRequest:
                     raise updates
                 for update in updates:
                     self.num_generated[update.index] += len(update.token_ids)
+                    if update.prompt_logprobs is not None:
+                        self._prompt_scores[update.index] = update.prompt_logprobs
                     if self.span is not None and update.token_ids:
                         self.span.first_token()
                     if update.finish_reason is not None and update.timing is not None:
@@ -391,6 +400,8 @@ class RunningRequest:
             answers = []
             for number in range(spec.num_answers):
                 sampling = replace(spec.sampling, seed=seed + number)
+                if number and not spec.scores_every_answer:
+                    sampling = replace(sampling, prompt_logprobs=None)
                 mask: TokenMask | None = None
                 if spec.constraint is not None:
                     mask = service.compiler().mask(spec.constraint, spec.constraint_starts_after)
