@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from ..engine.session import Session
 from ..engine.text import Turn
 from ..errors import ChoreographError
 from ..kv_cache.manager import POLL_SECONDS
-from ..outputs import BASE_MODEL, KVReuse, Mode
+from ..outputs import BASE_MODEL, KVReuse, Mode, TokenLogprob
 from ..sampling_params import SamplingParams
 from .api_errors import ApiError, overloaded, to_api_error
 from .engine_thread import Generation
@@ -265,6 +265,14 @@ def _prompt_of(prompt: Prompt) -> str | list[int] | Turn:
     return Turn(**prompt.model_dump()) if isinstance(prompt, TurnBody) else prompt
 
 
+def _logprob_rows(items: Sequence[TokenLogprob | None] | None) -> list[list[Any] | None] | None:
+    return (
+        None
+        if items is None
+        else [item and [item.token, item.logprob, list(item.top.items()), item.rank] for item in items]
+    )
+
+
 def _values(message: Message) -> dict[str, Any]:
     """Return everything that can be read of a complete message."""
     message.result()
@@ -275,9 +283,8 @@ def _values(message: Message) -> dict[str, Any]:
         "finish_reason": message.finish_reason,
         "usage": asdict(message.usage),
         "timing": asdict(message.timing),
-        "logprobs": None
-        if message.logprobs is None
-        else [[p.token, p.logprob, list(p.top.items())] for p in message.logprobs],
+        "logprobs": _logprob_rows(message.logprobs),
+        "prompt_logprobs": _logprob_rows(message.prompt_logprobs),
         "position": message.position,
         "offsets": message.offsets,
     }
