@@ -48,7 +48,7 @@ class PromptScorer:
     The prompt is everything that the decode reads before its first token: context and header.
 
     Args:
-        num_top: most likely tokens to report beside each token.
+        num_top: most likely tokens to report with each token.
     """
 
     def __init__(self, num_top: int, vocab_size: int) -> None:

@@ -214,7 +214,7 @@ class _GenerationBody(_Body):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None  # separates the cache within a tenant
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower numbers first
     extra_key: Annotated[str, Field(max_length=1024)] | None = None  # SGLang's name of the salt
-    # likeliest tokens to report beside each token of the prompt
+    # likeliest tokens to report with each token of the prompt
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None

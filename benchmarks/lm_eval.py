@@ -1,0 +1,111 @@
+"""Quality by lm-evaluation-harness over HTTP, against its own `hf` backend, and what each reuse mode costs.
+
+The harness scores two tasks of `lm_eval_tasks` (questions with four answers, perplexity of texts) through
+`/v1/completions` of a running server, and with transformers in this process, both in float32. In mode exact every
+log-likelihood has to be the same to 1e-3. Run it from the root of the repository: make bench NAME=lm_eval
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tasks and model are local
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
+from rich.console import Console
+
+from choreograph.console import print_table
+from choreograph.models.loader import bundled_gguf, convert_gguf
+
+from .common import Row, interval, save
+from .serve_peers import Server
+
+TASKS = {"choreograph_notes": ("acc", "acc_norm"), "choreograph_texts": ("word_perplexity", "bits_per_byte")}
+TOLERANCE = 1e-3  # nats, of every log-likelihood in mode exact
+SERVER = ["--log-level", "warning", "--dtype", "float32", "--capacity", "16384"]
+# options of requests that reuse; the harness's own client sends those of mode exact
+MODES: dict[str, dict[str, Any]] = {
+    "auto": {"reuse": "auto"},
+    "auto, repair 0.3": {"reuse": "auto", "repair": 0.3},
+    "auto, repair 1": {"reuse": "auto", "repair": 1.0},
+}
+
+
+class ReuseClient(LocalCompletionsAPI):
+    """The harness's client of completions, whose requests choose a reuse mode."""
+
+    def __init__(self, options: dict[str, Any], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._options = options
+
+    def _create_payload(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+        return super()._create_payload(*arguments, **keywords) | {"choreography": self._options}
+
+
+def evaluate(model: LM) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return metrics by task and name, and log-likelihoods of all requests by task."""
+    manager = TaskManager(include_path=str(Path(__file__).parent / "lm_eval_tasks"), include_defaults=False)
+    results: Any = simple_evaluate(
+        model=model, tasks=list(TASKS), task_manager=manager, log_samples=True, bootstrap_iters=0, random_seed=0
+    )
+    metrics = {f"{task}: {name}": results["results"][task][f"{name},none"] for task in TASKS for name in TASKS[task]}
+    likelihoods: dict[str, list[float]] = {}
+    for task in TASKS:
+        samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+        values = [response for sample in samples for (response,) in sample["resps"]]
+        likelihoods[task] = [float(value[0] if isinstance(value, tuple | list) else value) for value in values]
+    return metrics, likelihoods
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="*", choices=list(MODES), default=list(MODES))
+    chosen = parser.parse_args()
+    folder = str(convert_gguf(bundled_gguf()))
+    server = Server("lm_eval", [sys.executable, "-m", "choreograph", "serve", *SERVER])
+    try:
+        server.wait()
+        arguments = {"base_url": f"{server.url}/v1/completions", "model": server.model, "tokenizer": folder}
+        arguments |= {"tokenizer_backend": "huggingface", "max_retries": 1, "timeout": 600}
+        results = {"exact": evaluate(LocalCompletionsAPI(**arguments))}
+        for name in chosen.modes:
+            options = MODES[name] | {"workflow": name}  # which shares nothing with those of other modes
+            results[name] = evaluate(ReuseClient(options, **arguments))
+    finally:
+        server.close()
+    results = {"hf": evaluate(HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=1)), **results}
+    rows, lines, differences = [], [], {}
+    for task, names in TASKS.items():
+        for backend, (metrics, likelihoods) in results.items():
+            gaps = [abs(a - b) for a, b in zip(likelihoods[task], results["hf"][1][task], strict=True)]
+            values = [metrics[f"{task}: {name}"] for name in names]
+            lines.append(
+                (task, backend, *(f"{v:.6f}" for v in values), f"{max(gaps):.2g}", f"{statistics.mean(gaps):.2g}")
+            )
+            rows += [
+                Row(f"{task}: {name}, {backend}", v, "", v, v, peer=None if backend == "hf" else "hf")
+                for name, v in zip(names, values, strict=True)
+            ]
+            if backend != "hf":
+                differences[f"{task}, {backend}"] = gaps
+                limit = TOLERANCE if backend == "exact" else None
+                measure = f"{task}: largest difference of a log-likelihood, {backend}"
+                rows.append(Row(measure, max(gaps), "nats", *interval(gaps), "lower", required=limit, peer="hf"))
+    head = ("task", "backend", "acc / word perplexity", "acc_norm / bits per byte", "largest gap", "mean gap")
+    print_table(Console(width=160), "lm-evaluation-harness, gaps of log-likelihoods to hf in nats", head, lines)
+    save("lm_eval", rows, differences=differences, likelihoods={name: values for name, (_, values) in results.items()})
+    worst = max(max(differences[f"{task}, exact"]) for task in TASKS)
+    if worst > TOLERANCE:
+        sys.exit(f"mode exact differs from hf by {worst:.2g} nats: at most {TOLERANCE:g} is expected")
+
+
+if __name__ == "__main__":
+    main()
