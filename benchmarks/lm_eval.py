@@ -68,9 +68,11 @@ def evaluate(model: LM) -> tuple[dict[str, float], dict[str, list[float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="*", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--threads", type=int, help="of the server's operations; as the machine has cores by default")
     chosen = parser.parse_args()
     folder = str(convert_gguf(bundled_gguf()))
-    server = Server("lm_eval", [sys.executable, "-m", "choreograph", "serve", *SERVER])
+    environment = {"OMP_NUM_THREADS": str(chosen.threads)} if chosen.threads else {}
+    server = Server("lm_eval", [sys.executable, "-m", "choreograph", "serve", *SERVER], environment)
     try:
         server.wait()
         arguments = {"base_url": f"{server.url}/v1/completions", "model": server.model, "tokenizer": folder}
