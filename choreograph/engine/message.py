@@ -188,10 +188,10 @@ class Message:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """One entry per token before the generated ones, context and header; the first is None.
+        """One entry per token before the generated ones; the first is None.
 
-        Each is given what the decode reads before it: reused tokens as they are in the cache. None unless
-        `SamplingParams.prompt_logprobs` is set.
+        These are the tokens of context and header. Each is given what the decode reads before it: reused
+        tokens as they are in the cache. None unless `SamplingParams.prompt_logprobs` is set.
         """
         scorer = self._request.decode_state.prompt_scorer if self._request.decode_state else None
         if scorer is None:

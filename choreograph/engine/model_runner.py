@@ -114,7 +114,7 @@ class Batch:
 
     @property
     def logits_rows(self) -> list[int]:
-        """Batch rows whose logits are needed: the sampled ones, then the scored ones."""
+        """Batch rows whose logits are needed: sampled ones, then scored ones."""
         return self.sampled_rows + [row for scored in self.scored.values() for row in scored.rows]
 
     @property

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a prompt, given what the model reads before each.
+"""Log-probabilities of prompt tokens, given what is read before each.
 
 The tokens that a decode computes itself get their logits in the step that computes them. The tokens of its context
 were computed earlier, by other requests. Each of them is computed once more as a query at its place, which attends to
@@ -29,7 +29,7 @@ BLOCK_ROWS = 32  # rows whose log-probabilities are in memory at once
 
 
 class ScoredRows(NamedTuple):
-    """Rows of one request in a batch, after which tokens of its prompt are scored."""
+    """Rows of one request after which its prompt's tokens are scored."""
 
     request: "Request"
     targets: list[int]  # token id that follows each row in the prompt
@@ -62,9 +62,9 @@ class PromptScorer:
         return self.num_tokens is not None and len(self.scores) >= self.num_tokens
 
     def plan_rows(self, request: "Request", batch: "Batch", token_budget: int) -> tuple[int, int]:
-        """Return how many queries and own tokens of an admitted request the step computes.
+        """Return how many queries and own tokens the step computes.
 
-        The own tokens follow after all of the context. Both are 0 if the step has no room for more logits.
+        The request is admitted. The own tokens follow after all of the context. Both are 0 if the step has no room for more logits.
         """
         if self.num_tokens is None:
             self.num_tokens = _num_context(request.context) + len(request.entry.tokens) - request.num_generated
@@ -109,7 +109,7 @@ class PromptScorer:
 
 
 def score_tokens(tokens: list[int], logits: Float[Tensor, "R V"], num_top: int) -> list[TokenLogprob]:
-    """Return the log-probability and rank of one token a row, and the likeliest ones.
+    """Return one token's score for each row, and the likeliest tokens.
 
     Raises:
         RequestFailedError: if there are NaN logits.
@@ -129,7 +129,7 @@ def score_tokens(tokens: list[int], logits: Float[Tensor, "R V"], num_top: int) 
 
 
 def record_scores(batch: "Batch", logits: Float[Tensor, "R V"]) -> Float[Tensor, "B V"]:
-    """Record the scores of a batch; return the logits of the sampled rows alone."""
+    """Record the scores of a batch; return the sampled rows' logits."""
     num_sampled = end = len(batch.sampled_rows)
     for scored in batch.scored.values():
         start, end = end, end + len(scored.rows)

@@ -241,7 +241,7 @@ class Request:
 
     @property
     def computes_all_rows(self) -> bool:
-        """True if no own token may be copied: its query or its logits are used."""
+        """True if no own token may be copied: its row is used."""
         is_scored = self.decode_state is not None and self.decode_state.prompt_scorer is not None
         return is_scored or self.observer is not None
 

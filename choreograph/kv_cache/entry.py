@@ -193,7 +193,7 @@ def causal_reads(
 
 
 def prefix_reads(slices: Iterable[KVSlice], q_start: int, start: int, end: int, layer: int = 0) -> list[KVRead]:
-    """Return the reads of a context by queries at the places of its tokens.
+    """Return the reads of a context by queries at its tokens' places.
 
     Query token q_start + i is at the place of context token start + i, up to `end`, and attends to the context's
     tokens up to that one, itself included.

@@ -15,7 +15,6 @@ from .chat_prompt import answer_key
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
 from .output_parser import THINK_END, THINK_START, FunctionCall, OutputParser
-from .prompt_scoring import check_prompt_scoring, prompt_logprobs_of
 from .protocol import (
     ChatCompletionRequest,
     NamedToolChoice,
@@ -25,6 +24,7 @@ from .protocol import (
     continues_last,
     tool_dicts,
 )
+from .scored_prompts import check_prompt_scoring, prompt_logprobs_of
 from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
 from .structured import Constraint, choice_constraint, grammar_constraint, json_constraint, regex_constraint
 

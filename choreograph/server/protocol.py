@@ -264,7 +264,7 @@ class _GenerationBody(_Body):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Likeliest tokens to find for each token of the prompt; None: it is not scored."""
+        """Likeliest tokens to find for each prompt token; None: no scores."""
         return self.prompt_logprobs
 
     def sampling(self, max_tokens: int | None, logprobs: int | None, seed: int) -> SamplingParams:

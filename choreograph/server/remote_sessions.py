@@ -266,11 +266,8 @@ def _prompt_of(prompt: Prompt) -> str | list[int] | Turn:
 
 
 def _logprob_rows(items: Sequence[TokenLogprob | None] | None) -> list[list[Any] | None] | None:
-    return (
-        None
-        if items is None
-        else [item and [item.token, item.logprob, list(item.top.items()), item.rank] for item in items]
-    )
+    rows = [None if x is None else [x.token, x.logprob, list(x.top.items()), x.rank] for x in items or ()]
+    return None if items is None else rows
 
 
 def _values(message: Message) -> dict[str, Any]:

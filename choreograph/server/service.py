@@ -329,7 +329,7 @@ class RunningRequest:
         }
 
     def prompt_scores(self, index: int) -> list[TokenLogprob | None]:
-        """Return the scores of an answer's prompt, once its first update has come."""
+        """Return the scores of an answer's prompt, after its first update."""
         first_of_prompt = index - index % self.spec.num_answers
         return self._prompt_scores[index if self.spec.scores_every_answer else first_of_prompt]
 

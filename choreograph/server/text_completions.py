@@ -14,8 +14,8 @@ from .chat_completions import constraint_of, token_logprob
 from .chat_prompt import ChatPrompt
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
-from .prompt_scoring import check_prompt_scoring, echoed_logprobs, num_added_characters, prompt_logprobs_of
 from .protocol import CompletionRequest, check_stream_options
+from .scored_prompts import check_prompt_scoring, echoed_logprobs, num_added_characters, prompt_logprobs_of
 from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
 
 MAX_PROMPTS = 128

@@ -13,7 +13,7 @@ Describe = Callable[[int, float], dict[str, Any]]  # text and log-probability of
 
 
 def check_prompt_scoring(body: ChatCompletionRequest | CompletionRequest) -> None:
-    """Raise an error for options of scored prompts that do not go together."""
+    """Raise an error for options that do not go together."""
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError(
             "prompt_logprobs: not available with stream=true; leave stream out, or send echo and logprobs to /v1/completions"
@@ -28,7 +28,7 @@ def check_prompt_scoring(body: ChatCompletionRequest | CompletionRequest) -> Non
 def prompt_logprobs_of(
     body: ChatCompletionRequest | CompletionRequest, running: RunningRequest, describe: Describe, index: int = 0
 ) -> dict[str, Any]:
-    """Return vLLM's field of one answer; empty if the request does not ask for it."""
+    """Return vLLM's field of one answer; empty if not requested."""
     num_top = body.prompt_logprobs
     if num_top is None:
         return {}
@@ -40,8 +40,8 @@ def prompt_logprobs_of(
 
 
 def _by_token(item: TokenLogprob, describe: Describe) -> dict[str, Any]:
-    """Return log-probabilities and ranks by token id, those of the prompt's token first."""
-    ranks = {item.token: (item.logprob, item.rank)}
+    """Return log-probabilities and ranks by token id, the prompt's token first."""
+    ranks: dict[int, tuple[float, int | None]] = {item.token: (item.logprob, item.rank)}
     for rank, (token, logprob) in enumerate(item.top.items(), 1):
         ranks.setdefault(token, (logprob, rank))
     result = {}
@@ -52,7 +52,7 @@ def _by_token(item: TokenLogprob, describe: Describe) -> dict[str, Any]:
 
 
 def echoed_logprobs(body: CompletionRequest, running: RunningRequest, index: int) -> list[TokenLogprob]:
-    """Return the scores of an answer's echoed prompt; empty if there are none.
+    """Return the scores of an answer's echoed prompt, if requested.
 
     The first token has no log-probability: what its entry contains means nothing.
     """
@@ -64,7 +64,7 @@ def echoed_logprobs(body: CompletionRequest, running: RunningRequest, index: int
 
 
 def num_added_characters(tokenizer: Any, prompt: str | Sequence[int], first_token: int) -> int:
-    """Return the length of a first token that the echoed text does not contain.
+    """Return the length of a first token outside of the text.
 
     Some tokenizers open each text with a token of their own.
     """
