@@ -199,6 +199,11 @@ class Message:
         self._wait(lambda: scorer.is_complete)
         return list(scorer.scores)
 
+    def drop_prompt_logprobs(self) -> None:
+        """Free the memory of `prompt_logprobs`; they are empty afterwards."""
+        if self._request.decode_state is not None and self._request.decode_state.prompt_scorer is not None:
+            self._request.decode_state.prompt_scorer.drop()
+
     def on_logprobs(self, callback: Callable[["Tensor"], None]) -> None:
         """Call `callback` with the model's log-probabilities for every generated token.
 

@@ -54,12 +54,17 @@ class PromptScorer:
     def __init__(self, num_top: int, vocab_size: int) -> None:
         self.num_top = num_top
         self.scores: list[TokenLogprob | None] = [None]  # nothing precedes the first token
+        self.num_scored = 1  # tokens
         self.num_tokens: int | None = None  # of the prompt; None before the request is admitted
         self._max_rows = max(1, MAX_LOGITS // vocab_size)
 
     @property
     def is_complete(self) -> bool:
-        return self.num_tokens is not None and len(self.scores) >= self.num_tokens
+        return self.num_tokens is not None and self.num_scored >= self.num_tokens
+
+    def drop(self) -> None:
+        """Free the memory of the scores, which were read."""
+        self.scores = []
 
     def plan_rows(self, request: "Request", batch: "Batch", token_budget: int) -> tuple[int, int]:
         """Return how many queries and own tokens the step computes.
@@ -73,7 +78,7 @@ class PromptScorer:
         if request.id in batch.scored:
             return 0, 0
         num_rows = min(token_budget, self._max_rows - sum(len(scored.rows) for scored in batch.scored.values()))
-        num_queries = max(0, min(num_rows, _num_context(request.context) - len(self.scores) + 1))
+        num_queries = max(0, min(num_rows, _num_context(request.context) - self.num_scored + 1))
         return num_queries, max(0, min(request.num_pending_tokens, num_rows - num_queries))
 
     def add_rows(self, request: "Request", batch: "Batch", num_queries: int) -> None:
@@ -81,7 +86,7 @@ class PromptScorer:
         if self.is_complete:
             return
         chunk, first_query = batch.chunks[-1], len(batch.tokens)
-        start = len(self.scores) - 1  # prompt token before the next one that is scored
+        start = self.num_scored - 1  # prompt token before the next one that is scored
         context = list(_context_tokens(request.context, start, start + num_queries + 1))
         for token, position in context[:num_queries]:
             batch.tokens.append(token)
@@ -103,9 +108,12 @@ class PromptScorer:
 
     def record(self, targets: list[int], logits: Float[Tensor, "R V"]) -> None:
         """Append the scores of the next tokens."""
+        scores = list[TokenLogprob]()
         for start in range(0, len(targets), BLOCK_ROWS):
             block = targets[start : start + BLOCK_ROWS]
-            self.scores += score_tokens(block, logits[start : start + BLOCK_ROWS], self.num_top)
+            scores += score_tokens(block, logits[start : start + BLOCK_ROWS], self.num_top)
+        self.scores += scores  # all or none: a step that raises is computed again
+        self.num_scored += len(scores)
 
 
 def score_tokens(tokens: list[int], logits: Float[Tensor, "R V"], num_top: int) -> list[TokenLogprob]:

@@ -2,14 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
+from .chat_prompt import ChatPrompt
 from .protocol import ChatCompletionRequest, CompletionRequest
-from .service import RunningRequest
+from .service import InferenceService, RunningRequest
 
-Describe = Callable[[int, float], dict[str, Any]]  # text and log-probability of a token, as in a chat's answer
+T = TypeVar("T")
+
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+MAX_SCORES = 1 << 16  # log-probabilities of prompts in one response; a prompt with one alternative always fits
+
+SCORE_BYTES = 64  # of one of them in a response, about
 
 
 def check_prompt_scoring(body: ChatCompletionRequest | CompletionRequest) -> None:
@@ -25,30 +33,68 @@ def check_prompt_scoring(body: ChatCompletionRequest | CompletionRequest) -> Non
             )
 
 
+def check_scored_size(
+    service: InferenceService,
+    body: ChatCompletionRequest | CompletionRequest,
+    prompts: Sequence[ChatPrompt],
+    num_copies: int = 1,
+) -> None:
+    """Raise an error if the response would have too many log-probabilities.
+
+    Args:
+        num_copies: of the scores of each prompt in the response.
+    """
+    num_top, limit = body.num_prompt_logprobs, max(MAX_SCORES, 2 * service.max_model_len)
+    if num_top is None or (body.prompt_logprobs is None and body.logprobs is None):
+        return  # at most the text is echoed
+    num_tokens = num_copies * sum(len(prompt.tokens) for prompt in prompts)
+    if num_tokens * (1 + num_top) > limit:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequestError(
+            f"{name}: {num_tokens} tokens of prompts, with {num_top} alternatives each, exceed the {limit} "
+            "log-probabilities of a response: ask for fewer alternatives, or send fewer prompts at once"
+        )
+
+
+async def encode(service: InferenceService, running: RunningRequest, function: Callable[[], T]) -> T:
+    """Run a function that writes a part of an answer.
+
+    A scored prompt is written in a worker thread: the event loop would wait for it.
+    """
+    spec = running.spec
+    if spec.sampling.prompt_logprobs is None:
+        return function()
+    num_scores = sum(len(prompt.tokens) for prompt in spec.prompts) * (1 + spec.sampling.prompt_logprobs)
+    return await service.pool.run(spec.key.tenant, num_scores * SCORE_BYTES, function)
+
+
 def prompt_logprobs_of(
-    body: ChatCompletionRequest | CompletionRequest, running: RunningRequest, describe: Describe, index: int = 0
+    body: ChatCompletionRequest | CompletionRequest,
+    running: RunningRequest,
+    text_of: Callable[[int], str],
+    index: int = 0,
 ) -> dict[str, Any]:
-    """Return vLLM's field of one answer; empty if not requested."""
-    num_top = body.prompt_logprobs
+    """Return vLLM's field of one answer; empty if not requested.
+
+    Args:
+        text_of: returns the text of a token id.
+    """
+    num_top, text_of = body.prompt_logprobs, cache(text_of)  # the likeliest tokens are often the same
     if num_top is None:
         return {}
-    return {
-        "prompt_logprobs": [
-            item and _by_token(_with_top(item, num_top), describe) for item in running.prompt_scores(index)
-        ]
-    }
+    scores = running.prompt_scores(index)
+    return {"prompt_logprobs": [item and _by_token(_with_top(item, num_top), text_of) for item in scores]}
 
 
-def _by_token(item: TokenLogprob, describe: Describe) -> dict[str, Any]:
+def _by_token(item: TokenLogprob, text_of: Callable[[int], str]) -> dict[str, Any]:
     """Return log-probabilities and ranks by token id, the prompt's token first."""
     ranks: dict[int, tuple[float, int | None]] = {item.token: (item.logprob, item.rank)}
     for rank, (token, logprob) in enumerate(item.top.items(), 1):
         ranks.setdefault(token, (logprob, rank))
-    result = {}
-    for token, (logprob, rank) in ranks.items():
-        entry = describe(token, logprob)
-        result[str(token)] = {"logprob": entry["logprob"], "rank": rank, "decoded_token": entry["token"]}
-    return result
+    return {
+        str(token): {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": text_of(token)}
+        for token, (logprob, rank) in ranks.items()
+    }
 
 
 def echoed_logprobs(body: CompletionRequest, running: RunningRequest, index: int) -> list[TokenLogprob]:
@@ -68,8 +114,10 @@ def num_added_characters(tokenizer: Any, prompt: str | Sequence[int], first_toke
 
     Some tokenizers open each text with a token of their own.
     """
+    if not isinstance(prompt, str) or first_token not in tokenizer.all_special_ids:
+        return 0
     text: str = tokenizer.decode([first_token])
-    return len(text) if isinstance(prompt, str) and not prompt.startswith(text[:1]) else 0
+    return 0 if prompt.startswith(text) else len(text)
 
 
 def _with_top(item: TokenLogprob, num_top: int) -> TokenLogprob:

@@ -15,7 +15,14 @@ from .chat_prompt import ChatPrompt
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest, check_stream_options
-from .scored_prompts import check_prompt_scoring, echoed_logprobs, num_added_characters, prompt_logprobs_of
+from .scored_prompts import (
+    check_prompt_scoring,
+    check_scored_size,
+    echoed_logprobs,
+    encode,
+    num_added_characters,
+    prompt_logprobs_of,
+)
 from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
 
 MAX_PROMPTS = 128
@@ -49,11 +56,14 @@ def prepare_completion(
         prompts.append(service.schemas.tokenize(*schema_prompt))
     for prompt in body.prompts if schema_prompt is None else ():
         tokens = (
-            prompt if isinstance(prompt, list) else service.renderer.tokenize(prompt, opening=body.add_special_tokens)
+            prompt
+            if isinstance(prompt, list)
+            else service.renderer.tokenize(prompt, opening=body.add_special_tokens, max_tokens=service.max_model_len)
         )
         if not tokens:
             raise InvalidRequestError("prompt: is empty: give at least one token")
         prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
+    check_scored_size(service, body, prompts, body.n or 1)
     max_tokens = service.max_tokens(body.max_tokens, prompts, "prompt")
     seed = service.random_seed() if body.seed is None else body.seed
     sampling = body.sampling(max_tokens, body.logprobs, seed)
@@ -72,7 +82,7 @@ def prepare_completion(
         repair=body.repair,
         max_kl=body.max_kl,
         schema_prompt=schema_prompt,
-        scores_every_answer=bool(body.stream) or body.max_tokens == 0,  # streams begin at different times
+        scores_every_answer=bool(body.stream),  # they begin at different times
     )
 
 
@@ -80,7 +90,7 @@ class CompletionAnswer:
     """Answer of one completion request, whole or streamed."""
 
     def __init__(self, service: InferenceService, body: CompletionRequest, running: RunningRequest) -> None:
-        self._tokenizer, self._body, self._running = service.engine.tokenizer, body, running
+        self._service, self._tokenizer, self._body, self._running = service, service.engine.tokenizer, body, running
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = body.model
         running.name_response(self._head["id"], body.model)
@@ -93,6 +103,10 @@ class CompletionAnswer:
             return ""
         prompt = self._body.prompts[index // self._running.spec.num_answers]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _text_of(self, token: int) -> str:
+        text: str = token_logprob(self._tokenizer, token, 0.0)["token"]
+        return text
 
     def _num_added_characters(self, index: int) -> int:
         number = index // self._running.spec.num_answers
@@ -113,10 +127,11 @@ class CompletionAnswer:
             text = self._echoed(index) + "".join(update.text for update in updates)
             logprobs = [item for update in updates for item in update.logprobs]
             choice = {"index": index, "text": text, "finish_reason": updates[-1].finish_reason}
-            choice["logprobs"] = self._logprobs(index, logprobs)
+            choice["logprobs"] = await encode(self._service, self._running, partial(self._logprobs, index, logprobs))
             if self._body.return_token_ids:
                 choice["token_ids"] = [token for update in updates for token in update.token_ids]
-            choice |= prompt_logprobs_of(self._body, self._running, partial(token_logprob, self._tokenizer), index)
+            scores = partial(prompt_logprobs_of, self._body, self._running, self._text_of, index)
+            choice |= await encode(self._service, self._running, scores)
             choices.append(choice | self._prompt_ids(index))
         return {**self._head, "choices": choices, "usage": self._running.usage()}
 
@@ -141,7 +156,8 @@ class CompletionAnswer:
                 if is_plain and text and update.finish_reason is None:
                     events.append(text_events.event(update.index, text))
                 elif text or not is_plain or update.finish_reason is not None:
-                    events.append(event(update, text, is_first))
+                    write = partial(event, update, text, is_first)
+                    events.append(await encode(self._service, self._running, write) if is_first else write())
             if events:
                 yield "".join(events)
         if usage.is_included:

@@ -13,7 +13,7 @@ from test_attention_semantics import ORACLES, expected, make_engine, submit
 
 from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Repair
 from choreograph.engine import prompt_scoring
-from choreograph.errors import RequestFailedError, SamplingError
+from choreograph.errors import InvalidPositionError, RequestFailedError, SamplingError
 
 TOKENS = [(7 * i) % 59 + 1 for i in range(40)]
 
@@ -286,3 +286,49 @@ def test_a_released_message_stops_being_scored():
         engine.check()
         assert scores_of(score(session, TOKENS[30:], [parent])) == pytest.approx(plain_scores(TOKENS), abs=1e-4)
     engine.check()
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "triton"])
+def test_all_backends_give_the_scores_of_the_reference(backend):
+    results = []
+    for name in ("reference", backend):
+        engine = tiny_models.engine(backend=name, step=8)
+        with engine.session() as session:
+            secret = session.prefill(TOKENS[:6])
+            parents = [session.prefill(TOKENS[6:15], [secret]), session.prefill(TOKENS[15:19], [secret])]
+            results.append(scores_of(score(session, TOKENS[19:24], [parents[1], parents[0][2:], secret])))
+        engine.check()
+    assert results[1] == pytest.approx(results[0], abs=1e-4)
+
+
+def test_a_prompt_may_reach_the_last_position_but_one():
+    engine = tiny_models.engine()
+    tokens = (TOKENS * 7)[: tiny_models.POSITIONS]
+    with engine.session() as session:
+        assert scores_of(score(session, tokens[:-1])) == pytest.approx(plain_scores(tokens[:-1]), abs=1e-3)
+        with pytest.raises(InvalidPositionError):
+            score(session, tokens)
+    engine.check()
+
+
+def test_drafts_begin_behind_a_scored_prompt():
+    config = EngineConfig(cache=CacheConfig(capacity=2048, poison_freed_pages=True), draft_tokens=4)
+    engine = Engine.from_pretrained(tiny_models.model(), config=config)
+    with engine.session() as session, tiny_models.engine().session() as plain:
+        messages = []
+        for run in (session, plain):
+            parent = run.prefill(TOKENS * 2)
+            messages.append(run.decode([3, 4], [parent], max_tokens=40, temperature=0, prompt_logprobs=0))
+        assert messages[0].tokens == messages[1].tokens
+        assert scores_of(messages[0]) == pytest.approx(scores_of(messages[1]), abs=1e-4)
+        assert messages[0].usage.drafted_tokens
+    engine.check()
+
+
+def test_dropped_scores_free_their_memory():
+    with tiny_models.engine().session() as session:
+        message = session.decode(TOKENS, max_tokens=4, prompt_logprobs=1)
+        assert len(message.prompt_logprobs) == len(TOKENS)
+        message.drop_prompt_logprobs()
+        assert message.prompt_logprobs == [] and len(message.output_token_ids) == 4
+        session.decode(TOKENS, max_tokens=1).drop_prompt_logprobs()

@@ -1,6 +1,7 @@
 """Log-probabilities of prompts through clients, as lm-evaluation-harness and vLLM's clients ask for them."""
 
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from choreograph import connect
+from choreograph.server.scored_prompts import num_added_characters
 
 TEXT = "One two three, red green blue. Four five six"
 CHAT = [
@@ -241,3 +243,56 @@ def test_remote_sessions_return_scored_prompts(live, plain_scores):
         assert [item.logprob for item in message.prompt_logprobs[1:]] == pytest.approx(plain_scores(tokens), abs=1e-3)
         assert {len(item.top) for item in message.prompt_logprobs[1:]} == {1} and message.prompt_logprobs[1].rank > 0
         assert session.decode(tokens, max_tokens=1).prompt_logprobs is None
+
+
+def test_a_response_has_a_bounded_number_of_log_probabilities(live):
+    tokens = [5] * 200
+    body = {"prompt": [tokens] * 20, "echo": True, "logprobs": 20, "max_tokens": 0}
+    for change, name in (({}, "logprobs"), ({"prompt_logprobs": 20, "logprobs": None}, "prompt_logprobs")):
+        answer = post(live, "completions", body | change)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        assert "4000 tokens" in answer.json()["error"]["message"]
+    assert post(live, "completions", body | {"logprobs": None}).status_code == 200, "an echo has none"
+    long = [5, 6] * (live.app.state.service.max_model_len // 4)
+    answer = post(live, "completions", {"prompt": long, "echo": True, "logprobs": 1, "max_tokens": 1})
+    assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == len(long) + 1
+
+
+def test_several_chat_answers_share_the_scores_of_their_prompt(client):
+    extra = {"prompt_logprobs": 1, "return_token_ids": True}
+    for max_tokens in (0, 2):
+        answer = client.chat.completions.create(
+            **GREEDY, messages=CHAT, n=3, max_completion_tokens=max_tokens, extra_body=extra
+        )
+        assert [len(choice.token_ids) for choice in answer.choices] == [max_tokens] * 3
+        assert len(answer.prompt_logprobs) == len(answer.prompt_token_ids)
+
+
+def test_a_grammar_forbids_nothing_where_nothing_is_generated(client):
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = client.completions.create(
+        **GREEDY, prompt=TEXT, echo=True, logprobs=0, max_tokens=0, stop=["two"], extra_body=extra
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "length")
+
+
+def test_a_streamed_echo_without_log_probabilities_has_one_text(client):
+    events = list(client.completions.create(**GREEDY, prompt=TEXT, echo=True, max_tokens=0, stream=True))
+    assert "".join(choice.text for event in events for choice in event.choices) == TEXT
+
+
+def test_stored_messages_keep_no_scores(live, client):
+    extra = {"choreography": {"reuse": "auto", "workflow": "kept"}, "prompt_logprobs": 1}
+    client.completions.create(**GREEDY, prompt=TEXT, max_tokens=2, extra_body=extra)
+    live.wait_until_idle()
+    workflows = live.app.state.service.planner.store._workflows
+    messages = [m for key, w in workflows.items() if key.workflow == "kept" for m in w.session.messages]
+    assert messages and not any(message.prompt_logprobs for message in messages)
+
+
+def test_a_token_that_a_tokenizer_adds_has_no_place_in_the_text():
+    tokenizer = SimpleNamespace(all_special_ids=[1], decode=lambda ids: "<s>" if ids == [1] else "One")
+    assert num_added_characters(tokenizer, "One two", 1) == 3
+    assert num_added_characters(tokenizer, "<s>One two", 1) == 0
+    assert num_added_characters(tokenizer, "One two", 7) == 0
+    assert num_added_characters(tokenizer, [1, 7], 1) == 0
