@@ -9,6 +9,8 @@ import argparse
 import os
 import statistics
 import sys
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from rich.console import Console
 from choreograph.console import print_table
 from choreograph.models.loader import bundled_gguf, convert_gguf
 
-from .common import Row, interval, save
+from .common import Row, median_row, save
 from .serve_peers import Server
 
 TASKS = {"choreograph_notes": ("acc", "acc_norm"), "choreograph_texts": ("word_perplexity", "bits_per_byte")}
@@ -50,7 +52,10 @@ class ReuseClient(LocalCompletionsAPI):
         return super()._create_payload(*arguments, **keywords) | {"choreography": self._options}
 
 
-def evaluate(model: LM) -> tuple[dict[str, float], dict[str, list[float]]]:
+Result = tuple[dict[str, float], dict[str, list[float]]]  # metrics by task and name; log-likelihoods by task
+
+
+def evaluate(model: LM) -> Result:
     """Return metrics by task and name, and log-likelihoods of all requests by task."""
     manager = TaskManager(include_path=str(Path(__file__).parent / "lm_eval_tasks"), include_defaults=False)
     results: Any = simple_evaluate(
@@ -84,29 +89,45 @@ def main() -> None:
     finally:
         server.close()
     results = {"hf": evaluate(HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=1)), **results}
-    rows, lines, differences = [], [], {}
+    rows, lines = [], []
+    differences = {
+        f"{task}, {name}": [abs(a - b) for a, b in zip(values[task], results["hf"][1][task], strict=True)]
+        for name, (_, values) in results.items()
+        for task in TASKS
+    }
     for task, names in TASKS.items():
-        for backend, (metrics, likelihoods) in results.items():
-            gaps = [abs(a - b) for a, b in zip(likelihoods[task], results["hf"][1][task], strict=True)]
-            values = [metrics[f"{task}: {name}"] for name in names]
-            lines.append(
-                (task, backend, *(f"{v:.6f}" for v in values), f"{max(gaps):.2g}", f"{statistics.mean(gaps):.2g}")
-            )
-            rows += [
-                Row(f"{task}: {name}, {backend}", v, "", v, v, peer=None if backend == "hf" else "hf")
-                for name, v in zip(names, values, strict=True)
-            ]
+        for backend, (metrics, _) in results.items():
+            gaps, values = differences[f"{task}, {backend}"], [metrics[f"{task}: {name}"] for name in names]
+            figures = [*(f"{value:.6f}" for value in values), f"{max(gaps):.2g}", f"{statistics.mean(gaps):.2g}"]
+            lines.append((task, backend, *figures))
+            for name, value in zip(names, values, strict=True):
+                rows.append(Row(f"{task}: {name}, {backend}", value, "", value, value))
             if backend != "hf":
-                differences[f"{task}, {backend}"] = gaps
-                limit = TOLERANCE if backend == "exact" else None
-                measure = f"{task}: largest difference of a log-likelihood, {backend}"
-                rows.append(Row(measure, max(gaps), "nats", *interval(gaps), "lower", required=limit, peer="hf"))
+                what, limit = "difference of a log-likelihood to hf", TOLERANCE if backend == "exact" else None
+                rows.append(
+                    Row(f"{task}: largest {what}, {backend}", max(gaps), "nats", 0.0, max(gaps), "lower", limit)
+                )
+                rows.append(median_row(f"{task}: median {what}, {backend}", gaps, "nats", better="lower"))
+    print_requests(results, differences)
     head = ("task", "backend", "acc / word perplexity", "acc_norm / bits per byte", "largest gap", "mean gap")
     print_table(Console(width=160), "lm-evaluation-harness, gaps of log-likelihoods to hf in nats", head, lines)
-    save("lm_eval", rows, differences=differences, likelihoods={name: values for name, (_, values) in results.items()})
+    likelihoods = {name: values for name, (_, values) in results.items()}
+    save("lm_eval", rows, differences=differences, likelihoods=likelihoods, lm_eval=version("lm_eval"))
     worst = max(max(differences[f"{task}, exact"]) for task in TASKS)
     if worst > TOLERANCE:
         sys.exit(f"mode exact differs from hf by {worst:.2g} nats: at most {TOLERANCE:g} is expected")
+
+
+def print_requests(results: Mapping[str, Result], differences: Mapping[str, list[float]]) -> None:
+    """Print the log-likelihood of every request, and each mode's difference from it."""
+    modes = [name for name in results if name != "hf"]
+    for task in TASKS:
+        values = results["hf"][1][task]
+        gaps = ([f"{differences[f'{task}, {mode}'][number]:.1e}" for mode in modes] for number in range(len(values)))
+        lines = [
+            (str(number), f"{value:.5f}", *row) for number, (value, row) in enumerate(zip(values, gaps, strict=True))
+        ]
+        print_table(Console(width=160), f"{task}: requests", ("request", "hf, nats", *modes), lines)
 
 
 if __name__ == "__main__":
