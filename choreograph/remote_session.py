@@ -176,11 +176,12 @@ class RemoteMessage:
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
         items = self._values["logprobs"]
-        return (
-            None
-            if items is None
-            else [TokenLogprob(token, value, dict(map(tuple, top))) for token, value, top in items]
-        )
+        return None if items is None else list(map(_token_logprob, items))
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        items = self._values["prompt_logprobs"]
+        return None if items is None else [item and _token_logprob(item) for item in items]
 
     def __getitem__(self, tokens: slice) -> RemoteSlice:
         start = tokens.start or 0
@@ -287,6 +288,11 @@ class RemoteSession(ChatTurns):
 _CALL_NAMES = {"prefill": "tokens", "decode": "header"}
 
 _OPTIONS = ("offsets", "new_offset", "model", "kv_reuse", "repair", "agent", "schema", "labels", "clearance", "on_leak")
+
+
+def _token_logprob(item: Sequence[Any]) -> TokenLogprob:
+    token, logprob, top, rank = item
+    return TokenLogprob(token, logprob, dict(map(tuple, top)), rank)
 
 
 def _is_batch(value: object) -> bool:

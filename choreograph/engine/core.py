@@ -309,6 +309,9 @@ class EngineCore:
             request.first_token_time = now
         if decode_state.on_logprobs is not None and decode_state.pending_logprobs is not None:
             self._pending_logprobs.append((request, decode_state.pending_logprobs))
+        if decode_state.max_new_tokens == 0:  # the prompt was to be computed, and nothing generated
+            self._finish_generation(request, "length", now)
+            return
         reason = decode_state.append(token)
         entry.tokens.append(token)
         self.events.emit("token", request=request.id, token=token)
@@ -350,7 +353,8 @@ class EngineCore:
             key = content_hash(namespace, entry.tokens, entry.base_position, entry.context)
             self.cache_manager.register(entry, key)
             return
-        entry.tokens.pop()  # its KV was not computed; a later prompt computes it if needed
+        if decode_state.tokens:
+            entry.tokens.pop()  # its KV was not computed; a later prompt computes it if needed
         if request.mode == "prefix":
             insert_into_prefix_tree(request, self.cache_manager)
         self.finish(request, RequestState.DONE, reason)

@@ -192,6 +192,24 @@ class Message:
         decode_state = self._request.decode_state
         return list(decode_state.logprobs) if decode_state and decode_state.sampling.logprobs is not None else None
 
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """One entry per token before the generated ones; the first is None.
+
+        These are the tokens of context and header. Each is given what the decode reads before it: reused
+        tokens as they are in the cache. None unless `SamplingParams.prompt_logprobs` is set.
+        """
+        scorer = self._request.decode_state.prompt_scorer if self._request.decode_state else None
+        if scorer is None:
+            return None
+        self._wait(lambda: scorer.is_complete)
+        return list(scorer.scores)
+
+    def drop_prompt_logprobs(self) -> None:
+        """Free the memory of `prompt_logprobs`; they are empty afterwards."""
+        if self._request.decode_state is not None and self._request.decode_state.prompt_scorer is not None:
+            self._request.decode_state.prompt_scorer.drop()
+
     def on_logprobs(self, callback: Callable[["Tensor"], None]) -> None:
         """Call `callback` with the model's log-probabilities for every generated token.
 

@@ -20,6 +20,7 @@ from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usag
 from ..sampling_params import SamplingParams
 from ..stop_strings import ROOT
 from .penalties import Penalties
+from .prompt_scoring import PromptScorer
 from .text import Detokenizer
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class DecodeState:
     max_new_tokens: int = 0  # tokens
     is_unlimited: bool = False  # the message may use the whole cache (`max_tokens=None`)
     detokenizer: Detokenizer | None = None
+    prompt_scorer: PromptScorer | None = None  # of `SamplingParams.prompt_logprobs`
     tokens: list[int] = field(default_factory=list)  # generated so far, the stop token included
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""  # generated text, truncated at a stop string
@@ -247,6 +249,12 @@ class Request:
         return self.decode_state is not None
 
     @property
+    def computes_all_rows(self) -> bool:
+        """True if no own token may be copied: its row is used."""
+        is_scored = self.decode_state is not None and self.decode_state.prompt_scorer is not None
+        return is_scored or self.observer is not None
+
+    @property
     def is_text_only(self) -> bool:
         """True if the request computes nothing.
 
@@ -354,7 +362,7 @@ class Request:
             decode_state.prompt = [t for tokens in self.parent_tokens() for t in tokens] + self.prompt
         if decode_state.forced_tokens is None:
             max_generated = max_positions - len(self.footer)
-            decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
+            decode_state.max_new_tokens = min(decode_state.max_new_tokens, max(1, max_generated))
 
     def admission_usage(self, num_context_tokens: int) -> Usage:
         """Return the usage of a request that has been admitted.

@@ -356,7 +356,7 @@ class Session(ChatTurns):
         if forced_tokens is not None:
             forced_tokens = tokenize_input(forced_tokens, *self._vocabulary, opening=False, name="forced_tokens")
         eos_token_ids = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
-        decode_state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, self._chat_template)
+        decode_state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, *self._vocabulary)
         decode_state.is_chat_turn = isinstance(header, Turn) and footer is None
         guard = labels, clearance, on_leak
         message = self._build_request(

@@ -41,6 +41,8 @@ class ChoiceUpdate:
     logprobs: list[TokenLogprob]  # of these tokens, if requested
     finish_reason: FinishReason | None = None  # set in the last update
     timing: Timing | None = None  # set in the last update
+    # of the prompt's tokens, in the first update, if requested; the first one is None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class UpdateQueue:
@@ -98,6 +100,8 @@ class Generation:
                 updates.append(ChoiceUpdate(index, text, token_ids, logprobs, message.finish_reason, message.timing))
             elif token_ids:
                 updates.append(ChoiceUpdate(index, text, token_ids, logprobs))
+            if not num_tokens and (is_final or token_ids):
+                updates[-1].prompt_logprobs = message.prompt_logprobs
         return updates
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -22,7 +22,7 @@ from ..engine.text import Turn
 from ..errors import ChoreographError
 from ..kv_cache.manager import POLL_SECONDS
 from ..namespace import UNSALTED, Client
-from ..outputs import BASE_MODEL, KVReuse, Mode
+from ..outputs import BASE_MODEL, KVReuse, Mode, TokenLogprob
 from ..sampling_params import SamplingParams
 from .api_errors import ApiError, overloaded, to_api_error
 from .engine_thread import Generation
@@ -278,6 +278,11 @@ def _prompt_of(prompt: Prompt) -> str | list[int] | Turn:
     return Turn(**prompt.model_dump()) if isinstance(prompt, TurnBody) else prompt
 
 
+def _logprob_rows(items: Sequence[TokenLogprob | None] | None) -> list[list[Any] | None] | None:
+    rows = [None if x is None else [x.token, x.logprob, list(x.top.items()), x.rank] for x in items or ()]
+    return None if items is None else rows
+
+
 def _values(message: Message) -> dict[str, Any]:
     """Return everything that can be read of a complete message."""
     message.result()
@@ -288,9 +293,8 @@ def _values(message: Message) -> dict[str, Any]:
         "finish_reason": message.finish_reason,
         "usage": asdict(message.usage),
         "timing": asdict(message.timing),
-        "logprobs": None
-        if message.logprobs is None
-        else [[p.token, p.logprob, list(p.top.items())] for p in message.logprobs],
+        "logprobs": _logprob_rows(message.logprobs),
+        "prompt_logprobs": _logprob_rows(message.prompt_logprobs),
         "position": message.position,
         "offsets": message.offsets,
     }

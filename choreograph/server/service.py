@@ -18,7 +18,7 @@ from ..engine.request import TokenMask
 from ..engine.validation import check_tokens
 from ..errors import ConfigError, InvalidRequestError, RequestFailedError
 from ..namespace import Client
-from ..outputs import BASE_MODEL, EngineStats
+from ..outputs import BASE_MODEL, EngineStats, TokenLogprob
 from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
 from ..utils import call_all
@@ -72,6 +72,7 @@ class GenerationSpec:
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
     max_kl: float | None = None  # divergence to stay within, nats a token; None: the server's
     schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
+    scores_every_answer: bool = False  # `prompt_logprobs` in all answers, not only in the first one of each prompt
     sent: Sequence[SentAnswer] = ()  # what an earlier engine generated of every answer; empty: nothing
 
 
@@ -305,6 +306,7 @@ class RunningRequest:
                 }
             )
         self._has_disconnected = False
+        self._prompt_scores: dict[int, list[TokenLogprob | None]] = {}  # by answer
         num_sent = [(answer.num_chars, len(answer.token_ids)) for answer in spec.sent]
         self._generation = Generation(self._submit, self._close, num_sent=num_sent)
         self._masks: list[TokenMask] = []  # of every answer, if the request has a grammar
@@ -377,6 +379,11 @@ class RunningRequest:
             },
         }
 
+    def prompt_scores(self, index: int) -> list[TokenLogprob | None]:
+        """Return the scores of an answer's prompt, after its first update."""
+        first_of_prompt = index - index % self.spec.num_answers
+        return self._prompt_scores[index if self.spec.scores_every_answer else first_of_prompt]
+
     async def updates(self) -> AsyncGenerator[list[ChoiceUpdate]]:
         """Yield updates until every answer is complete.
 
@@ -394,6 +401,8 @@ class RunningRequest:
                     raise updates
                 for update in updates:
                     self.num_generated[update.index] += len(update.token_ids)
+                    if update.prompt_logprobs is not None:
+                        self._prompt_scores[update.index] = update.prompt_logprobs
                     if self.span is not None and update.token_ids:
                         self.span.first_token()
                     if update.finish_reason is not None and update.timing is not None:
@@ -444,6 +453,8 @@ class RunningRequest:
             answers = []
             for number in range(spec.num_answers):
                 sampling = spec.sampling.with_seed(seed + number)
+                if number and not spec.scores_every_answer:
+                    sampling = sampling.without_prompt_logprobs()
                 index = len(messages) + number
                 mask = self._masks[index] if self._masks else None
                 if spec.sent:
@@ -463,6 +474,8 @@ class RunningRequest:
 
     def _close(self, is_complete: bool) -> None:
         errors = call_all(partial(plan.close, is_complete) for plan in self._plans)
+        for message in self._generation.messages:
+            message.drop_prompt_logprobs()  # some messages are stored
         for plan in self._plans:
             if is_complete and plan.measure is not None:
                 self._service.thread.defer(plan.measure)

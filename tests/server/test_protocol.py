@@ -283,7 +283,7 @@ def test_fields_of_vllm_are_accepted_with_their_defaults(live):
     "change",
     [
         {"spaces_between_special_tokens": False}, {"include_stop_str_in_output": True}, {"use_beam_search": True},
-        {"bad_words": ["x"]}, {"allowed_token_ids": [5]}, {"prompt_logprobs": 1}, {"truncate_prompt_tokens": 5},
+        {"bad_words": ["x"]}, {"allowed_token_ids": [5]}, {"truncate_prompt_tokens": 5},
         {"echo": True}, {"add_special_tokens": True}, {"chat_template": "x"}, {"documents": []}, {"input_ids": [5]},
         {"add_generation_prompt": False},
     ],
