@@ -17,7 +17,9 @@ from choreograph.engine.budget import MIN_SAMPLES
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SECRETS = ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5])  # of one length
 OTHER_LENGTHS = ([11, 12], [30] * 17)
-ROUNDING = 100 * torch.finfo(torch.float32).eps  # of log-probabilities: products of other numbers of rows round otherwise
+ROUNDING = (
+    100 * torch.finfo(torch.float32).eps
+)  # of log-probabilities: products of other numbers of rows round otherwise
 
 
 class Reading(NamedTuple):
@@ -175,10 +177,11 @@ def test_a_declassified_message_is_read_as_it_is():
         assert session.prefill([8], [said], clearance=set()).parents == (said,)
 
 
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
-def test_a_secret_does_not_move_a_reader(mode):
+def test_a_secret_does_not_move_a_reader(mode, backend):
     def scenario(secret, guard):
-        engine = tiny_models.engine(backend="reference")
+        engine = tiny_models.engine(backend=backend)
         with engine.session(mode=mode) as session:
             private, public = session.prefill(secret, labels={"alice"}), session.prefill([40, 41])
             said = session.decode([6], [public, private], forced_tokens=[7, 8], footer=[9])
