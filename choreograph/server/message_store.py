@@ -24,7 +24,7 @@ MAX_EQUAL = 8  # stored messages of equal content
 
 MessageKey = tuple[object, int]  # content of a message, and its number among equal ones
 
-MAX_BUDGETS = 1024  # workflows whose divergences are remembered
+MAX_BUDGETS = 1024  # workflows of a tenant whose divergences are remembered
 
 
 class WorkflowKey(NamedTuple):
@@ -78,6 +78,10 @@ class StoredMessage:
     source: "StoredMessage | None" = None  # message of another model, some layers of which were computed again
     # submitted over messages that were still arriving from another engine, directly or through others
     may_lose_context: bool = False
+
+    @property
+    def tenant(self) -> str:
+        return Client.of(self.workflow.session.client_id).tenant
 
     @property
     def is_partial(self) -> bool:
@@ -167,18 +171,41 @@ class StoredWorkflow:
         return [self.indexes[other] for other in sorted(self.indexes, key=sorted) if other <= labels]
 
 
+class _TenantMessages:
+    """Stored messages and budgets of one tenant, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()
+        self.num_tokens = 0  # of these messages
+        self.budgets: OrderedDict[WorkflowKey, Budget] = OrderedDict()
+
+
 class MessageStore:
-    """Stored messages of all workflows; the least recently used are dropped."""
+    """Stored messages of all workflows; a tenant's least recently used are dropped.
+
+    Args:
+        max_tokens: of one tenant.
+    """
 
     def __init__(self, engine: Engine, max_tokens: int, shadow_calls: float = 0.0) -> None:
-        self._budgets: OrderedDict[WorkflowKey, Budget] = OrderedDict()  # the least recently used first
         self._shadow_calls = shadow_calls  # share of calls that budgets measure
         self._engine, self._max_tokens = engine, max_tokens
         self._workflows: dict[WorkflowKey, StoredWorkflow] = {}
-        self._stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()  # least recently used first
-        self.num_tokens = 0
+        self._tenants: dict[str, _TenantMessages] = {}
         self.graphs: dict[tuple[str, str], StepGraph] = {}  # declared ones, by tenant and workflow
         self.agent_labels: dict[tuple[str, str], Mapping[str, frozenset[str]]] = {}  # declared with them, by agent
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(messages.num_tokens for messages in list(self._tenants.values()))
+
+    @property
+    def messages(self) -> dict[StoredMessage, WorkflowKey]:
+        """Stored messages of all tenants, with the keys of their sessions."""
+        return {stored: key for messages in self._tenants.values() for stored, key in messages.stored.items()}
+
+    def _tenant(self, key: WorkflowKey) -> _TenantMessages:
+        return self._tenants.setdefault(key.tenant, _TenantMessages())
 
     @property
     def workflows(self) -> list[StoredWorkflow]:
@@ -235,10 +262,11 @@ class MessageStore:
         """Return a workflow's budget, set to an agent; None without limit."""
         if max_kl is None:
             return None
-        budget = self._budgets.pop(key, None) or Budget(max_kl, shadow_calls=self._shadow_calls)
-        self._budgets[key], budget.max_kl, budget.stage = budget, max_kl, agent
-        if len(self._budgets) > MAX_BUDGETS:
-            self._budgets.popitem(last=False)
+        budgets = self._tenant(key).budgets
+        budget = budgets.pop(key, None) or Budget(max_kl, shadow_calls=self._shadow_calls)
+        budgets[key], budget.max_kl, budget.stage = budget, max_kl, agent
+        if len(budgets) > MAX_BUDGETS:
+            budgets.popitem(last=False)
         return budget
 
     def track(self, tenant: str, name: str, session: Session) -> Workflow | None:
@@ -270,8 +298,9 @@ class MessageStore:
         """End a request's use of a workflow; drop what exceeds the limit."""
         key = key.session_key
         self._workflows[key].num_active -= 1
-        while self.num_tokens > self._max_tokens and self._stored:
-            self._drop(next(iter(self._stored)))
+        messages = self._tenant(key)
+        while messages.num_tokens > self._max_tokens and messages.stored:
+            self._drop(next(iter(messages.stored)), messages)
         self._close_if_unused(key)
 
     def add(
@@ -301,25 +330,28 @@ class MessageStore:
         if with_spans:
             index.spans.add(stored, stored.tokens)
         workflow.num_stored += 1
-        self._stored[stored] = key
-        self.num_tokens += len(stored.tokens)
+        messages = self._tenant(key)
+        messages.stored[stored] = key
+        messages.num_tokens += len(stored.tokens)
         return stored
 
     def use(self, stored: StoredMessage) -> None:
         """Mark a message and its `source` as recently used."""
+        messages = self._tenants[stored.tenant].stored
         source = stored.source if stored.is_partial else None
-        if source is not None and source in self._stored:
-            self._stored.move_to_end(source)
-        self._stored.move_to_end(stored)
+        if source is not None and source in messages:
+            messages.move_to_end(source)
+        messages.move_to_end(stored)
 
     def clear(self) -> None:
         """Drop all messages and close their sessions."""
-        while self._stored:
-            self._drop(next(iter(self._stored)))
+        for messages in self._tenants.values():
+            while messages.stored:
+                self._drop(next(iter(messages.stored)), messages)
 
-    def _drop(self, stored: StoredMessage) -> None:
-        key, workflow, index = self._stored.pop(stored), stored.workflow, stored.index
-        self.num_tokens -= len(stored.tokens)
+    def _drop(self, stored: StoredMessage, messages: _TenantMessages) -> None:
+        key, workflow, index = messages.stored.pop(stored), stored.workflow, stored.index
+        messages.num_tokens -= len(stored.tokens)
         workflow.num_stored -= 1
         for content_key in stored.content_keys:
             if index.by_content.get(content_key) is stored:
@@ -341,9 +373,12 @@ class MessageStore:
 
     def check(self) -> None:
         """Raise AssertionError if counts and indexes disagree."""
-        assert self.num_tokens == sum(len(stored.tokens) for stored in self._stored), "wrong token count"
+        for tenant, messages in self._tenants.items():
+            assert messages.num_tokens == sum(len(stored.tokens) for stored in messages.stored), "wrong token count"
+            assert all(key.tenant == stored.tenant == tenant for stored, key in messages.stored.items()), "wrong tenant"
+        keys = self.messages
         for key, workflow in self._workflows.items():
-            own = [stored for stored, its_key in self._stored.items() if its_key == key]
+            own = [stored for stored, its_key in keys.items() if its_key == key]
             indexed = [
                 item for index in workflow.indexes.values() for items in index.children.values() for item in items
             ]

@@ -7,9 +7,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -18,18 +18,20 @@ from ..engine.labels import OnLeak
 from ..engine.message import Message, MessageSlice
 from ..engine.request import RequestState
 from ..engine.session import Session
-from ..engine.text import Turn
+from ..engine.text import EncodedTurn, Turn
+from ..engine.validation import follows_system_turn, require_chat_template
 from ..errors import ChoreographError
 from ..kv_cache.manager import POLL_SECONDS
 from ..namespace import UNSALTED, Client
 from ..outputs import BASE_MODEL, KVReuse, Mode, TokenLogprob
+from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
-from .api_errors import ApiError, overloaded, to_api_error
+from .api_errors import ApiError, prompt_too_long, to_api_error
 from .engine_thread import Generation
 from .request_log import SESSION
 from .service import InferenceService
 
-MAX_CALLS, MAX_MESSAGES, MAX_SESSIONS = 256, 4096, 256  # of one request, one session, all tenants
+MAX_CALLS, MAX_MESSAGES = 256, 4096  # of one request, of one session
 IDLE_SECONDS = 3600.0  # after which a session may be closed
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -120,6 +122,13 @@ class CallsBody(_StrictBody):
     calls: list[CallBody] = Field(min_length=1, max_length=MAX_CALLS)
 
 
+class EncodedCall(NamedTuple):
+    """Tokenized prompt and footer of a call, or the resolved prompt of a schema."""
+
+    prompt: list[int] | EncodedTurn | ResolvedPrompt
+    footer: list[int] | EncodedTurn | None = None
+
+
 class RemoteSessions:
     """Open sessions by tenant and id; used in the engine's thread.
 
@@ -128,7 +137,7 @@ class RemoteSessions:
     """
 
     def __init__(self, service: InferenceService) -> None:
-        self._service = service
+        self._service, self._max_sessions = service, service.share.sessions
         self._sessions: dict[tuple[str, str], Session] = {}
         self._used: dict[tuple[str, str], float] = {}  # time.monotonic() of the last call
         self._messages: dict[tuple[str, str], dict[str, Message]] = {}  # unreleased ones by id
@@ -138,8 +147,13 @@ class RemoteSessions:
         now = time.monotonic()
         for key in [key for key, used in self._used.items() if now - used > IDLE_SECONDS]:
             self.close(*key)
-        if len(self._sessions) >= MAX_SESSIONS:
-            raise overloaded(MAX_SESSIONS)
+        if sum(owner == tenant for owner, _ in self._sessions) >= self._max_sessions:
+            raise ApiError(
+                429,
+                f"{self._max_sessions} sessions of this key are open, its share: close one",
+                type="rate_limit_error",
+                code="too_many_sessions",
+            )
         model = BASE_MODEL if body.model == self._service.model_name else body.model
         options = {"repair": body.repair, "max_kl": body.max_kl, **body.guard}
         session = self._service.engine.session(
@@ -175,8 +189,52 @@ class RemoteSessions:
             raise ApiError(404, f"message {message_id} was released", code="MessageReleasedError")
         return message
 
-    def submit(self, tenant: str, session_id: str, body: CallsBody) -> list[dict[str, Any]]:
-        """Submit calls of one kind; a refused one submits none."""
+    def encode(self, tenant: str, session_id: str, body: CallsBody) -> list[EncodedCall]:
+        """Tokenize the texts of calls; runs in a worker thread."""
+        messages = self._messages.get((tenant, session_id), {})
+        result = []
+        for call in body.calls:
+            if call.prompt_schema is not None and isinstance(call.tokens, str):
+                cache = self._service.schemas.get(tenant, call.prompt_schema)
+                result.append(EncodedCall(cache.resolve(call.tokens)))
+                continue
+            parents = [messages[parent.id] for parent in call.parents if parent.id in messages]
+            prompt = self._encode(call.tokens, call.kind, is_first=not call.parents, parents=parents)
+            footer = None if call.footer is None else self._encode(call.footer, "prefill")
+            result.append(EncodedCall(prompt, footer))
+        return result
+
+    def _encode(
+        self, prompt: Prompt, kind: str, *, is_first: bool = False, parents: Sequence[Message] = ()
+    ) -> list[int] | EncodedTurn:
+        """Tokenize a text or turn as the session would.
+
+        Args:
+            is_first: it has no parents.
+        """
+        service, template = self._service, require_chat_template(self._service.engine.chat)
+        if isinstance(prompt, list):
+            return prompt
+        text = prompt if isinstance(prompt, str) else prompt.text
+        if template.is_longer(text, service.max_model_len):
+            raise prompt_too_long(service.max_model_len, "tokens", f"a text of {len(text):,} characters")
+        if isinstance(prompt, str):
+            return template.encode_text(prompt, opening=is_first and bool(prompt))
+        turn = Turn(**prompt.model_dump())
+        options = {"opening": is_first and turn.opening, "after_system": follows_system_turn(tuple(parents))}
+        if kind == "prefill":
+            return EncodedTurn(turn.role, turn.text, turn.opening, tuple(template.encode(turn, **options)))
+        header, footer = template.open_turn(turn, **options)
+        return EncodedTurn(turn.role, turn.text, turn.opening, tuple(header), tuple(footer))
+
+    def submit(
+        self, tenant: str, session_id: str, body: CallsBody, encoded: Sequence[EncodedCall]
+    ) -> list[dict[str, Any]]:
+        """Submit calls of one kind; a refused one submits none.
+
+        Args:
+            encoded: texts of the calls, from `encode`.
+        """
         session, messages = self.get(tenant, session_id), self._messages[tenant, session_id]
         if len(messages) + len(body.calls) > MAX_MESSAGES:
             raise ApiError(400, f"a session holds at most {MAX_MESSAGES} messages: release some", code="ConfigError")
@@ -189,9 +247,9 @@ class RemoteSessions:
         turn = nullcontext() if agent is None or tracker is None else tracker.agent(agent)
         if any(call.prompt_schema is not None for call in body.calls):
             with turn:
-                submitted = [self._generate(tenant, session, body)]
+                submitted = [self._generate(tenant, session, body, encoded[0].prompt)]
         else:
-            calls = [self._arguments(tenant, session_id, call) for call in body.calls]
+            calls = [self._arguments(tenant, session_id, *pair) for pair in zip(body.calls, encoded, strict=True)]
             with turn:
                 submitted = session.prefill(calls) if kind == "prefill" else session.decode(calls)
         ids = [uuid.uuid4().hex for _ in submitted]
@@ -205,7 +263,7 @@ class RemoteSessions:
             for message_id, message in zip(ids, submitted, strict=True)
         ]
 
-    def _generate(self, tenant: str, session: Session, body: CallsBody) -> Message:
+    def _generate(self, tenant: str, session: Session, body: CallsBody, prompt: Any) -> Message:
         """Submit a prompt whose modules come from a schema's cache."""
         call = body.calls[0]
         given = call.model_dump(exclude_defaults=True).keys()
@@ -216,9 +274,9 @@ class RemoteSessions:
         if call.prompt_schema is None or not isinstance(call.tokens, str):
             raise ApiError(400, "schema: the prompt is one PML text", code="InvalidRequestError")
         cache = self._service.schemas.get(tenant, call.prompt_schema)
-        return cache.generate(session, call.tokens, sampling=_sampling(call), forced_tokens=call.forced_tokens)
+        return cache.generate(session, prompt, sampling=_sampling(call), forced_tokens=call.forced_tokens)
 
-    def _arguments(self, tenant: str, session_id: str, call: CallBody) -> dict[str, Any]:
+    def _arguments(self, tenant: str, session_id: str, call: CallBody, encoded: EncodedCall) -> dict[str, Any]:
         parents: list[Message | MessageSlice] = []
         for parent in call.parents:
             message = self.message(tenant, session_id, parent.id)
@@ -227,10 +285,9 @@ class RemoteSessions:
         arguments: dict[str, Any] = {"parents": parents, "offsets": call.offsets, "new_offset": call.new_offset}
         arguments |= {"model": call.model, "kv_reuse": call.kv_reuse, "repair": call.repair, **call.guard}
         if call.kind == "prefill":
-            return {"tokens": _prompt_of(call.tokens), **arguments}
+            return {"tokens": encoded.prompt, **arguments}
         arguments |= {"sampling": _sampling(call), "forced_tokens": call.forced_tokens}
-        footer = None if call.footer is None else _prompt_of(call.footer)
-        return {"header": _prompt_of(call.tokens), "footer": footer, **arguments}
+        return {"header": encoded.prompt, "footer": encoded.footer, **arguments}
 
     def release(self, tenant: str, session_id: str, message_id: str) -> None:
         self.message(tenant, session_id, message_id).release()
@@ -272,10 +329,6 @@ def _sampling(call: CallBody) -> SamplingParams:
     if isinstance(bias := options.get("logit_bias"), dict):
         options["logit_bias"] = {int(token) if token.isdecimal() else token: bias[token] for token in bias}
     return SamplingParams(**options)
-
-
-def _prompt_of(prompt: Prompt) -> str | list[int] | Turn:
-    return Turn(**prompt.model_dump()) if isinstance(prompt, TurnBody) else prompt
 
 
 def _logprob_rows(items: Sequence[TokenLogprob | None] | None) -> list[list[Any] | None] | None:
@@ -329,9 +382,14 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         return {"id": session_id}
 
     @router.post("/{session_id}/calls")
-    async def submit_calls(session_id: str, body: CallsBody, tenant: str = tenant_dependency) -> dict[str, Any]:
+    async def submit_calls(
+        session_id: str, body: CallsBody, request: Request, tenant: str = tenant_dependency
+    ) -> dict[str, Any]:
         """Submit calls without waiting for them."""
-        return {"messages": await run(lambda: sessions.submit(tenant, session_id, body), tenant, session_id)}
+        await run(lambda: sessions.get(tenant, session_id), tenant, session_id)
+        encode = service.work(tenant, request, lambda: sessions.encode(tenant, session_id, body))
+        encoded = await named_errors(encode, tenant, session_id)
+        return {"messages": await run(lambda: sessions.submit(tenant, session_id, body, encoded), tenant, session_id)}
 
     @router.get("/{session_id}/messages/{message_id}")
     async def read_message(session_id: str, message_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class InferenceService:
         self.engine, self.config, self.share = engine, config, TenantShare.of(config)
         self.thread = EngineThread(engine)
         self.pool = WorkPool()
-        self.planner = ReusePlanner(engine, config.max_workflow_tokens, config.shadow_calls)
+        self.planner = ReusePlanner(engine, self.share.workflow_tokens, config.shadow_calls)
         self.schemas = SchemaStore(engine, self.share.schemas)
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name

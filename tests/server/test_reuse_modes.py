@@ -275,7 +275,8 @@ def test_a_budget_computes_until_its_stage_is_known_then_reuses(talker_folder):
 
         caller.ask([SYSTEM, *TOPICS])
         assert ask(0) > 40
-        (budget,) = live.app.state.service.planner.store._budgets.values()
+        (messages,) = live.app.state.service.planner.store._tenants.values()
+        (budget,) = messages.budgets.values()
         assert budget.num_shadow_tokens <= 0.1 * budget.num_tokens
         budget.shadow_tokens = 1e9
         for number in range(MIN_SAMPLES + 1):  # the last may still be measured
