@@ -4,7 +4,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    model_validator,
+)
 
 from ..engine.labels import OnLeak
 from ..errors import InvalidRequestError
@@ -30,6 +39,8 @@ SAMPLING_FIELDS = (
 )
 
 MAX_TOP_LOGPROBS = 20
+
+MAX_MESSAGES = 32_768  # of a chat, whatever the context holds; refused before any of them is read
 
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
@@ -97,11 +108,30 @@ class ToolCall(_Part):
     function: CalledFunction
 
 
+def _drop_reasoning(parts: Any, info: ValidationInfo) -> Any:
+    """Leave out reasoning, which clients store with answers of other servers."""
+    if info.data.get("role") != "assistant" or not isinstance(parts, list):
+        return parts
+    is_reasoning = (isinstance(part, dict) and part.get("type") in REASONING_PARTS for part in parts)
+    # an empty text keeps the places of the other parts, which errors name
+    return [{"type": "text"} if left_out else part for left_out, part in zip(is_reasoning, parts, strict=True)]
+
+
+def _check_parts(parts: list[TextPart]) -> list[TextPart]:
+    for part in parts:
+        if part.type not in ("text", "input_text", "output_text", "refusal", "summary_text"):
+            raise ValueError(f"content part of type {part.type!r}: the model reads text alone")
+    return parts
+
+
+TextParts = Annotated[list[TextPart], BeforeValidator(_drop_reasoning), AfterValidator(_check_parts)]
+
+
 class ChatMessage(_Part):
     """Message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | TextParts | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -114,23 +144,14 @@ class ChatMessage(_Part):
             return self.content or ""
         return "".join(part.text or part.refusal or "" for part in self.content)
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _drop_reasoning(cls, content: object, info: ValidationInfo) -> object:
-        """Leave out reasoning, which clients store with answers of other servers."""
-        if info.data.get("role") != "assistant" or not isinstance(content, list):
-            return content
-        is_reasoning = (isinstance(part, dict) and part.get("type") in REASONING_PARTS for part in content)
-        # an empty text keeps the places of the other parts, which errors name
-        return [{"type": "text"} if left_out else part for left_out, part in zip(is_reasoning, content, strict=True)]
 
-    @field_validator("content")
-    @classmethod
-    def _check_parts(cls, content: object) -> object:
-        for part in content if isinstance(content, list) else ():
-            if part.type not in ("text", "input_text", "output_text", "refusal", "summary_text"):
-                raise ValueError(f"content part of type {part.type!r}: the model reads text alone")
-        return content
+def _check_number(messages: Any) -> Any:
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise ValueError(f"{len(messages):,} messages: use at most {MAX_MESSAGES:,}")
+    return messages
+
+
+ChatMessages = Annotated[list[ChatMessage], BeforeValidator(_check_number)]
 
 
 class FunctionDefinition(_Part):
@@ -300,7 +321,7 @@ def _token_id(text: str) -> int | str:
 class ChatCompletionRequest(_GenerationBody):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[ChatMessages, Field(min_length=1)]
     n: Annotated[int, Field(ge=1)] | None = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -436,7 +457,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: ChatMessages | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
