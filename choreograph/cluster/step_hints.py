@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ..agents import StepGraph
 from ..agents.step_graph import Progress
+from ..namespace import Client
 from ..server.chat_prompt import ChatPrompt, Segment
 from ..server.service import GenerationSpec
 
@@ -31,7 +32,7 @@ class StepHints:
 
     def __init__(self) -> None:
         # by client, workflow and session
-        self._runs: OrderedDict[tuple[str, str, str | None], WorkflowProgress] = OrderedDict()
+        self._runs: OrderedDict[tuple[Client, str, str | None], WorkflowProgress] = OrderedDict()
 
     def start(self, spec: GenerationSpec, graph: StepGraph | None, session: str | None = None) -> list[GenerationSpec]:
         """Note that a request was sent; return those that may follow it.
@@ -41,7 +42,7 @@ class StepHints:
         """
         if graph is None or spec.reuse != "messages" or spec.agent not in graph.dependencies:
             return []
-        key = spec.key.client_id, spec.key.workflow, session
+        key = spec.key.client, spec.key.workflow, session
         run = self._runs[key] = self._runs.pop(key) if key in self._runs else WorkflowProgress()
         if len(self._runs) > MAX_RUNS:
             self._runs.popitem(last=False)
@@ -62,7 +63,7 @@ class StepHints:
             answers: text and tokens; none if it failed.
             session: that of its start.
         """
-        run = self._runs.get((spec.key.client_id, spec.key.workflow, session))
+        run = self._runs.get((spec.key.client, spec.key.workflow, session))
         if run is None or spec.agent is None or spec.agent not in run.progress.running:
             return []
         run.progress.end(spec.agent)

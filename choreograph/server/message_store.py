@@ -17,6 +17,7 @@ from ..engine.message import Message
 from ..engine.request import RequestState
 from ..engine.session import Session
 from ..kv_cache.entry import KVEntry
+from ..namespace import Client
 from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
@@ -29,7 +30,7 @@ MAX_BUDGETS = 1024  # workflows whose divergences are remembered
 class WorkflowKey(NamedTuple):
     """What separates stored messages: nothing is found under another key."""
 
-    client_id: str  # tenant and cache salt
+    client: Client
     workflow: str
     model: str
     labels: Labels = Labels()  # of the request's texts
@@ -38,7 +39,7 @@ class WorkflowKey(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        return self.client_id.partition("\0")[0]
+        return self.client.tenant
 
     @property
     def readable(self) -> Labels:
@@ -72,7 +73,7 @@ class StoredMessage:
     workflow: "StoredWorkflow"
     index: "MessageIndex"
     tokens: list[int]
-    lineage: int | None  # of the messages before it; None: another engine computed it
+    lineage: bytes | None  # of the messages before it; None: another engine computed it
     content_keys: list[MessageKey] = field(default_factory=list)  # under which `by_content` has it
     source: "StoredMessage | None" = None  # message of another model, some layers of which were computed again
     # submitted over messages that were still arriving from another engine, directly or through others
@@ -123,7 +124,7 @@ class MessageIndex:
 
     def __init__(self) -> None:
         self.by_content: dict[object, StoredMessage] = {}  # by `MessageKey`
-        self.children: dict[tuple[int | None, int], list[StoredMessage]] = {}  # by lineage and first token
+        self.children: dict[tuple[bytes | None, int], list[StoredMessage]] = {}  # by lineage and first token
         self.spans: SpanIndex[StoredMessage] = SpanIndex()
 
     def find_content(self, key: object, *, allow_partial: bool = True) -> StoredMessage | None:
@@ -225,7 +226,7 @@ class MessageStore:
         key = key.session_key
         workflow = self._workflows.get(key)
         if workflow is None:
-            session = self._engine.session(seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
+            session = self._engine.session(seed=0, client_id=key.client, model=key.model, labels=key.labels)
             workflow = self._workflows[key] = StoredWorkflow(session, self.track(key.tenant, key.workflow, session))
         workflow.num_active += 1
         return workflow
@@ -277,7 +278,7 @@ class MessageStore:
         self,
         key: WorkflowKey,
         message: Message,
-        lineage: int | None,
+        lineage: bytes | None,
         content_keys: Sequence[MessageKey] = (),
         *,
         with_spans: bool = False,

@@ -1,6 +1,5 @@
 """Requests of the HTTP interface, with OpenAI's and vLLM's field names."""
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -248,6 +247,8 @@ class _GenerationBody(_Body):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None  # separates the cache within a tenant
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower numbers first
     extra_key: Annotated[str, Field(max_length=1024)] | None = None  # SGLang's name of the salt
+    # likeliest tokens to report with each token of the prompt
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     # of vLLM and SGLang, accepted with their default alone
@@ -258,7 +259,6 @@ class _GenerationBody(_Body):
     bad_words: Annotated[list[str], Field(max_length=0)] | None = None
     allowed_token_ids: None = None
     logprob_token_ids: None = None
-    prompt_logprobs: None = None
     truncate_prompt_tokens: None = None
     thinking_token_budget: None = None
     input_ids: None = None
@@ -281,9 +281,9 @@ class _GenerationBody(_Body):
     mm_processor_kwargs: JsonValue = None
 
     @property
-    def salt(self) -> str:
+    def salt(self) -> tuple[str, str]:
         """What separates the cache within a tenant."""
-        return json.dumps([self.cache_salt, self.extra_key]) if self.extra_key else self.cache_salt or ""
+        return self.cache_salt or "", self.extra_key or ""
 
     @property
     def repair(self) -> float | None:
@@ -294,6 +294,11 @@ class _GenerationBody(_Body):
     def max_kl(self) -> float | None:
         """Divergence to stay within, nats a token; None for the server's."""
         return None if self.choreography is None else self.choreography.max_kl
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likeliest tokens to find for each prompt token; None: no scores."""
+        return self.prompt_logprobs
 
     def sampling(self, max_tokens: int | None, logprobs: int | None, seed: int) -> SamplingParams:
         """Return the sampling parameters of one answer.
@@ -306,7 +311,8 @@ class _GenerationBody(_Body):
         options["stop"] = tuple(text for text in _as_list(options.pop("stop", ())) if text)
         if "logit_bias" in options:
             options["logit_bias"] = {_token_id(token): bias for token, bias in options["logit_bias"].items()}
-        return SamplingParams(**options | {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed})
+        options |= {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed}
+        return SamplingParams(**options | {"prompt_logprobs": self.num_prompt_logprobs})
 
 
 def _as_list(value: Any) -> list[str]:
@@ -323,8 +329,9 @@ class ChatCompletionRequest(_GenerationBody):
 
     messages: Annotated[ChatMessages, Field(min_length=1)]
     n: Annotated[int, Field(ge=1)] | None = 1
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    # 0: the prompt is scored (`prompt_logprobs`), and nothing generated
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
@@ -407,13 +414,18 @@ class CompletionRequest(_GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     n: Annotated[int, Field(ge=1)] | None = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16  # 0: the prompt is scored or echoed, and nothing generated
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = False
     suffix: str | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool = True
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((n for n in counts if n is not None), default=0 if self.echo and self.max_tokens == 0 else None)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -439,6 +451,7 @@ class ResponsesRequest(_GenerationBody):
     include: list[str] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     # accepted with their default alone
+    prompt_logprobs: None = None
     include_reasoning: Literal[True] | None = None
     enable_response_messages: Literal[False] | None = None
     parallel_tool_calls: bool | None = None  # False: one call an answer

@@ -5,6 +5,7 @@ session, found again by its content. auto: quotes of stored messages are found a
 All functions run in the engine's thread.
 """
 
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from ..engine.message import Message, MessageSlice
 from ..engine.request import TokenMask
 from ..engine.session import Session
 from ..errors import InvalidRequestError, LeakError
+from ..namespace import serialize
 from ..sampling_params import SamplingParams
 from ..utils import call_all
 from .chat_prompt import ChatPrompt
@@ -36,7 +38,7 @@ from .span_index import Span, common_length, find_spans, gaps_between
 
 MIN_PARTIAL = 16  # tokens of the shortest part of a stored message that is reused as a prefix
 
-ROOT = 0  # lineage of a prompt that starts anew
+ROOT = b""  # lineage of a prompt that starts anew
 
 
 class Answer(NamedTuple):
@@ -82,7 +84,7 @@ class Plan:
 
 def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
     """Submit a prompt in prefix mode, which reuses its longest cached prefix."""
-    session = engine.session(mode="prefix", seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
+    session = engine.session(mode="prefix", seed=0, client_id=key.client, model=key.model, labels=key.labels)
     counts = SourceCounts()
     try:
         messages = _decode_prompt(session, prompt.tokens, (), (), answers)
@@ -294,7 +296,9 @@ class _PlanBuilder:
         return self._offsets[len(self.parents)] if self._offsets else None
 
     def _extend(self, message: Message, start: int, stop: int, *, is_whole: bool = True) -> None:
-        self._lineage = hash((self._lineage, message.id, start, stop, self._next_offset))
+        # a client that finds two equal ones would read messages in another's context
+        place = serialize((self._lineage, message.id, start, stop, self._next_offset))
+        self._lineage = hashlib.sha256(place).digest()
         self.parents.append(message if is_whole else message[start:stop])
 
     def _places(self) -> tuple[Sequence[int | None] | None, int | None]:

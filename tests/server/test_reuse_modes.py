@@ -9,6 +9,7 @@ from helpers.live_server import make_engine, serving
 
 from choreograph import SamplingParams
 from choreograph.engine.budget import MIN_SAMPLES
+from choreograph.namespace import Client
 from choreograph.server import engine_thread
 from choreograph.server.app import create_app
 from choreograph.server.chat_prompt import ChatPrompt, ChatRenderer, Segment, answer_key
@@ -184,7 +185,7 @@ def test_stored_messages_are_bounded(talker_folder):
 
 def test_a_dropped_workflow_closes_its_session(talker):
     store = MessageStore(talker, 10)
-    keys = [WorkflowKey("client", name, "base") for name in "ab"]
+    keys = [WorkflowKey(Client("client"), name, "base") for name in "ab"]
     for key in keys:
         session = store.open(key).session
         store.add(key, session.prefill(list(range(5, 14))), 0, [("x", 0)], with_spans=True)
@@ -357,7 +358,7 @@ def test_a_listener_that_raises_leaves_no_request_open(talker_folder):
     planner = create_app(engine, ServerConfig(max_tokens=16)).state.service.planner
     answer = Answer(SamplingParams(max_tokens=4, temperature=0))
     prompt = ChatPrompt([*range(10, 18), 7], [Segment(tuple(range(10, 18)))], [7])
-    plan = planner.plan("messages", WorkflowKey("team", "w", "base"), prompt, [answer] * 3)
+    plan = planner.plan("messages", WorkflowKey(Client("team"), "w", "base"), prompt, [answer] * 3)
 
     def fail(event):
         if event.kind == "released":
