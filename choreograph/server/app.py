@@ -25,6 +25,7 @@ from ..errors import ChoreographError, InvalidRequestError
 from . import text_completions
 from .api_errors import ApiError, to_api_error
 from .chat_completions import ChatAnswer, prepare
+from .chat_messages import as_turn
 from .event_stream import stream_events
 from .limits import RequestSlots
 from .protocol import (
@@ -34,7 +35,6 @@ from .protocol import (
     ResponsesRequest,
     SchemaRequest,
     TokenizeRequest,
-    as_turn,
     continues_last,
     tool_dicts,
 )

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from ..engine.labels import OnLeak
 from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
-from .chat_turns import parse_arguments
+from .chat_messages import BodyPart, ChatMessages, as_turn
 from .server_config import ReuseMode
 
 SAMPLING_FIELDS = (
@@ -30,19 +30,11 @@ SAMPLING_FIELDS = (
 
 MAX_TOP_LOGPROBS = 20
 
-REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
-
 
 class _Body(BaseModel):
     """Body in which unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-class _Part(BaseModel):
-    """Part of a body in which fields of newer clients are ignored."""
-
-    model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
 
 LabelNames = list[Annotated[str, Field(min_length=1, max_length=256)]]
@@ -66,73 +58,14 @@ class ChoreographyOptions(_Body):
     prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
 
 
-class StreamOptions(_Part):
+class StreamOptions(BodyPart):
     """Options of streamed answers."""
 
     include_usage: bool | None = False  # end with a chunk of token counts
     continuous_usage_stats: bool | None = False  # with include_usage, cumulative counts in every chunk
 
 
-class TextPart(_Part):
-    """Part of a message's content; only text is accepted."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class CalledFunction(_Part):
-    """Function and arguments of a call."""
-
-    name: str
-    arguments: str | dict[str, JsonValue] | None = "{}"
-
-
-class ToolCall(_Part):
-    """Call of a tool in an assistant message."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(_Part):
-    """Message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @property
-    def text(self) -> str:
-        """Text of the content."""
-        if not isinstance(self.content, list):
-            return self.content or ""
-        return "".join(part.text or part.refusal or "" for part in self.content)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _drop_reasoning(cls, content: object, info: ValidationInfo) -> object:
-        """Leave out reasoning, which clients store with answers of other servers."""
-        if info.data.get("role") != "assistant" or not isinstance(content, list):
-            return content
-        is_reasoning = (isinstance(part, dict) and part.get("type") in REASONING_PARTS for part in content)
-        # an empty text keeps the places of the other parts, which errors name
-        return [{"type": "text"} if left_out else part for left_out, part in zip(is_reasoning, content, strict=True)]
-
-    @field_validator("content")
-    @classmethod
-    def _check_parts(cls, content: object) -> object:
-        for part in content if isinstance(content, list) else ():
-            if part.type not in ("text", "input_text", "output_text", "refusal", "summary_text"):
-                raise ValueError(f"content part of type {part.type!r}: the model reads text alone")
-        return content
-
-
-class FunctionDefinition(_Part):
+class FunctionDefinition(BodyPart):
     """Function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -141,20 +74,20 @@ class FunctionDefinition(_Part):
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(BodyPart):
     """Tool that the model may call."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class NamedFunction(_Part):
+class NamedFunction(BodyPart):
     """Name of a function."""
 
     name: str
 
 
-class NamedToolChoice(_Part):
+class NamedToolChoice(BodyPart):
     """Tool that the model has to call."""
 
     type: Literal["function"] = "function"
@@ -164,7 +97,7 @@ class NamedToolChoice(_Part):
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
-class JsonSchemaFormat(_Part):
+class JsonSchemaFormat(BodyPart):
     """JSON Schema of an answer."""
 
     name: str = "answer"
@@ -173,7 +106,7 @@ class JsonSchemaFormat(_Part):
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(BodyPart):
     """Form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -186,7 +119,7 @@ class ResponseFormat(_Part):
         return self
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(BodyPart):
     """Grammar of an answer; exactly one of the fields."""
 
     json_: dict[str, JsonValue] | bool | str | None = Field(None, alias="json")
@@ -306,7 +239,7 @@ def _token_id(text: str) -> int | str:
 class ChatCompletionRequest(_GenerationBody):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[ChatMessages, Field(min_length=1)]
     n: Annotated[int, Field(ge=1)] | None = 1
     # 0: the prompt is scored (`prompt_logprobs`), and nothing generated
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -338,25 +271,6 @@ class ChatCompletionRequest(_GenerationBody):
     def turns(self) -> list[dict[str, Any]]:
         """Messages as chat templates read them."""
         return [as_turn(message) for message in self.messages]
-
-
-def as_turn(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as chat templates read it."""
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    turn: dict[str, Any] = {"role": role, "content": message.text}
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": parse_arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if getattr(message, name) is not None:
-            turn[name] = getattr(message, name)
-    return turn
 
 
 def check_stream_options(body: "ChatCompletionRequest | CompletionRequest") -> None:
@@ -449,7 +363,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: ChatMessages | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None

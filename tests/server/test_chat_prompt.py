@@ -17,9 +17,9 @@ from choreograph.errors import InvalidRequestError
 from choreograph.models import template_sandbox
 from choreograph.server import chat_prompt
 from choreograph.server.api_errors import ApiError
+from choreograph.server.chat_messages import ChatMessage, as_turn
 from choreograph.server.chat_prompt import ChatRenderer, answer_key
 from choreograph.server.chat_turns import MAX_ARGUMENT_DEPTH, parse_arguments
-from choreograph.server.protocol import ChatMessage, as_turn
 
 MACRO = (  # the output of a macro is written at once
     "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endmacro %}"
