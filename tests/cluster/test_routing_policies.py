@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.cluster.content_keys import anchor_keys, answer_keys, prompt_keys
+from choreograph import SamplingParams
+from choreograph.cluster.content_keys import anchor_keys, answer_keys, prompt_keys, scope_of
 from choreograph.cluster.routing import POLICIES, MessageAffinity, RouteRequest, choose, create_policy
 from choreograph.errors import ConfigError
 from choreograph.namespace import Client, Namespace
 from choreograph.server.chat_prompt import ChatPrompt, Segment
+from choreograph.server.message_store import WorkflowKey
+from choreograph.server.service import GenerationSpec
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 BUSY = dict.fromkeys(IDLE, 1)
@@ -61,6 +64,25 @@ def test_keys_of_two_tenants_differ():
             prompt_keys(mode, Namespace(client=Client(tenant)), [prompt(list(range(200)))]) for tenant in ("one", "two")
         ]
         assert keys[0] and not keys[0].keys() & keys[1].keys()
+
+
+def test_keys_of_scopes_that_could_be_joined_to_equal_text_differ():
+    salts = [("a", "b"), ("b", "a"), ('["a", "b"]', ""), ("a\0b", ""), ("a", ""), ("", "a"), ("ab", "")]
+    workflows = ["a", "b", "a\0b", "a b", "", "0"]
+    keys = [WorkflowKey(Client("t", salt), workflow, "m") for salt in salts for workflow in workflows]
+    keys += [WorkflowKey(Client("t\0a", salts[4]), "a", "m"), WorkflowKey(Client("t", salts[4]), "m", "a")]
+    text = prompt(list(range(200)))
+    for mode in ("exact", "messages", "auto"):
+        specs = [GenerationSpec(key, mode, [text], SamplingParams()) for key in keys]
+        found = {scope: prompt_keys(mode, scope, [text]).keys() for scope in map(scope_of, specs)}
+        assert len(found) == (len(salts) + 2 if mode == "exact" else len(keys))
+        every = [key for own in found.values() for key in own]
+        assert len(set(every)) == len(every) >= len(found)
+
+
+def test_a_session_named_like_a_workflow_is_another_place():
+    places = [Namespace(workflow="a"), Namespace(session="a"), Namespace(client=Client("a")), Namespace()]
+    assert len({place.digest for place in places}) == 4
 
 
 def test_a_quote_inside_another_text_has_the_keys_of_its_source():
