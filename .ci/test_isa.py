@@ -17,8 +17,7 @@ LIBRARY_LIMITS = {
 LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 TESTS = (
-    *("tests/attention/test_attend.py", "tests/attention/test_instruction_sets.py"),
-    *("tests/models/test_packed_linear.py", "tests/models/test_int4_linear.py", "tests/models/test_graph_cache.py"),
+    *("tests/attention/test_attend.py", "tests/models/test_packed_linear.py", "tests/models/test_int4_linear.py"),
     *("tests/engine/test_guard.py", "tests/test_batch_invariance.py", "tests/test_hf_parity.py"),
 )
 

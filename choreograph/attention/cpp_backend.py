@@ -227,7 +227,7 @@ def cpu_flags() -> str:
 
 
 def cpu_limits() -> str:
-    """Return the environment's limits of instructions: part of the key of what is compiled or measured."""
+    """Return the environment's limits of instructions, as part of cache keys."""
     return " ".join(f"{name}={os.environ[name]}" for name in LIMIT_VARIABLES if os.environ.get(name))
 
 

@@ -57,7 +57,7 @@ torch.library.register_fake("choreograph::attend", _attend_shape, lib=_library)
 
 
 def compile_cache() -> AbstractContextManager[None]:
-    """Find in inductor's own cache only what was compiled under the same limits of instructions.
+    """Key inductor's own cache by the limits of instructions inside the block.
 
     Its keys leave them out: code for AVX-512 would be loaded under ATEN_CPU_CAPABILITY=avx2, and its results are wrong.
     """
