@@ -181,8 +181,7 @@ def _add_status_routes(app: FastAPI, service: InferenceService) -> None:
     @app.get("/ready", responses=ERRORS)
     async def ready() -> dict[str, str]:
         """Say whether new requests are accepted."""
-        if service.is_draining or not service.thread.is_running:
-            raise ApiError(503, "the server is shutting down", type="service_unavailable")
+        service.check_ready()
         return {"status": "ready"}
 
     @app.get("/version")

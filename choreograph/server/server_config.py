@@ -30,6 +30,7 @@ class ServerConfig:
     max_choices: PositiveInt = 128  # most answers of one request (`n` times prompts)
     max_body_bytes: PositiveInt = 16 << 20  # of a request; larger ones are answered with 413
     request_timeout: Seconds = 600.0  # seconds until a request is cancelled
+    replica_timeout: Seconds = 30.0  # seconds without an answer of any replica after which requests get 503
     drain_timeout: PositiveInt = 60  # seconds for running requests after SIGTERM
     max_workflow_tokens: NonNegativeInt = 1 << 20  # tokens of messages kept for later requests, of all workflows
     max_stored_responses: NonNegativeInt = 1024  # of /v1/responses with `store`

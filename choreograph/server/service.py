@@ -116,6 +116,11 @@ class InferenceService:
         if self._compiler is not None:
             self._compiler.close()
 
+    def check_ready(self) -> None:
+        """Raise an error unless new requests are accepted."""
+        if self.is_draining or not self.thread.is_running:
+            raise ApiError(503, "the server is shutting down", type="service_unavailable")
+
     async def stats(self) -> EngineStats:
         """Return the engine's state; waits for no step."""
         return self.engine.stats()

@@ -118,11 +118,19 @@ class LocalCluster:
         self.num_open -= 1
         self.policy.set_queue(name, self.policy.queues[name] - 1)
 
-    async def _generate(self, call):
-        name, call = self._route("request", call)
+    def _generate(self, call):
+        return self._run(*self._route("request", call))
+
+    async def _run(self, name, call):
         async for item in self.replicas[name].generate(call):
             yield item
         self._end(name)
+
+    def broadcast(self, method_name):
+        async def results():
+            return [SimpleNamespace(get_async=replica.load) for replica in self.replicas.values()]
+
+        return SimpleNamespace(_fetch_replica_results_async=results)
 
     async def _prefetch(self, call):
         name, call = self._route("hint", call)
