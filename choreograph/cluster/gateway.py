@@ -15,12 +15,12 @@ from ..agents import StepGraph
 from ..engine.text import ChatTemplate
 from ..errors import RequestFailedError, SessionClosedError
 from ..outputs import EngineStats
+from ..server.answer_plan import Plan
 from ..server.api_errors import ApiError
 from ..server.app import create_service_app
 from ..server.engine_thread import ChoiceUpdate, Generation
 from ..server.message_store import may_reuse_layers
 from ..server.resumption import SentAnswer
-from ..server.reuse import Plan
 from ..server.server_config import ServerConfig
 from ..server.service import SESSION_HEADERS, GenerationSpec, InferenceService, RunningRequest
 from .content_keys import alternative_keys, answer_keys, prompt_keys, scope_of
@@ -267,8 +267,11 @@ class ReplicatedRequest(RunningRequest):
         service, spec = self._service, self.spec
         names = (self._request.headers.get(name) for name in SESSION_HEADERS[1:])  # after that of the workflow
         self._session = next(filter(None, names), None)
+        expected = service.hints.start(spec, service.graph_of(spec), self._session)
+        if spec.steps is None:  # a replica sees only some of the workflow's steps
+            spec = replace(spec, steps=service.hints.steps(spec, service.graph_of(spec), self._session))
         service.thread.relay(self, self._generation, service.call_of(spec, self._session))
-        service.send_hints(service.hints.start(spec, service.graph_of(spec), self._session), self._session)
+        service.send_hints(expected, self._session)
 
     def end_step(self, answers: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Note the end of the agent's step.
@@ -322,9 +325,10 @@ class ReplicatedService(InferenceService):
         return self.planner.store.graphs.get((spec.key.tenant, spec.key.workflow))
 
     def send_hints(self, specs: Iterable[GenerationSpec], session: str | None) -> None:
-        """Prefetch the messages of requests that are expected, where replicas exchange messages."""
-        for spec in specs if self._has_transfers else ():
-            self.thread.send_hint(self.call_of(spec, session))
+        """Prefetch what expected requests need: prefixes, and messages where replicas exchange them."""
+        for spec in specs:
+            if self._has_transfers or spec.reuse == "exact":
+                self.thread.send_hint(self.call_of(spec, session))
 
     def call_of(self, spec: GenerationSpec, session: str | None = None) -> ReplicaCall:
         """Return what any replica needs to run a request.

@@ -16,12 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
-from ..agents import StepGraph
 from ..engine.engine import Engine
-from ..engine.labels import parse_labels
 from ..engine.validation import check_tokens
-from ..errors import ChoreographError, InvalidRequestError
+from ..errors import ChoreographError
 from . import text_completions
+from .agent_tracking import read_declaration
 from .api_errors import ApiError, to_api_error
 from .chat_completions import ChatAnswer, prepare
 from .event_stream import stream_events
@@ -278,12 +277,8 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     @app.put("/v1/workflows/{workflow}", responses=ERRORS)
     async def put_workflow(workflow: str, body: dict[str, JsonValue], tenant: str = tenant_of) -> dict[str, Any]:
         """Declare the step graph and labels of a workflow's agents."""
-        labels: Any = body.pop("labels", None) if "agents" in body else None
-        graph = StepGraph.read(body)
-        if not isinstance(labels, dict | None) or not set(labels or ()) <= set(graph.agents):
-            raise InvalidRequestError(f"labels: {labels!r:.80}: map declared agents to lists of labels")
-        by_agent = {agent: parse_labels(names, "labels") for agent, names in (labels or {}).items()}
-        await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, graph, by_agent))
+        graph, labels = read_declaration(body)
+        await service.thread.call(lambda: service.planner.store.declare(tenant, workflow, graph, labels))
         return {"id": workflow, "agents": list(graph.agents)}
 
     @app.delete("/v1/workflows/{workflow}", responses=ERRORS)

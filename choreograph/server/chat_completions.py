@@ -10,6 +10,7 @@ from fastapi import Request
 
 from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
+from .agent_tracking import agent_step
 from .chat_prompt import answer_key
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
@@ -137,6 +138,7 @@ def prepare(
                 f"offsets: {len(offsets)} positions for {len(prompt.segments)} messages: give one for each, or null"
             )
         prompt = replace(prompt, offsets=tuple(offsets))
+    step = agent_step(agent, body.choreography, [prompt])
     max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt], param)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
@@ -159,6 +161,8 @@ def prepare(
         body.priority or 0,
         body.repair,
         body.max_kl,
+        steps=step.steps,
+        fixed_tokens=step.fixed_tokens,
     )
     return spec, parser_options
 

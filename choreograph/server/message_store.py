@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..agents import StepGraph, Workflow
+from ..agents import StepGraph
 from ..engine.budget import Budget
 from ..engine.engine import Engine
 from ..engine.labels import Labels, OnLeak
@@ -17,6 +17,8 @@ from ..engine.message import Message
 from ..engine.request import RequestState
 from ..engine.session import Session
 from ..kv_cache.entry import KVEntry
+from .agent_tracking import MAX_GRAPHS, AgentSessions, AgentTracker
+from .api_errors import ApiError
 from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
@@ -154,7 +156,7 @@ def find_content(indexes: Iterable[MessageIndex], key: object, *, allow_partial:
 class StoredWorkflow:
     """Stored messages of one workflow, and their session."""
 
-    def __init__(self, session: Session, tracker: Workflow | None) -> None:
+    def __init__(self, session: Session, tracker: AgentTracker | None) -> None:
         self.session = session
         self.tracker = tracker  # of the agents, for eviction by steps to the next use
         self.num_active = 0  # requests that run
@@ -177,6 +179,7 @@ class MessageStore:
         self._stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()  # least recently used first
         self.num_tokens = 0
         self.graphs: dict[tuple[str, str], StepGraph] = {}  # declared ones, by tenant and workflow
+        self.agent_sessions = AgentSessions(engine, self.track)  # of requests that keep no messages
         self.agent_labels: dict[tuple[str, str], Mapping[str, frozenset[str]]] = {}  # declared with them, by agent
 
     @property
@@ -240,11 +243,22 @@ class MessageStore:
             self._budgets.popitem(last=False)
         return budget
 
-    def track(self, tenant: str, name: str, session: Session) -> Workflow | None:
+    def track(self, tenant: str, name: str, session: Session) -> AgentTracker | None:
         """Track the agents of a workflow if the eviction policy uses it."""
         if self._engine.core.config.cache.eviction != "workflow":
             return None
-        return Workflow(session, self.graphs.get((tenant, name)))
+        return AgentTracker(session, self.graphs.get((tenant, name)))
+
+    def declare(self, tenant: str, name: str, graph: StepGraph, labels: Mapping[str, frozenset[str]]) -> None:
+        """Declare the step graph of a workflow, as a client does.
+
+        Raises:
+            ApiError: if the tenant has too many.
+        """
+        num_graphs = sum(owner == tenant for owner, _ in self.graphs)
+        if num_graphs >= MAX_GRAPHS and (tenant, name) not in self.graphs:
+            raise ApiError(429, f"the server keeps {MAX_GRAPHS} step graphs: delete one", code="too_many_graphs")
+        self.set_graph(tenant, name, graph, labels)
 
     def set_graph(
         self, tenant: str, name: str, graph: StepGraph | None, labels: Mapping[str, frozenset[str]] | None = None
@@ -260,10 +274,14 @@ class MessageStore:
             self.agent_labels[tenant, name] = labels
         if graph is not None:
             self.graphs[tenant, name] = graph
+            own = [place for place in self.graphs if place[0] == tenant]
+            for place in own[: max(0, len(own) - MAX_GRAPHS)]:  # of a replica, which is sent those that it lacks
+                del self.graphs[place]
         for key, workflow in self._workflows.items():
             if (key.tenant, key.workflow) == (tenant, name) and workflow.tracker is not None:
                 workflow.tracker.close()
                 workflow.tracker = self.track(tenant, name, workflow.session)
+        self.agent_sessions.set_graph(tenant, name)
 
     def close(self, key: WorkflowKey) -> None:
         """End a request's use of a workflow; drop what exceeds the limit."""
@@ -315,6 +333,7 @@ class MessageStore:
         """Drop all messages and close their sessions."""
         while self._stored:
             self._drop(next(iter(self._stored)))
+        self.agent_sessions.clear()
 
     def _drop(self, stored: StoredMessage) -> None:
         key, workflow, index = self._stored.pop(stored), stored.workflow, stored.index
@@ -340,6 +359,7 @@ class MessageStore:
 
     def check(self) -> None:
         """Raise AssertionError if counts and indexes disagree."""
+        self.agent_sessions.check()
         assert self.num_tokens == sum(len(stored.tokens) for stored in self._stored), "wrong token count"
         for key, workflow in self._workflows.items():
             own = [stored for stored, its_key in self._stored.items() if its_key == key]

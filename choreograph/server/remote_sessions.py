@@ -12,7 +12,6 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from ..agents import Workflow
 from ..engine.labels import OnLeak
 from ..engine.message import Message, MessageSlice
 from ..engine.request import RequestState
@@ -22,6 +21,7 @@ from ..errors import ChoreographError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import BASE_MODEL, KVReuse, Mode
 from ..sampling_params import SamplingParams
+from .agent_tracking import AgentTracker
 from .api_errors import ApiError, overloaded, to_api_error
 from .engine_thread import Generation
 from .request_log import SESSION
@@ -126,7 +126,7 @@ class RemoteSessions:
         self._sessions: dict[tuple[str, int], Session] = {}
         self._used: dict[tuple[str, int], float] = {}  # time.monotonic() of the last call
         self._messages: dict[tuple[str, int], dict[int, Message]] = {}  # unreleased ones by id
-        self._trackers: dict[tuple[str, int], Workflow | None] = {}  # of the agents
+        self._trackers: dict[tuple[str, int], AgentTracker | None] = {}  # of the agents
 
     def open(self, tenant: str, body: SessionBody) -> int:
         now = time.monotonic()

@@ -7,9 +7,9 @@ from ..engine.message import Message
 from ..errors import InvalidRequestError, SchemaError
 from ..prompt_cache.cache import PromptCache
 from ..prompt_cache.parser import load_schema
+from .answer_plan import Answer, Plan, SourceCounts, decode_all
 from .api_errors import ApiError
 from .chat_prompt import ChatPrompt
-from .reuse import Answer, Plan, SourceCounts, decode_all
 
 MAX_SCHEMAS = 256  # of all tenants
 

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,6 +19,8 @@ from ..errors import ConfigError, InvalidRequestError
 from ..outputs import BASE_MODEL, EngineStats
 from ..sampling_params import SamplingParams
 from ..utils import call_all
+from .agent_tracking import AgentStep
+from .answer_plan import Answer, Plan, SourceCounts
 from .api_errors import ApiError, context_exceeded, overloaded
 from .chat_prompt import ChatPrompt, ChatRenderer
 from .engine_thread import ChoiceUpdate, EngineThread, Generation
@@ -28,7 +30,7 @@ from .prometheus import ServerMetrics
 from .protocol import ChoreographyOptions, StreamOptions
 from .request_log import RequestLog, RequestRecord
 from .resumption import ForcedPrefix, SentAnswer
-from .reuse import Answer, Plan, ReusePlanner, SourceCounts
+from .reuse import ReusePlanner
 from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
 from .structured import Constraint, GrammarCompiler
@@ -65,6 +67,8 @@ class GenerationSpec:
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
     max_kl: float | None = None  # divergence to stay within, nats a token; None: the server's
     schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
+    steps: Mapping[str, float | None] | None = None  # to the next execution of every agent, as its client knows them
+    fixed_tokens: int | None = None  # of the prompts' start that every turn of the agent has; None: inferred
     sent: Sequence[SentAnswer] = ()  # what an earlier engine generated of every answer; empty: nothing
 
 
@@ -406,7 +410,8 @@ class RunningRequest:
             if spec.schema_prompt is not None:
                 plan = service.schemas.plan(*spec.schema_prompt, prompt, answers)
             else:
-                plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
+                step = AgentStep(spec.agent, spec.steps, spec.fixed_tokens)
+                plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, step)
             self._plans.append(plan)
             messages += plan.messages
         if service.log is not None:

@@ -9,6 +9,7 @@ from fastapi import Request
 
 from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
+from .agent_tracking import agent_step
 from .chat_completions import constraint_of
 from .chat_prompt import ChatPrompt
 from .engine_thread import ChoiceUpdate
@@ -53,6 +54,9 @@ def prepare_completion(
         if not tokens:
             raise InvalidRequestError("prompt: is empty: give at least one token")
         prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
+    step = agent_step(agent, body.choreography, prompts)
+    if schema_prompt is not None and step.fixed_tokens is not None:
+        raise InvalidRequestError("fixed_tokens: the schema names the fixed parts; leave it out")
     max_tokens = service.max_tokens(body.max_tokens, prompts, "prompt")
     seed = service.random_seed() if body.seed is None else body.seed
     sampling = body.sampling(max_tokens, body.logprobs, seed)
@@ -71,6 +75,8 @@ def prepare_completion(
         repair=body.repair,
         max_kl=body.max_kl,
         schema_prompt=schema_prompt,
+        steps=step.steps,
+        fixed_tokens=step.fixed_tokens,
     )
 
 
