@@ -173,7 +173,7 @@ class Workflow:
                 self._update_hints()
 
     def set_steps(self, steps: Mapping[str, float | None]) -> None:
-        """Replace the steps to the next execution of every agent, as `agent` does."""
+        """Replace the steps to the next execution of every agent."""
         self._client_steps = _check_steps(steps)
         self._update_hints()
 
@@ -275,7 +275,7 @@ class Workflow:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of last prompts that are kept to infer fixed parts in prefix mode."""
+        """Tokens of last prompts, from which fixed parts are inferred."""
         return sum(prefix.num_prompt_tokens for prefix in self._fixed.values())
 
     def _update_hints(self) -> None:

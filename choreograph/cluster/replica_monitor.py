@@ -1,4 +1,4 @@
-"""What the gateway knows of its replicas: which ones answer, and what all have counted."""
+"""Which replicas answer the gateway, and what all have counted."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ ANSWER_SECONDS = 5.0  # that a replica has to answer a probe
 
 LATE_SECONDS = 15.0  # since the last answer of a replica that may still be alive
 
-MAX_GONE = 1024  # replicas that went away whose counters are kept apart, in case they answer late
+MAX_GONE = 1024  # replicas that went away whose counters are kept by name, in case they answer late
 
 COUNTERS = ("num_steps", "num_batched_tokens", "num_drafted_tokens", "num_accepted_tokens")  # and all events
 
@@ -57,7 +57,7 @@ class ReplicaReports:
 
     @property
     def total(self) -> EngineStats:
-        """Sum of the counters of all replicas, and of the gauges of those that are there."""
+        """Sum of all counters, and of the gauges of present replicas."""
         result = sum_stats(list(self._states.values()))
         counters = sum(self._counters.values(), self._folded)
         events = {kind.removeprefix("events."): count for kind, count in counters.items() if kind.startswith("events.")}
@@ -156,7 +156,7 @@ class ReplicaMonitor:
         self.reports.keep(self._processes.values())
 
     async def _ask_all(self) -> tuple[list[ReplicaLoad], int]:
-        """Return the states of replicas that answer, and how many may answer late."""
+        """Return the states of answering replicas, and the number of others."""
         try:
             # one replica that hangs must not hide the others, as it does in `results_async`
             response = self._handle.broadcast("load")

@@ -54,7 +54,7 @@ class PolicyRequestRouter(RequestRouter):
             self.policy.set_queue(replica_id.unique_id, self._queue_of(replica_id))
 
     def _queue_of(self, replica_id: ReplicaID) -> int:
-        """Return the length of a replica's queue, as far as it is known.
+        """Return the length of a replica's queue, or an estimate.
 
         Ray forgets a length after a while, and then counts from zero. What was sent there and has not ended is there
         in any case. A replica of which nothing was ever known counts as the mean of the others: it may be idle, or
@@ -82,7 +82,7 @@ class PolicyRequestRouter(RequestRouter):
         self._note_queue(replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Note the end of a request that was sent, whatever became of it."""
+        """Note the end of a request that was sent."""
         if self._running[replica_id] > 1:
             self._running[replica_id] -= 1
         else:

@@ -76,7 +76,7 @@ class StepHints:
         return [] if graph is None else self._expected(run, graph)
 
     def _drop_oldest(self, tenant: str) -> None:
-        """Forget the least recently used workflow of a tenant that has too many."""
+        """Forget the oldest workflow of a tenant that has too many."""
         if len(self._runs) <= MAX_RUNS_OF_TENANT:
             return
         own = [key for key, run in self._runs.items() if run.tenant == tenant]
@@ -86,7 +86,7 @@ class StepHints:
     def steps(
         self, spec: GenerationSpec, graph: StepGraph | None, session: str | None = None
     ) -> Mapping[str, float | None] | None:
-        """Return the steps of every agent after a running request; None if they are not followed."""
+        """Return the steps after a running request; None if not followed."""
         run = self._runs.get((spec.key.client_id, spec.key.workflow, session))
         if run is None or graph is None or spec.agent is None or spec.agent not in run.progress.running:
             return None

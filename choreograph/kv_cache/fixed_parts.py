@@ -89,9 +89,9 @@ def split_unused(cache_manager: "KVCacheManager", entries: Iterable[KVEntry]) ->
 
 
 def split_path(cache_manager: "KVCacheManager", path: Iterable[KVSlice], num_tokens: int) -> None:
-    """Cut prefix-mode entries after what a prompt uses of them, if its own tokens do not fit.
+    """Cut prefix-mode entries after what a prompt uses of them.
 
-    The first prompt ever would stay whole otherwise, since all others use its start.
+    Only if its own tokens do not fit. The first prompt ever would stay whole otherwise, since all others use its start.
     """
     pool = cache_manager.pool
     if pool.num_pages_for(num_tokens) <= pool.free_pages:
@@ -109,7 +109,7 @@ def split_used(cache_manager: "KVCacheManager") -> None:
 
 
 def _split_at(cache_manager: "KVCacheManager", entry: KVEntry, end: int) -> None:
-    """Cut an entry at the page after token `end`, unless an owner uses more."""
+    """Cut an entry at the page after token `end`, if unused there."""
     tree, cut = entry.prefix_tree, -(-end // entry.page_size) * entry.page_size
     if tree is None or not entry.is_complete or entry.transfer is not None or not tree.can_split(entry, cut):
         return

@@ -89,7 +89,7 @@ class PrefixTree:
                 yield from children
 
     def used_end(self, entry: KVEntry) -> int | None:
-        """Return the token of an entry before which all its owners leave it.
+        """Return the token at which all owners of an entry leave it.
 
         None if some owner is no request whose own entry is below: it may use all tokens.
         """

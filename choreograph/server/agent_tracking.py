@@ -1,4 +1,4 @@
-"""Agents of requests: whose turn one is, and trackers of workflows, bounded for each tenant.
+"""Agents of requests, and trackers of workflows, bounded for each tenant.
 
 A tracker follows the turns of agents by name (KVFlow §3.1), if the eviction policy uses it. All functions but `agent_step`
 and `read_declaration` run in the engine's thread.
@@ -37,7 +37,7 @@ IDLE_SECONDS = 600.0  # without a request after which a workflow's fixed parts a
 
 
 class AgentStep(NamedTuple):
-    """Whose turn a request is, and what its client says of the workflow."""
+    """Agent of a request, and what its client says of the workflow."""
 
     agent: str | None = None
     steps: Mapping[str, float | None] | None = None  # to the next execution of every agent; None: of the graph
@@ -48,7 +48,7 @@ NO_AGENT = AgentStep()
 
 
 def agent_step(agent: str | None, options: ChoreographyOptions | None, prompts: Sequence[ChatPrompt]) -> AgentStep:
-    """Return whose turn a request is, with the end of the fixed part in tokens.
+    """Return the agent of a request, with its fixed part in tokens.
 
     Raises:
         InvalidRequestError: if an option needs an agent, or the prompt is shorter than its fixed part.
@@ -75,7 +75,7 @@ def agent_step(agent: str | None, options: ChoreographyOptions | None, prompts: 
 
 
 def read_declaration(body: Mapping[str, Any]) -> tuple[StepGraph, dict[str, frozenset[str]]]:
-    """Return the step graph that a client declares, and labels of its agents.
+    """Return the step graph and the labels that a client declares.
 
     Raises:
         InvalidRequestError: if it has too many names, or labels that are not of its agents.
@@ -105,7 +105,7 @@ def _names(body: object) -> Iterator[object]:
 
 
 class AgentTracker:
-    """Tracker of one session's agents, which forgets all when there are too many."""
+    """Tracker of one session's agents, bounded in their number."""
 
     def __init__(self, session: Session, graph: StepGraph | None) -> None:
         self.session, self._graph = session, graph
@@ -172,6 +172,7 @@ class AgentSessions:
         self._tenants: dict[SessionKey, str] = {}
         self._counts: Counter[str] = Counter()  # workflows of each tenant
         self._tokens: Counter[str] = Counter()  # of the last prompts of each tenant
+        self._uncounted: set[SessionKey] = set()  # workflows whose prompts have changed
 
     def __len__(self) -> int:
         return len(self._workflows)
@@ -179,6 +180,7 @@ class AgentSessions:
     def open(self, key: "WorkflowKey") -> TrackedWorkflow | None:
         """Return the workflow of a request, which `close` ends; None: untracked."""
         self.expire()
+        self._count_tokens()
         place = key.client_id, key.workflow
         workflow = self._workflows.get(place)
         if workflow is None:
@@ -201,16 +203,15 @@ class AgentSessions:
         workflow = self._workflows[place]
         workflow.num_active -= 1
         workflow.used = self._clock()
-        num_tokens = workflow.tracker.num_prompt_tokens
-        self._tokens[tenant] += num_tokens - workflow.num_prompt_tokens
-        workflow.num_prompt_tokens = num_tokens
+        self._count_tokens()
+        self._uncounted.add(place)  # its turn ends after this call
         for other in [place for place in self._workflows if self._tenants[place] == tenant]:
             if self._counts[tenant] <= MAX_WORKFLOWS and self._tokens[tenant] <= MAX_PROMPT_TOKENS:
                 break
             self._forget(other)
 
     def set_steps(self, key: "WorkflowKey", steps: Mapping[str, float | None]) -> None:
-        """Take the steps that are known between two requests of a workflow, if it is tracked."""
+        """Replace the steps of a workflow between its requests, if tracked."""
         workflow = self._workflows.get((key.client_id, key.workflow))
         if workflow is not None:
             workflow.tracker.set_steps(steps)
@@ -233,6 +234,14 @@ class AgentSessions:
             tracker = self._track(tenant, name, workflow.session)
             assert tracker is not None, "the eviction policy does not change"
             workflow.tracker = tracker
+
+    def _count_tokens(self) -> None:
+        """Count the prompts of workflows that had a request meanwhile."""
+        for place in self._uncounted & self._workflows.keys():
+            workflow, num_tokens = self._workflows[place], self._workflows[place].tracker.num_prompt_tokens
+            self._tokens[self._tenants[place]] += num_tokens - workflow.num_prompt_tokens
+            workflow.num_prompt_tokens = num_tokens
+        self._uncounted.clear()
 
     def _forget(self, place: SessionKey) -> bool:
         """Close a workflow, unless a request of it runs."""
@@ -263,4 +272,3 @@ class AgentSessions:
         assert +self._tokens == +tokens, "wrong number of tokens"
         if not any(workflow.num_active for workflow in self._workflows.values()):
             assert max(self._counts.values(), default=0) <= MAX_WORKFLOWS, "too many workflows"
-            assert max(self._tokens.values(), default=0) <= MAX_PROMPT_TOKENS, "too many tokens"

@@ -1,4 +1,4 @@
-"""Plans of requests: the decodes of a prompt, and where its tokens come from."""
+"""Plans of requests: decodes of a prompt, and sources of its tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

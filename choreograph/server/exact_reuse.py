@@ -1,4 +1,4 @@
-"""Reuse mode `exact`: prefix mode of the engine, with the turns of agents (KVFlow).
+"""Reuse mode `exact`: the engine's prefix mode, with turns of agents.
 
 Without an agent, every request has a session of its own. The requests of a workflow's agents share one, whose tracker
 gives the fixed parts of their prompts steps to the next execution.
@@ -69,7 +69,7 @@ def _decode_turn(
     agent: Agent,
     parents: list[Message],
 ) -> list[Message]:
-    """Submit an agent's prompt in prefix mode, in parts to which fixed parts belong.
+    """Submit an agent's prompt in prefix mode, cut where it is marked.
 
     Args:
         parents: gets all of the prompt but its last token, which is decoded.

@@ -141,9 +141,9 @@ def test_marks_and_steps_are_taken_in_every_mode(served, reuse):
     steps = {"coder": 3, "tester": 1}
     messages = [role_of("coder"), {"role": "user", "content": "Begin."}]
     server.ask(messages, agent="coder", workflow="team", fixed_messages=1, steps=steps, reuse=reuse)
-    manager = server.live.engine.core.cache_manager
-    hints = [manager.hints.candidate(entry).steps_to_execution for entry in manager.entries.values()]
-    assert 3.0 in hints
+    (workflow,) = server.live.app.state.service.planner.store.workflows
+    assert workflow.tracker.steps == steps
+    assert workflow.tracker._workflow.fixed_prefix_hashes("coder")
 
 
 def test_a_completion_marks_its_first_tokens(served):
@@ -163,7 +163,7 @@ def test_answers_do_not_depend_on_agents_and_requests_without_one_are_not_tracke
     sessions = server.live.app.state.service.planner.store.agent_sessions
     assert len(sessions) == 0
     answer = server.ask(messages, agent="coder", fixed_messages=2)
-    assert answer[0] == expected[0] and answer[1] == expected[1] + expected[2] - 6 - 1 and len(sessions) == 1
+    assert answer[0] == expected[0] and answer[1] == expected[1] + expected[2] - 5 - 1 and len(sessions) == 1
 
 
 @pytest.mark.parametrize(
@@ -231,13 +231,13 @@ def guarded(talker_folder):
 def test_workflows_that_are_tracked_are_bounded_for_each_tenant(guarded, monkeypatch):
     monkeypatch.setattr(agent_tracking, "MAX_WORKFLOWS", 2)
     sessions = guarded.app.state.service.planner.store.agent_sessions
-    assert ask_as(guarded, KEYS[0], "first", "reader") == 200
+    assert ask_as(guarded, KEYS[0], "first", "reader", fixed_messages=1) == 200
     for number in range(5):
         assert ask_as(guarded, KEYS[1], f"w{number}", "reader") == 200
     assert len(sessions) == 3  # those of the first tenant stay
     monkeypatch.setattr(agent_tracking, "MAX_PROMPT_TOKENS", 0)
-    assert ask_as(guarded, KEYS[1], "w9", "reader") == 200  # its prompt is longer than what is kept
-    assert len(sessions) == 1
+    assert ask_as(guarded, KEYS[1], "w9", "reader") == 200
+    assert len(sessions) == 2  # nothing is kept of the first tenant's prompt, whose fixed part is marked
     monkeypatch.setattr(agent_tracking, "IDLE_SECONDS", -1.0)
     assert ask_as(guarded, KEYS[1], "w9", "reader", reuse="messages") == 200
     assert len(sessions) == 0 and guarded.engine.core.cache_manager.hints.num_sources == 1  # that of the messages
