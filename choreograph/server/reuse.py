@@ -86,6 +86,9 @@ def plan_auto(
             builder.reuse_span(span.key, span.source_start, span.source_start + span.stop - span.start)
             position = span.stop
         position = builder.reuse_prefix(tokens, position, limit)
+        if position < (end := min(step.fixed_tokens or 0, limit)):  # a part of its own, which can be marked
+            builder.compute(tokens[position:end])
+            position = end
         return builder.decode(tokens[position:], [])
     except BaseException:
         builder.abort()
