@@ -34,7 +34,7 @@ class FixedPrefix:
         self.keys: dict[bytes, None] | None = {}  # None: to be computed again
         self._is_explicit = False  # something was marked, so nothing is inferred
         self._last_parents: list[tuple[Request, ...]] = []  # of each decode of the last turn
-        self._last_prompts: list[list[int]] = []  # tokens of each decode of the last turn, in prefix mode
+        self._last_prompts: list[list[int]] = []  # prompts of the last turn, in prefix mode, to infer from
         self._turn_prompts: list[list[int]] = []  # the same of the turn in progress
         self._turn_keys: set[bytes] = set()  # keys of fixed parts in the prompts of the turn in progress
 
@@ -43,6 +43,11 @@ class FixedPrefix:
         self._marks[request.id] = self._unresolved[request.id] = request, end
         self.keys = None
         self._is_explicit = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts that the next ones are compared with."""
+        return sum(map(len, (*self._last_prompts, *self._turn_prompts)))
 
     def resolve(self) -> dict[bytes, None]:
         """Compute `keys`: all fixed parts and everything that these attend to."""
@@ -66,8 +71,11 @@ class FixedPrefix:
                 mark, start = self._marks[parent.id][1], part[0] if part else 0
                 end = len(tokens) + (len(visible) if mark is None else max(0, min(mark - start, len(visible))))
             tokens += visible
-        self._turn_prompts.append(tokens)
-        if infer and not self._is_explicit:
+        if self._is_explicit:
+            self._last_prompts, self._turn_prompts = [], []
+        elif infer:
+            if tokens not in self._turn_prompts:  # several answers to one prompt
+                self._turn_prompts.append(tokens)
             end = max((common_prefix_len(last, tokens) for last in self._last_prompts), default=0)
         if end:
             key, cache_manager = prefix_key(decode.namespace, tokens[:end]), self._core.cache_manager

@@ -173,6 +173,11 @@ class Workflow:
                 self._finish_turn(turn)
                 self._update_hints()
 
+    def set_steps(self, steps: Mapping[str, float | None]) -> None:
+        """Replace the steps to the next execution of every agent."""
+        self._client_steps = _check_steps(steps)
+        self._update_hints()
+
     def mark_fixed(self, agent: str, messages: Iterable[Message | MessageSlice]) -> None:
         """Mark messages as the fixed part of an agent's prompt.
 
@@ -268,6 +273,11 @@ class Workflow:
     def fixed_prefix_hashes(self, agent: str) -> list[bytes]:
         """Hashes of an agent's fixed messages, or of its prompt's start."""
         return list(self._fixed[agent].resolve()) if agent in self._fixed else []
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of last prompts, from which fixed parts are inferred."""
+        return sum(prefix.num_prompt_tokens for prefix in self._fixed.values())
 
     def _update_hints(self) -> None:
         if self._closed:

@@ -90,6 +90,36 @@ def split_unused(cache_manager: "KVCacheManager", entries: Iterable[KVEntry]) ->
                 _split(cache_manager, tree, entry, cut)
 
 
+def split_path(cache_manager: "KVCacheManager", path: Iterable[KVSlice], num_tokens: int) -> None:
+    """Cut prefix-mode entries after what a prompt uses of them.
+
+    Only if its own tokens do not fit. The first prompt ever would stay whole otherwise, since all others use its start.
+    """
+    pool = cache_manager.pool
+    if pool.num_pages_for(num_tokens) <= pool.free_pages:
+        return
+    for entry, start, count, *_ in path:
+        _split_at(cache_manager, entry, start + count)
+
+
+def split_used(cache_manager: "KVCacheManager") -> None:
+    """Cut prefix-mode entries of which running requests use only the start."""
+    for entry in list(cache_manager.resident.values()):
+        if entry.prefix_tree is not None and entry.in_use:
+            for end in sorted({*entry.prefix_tree.branch_points(entry), *entry.fixed_ends}, reverse=True):
+                _split_at(cache_manager, entry, end)
+
+
+def _split_at(cache_manager: "KVCacheManager", entry: KVEntry, end: int) -> None:
+    """Cut an entry at the page after token `end`, if unused there."""
+    tree, cut = entry.prefix_tree, -(-end // entry.page_size) * entry.page_size
+    if tree is None or not entry.is_complete or entry.transfer is not None or not tree.can_split(entry, cut):
+        return
+    used_end = tree.used_end(entry)
+    if used_end is not None and used_end <= cut:
+        _split(cache_manager, tree, entry, cut)
+
+
 def _split(cache_manager: "KVCacheManager", tree: "PrefixTree", entry: KVEntry, cut: int) -> None:
     """Move the tokens from `cut` on, in whole pages, to another entry."""
     for copy in list(entry.tier_copies.values()):

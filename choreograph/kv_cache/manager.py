@@ -13,7 +13,7 @@ from ..outputs import BASE_MODEL
 from .allocation import allocate_pages, grow_entry
 from .entry import KVEntry, KVSlice
 from .eviction import EVICTION_POLICIES, HintRegistry, PinTable
-from .fixed_parts import FixedPartIndex, split_unused
+from .fixed_parts import FixedPartIndex, split_unused, split_used
 from .pool import KVPool
 from .prefetch import EVICTION_SLACK_DIVISOR, Prefetcher
 from .prefix_tree import PrefixTree, SharedHeaderIndex
@@ -237,6 +237,7 @@ class KVCacheManager:
     def reclaim(self, num_pages: int, partial: bool) -> None:
         """Evict entries until `num_pages` pages are free, or raise."""
         pool, jobs = self.pool, self.offload_manager.jobs
+        split_used(self)
         candidates = self.evictable(partial)
         reclaimable = self.num_free(partial) + sum(len(entry.pages) for entry in candidates)
         split_unused(self, candidates)

@@ -89,6 +89,20 @@ class PrefixTree:
                 ancestors += children
                 yield from children
 
+    def used_end(self, entry: KVEntry) -> int | None:
+        """Return the token at which all owners of an entry leave it.
+
+        None if some owner is no request whose own entry is below: it may use all tokens.
+        """
+        others, end = set(entry.owners), 0
+        for index, siblings in self._children.get(entry, {}).items() if others else ():
+            for child, _ in siblings.values():
+                for below in (child, *self.descendants(child)):
+                    if not entry.owners.isdisjoint(below.owners):
+                        others -= below.owners
+                        end = max(end, index)
+        return None if others else end
+
     def branch_points(self, entry: KVEntry) -> Iterable[int]:
         """Return the tokens of an entry at which others are attached."""
         return self._children.get(entry, ())
@@ -108,7 +122,7 @@ class PrefixTree:
     def split(self, entry: KVEntry, index: int, tail: KVEntry) -> None:
         """Attach `tail`, the tokens of `entry` from `index` on, with their children.
 
-        Contexts that refer to these tokens are rewritten. No request may use the entry.
+        Contexts that refer to these tokens are rewritten. No request may use them.
         """
         first_token = tail.tokens[0]
         by_index = self._children.setdefault(entry, {})

@@ -8,9 +8,9 @@ from html import escape
 from typing import NamedTuple
 
 from ..config import parse_capacity
+from .answer_plan import SOURCES
 from .playground import ModeResult
 from .request_log import MessageRow
-from .reuse import SOURCES
 from .service import ANONYMOUS, InferenceService
 
 WINDOW, MAX_SHOWN = 60.0, 20  # seconds and requests of the timeline

@@ -4,12 +4,13 @@ All functions run in the engine's thread, but those of `MessageStore` that find 
 """
 
 import itertools
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..agents import StepGraph, Workflow
+from ..agents import StepGraph
 from ..engine.budget import Budget
 from ..engine.engine import Engine
 from ..engine.labels import Labels, OnLeak
@@ -18,6 +19,8 @@ from ..engine.request import RequestState
 from ..engine.session import Session
 from ..kv_cache.entry import KVEntry
 from ..namespace import Client
+from .agent_tracking import AgentSessions, AgentTracker
+from .api_errors import ApiError
 from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
@@ -159,7 +162,7 @@ def find_content(indexes: Iterable[MessageIndex], key: object, *, allow_partial:
 class StoredWorkflow:
     """Stored messages of one workflow, and their session."""
 
-    def __init__(self, session: Session, tracker: Workflow | None) -> None:
+    def __init__(self, session: Session, tracker: AgentTracker | None) -> None:
         self.session = session
         self.tracker = tracker  # of the agents, for eviction by steps to the next use
         self.num_active = 0  # requests that run
@@ -185,14 +188,19 @@ class MessageStore:
 
     Args:
         max_tokens: of one tenant.
+        shadow_calls: share of calls that budgets measure.
+        max_graphs: declared step graphs of one tenant.
     """
 
-    def __init__(self, engine: Engine, max_tokens: int, shadow_calls: float = 0.0) -> None:
-        self._shadow_calls = shadow_calls  # share of calls that budgets measure
+    def __init__(
+        self, engine: Engine, max_tokens: int, shadow_calls: float = 0.0, max_graphs: int = sys.maxsize
+    ) -> None:
+        self._shadow_calls, self._max_graphs = shadow_calls, max_graphs
         self._engine, self._max_tokens = engine, max_tokens
         self._workflows: dict[WorkflowKey, StoredWorkflow] = {}
         self._tenants: dict[str, _TenantMessages] = {}
         self.graphs: dict[tuple[str, str], StepGraph] = {}  # declared ones, by tenant and workflow
+        self.agent_sessions = AgentSessions(engine, self.track)  # of requests that keep no messages
         self.agent_labels: dict[tuple[str, str], Mapping[str, frozenset[str]]] = {}  # declared with them, by agent
 
     @property
@@ -269,11 +277,26 @@ class MessageStore:
             budgets.popitem(last=False)
         return budget
 
-    def track(self, tenant: str, name: str, session: Session) -> Workflow | None:
+    def track(self, tenant: str, name: str, session: Session) -> AgentTracker | None:
         """Track the agents of a workflow if the eviction policy uses it."""
         if self._engine.core.config.cache.eviction != "workflow":
             return None
-        return Workflow(session, self.graphs.get((tenant, name)))
+        return AgentTracker(session, self.graphs.get((tenant, name)))
+
+    def declare(self, tenant: str, name: str, graph: StepGraph, labels: Mapping[str, frozenset[str]]) -> None:
+        """Declare the step graph of a workflow, as a client does.
+
+        Raises:
+            ApiError: if the tenant has too many.
+        """
+        num_graphs = sum(owner == tenant for owner, _ in self.graphs)
+        if num_graphs >= self._max_graphs and (tenant, name) not in self.graphs:
+            raise ApiError(
+                429,
+                f"{self._max_graphs} step graphs of this key are declared, its share: delete one",
+                code="too_many_graphs",
+            )
+        self.set_graph(tenant, name, graph, labels)
 
     def set_graph(
         self, tenant: str, name: str, graph: StepGraph | None, labels: Mapping[str, frozenset[str]] | None = None
@@ -289,10 +312,14 @@ class MessageStore:
             self.agent_labels[tenant, name] = labels
         if graph is not None:
             self.graphs[tenant, name] = graph
+            own = [place for place in self.graphs if place[0] == tenant]
+            for place in own[: max(0, len(own) - self._max_graphs)]:  # of a replica, which is sent those that it lacks
+                del self.graphs[place]
         for key, workflow in self._workflows.items():
             if (key.tenant, key.workflow) == (tenant, name) and workflow.tracker is not None:
                 workflow.tracker.close()
                 workflow.tracker = self.track(tenant, name, workflow.session)
+        self.agent_sessions.set_graph(tenant, name)
 
     def close(self, key: WorkflowKey) -> None:
         """End a request's use of a workflow; drop what exceeds the limit."""
@@ -348,6 +375,7 @@ class MessageStore:
         for messages in self._tenants.values():
             while messages.stored:
                 self._drop(next(iter(messages.stored)), messages)
+        self.agent_sessions.clear()
 
     def _drop(self, stored: StoredMessage, messages: _TenantMessages) -> None:
         key, workflow, index = messages.stored.pop(stored), stored.workflow, stored.index
@@ -373,6 +401,7 @@ class MessageStore:
 
     def check(self) -> None:
         """Raise AssertionError if counts and indexes disagree."""
+        self.agent_sessions.check()
         for tenant, messages in self._tenants.items():
             assert messages.num_tokens == sum(len(stored.tokens) for stored in messages.stored), "wrong token count"
             assert all(key.tenant == stored.tenant == tenant for stored, key in messages.stored.items()), "wrong tenant"

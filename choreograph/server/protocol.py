@@ -40,12 +40,25 @@ class _Body(BaseModel):
 LabelNames = list[Annotated[str, Field(min_length=1, max_length=256)]]
 
 
+MAX_NAME_CHARS = 256  # of workflows and agents
+
+AgentName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+Steps = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
 class ChoreographyOptions(_Body):
     """Reuse of messages that are not a prefix."""
 
     reuse: ReuseMode | None = None  # None: the server's default
     workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
-    agent: Annotated[str, Field(max_length=256)] | None = None  # name of the caller, for reports
+    agent: AgentName | None = None  # whose turn it is: for reports, and for eviction by steps
+    # to the next execution of every agent, None for never; None: those of the declared graph, or learned ones
+    steps: Annotated[dict[AgentName, Steps | None], Field(max_length=256)] | None = None
+    fixed_messages: Annotated[int, Field(strict=True, ge=1)] | None = (
+        None  # first ones, equal in every turn of the agent
+    )
+    fixed_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None  # the same, of the rendered prompt
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
     # divergence from prefix mode to stay within, nats a token; None: the server's default
     max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

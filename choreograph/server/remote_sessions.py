@@ -13,7 +13,6 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from ..agents import Workflow
 from ..engine.labels import OnLeak
 from ..engine.message import Message, MessageSlice
 from ..engine.request import RequestState
@@ -26,6 +25,7 @@ from ..namespace import UNSALTED, Client
 from ..outputs import BASE_MODEL, KVReuse, Mode, TokenLogprob
 from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
+from .agent_tracking import AgentTracker
 from .api_errors import ApiError, prompt_too_long, to_api_error
 from .engine_thread import Generation
 from .request_log import SESSION
@@ -141,7 +141,7 @@ class RemoteSessions:
         self._sessions: dict[tuple[str, str], Session] = {}
         self._used: dict[tuple[str, str], float] = {}  # time.monotonic() of the last call
         self._messages: dict[tuple[str, str], dict[str, Message]] = {}  # unreleased ones by id
-        self._trackers: dict[tuple[str, str], Workflow | None] = {}  # of the agents
+        self._trackers: dict[tuple[str, str], AgentTracker | None] = {}  # of the agents
 
     def open(self, tenant: str, body: SessionBody) -> str:
         now = time.monotonic()

@@ -10,9 +10,9 @@ from ..prompt_cache.cache import PromptCache, layout_schema
 from ..prompt_cache.layout import Layout
 from ..prompt_cache.parser import load_schema
 from ..prompt_cache.resolve import ResolvedPrompt
+from .answer_plan import Answer, Plan, SourceCounts, decode_all
 from .api_errors import ApiError
 from .chat_prompt import ChatPrompt
-from .reuse import Answer, Plan, SourceCounts, decode_all
 
 
 class SchemaStore:
