@@ -119,7 +119,7 @@ class RemoteMessage:
 
     def __init__(self, session: "RemoteSession", kind: str, parents: tuple[Any, ...], reply: Mapping[str, Any]) -> None:
         self._session, self.kind, self.parents = session, kind, parents
-        self.id: int = reply["id"]
+        self.id: str = reply["id"]
         self.model: str = reply["model"]
         self.role: str | None = reply["role"]
         self.labels = frozenset[str](reply["labels"])
@@ -215,7 +215,7 @@ class RemoteMessage:
 class RemoteSession(ChatTurns):
     """Session of a server, with the calls of `Session`."""
 
-    def __init__(self, engine: RemoteEngine, session_id: int, mode: Mode) -> None:
+    def __init__(self, engine: RemoteEngine, session_id: str, mode: Mode) -> None:
         self._engine, self.id, self.mode = engine, session_id, mode
         self.closed = False
 

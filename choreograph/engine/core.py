@@ -31,7 +31,7 @@ from ..utils import DeferSigintLock
 from .cross_model import CrossModelReuse
 from .fault_isolation import find_unschedulable
 from .model_runner import Batch, ModelRunner
-from .placement import cache_salt, insert_into_prefix_tree
+from .placement import insert_into_prefix_tree, namespace_of
 from .repair.planner import RepairPlanner
 from .request import Request, RequestState, wrap_error
 from .residency import ContextLoader
@@ -349,8 +349,9 @@ class EngineCore:
                 entry.tokens.pop()
             entry.tokens += request.footer
             entry.num_final_tokens = len(entry.tokens)
-            salt = cache_salt(request, self.hf_model.model_info)
-            self.cache_manager.register(entry, content_hash(salt, entry.tokens, entry.base_position, entry.context))
+            namespace = namespace_of(request, self.hf_model.model_info)
+            key = content_hash(namespace, entry.tokens, entry.base_position, entry.context)
+            self.cache_manager.register(entry, key)
             return
         if decode_state.tokens:
             entry.tokens.pop()  # its KV was not computed; a later prompt computes it if needed

@@ -14,6 +14,7 @@ from ..errors import ConfigError, InvalidPositionError, InvalidRequestError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import FinishReason, KVReuse, Timing, TokenLogprob, Usage
 from .core import EngineCore
+from .cross_model import LayerPattern
 from .explain import Explanation, explain
 from .kv_export import KVSnapshot, export_kv, pin, unpin
 from .placement import resolve_offsets
@@ -49,6 +50,11 @@ class MessageSlice:
         return self.message.position + self.start
 
 
+# of a variant of a message: the reuse mode or the layers by which another model computed it, or the labels that its
+# readers may see; "sent" and "below" are messages that it needs and releases
+VariantKind = str | LayerPattern | frozenset[str]
+
+
 class DecodeProgress(NamedTuple):
     """What a decode has generated since the last look at it."""
 
@@ -69,7 +75,7 @@ class Message:
         self.role: str | None = None  # of a chat turn
         self.imported_from: Message | None = None  # the original of an imported message
         self.kv_reuse: KVReuse = "recompute"  # for parents of other models
-        self.variants: dict[tuple[str, str], Message] = {}  # by (model, reuse mode or clearance)
+        self.variants: dict[tuple[str, VariantKind], Message] = {}  # by model and kind
         self.clearance: frozenset[str] | None = None  # labels that it may attend to; None: all
         self.on_leak = "reencode"  # what happens to parents with other labels
         self.on_release: Callable[[Message], None] | None = None

@@ -15,6 +15,7 @@ from jaxtyping import Bool
 
 from ..errors import ChoreographError, RequestFailedError
 from ..kv_cache.entry import KVEntry, KVSlice
+from ..namespace import Namespace
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
 from ..stop_strings import ROOT
@@ -135,7 +136,7 @@ class DecodeState:
             self.text += self.detokenizer.flush()
 
     def _append_text(self, piece: str, can_stop: bool) -> bool:
-        """Append text up to the first stop string; return whether there is one.
+        """Append text up to a stop string; return whether one ends it.
 
         Only a stop string that ends in the piece counts: `min_tokens` excluded earlier ones.
         """
@@ -173,7 +174,7 @@ class Request:
     id: int
     session_id: int
     mode: Mode
-    cache_salt: str  # separates the cache by model, client and labels
+    namespace: Namespace  # separates the cache by model, client and labels
     prompt: list[int]  # tokens of a prefill, or the header of a decode
     parents: tuple["Request", ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
@@ -233,7 +234,7 @@ class Request:
     @classmethod
     def for_recompute(cls, id: int, entry: KVEntry, weights_group: str) -> "Request":
         """Create a prefill that recomputes an existing entry in its own pages."""
-        request = cls(id, 0, "choreographed", "", list(entry.tokens), (), (), None, ())
+        request = cls(id, 0, "choreographed", Namespace(), list(entry.tokens), (), (), None, ())
         request.is_recompute, request.state, request.num_skipped_steps = True, RequestState.RUNNING, 1 << 30
         request.model, request.weights_group, request.computed_layers = (
             entry.model,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CacheFullError, ChoreographError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..kv_cache.entry import KVEntry
+from ..kv_cache.fixed_parts import split_path
 from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
 from .model_runner import Batch
@@ -154,6 +155,8 @@ class Scheduler:
         request.resolve_dependencies()
         self._core.cross_model_reuse.resolve(request)
         placement = PLACERS[request.mode](request, cache, model_info)
+        if request.mode == "prefix":
+            split_path(cache, placement.context, len(placement.tokens) + 1)
         # it may not fit together with entries of which it reads a part
         if request.mode == "prefix" and (
             request.skips_prefix or not self._core.context_loader.fits(request, placement)

@@ -11,6 +11,7 @@ from fastapi import Request
 
 from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
+from .agent_tracking import agent_step
 from .chat_prompt import answer_key
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
@@ -145,6 +146,7 @@ def prepare(
         prompt = replace(prompt, offsets=tuple(offsets))
     requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     check_scored_size(service, body, [prompt])
+    step = agent_step(agent, body.choreography, [prompt])
     max_tokens = service.max_tokens(requested, [prompt], param)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
@@ -167,6 +169,8 @@ def prepare(
         body.priority or 0,
         body.repair,
         body.max_kl,
+        steps=step.steps,
+        fixed_tokens=step.fixed_tokens,
     )
     return spec, parser_options
 

@@ -204,7 +204,7 @@ class EngineThread:
                 break
             if (is_idle or linger or has_first_text or self._has_caller) and not self._gather():
                 break
-            is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
+            had_pending = core.cache_manager.has_pending  # before the step, which polls transfers and may start others
             try:
                 has_stepped = core.step(wait=False)
             except BaseException as exc:  # no request's fault: all of them end with it
@@ -214,7 +214,7 @@ class EngineThread:
                 continue
             timeout = 0.0 if has_stepped else POLL_SECONDS
             has_first_text = self._deliver()
-            if not has_stepped and is_stuck:
+            if not (has_stepped or had_pending or core.cache_manager.has_pending):
                 for generation in list(self._active):
                     self._end(
                         generation, RequestFailedError("the request cannot run: nothing can be computed any more")

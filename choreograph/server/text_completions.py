@@ -10,6 +10,7 @@ from fastapi import Request
 
 from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
+from .agent_tracking import agent_step
 from .chat_completions import constraint_of, token_logprob
 from .chat_prompt import ChatPrompt
 from .engine_thread import ChoiceUpdate
@@ -48,7 +49,7 @@ def prepare_completion(
     prompts, schema_prompt = [], None
     schema_name = body.choreography.prompt_schema if body.choreography else None
     if schema_name is not None:
-        if not isinstance(body.prompt, str) or body.echo or body.salt or key.readable:
+        if not isinstance(body.prompt, str) or body.echo or any(body.salt) or key.readable:
             raise InvalidRequestError(
                 "prompt: with a schema use one PML text, without echo, cache_salt, extra_key and labels"
             )
@@ -64,6 +65,9 @@ def prepare_completion(
             raise InvalidRequestError("prompt: is empty: give at least one token")
         prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
     check_scored_size(service, body, prompts, body.n or 1)
+    step = agent_step(agent, body.choreography, prompts)
+    if schema_prompt is not None and step.fixed_tokens is not None:
+        raise InvalidRequestError("fixed_tokens: the schema names the fixed parts; leave it out")
     max_tokens = service.max_tokens(body.max_tokens, prompts, "prompt")
     seed = service.random_seed() if body.seed is None else body.seed
     sampling = body.sampling(max_tokens, body.logprobs, seed)
@@ -83,6 +87,8 @@ def prepare_completion(
         max_kl=body.max_kl,
         schema_prompt=schema_prompt,
         scores_every_answer=bool(body.stream),  # they begin at different times
+        steps=step.steps,
+        fixed_tokens=step.fixed_tokens,
     )
 
 

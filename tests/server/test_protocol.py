@@ -210,8 +210,15 @@ def test_salts_of_different_fields_differ():
     def salt(**fields):
         return ChatCompletionRequest(model="m", messages=ASK, **fields).salt
 
-    assert salt() == "" and salt(cache_salt="a") == "a"
-    assert len({salt(cache_salt="a"), salt(extra_key="a"), salt(cache_salt="a", extra_key="b")}) == 3
+    assert salt() == salt(cache_salt="", extra_key="")
+    pairs = [
+        {},
+        {"cache_salt": "a"},
+        {"extra_key": "a"},
+        {"cache_salt": "a", "extra_key": "b"},
+        {"cache_salt": '["a", "b"]'},
+    ]
+    assert len({salt(**pair) for pair in pairs}) == len(pairs)
 
 
 def test_tokenize_and_detokenize_know_the_models(live):
