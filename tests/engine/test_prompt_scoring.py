@@ -1,15 +1,20 @@
 """Log-probabilities of prompts: what a plain model gives, and the oracle's over every context."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
 from helpers.message_graphs import default_placements, graphs
+from helpers.model_configs import CONFIGS
+from helpers.model_configs import VOCABULARY as FAMILY_VOCABULARY
 from helpers.oracle import Oracle, OracleMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention_semantics import ORACLES, expected, make_engine, submit
+from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Repair
 from choreograph.engine import prompt_scoring
@@ -239,6 +244,9 @@ def test_nothing_is_generated_with_a_limit_of_no_token():
             assert message.usage.completion_tokens == 0
             after = session.decode([5], [message], max_tokens=2)
             assert len(after.output_token_ids) == 2
+            if mode == "prefix":
+                longer = session.decode([*TOKENS, 5, 6], max_tokens=1)
+                assert longer.usage.cached_tokens == len(TOKENS), "all of the prompt was computed, and is found"
             engine.run_until_idle()
             engine.check()
     assert score(engine.session(), [5]).prompt_logprobs == [None]
@@ -285,6 +293,26 @@ def test_a_released_message_stops_being_scored():
         engine.run_until_idle()
         engine.check()
         assert scores_of(score(session, TOKENS[30:], [parent])) == pytest.approx(plain_scores(TOKENS), abs=1e-4)
+    engine.check()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_has_the_scores_of_its_plain_model(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).float().eval()
+    config = EngineConfig(cache=CacheConfig(capacity=1024, page_size=4, poison_freed_pages=True))
+    engine = Engine.from_pretrained(model, config=config)
+    tokens = [(7 * i) % (FAMILY_VOCABULARY - 1) + 1 for i in range(24)]
+    rope = engine.core.hf_model.static_rope  # of the longest length, where tables depend on it
+    with rope.applied() if rope.is_dynamic else nullcontext():
+        wanted = plain_scores(tokens, model)
+    with engine.session(mode="prefix") as session:
+        for _ in range(2):
+            assert scores_of(score(session, tokens)) == pytest.approx(wanted, abs=1e-3)
+    with engine.session() as session:
+        first = session.prefill(tokens[:9])
+        second = session.prefill(tokens[9:15], [first])
+        assert scores_of(score(session, tokens[15:], [first, second])) == pytest.approx(wanted, abs=1e-3)
     engine.check()
 
 
