@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class EncodedTurn(Turn):
-    """Turn that was tokenized before: as complete turn, or as header and footer."""
+    """Turn that was tokenized before."""
 
     token_ids: tuple[int, ...] = ()  # of the complete turn, or of the header
     footer_ids: tuple[int, ...] = ()  # of a turn to be generated
