@@ -251,7 +251,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         chat, messages = to_chat(body, previous)
         spec, parser_options = prepare(service, chat, request, tenant, param="input")
         running = service.submit(request, spec)
-        answer = ResponseAnswer(body, running, parser_options, messages, service.engine.tokenizer)
+        answer = ResponseAnswer(service, body, running, parser_options, messages)
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:

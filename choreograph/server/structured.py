@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 import torch
 from jaxtyping import Bool
@@ -12,6 +11,8 @@ from torch import Tensor
 
 from ..errors import InvalidRequestError
 from ..utils import require
+from .grammar_limits import check_lark, check_schema, resolve
+from .output_parser import CALL_END, CALL_START, THINK_END
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
 
@@ -21,10 +22,27 @@ MAX_VISITS = 100_000  # of parts of a schema, to find out whether a value of it 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+class CallForm(NamedTuple):
+    """How a model writes a call."""
+
+    key: str  # of the arguments
+    start: str = ""  # before its JSON
+    end: str = ""
+    separator: str = ""  # between calls
+
+
+# forms by the name of their parser; calls that are required have no tags
+CALL_FORMS = {
+    "hermes": CallForm("arguments", f"{CALL_START}\n", f"\n{CALL_END}", "\n"),
+    "llama3_json": CallForm("parameters", separator="; "),
+    "required": CallForm("arguments"),
+}
+
+
 class Constraint(NamedTuple):
     """Grammar of an answer, in the form that llguidance compiles."""
 
-    kind: str  # json_object, json, regex, choice or grammar, for error messages
+    kind: str  # json_object, json, regex, choice, grammar or tools, for error messages
     grammar: str
 
 
@@ -41,7 +59,8 @@ def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint
     try:
         value = json.loads(schema) if isinstance(schema, str) else {"type": "object"} if schema is None else schema
         value = _close_objects(value)
-        text = json.dumps(value)
+        check_schema(value)
+        text = json.dumps(value, allow_nan=False)
         if not isinstance(value, (dict, bool)) or len(text) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"use a JSON Schema of at most {MAX_GRAMMAR_CHARS} characters")
         constraint = _checked(Constraint(kind, llguidance.LLMatcher.grammar_from_json_schema(text, JSON_STYLE)))
@@ -91,7 +110,7 @@ def _check_ends(root: Any) -> None:
 
     while not ends(root):
         size = len(references), len(finite)
-        finite.update([reference for reference in references - finite if ends(_resolve(root, reference))])
+        finite.update([reference for reference in references - finite if ends(resolve(root, reference))])
         if size == (len(references), len(finite)):
             raise ValueError(
                 "the schema admits no finite value: check for recursion without an alternative and required properties not listed"
@@ -101,22 +120,6 @@ def _check_ends(root: Any) -> None:
 def _list_in(schema: dict[str, Any], key: str) -> list[Any]:
     value = schema.get(key)
     return value if isinstance(value, list) else []
-
-
-def _resolve(root: Any, reference: str) -> Any:
-    """Return the schema of a reference within the document; True for others."""
-    if reference != "#" and not reference.startswith("#/"):
-        return True
-    value = root
-    for part in unquote(reference).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-            value = value[int(name)]
-        else:
-            return True
-    return value
 
 
 def _close_objects(schema: Any) -> Any:
@@ -150,9 +153,8 @@ def choice_constraint(choices: Sequence[str]) -> Constraint:
     """Allow one of several texts."""
     if not choices or not all(choices):
         raise InvalidRequestError(f"choice={list(choices)!r:.60}: use one or more texts that are not empty")
-    llguidance = require("llguidance", "serve")
     alternatives = " | ".join(json.dumps(choice) for choice in choices)
-    return _checked(Constraint("choice", llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")))
+    return _joined("choice", f"start: {alternatives}")
 
 
 def grammar_constraint(grammar: str) -> Constraint:
@@ -160,9 +162,65 @@ def grammar_constraint(grammar: str) -> Constraint:
     llguidance = require("llguidance", "serve")
     try:
         lark = llguidance.gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar
+        check_lark(lark)
     except Exception as exc:  # the converter raises what its parser meets
         raise InvalidRequestError(f"grammar: {_one_line(str(exc))}") from None
-    return _checked(Constraint("grammar", llguidance.LLMatcher.grammar_from_lark(lark)))
+    return _joined("grammar", lark)
+
+
+def call_constraint(
+    functions: Sequence[Mapping[str, Any]], form: CallForm, *, is_single: bool, answer: Constraint | None = None
+) -> Constraint:
+    """Allow calls of functions, or instead an answer of another grammar.
+
+    Each function's arguments are a grammar of their own: `$ref` starts at the root of its parameters.
+
+    Args:
+        is_single: one call at most.
+
+    Raises:
+        InvalidRequestError: if the parameters of a function are no schema that can be enforced.
+    """
+    calls, parts = list[str](), list[dict[str, Any]]()
+    for number, function in enumerate(functions):
+        try:
+            arguments = json_constraint(_arguments_schema(function.get("parameters")))
+        except InvalidRequestError as exc:
+            reason = str(exc).removeprefix("json: ")
+            raise InvalidRequestError(f"tools: parameters of {function['name']:.80}: {reason}") from None
+        parts += _named(arguments, f"arguments{number}")
+        start = f'{form.start}{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{form.key}": '
+        calls.append(f"{json.dumps(start)} @arguments{number} {json.dumps('}' + form.end)}")
+    call, alternative = f"({' | '.join(calls)})", ""
+    if not is_single:
+        call += f" ({json.dumps(form.separator)} {call})*"
+    if answer is not None:
+        parts += _named(answer, "answer")
+        alternative = " | @answer"
+    return _joined("tools", f"start: {call}{alternative}", parts)
+
+
+def after_reasoning(constraint: Constraint) -> Constraint:
+    """Allow any text up to the end of the reasoning, and then an answer of a grammar."""
+    lark = f"start: reasoning /\\n*/ @answer\nreasoning[suffix={json.dumps(THINK_END)}]: /(?s:.*)/"
+    return _joined(constraint.kind, lark, _named(constraint, "answer"))
+
+
+def _arguments_schema(parameters: Any) -> Any:
+    """Return the schema of a call's arguments: without properties, there are none."""
+    is_open = isinstance(parameters, dict) and parameters.keys() - {"type", "title", "description", "$schema", "strict"}
+    return parameters if is_open else {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _named(constraint: Constraint, name: str) -> list[dict[str, Any]]:
+    """Return the grammars of a constraint, the first of which gets a name."""
+    first, *others = json.loads(constraint.grammar)["grammars"]
+    return [{**first, "name": name}, *others]
+
+
+def _joined(kind: str, lark: str, parts: Sequence[dict[str, Any]] = ()) -> Constraint:
+    """Return the constraint of a grammar in Lark's syntax that may refer to others by @name."""
+    return _checked(Constraint(kind, json.dumps({"grammars": [{"lark_grammar": lark}, *parts]})))
 
 
 def _checked(constraint: Constraint) -> Constraint:
@@ -194,16 +252,12 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._executor = ThreadPoolExecutor(1, "grammar-mask")
 
-    def mask(self, constraint: Constraint, starts_after: int | None = None) -> "GrammarMask":
-        """Return the mask of one answer, whose first values are being computed.
-
-        Args:
-            starts_after: token that ends the reasoning, before which any token is allowed.
-        """
+    def mask(self, constraint: Constraint) -> "GrammarMask":
+        """Return the mask of one answer, whose first values are being computed."""
         matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequestError(f"{constraint.kind}: {_one_line(matcher.get_error())}")
-        return GrammarMask(constraint.kind, matcher, self._vocab_size, self._executor, starts_after)
+        return GrammarMask(constraint.kind, matcher, self._vocab_size, self._executor)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -216,25 +270,16 @@ class GrammarMask:
     runs. When the grammar is complete and cannot continue, only the end of the sequence is allowed.
     """
 
-    def __init__(
-        self, kind: str, matcher: Any, vocab_size: int, executor: ThreadPoolExecutor, starts_after: int | None
-    ) -> None:
+    def __init__(self, kind: str, matcher: Any, vocab_size: int, executor: ThreadPoolExecutor) -> None:
         self._kind, self._matcher, self._vocab_size, self._executor = kind, matcher, vocab_size, executor
-        self._starts_after = starts_after
         self._next: Future[Tensor] = executor.submit(self._compute)
 
     def allowed(self) -> Bool[Tensor, " V"]:
         """Return the allowed tokens; see `TokenMask`."""
-        if self._starts_after is not None:
-            return torch.ones(self._vocab_size, dtype=torch.bool)
         return self._next.result()
 
     def advance(self, token: int) -> None:
         """Append a token; see `TokenMask`."""
-        if self._starts_after is not None:
-            if token == self._starts_after:
-                self._starts_after = None
-            return
         if self._matcher.is_stopped():
             return  # the token that ends the answer
         if not self._matcher.consume_token(token):

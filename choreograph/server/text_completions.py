@@ -2,19 +2,19 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import Request
 
 from ..errors import InvalidRequestError
-from ..outputs import TokenLogprob
-from .chat_completions import constraint_of
+from .answers import Answer, AnswerLoop, ParserOptions, StreamUsage
+from .chat_completions import constraint_of, end_with_grammar
 from .chat_prompt import ChatPrompt
-from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest, check_stream_options
-from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
+from .service import GenerationSpec, InferenceService, RunningRequest
+from .token_text import PlacedToken, completion_logprobs
 
 MAX_PROMPTS = 128
 
@@ -57,6 +57,8 @@ def prepare_completion(
     seed = service.random_seed() if body.seed is None else body.seed
     sampling = body.sampling(max_tokens, body.logprobs, seed)
     constraint = constraint_of(body.response_format, body.structured_outputs)
+    if constraint is not None:
+        sampling = end_with_grammar(service, sampling)
     if reuse == "messages":
         reuse = "auto"  # a prompt has no messages
     return GenerationSpec(
@@ -78,81 +80,74 @@ class CompletionAnswer:
     """Answer of one completion request, whole or streamed."""
 
     def __init__(self, service: InferenceService, body: CompletionRequest, running: RunningRequest) -> None:
-        self._tokenizer, self._body, self._running = service.engine.tokenizer, body, running
+        self._tokenizer, self._body = service.engine.tokenizer, body
+        self._loop = AnswerLoop(
+            service,
+            running,
+            ParserOptions(),
+            has_logprobs=body.logprobs is not None,
+            returns_ids=bool(body.return_token_ids),
+        )
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = body.model
         running.name_response(self._head["id"], body.model)
-        self._offsets = [0] * running.num_choices  # characters sent of every answer
 
-    def _echoed(self, index: int) -> str:
+    def _echoed(self, answer: Answer) -> str:
         if not self._body.echo:
             return ""
-        prompt = self._body.prompts[index // self._running.spec.num_answers]
+        prompt = self._body.prompts[answer.index // self._loop.running.spec.num_answers]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _prompt_ids(self, index: int) -> dict[str, Any]:
-        if not self._body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self._running.spec.prompts[index // self._running.spec.num_answers].tokens}
+    def _prompt_ids(self, answer: Answer) -> dict[str, Any]:
+        return {"prompt_token_ids": self._loop.prompt_of(answer).tokens} if self._body.return_token_ids else {}
 
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request that does not stream."""
-        choices = []
-        for index, updates in enumerate(await self._running.complete()):
-            text = self._echoed(index) + "".join(update.text for update in updates)
-            logprobs = [item for update in updates for item in update.logprobs]
-            choice = {"index": index, "text": text, "finish_reason": updates[-1].finish_reason}
-            choice["logprobs"] = self._logprobs(index, logprobs)
-            if self._body.return_token_ids:
-                choice["token_ids"] = [token for update in updates for token in update.token_ids]
-            choices.append(choice | self._prompt_ids(index))
-        return {**self._head, "choices": choices, "usage": self._running.usage()}
+        await self._loop.complete()
+        choices = [
+            self._choice(answer, self._echoed(answer) + answer.content, answer.tokens, answer.finish_reason)
+            | self._prompt_ids(answer)
+            for answer in self._loop.answers
+        ]
+        return {**self._head, "choices": choices, "usage": self._loop.usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
-        body, echoed = self._body, set[int]()
-        usage = StreamUsage(self._running, body.stream_options)
-
-        def event(update: ChoiceUpdate, text: str, is_first: bool = False) -> str:
-            choice = self._choice(update, text) | (self._prompt_ids(update.index) if is_first else {})
-            return sse({**self._head, "choices": [choice], **usage.fields(update.index)})
-
+        body, loop, started = self._body, self._loop, set[int]()
+        usage = StreamUsage(loop, body.stream_options)
         is_plain = body.logprobs is None and not body.return_token_ids and not usage.is_continuous
-        text_events = TextEvents(lambda index, text: event(ChoiceUpdate(index, text, [], []), text))
-        async for updates in self._running.updates():
-            events = []
-            for update in updates:
-                is_first = update.index not in echoed
-                text = self._echoed(update.index) + update.text if is_first else update.text
-                echoed.add(update.index)
-                usage.add(update)
-                if is_plain and text and update.finish_reason is None:
-                    events.append(text_events.event(update.index, text))
-                elif text or not is_plain or update.finish_reason is not None:
-                    events.append(event(update, text, is_first))
-            if events:
-                yield "".join(events)
+
+        def chunk(answer: Answer, text: str, tokens: Sequence[PlacedToken] = (), reason: str | None = None) -> str:
+            choice = self._choice(answer, text, tokens, reason)
+            if answer.index not in started:
+                choice |= self._prompt_ids(answer)
+            return sse({**self._head, "choices": [choice], **usage.fields(answer)})
+
+        text_events = TextEvents(lambda index, text: chunk(loop.answers[index], text))
+        async for events in loop.steps():
+            chunks = []
+            for answer, event in events:
+                text = event.text if answer.index in started else self._echoed(answer) + event.text
+                if event.kind == "end":
+                    chunks.append(chunk(answer, text, reason=answer.finish_reason))
+                elif is_plain:
+                    chunks.append(text_events.event(answer.index, text))
+                else:
+                    chunks.append(chunk(answer, text, event.tokens))
+                started.add(answer.index)
+            if chunks:
+                yield "".join(chunks)
         if usage.is_included:
-            yield sse({**self._head, "choices": [], "usage": self._running.usage()})
+            yield sse({**self._head, "choices": [], "usage": loop.usage()})
         yield SSE_END
 
-    def _choice(self, update: ChoiceUpdate, text: str) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": update.index, "text": text, "finish_reason": update.finish_reason}
-        choice["logprobs"] = self._logprobs(update.index, update.logprobs)
+    def _choice(
+        self, answer: Answer, text: str, tokens: Sequence[PlacedToken], finish_reason: str | None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": answer.index, "text": text, "finish_reason": finish_reason, "logprobs": None}
+        if self._body.logprobs is not None:
+            start = len(self._echoed(answer))
+            choice["logprobs"] = completion_logprobs(tokens, self._loop.token_bytes, self._body.logprobs, start)
         if self._body.return_token_ids:
-            choice["token_ids"] = update.token_ids
+            choice["token_ids"] = answer.take_token_ids()
         return choice
-
-    def _logprobs(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if self._body.logprobs is None:
-            return None
-        result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for item in logprobs:
-            text = self._tokenizer.decode([item.token])
-            result["tokens"].append(text)
-            result["token_logprobs"].append(max(item.logprob, -9999.0))
-            top = {self._tokenizer.decode([token]): max(value, -9999.0) for token, value in item.top.items()}
-            result["top_logprobs"].append(top | {text: max(item.logprob, -9999.0)})
-            result["text_offset"].append(self._offsets[index])
-            self._offsets[index] += len(text)
-        return result
