@@ -10,7 +10,7 @@ from fastapi import Request
 
 from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
-from .answers import Answer, AnswerEvent, AnswerLoop, ParserOptions, StreamUsage, tool_call_dict
+from .answer_loop import AnswerEvent, AnswerLoop, ParsedAnswer, ParserOptions, StreamUsage, tool_call_dict
 from .event_stream import SSE_END, TextEvents, sse
 from .output_parser import THINK_END, THINK_START
 from .protocol import (
@@ -147,7 +147,7 @@ def prepare(
 def _constraint(
     service: InferenceService, body: ChatCompletionRequest, tools: Sequence[Mapping[str, Any]]
 ) -> Constraint | None:
-    """Return the grammar of an answer behind its reasoning: of calls, of text, or of either."""
+    """Return the grammar of calls, of text or of either."""
     choice, functions = body.tool_choice, [tool["function"] for tool in tools]
     if isinstance(choice, NamedToolChoice):
         functions = [function for function in functions if function["name"] == choice.function.name]
@@ -240,7 +240,7 @@ class ChatAnswer:
 
     def _chunk(
         self,
-        answer: Answer,
+        answer: ParsedAnswer,
         delta: Mapping[str, Any],
         fields: Mapping[str, Any],
         event: AnswerEvent | None = None,
@@ -257,7 +257,7 @@ class ChatAnswer:
         return {"content": entries, "refusal": None}
 
 
-def _delta(answer: Answer, event: AnswerEvent) -> dict[str, Any]:
+def _delta(answer: ParsedAnswer, event: AnswerEvent) -> dict[str, Any]:
     """Return an event as OpenAI's delta."""
     if event.call is not None:
         return {"tool_calls": [{"index": len(answer.calls) - 1, **tool_call_dict(event.call)}]}

@@ -24,13 +24,21 @@ _INLINE_JSON = re.compile(r"%json\s*")
 
 
 def check_schema(root: Any) -> None:
-    """Raise ValueError for a schema whose numbers change or whose definitions nest too deep."""
+    """Check numbers and nesting of a schema.
+
+    Raises:
+        ValueError: if a number would change or definitions nest too deep.
+    """
     _check_numbers(root)
     _check_levels(count_levels(root))
 
 
 def check_lark(grammar: str) -> None:
-    """Raise ValueError for a Lark grammar whose rules nest too deep, or with such a schema."""
+    """Check nesting of a Lark grammar, and the schemas in it.
+
+    Raises:
+        ValueError: if rules nest too deep, or a schema is refused.
+    """
     num_levels, decoder = 0, json.JSONDecoder()
     for match in _INLINE_JSON.finditer(grammar):
         try:
@@ -57,7 +65,7 @@ def _bracket_depth(text: str) -> int:
 
 
 def count_levels(root: Any) -> int:
-    """Return the levels of nesting of a schema and of all parts that it refers to."""
+    """Return the levels of nesting, over all definitions that are used."""
     targets, total = [root], 0
     known = {""}
     for target in targets:  # grows

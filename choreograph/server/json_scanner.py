@@ -48,7 +48,10 @@ class JsonScanner:
         self._key_start, self._key, self._start = 0, (0, 0), 0  # of the member: its key, and the start of its value
 
     def feed(self, text: str, position: int = 0) -> None:
-        """Scan `text` from a position, up to the end of the object or the first invalid character."""
+        """Scan `text` from a position.
+
+        Stops at the end of the object and before the first invalid character.
+        """
         base = self.num_chars - position
         while self.status == "open" and position < len(text):
             if self._state == "string":
@@ -67,7 +70,7 @@ class JsonScanner:
         self.num_chars = base + position
 
     def members(self, source: str) -> dict[str, str]:
-        """Return the members of a complete object: of each key, the text of its value.
+        """Return the values of a complete object by key, as text.
 
         Args:
             source: text of the object.

@@ -201,7 +201,7 @@ class OutputParser:
         return is_found
 
     def _expect_call(self, position: int) -> None:
-        """Scan a call whose JSON starts at a position of the pending text."""
+        """Scan a call whose JSON starts in the pending text."""
         self._state, self._scanner, self._json_start = "call", JsonScanner(), position
 
     def _scan_call(self, deltas: list[OutputDelta], is_last: bool) -> bool:

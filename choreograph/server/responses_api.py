@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import InvalidRequestError
-from .answers import AnswerEvent, AnswerLoop, ParserOptions
+from .answer_loop import AnswerEvent, AnswerLoop, ParserOptions
 from .api_errors import ApiError, explain_validation
 from .event_stream import sse
 from .output_parser import FunctionCall
@@ -120,7 +120,10 @@ def _messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _append_message(messages: list[dict[str, Any]], role: Any, content: Any) -> None:
-    """Append a message; a text behind calls belongs to the answer that made them."""
+    """Append a message.
+
+    A text of the assistant behind its calls belongs to the same answer.
+    """
     last = messages[-1] if messages else {}
     if role == "assistant" and last.get("tool_calls"):
         parts = [part for text in (last["content"], content) for part in _parts(text)]

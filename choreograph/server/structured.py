@@ -201,7 +201,7 @@ def call_constraint(
 
 
 def after_reasoning(constraint: Constraint) -> Constraint:
-    """Allow any text up to the end of the reasoning, and then an answer of a grammar."""
+    """Allow any reasoning, and then an answer of a grammar."""
     lark = f"start: reasoning /\\n*/ @answer\nreasoning[suffix={json.dumps(THINK_END)}]: /(?s:.*)/"
     return _joined(constraint.kind, lark, _named(constraint, "answer"))
 
@@ -213,13 +213,13 @@ def _arguments_schema(parameters: Any) -> Any:
 
 
 def _named(constraint: Constraint, name: str) -> list[dict[str, Any]]:
-    """Return the grammars of a constraint, the first of which gets a name."""
+    """Return the grammars of a constraint under a name."""
     first, *others = json.loads(constraint.grammar)["grammars"]
     return [{**first, "name": name}, *others]
 
 
 def _joined(kind: str, lark: str, parts: Sequence[dict[str, Any]] = ()) -> Constraint:
-    """Return the constraint of a grammar in Lark's syntax that may refer to others by @name."""
+    """Return the constraint of a Lark grammar with references by @name."""
     return _checked(Constraint(kind, json.dumps({"grammars": [{"lark_grammar": lark}, *parts]})))
 
 

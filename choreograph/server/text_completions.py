@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 
 from ..errors import InvalidRequestError
-from .answers import Answer, AnswerLoop, ParserOptions, StreamUsage
+from .answer_loop import AnswerLoop, ParsedAnswer, ParserOptions, StreamUsage
 from .chat_completions import constraint_of, end_with_grammar
 from .chat_prompt import ChatPrompt
 from .event_stream import SSE_END, TextEvents, sse
@@ -92,13 +92,13 @@ class CompletionAnswer:
         self._head["model"] = body.model
         running.name_response(self._head["id"], body.model)
 
-    def _echoed(self, answer: Answer) -> str:
+    def _echoed(self, answer: ParsedAnswer) -> str:
         if not self._body.echo:
             return ""
         prompt = self._body.prompts[answer.index // self._loop.running.spec.num_answers]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _prompt_ids(self, answer: Answer) -> dict[str, Any]:
+    def _prompt_ids(self, answer: ParsedAnswer) -> dict[str, Any]:
         return {"prompt_token_ids": self._loop.prompt_of(answer).tokens} if self._body.return_token_ids else {}
 
     async def whole(self) -> dict[str, Any]:
@@ -117,7 +117,9 @@ class CompletionAnswer:
         usage = StreamUsage(loop, body.stream_options)
         is_plain = body.logprobs is None and not body.return_token_ids and not usage.is_continuous
 
-        def chunk(answer: Answer, text: str, tokens: Sequence[PlacedToken] = (), reason: str | None = None) -> str:
+        def chunk(
+            answer: ParsedAnswer, text: str, tokens: Sequence[PlacedToken] = (), reason: str | None = None
+        ) -> str:
             choice = self._choice(answer, text, tokens, reason)
             if answer.index not in started:
                 choice |= self._prompt_ids(answer)
@@ -142,7 +144,7 @@ class CompletionAnswer:
         yield SSE_END
 
     def _choice(
-        self, answer: Answer, text: str, tokens: Sequence[PlacedToken], finish_reason: str | None
+        self, answer: ParsedAnswer, text: str, tokens: Sequence[PlacedToken], finish_reason: str | None
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": answer.index, "text": text, "finish_reason": finish_reason, "logprobs": None}
         if self._body.logprobs is not None:

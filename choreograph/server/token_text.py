@@ -83,7 +83,7 @@ class TokenBytes:
 
 
 def label(data: bytes) -> str:
-    """Return the text of a token; bytes of a part of a character are listed, as OpenAI does."""
+    """Return the text of a token; parts of characters as bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -92,7 +92,7 @@ def label(data: bytes) -> str:
 
 @dataclass(slots=True)
 class PlacedToken:
-    """Token of an answer, and the characters of the answer's text that it wrote."""
+    """Token of an answer, with its place in the text."""
 
     id: int
     data: bytes  # what it contributed to the text

@@ -63,7 +63,7 @@ class AnswerEvent(NamedTuple):
     tokens: Sequence[PlacedToken] = ()  # of the content, if log-probabilities are requested
 
 
-class Answer:
+class ParsedAnswer:
     """State of one answer.
 
     Args:
@@ -113,7 +113,7 @@ class Answer:
         return [tool_call_dict(call) for call in self.calls]
 
     def take_token_ids(self) -> list[int]:
-        """Return the token ids since the last call, as far as the text that was received."""
+        """Return the new token ids of the text that was received."""
         result, self._token_ids = self._token_ids, []
         return result
 
@@ -176,7 +176,10 @@ class Answer:
         return AnswerEvent(kind, delta.text, tokens=tokens)
 
     def _tokens_of(self, delta: OutputDelta) -> list[PlacedToken]:
-        """Return the tokens that wrote a part of the text; those of tags before it are dropped."""
+        """Return the tokens that wrote a part of the text.
+
+        Tokens of tags before it are dropped.
+        """
         end, result = delta.start + len(delta.text), list[PlacedToken]()
         while self._placed and self._placed[0].start < end:
             token = self._placed.popleft()
@@ -208,7 +211,7 @@ class AnswerLoop:
         self.token_bytes, self.running = service.token_bytes, running
         needs_places = has_logprobs or (returns_ids and bool(running.spec.sampling.stop)) or parser_options.thinks
         self.answers = [
-            Answer(
+            ParsedAnswer(
                 index,
                 running.spec,
                 service.token_bytes,
@@ -220,7 +223,7 @@ class AnswerLoop:
             for index in range(running.num_choices)
         ]
 
-    def prompt_of(self, answer: Answer) -> ChatPrompt:
+    def prompt_of(self, answer: ParsedAnswer) -> ChatPrompt:
         """Return the prompt of an answer."""
         return self.running.spec.prompts[answer.index // self.running.spec.num_answers]
 
@@ -231,7 +234,7 @@ class AnswerLoop:
         sent = spec.sent[index].token_ids if spec.sent else ()
         return TokenPlacer(self.token_bytes, [*header, *sent], skip_special=spec.sampling.skip_special_tokens)
 
-    async def steps(self) -> AsyncIterator[Iterator[tuple[Answer, AnswerEvent]]]:
+    async def steps(self) -> AsyncIterator[Iterator[tuple[ParsedAnswer, AnswerEvent]]]:
         """Yield the events of every step until all answers are complete."""
         async with aclosing(self.running.updates()) as steps:
             async for updates in steps:
@@ -243,7 +246,7 @@ class AnswerLoop:
             for _ in events:
                 pass
 
-    def _events(self, updates: Sequence[ChoiceUpdate]) -> Iterator[tuple[Answer, AnswerEvent]]:
+    def _events(self, updates: Sequence[ChoiceUpdate]) -> Iterator[tuple[ParsedAnswer, AnswerEvent]]:
         for update in updates:
             answer = self.answers[update.index]
             for event in answer.feed(update):
@@ -269,7 +272,7 @@ class StreamUsage:
         self.is_included = options is not None and bool(options.include_usage)
         self.is_continuous = options is not None and self.is_included and bool(options.continuous_usage_stats)
 
-    def fields(self, answer: Answer) -> dict[str, Any]:
+    def fields(self, answer: ParsedAnswer) -> dict[str, Any]:
         """Return the usage field of an event of one answer."""
         if not self.is_continuous:
             return {"usage": None} if self.is_included else {}
