@@ -184,9 +184,8 @@ class ParsedAnswer:
         while self._placed and self._placed[0].start < end:
             token = self._placed.popleft()
             is_inside = token.end > delta.start or token.start == delta.start
-            if is_inside and (
-                token.data or token.id not in self._token_bytes.special_ids
-            ):  # special tokens may be left out
+            is_left_out = not token.data and token.id in self._token_bytes.special_ids
+            if is_inside and not is_left_out:
                 result.append(token)
         return result
 

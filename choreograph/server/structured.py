@@ -189,8 +189,11 @@ def call_constraint(
             reason = str(exc).removeprefix("json: ")
             raise InvalidRequestError(f"tools: parameters of {function['name']:.80}: {reason}") from None
         parts += _named(arguments, f"arguments{number}")
-        start = f'{form.start}{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{form.key}": '
-        calls.append(f"{json.dumps(start)} @arguments{number} {json.dumps('}' + form.end)}")
+        name = json.dumps(function["name"], ensure_ascii=False)
+        # lexemes as those of JSON: longer ones would win over an answer that starts with the same characters
+        lexemes = [form.start, "{", '"name"', ": ", name, ", ", f'"{form.key}"', ": "]
+        start = " ".join(json.dumps(lexeme) for lexeme in lexemes if lexeme)
+        calls.append(f"{start} @arguments{number} {json.dumps('}')} {json.dumps(form.end)}")
     call, alternative = f"({' | '.join(calls)})", ""
     if not is_single:
         call += f" ({json.dumps(form.separator)} {call})*"
