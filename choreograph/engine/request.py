@@ -142,7 +142,7 @@ class DecodeState:
     def stable_text(self) -> str:
         """Text that no stop string can truncate anymore."""
         max_stop_len = max((len(s) for s in self.sampling.stop), default=1)
-        return self.text[: len(self.text) - max_stop_len + 1] if max_stop_len > 1 else self.text
+        return self.text[: max(0, len(self.text) - max_stop_len + 1)]
 
 
 class RequestState(Enum):
