@@ -376,7 +376,7 @@ class EngineCore:
             cache.release(kv_slice.entry, request.request_owner)
         request.context = ()
         if request.decode_state is not None:
-            request.decode_state.prompt = []
+            request.decode_state.release_sampling()
         if entry is not None:
             if previous_state is not RequestState.WAITING:
                 if entry.is_complete:

@@ -301,11 +301,15 @@ def create_decode_state(
     """Create the sampling state of a decode whose arguments were checked."""
     stop_tokens, detokenizer = {*sampling.stop_token_ids, *eos_token_ids}, None
     if chat_template is not None:
+        special_tokens = chat_template.special_tokens
         detokenizer = Detokenizer(
-            chat_template.tokenizer, header, chat_template.byte_token_ids, skip_special=sampling.skip_special_tokens
+            chat_template.tokenizer,
+            header,
+            chat_template.byte_token_ids,
+            skip_special=sampling.skip_special_tokens,
+            skipped_ids=frozenset(special_tokens.values() if sampling.skip_special_tokens else ()),
         )
-        special_tokens = map(chat_template.special_token_id, sampling.stop)
-        stop_tokens.update(token for token in special_tokens if token is not None)
+        stop_tokens.update(special_tokens[text] for text in sampling.stop if text in special_tokens)
     return DecodeState(
         sampling=sampling,
         prompt=header,

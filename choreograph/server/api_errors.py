@@ -46,7 +46,7 @@ def overloaded(max_requests: int) -> ApiError:
     """Return the error of a request that exceeds the queue."""
     return ApiError(
         429,
-        f"the server runs {max_requests} requests, its limit: retry later",
+        f"{max_requests} requests of this key are running or waiting, its share: retry later",
         type="rate_limit_error",
         code="queue_full",
         headers={"Retry-After": "1"},
@@ -64,6 +64,17 @@ def context_exceeded(num_prompt: int, num_output: int, limit: int, param: str) -
     )
 
 
+def prompt_too_long(limit: int, param: str, size: str) -> ApiError:
+    """Return the error of a field that is too long to be tokenized."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, you sent {size}, which has more. "
+        "Please reduce its length.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def to_api_error(exc: Exception) -> ApiError:
     """Return the HTTP error of an exception of the engine."""
     if isinstance(exc, ApiError):
@@ -75,7 +86,11 @@ def to_api_error(exc: Exception) -> ApiError:
     if isinstance(exc, (InvalidPositionError, CacheFullError)):
         return ApiError(400, str(exc), code="context_length_exceeded")
     if isinstance(exc, ChoreographError) and isinstance(exc, ValueError):
-        name = re.match(r"(\w+)\s*[=:]", str(exc)) if isinstance(exc, (SamplingError, InvalidRequestError)) else None
+        name = (
+            re.match(r"(\w+(?:\[\d+\])?)\s*[=:]", str(exc))
+            if isinstance(exc, (SamplingError, InvalidRequestError))
+            else None
+        )
         return ApiError(400, str(exc), param=name and name[1])
     if isinstance(exc.__cause__, InvalidRequestError):  # of a grammar, while it ran
         return ApiError(400, str(exc.__cause__))

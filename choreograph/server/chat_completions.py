@@ -86,6 +86,7 @@ def prepare(
         InvalidRequestError, ApiError: if the request cannot be served.
     """
     check_stream_options(body)
+    service.renderer.check_size(body.messages, service.max_model_len, param)
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.choreography is not None and body.choreography.prompt_schema is not None:
         raise InvalidRequestError("schema: prompts of a schema go to /v1/completions")
@@ -109,6 +110,8 @@ def prepare(
         body.chat_template_kwargs,
         continue_final_message=bool(continued),
         with_segments=True,
+        max_tokens=service.max_model_len,
+        param=param,
     )
     if body.choreography is not None and (offsets := body.choreography.offsets) is not None:
         if len(offsets) != len(prompt.segments):

@@ -1,10 +1,11 @@
 """Requests of the HTTP interface, with OpenAI's and vLLM's field names."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from ..engine.labels import OnLeak
 from ..errors import InvalidRequestError
@@ -29,6 +30,10 @@ SAMPLING_FIELDS = (
 )
 
 MAX_TOP_LOGPROBS = 20
+
+MAX_ARGUMENT_DEPTH = 64  # of nested values in the arguments of a call; deeper ones stay text
+
+REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
 class _Body(BaseModel):
@@ -83,7 +88,7 @@ class CalledFunction(_Part):
     """Function and arguments of a call."""
 
     name: str
-    arguments: str | dict[str, JsonValue] = "{}"
+    arguments: str | dict[str, JsonValue] | None = "{}"
 
 
 class ToolCall(_Part):
@@ -110,6 +115,16 @@ class ChatMessage(_Part):
         if not isinstance(self.content, list):
             return self.content or ""
         return "".join(part.text or part.refusal or "" for part in self.content)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _drop_reasoning(cls, content: object, info: ValidationInfo) -> object:
+        """Leave out the reasoning of earlier answers, as clients store what other servers gave them."""
+        if info.data.get("role") != "assistant" or not isinstance(content, list):
+            return content
+        is_reasoning = (isinstance(part, dict) and part.get("type") in REASONING_PARTS for part in content)
+        # an empty text keeps the places of the other parts, which errors name
+        return [{"type": "text"} if left_out else part for left_out, part in zip(is_reasoning, content, strict=True)]
 
     @field_validator("content")
     @classmethod
@@ -329,7 +344,7 @@ def as_turn(message: ChatMessage) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": arguments_of(call)},
+                "function": {"name": call.function.name, "arguments": parse_arguments(call.function.arguments)},
             }
             for call in message.tool_calls
         ]
@@ -361,15 +376,42 @@ def continues_last(body: "ChatCompletionRequest | TokenizeRequest") -> bool:
     return True
 
 
-def arguments_of(call: ToolCall) -> Any:
-    """Return the arguments of a call, as an object if possible."""
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments
-    return arguments
+def parse_arguments(arguments: Any) -> Any:
+    """Return the arguments of a call, as an object if possible.
+
+    Clients send no arguments in several forms. What is not JSON, or nested too deeply for templates, stays text.
+    """
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments, parse_constant=_refuse_number, parse_float=_finite_float)
+    except (ValueError, RecursionError):
+        return arguments
+    return arguments if _is_deep(value) else value
+
+
+def _refuse_number(text: str) -> float:
+    raise ValueError(text)  # NaN and Infinity
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_number(text)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_ARGUMENT_DEPTH):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class SchemaRequest(_Body):

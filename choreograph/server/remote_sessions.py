@@ -287,7 +287,7 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
     """Add the routes of remote sessions to the application."""
     sessions = RemoteSessions(service)
     service.on_stop.append(sessions.close_all)
-    router = APIRouter(prefix="/v1/choreograph/sessions", responses=errors, include_in_schema=True)
+    router = APIRouter(prefix="/v1/choreograph/sessions", responses=errors, route_class=app.router.route_class)
     tenant_dependency = Depends(tenant_of)
 
     async def run(function: Callable[[], Any]) -> Any:

@@ -4,10 +4,11 @@ import asyncio
 import hashlib
 import hmac
 import random
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -15,13 +16,15 @@ from ..engine.engine import Engine
 from ..engine.message import Message
 from ..engine.request import TokenMask
 from ..engine.validation import check_tokens
-from ..errors import ConfigError, InvalidRequestError
+from ..errors import ConfigError, InvalidRequestError, RequestFailedError
 from ..outputs import BASE_MODEL, EngineStats
+from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
 from ..utils import call_all
-from .api_errors import ApiError, context_exceeded, overloaded
+from .api_errors import ApiError, context_exceeded
 from .chat_prompt import ChatPrompt, ChatRenderer
 from .engine_thread import ChoiceUpdate, EngineThread, Generation
+from .limits import TenantShare
 from .message_store import WorkflowKey
 from .output_parser import CALL_START, THINK_START
 from .prometheus import ServerMetrics
@@ -34,6 +37,9 @@ from .server_config import ReuseMode, ServerConfig
 from .structured import Constraint, GrammarCompiler
 from .token_text import TokenBytes
 from .tracing import RequestSpan, Tracing, otlp_provider
+from .work_pool import WorkPool
+
+T = TypeVar("T")
 
 ANONYMOUS = "anonymous"  # tenant of a server without keys
 
@@ -74,10 +80,11 @@ class InferenceService:
     def __init__(self, engine: Engine, config: ServerConfig, tracer_provider: Any = None) -> None:
         if engine.chat is None:
             raise ConfigError(f"{engine.model_info.name} has no tokenizer: a server needs one")
-        self.engine, self.config = engine, config
+        self.engine, self.config, self.share = engine, config, TenantShare.of(config)
         self.thread = EngineThread(engine)
+        self.pool = WorkPool()
         self.planner = ReusePlanner(engine, config.max_workflow_tokens, config.shadow_calls)
-        self.schemas = SchemaStore(engine)
+        self.schemas = SchemaStore(engine, self.share.schemas)
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name
         self.metrics = ServerMetrics(self.model_name)
@@ -89,6 +96,7 @@ class InferenceService:
         self.max_model_len = min(engine.model_info.max_positions, self._capacity)
         self._tenants = {hashlib.sha256(key.encode()).digest(): f"tenant-{i}" for i, key in enumerate(config.api_keys)}
         self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         if tracer_provider is None and config.otlp_traces_endpoint is not None:
             tracer_provider = otlp_provider(config.otlp_traces_endpoint)
             self.on_stop.append(tracer_provider.shutdown)  # exports what it holds
@@ -111,6 +119,7 @@ class InferenceService:
         await self.thread.stop()
         self.planner.store.clear()
         self.schemas.clear()
+        self.pool.close()
         for callback in self.on_stop:
             callback()
         if self._compiler is not None:
@@ -120,7 +129,19 @@ class InferenceService:
         """Return the engine's state; waits for no step."""
         return self.engine.stats()
 
+    async def work(self, tenant: str, request: Request, function: Callable[[], T]) -> T:
+        """Run what prepares a request in a worker thread."""
+        return await self.pool.run(tenant, len(await request.body()), function)
+
     # -- who asks for what ----------------------------------------------------------------------------------
+
+    def authenticate(self, request: Request) -> str:
+        """Return the tenant of a request.
+
+        Raises:
+            ApiError: of status 401, without a valid key.
+        """
+        return self.tenant(request.headers.get("authorization"))
 
     def tenant(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header.
@@ -222,9 +243,10 @@ class InferenceService:
 
     def compiler(self) -> GrammarCompiler:
         """Return the compiler of grammars, created on first use."""
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self.engine.tokenizer, self.engine.model_info.vocab_size)
-        return self._compiler
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self.engine.tokenizer, self.engine.model_info.vocab_size)
+            return self._compiler
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -255,8 +277,6 @@ class InferenceService:
 
     def check_limits(self, spec: GenerationSpec) -> None:
         """Raise an error for a request that cannot be started."""
-        if self.thread.num_generations >= self.config.max_requests:
-            raise overloaded(self.config.max_requests)
         num_choices = spec.num_answers * len(spec.prompts)
         if num_choices > self.config.max_choices:
             raise InvalidRequestError(f"n: {num_choices} answers in one request: use at most {self.config.max_choices}")
@@ -286,10 +306,41 @@ class RunningRequest:
         self._has_disconnected = False
         num_sent = [(answer.num_chars, len(answer.token_ids)) for answer in spec.sent]
         self._generation = Generation(self._submit, self._close, num_sent=num_sent)
+        self._masks: list[TokenMask] = []  # of every answer, if the request has a grammar
+        self._resolved: ResolvedPrompt | None = None  # prompt of a schema
+        self._preparation: asyncio.Task[None] | None = None
         self._start()
 
     def _start(self) -> None:
-        self._service.thread.submit(self._generation)
+        if self.spec.constraint is None and self.spec.schema_prompt is None:
+            self._service.thread.submit(self._generation)
+        else:
+            self._preparation = asyncio.create_task(self._prepare_and_submit())
+
+    async def _prepare_and_submit(self) -> None:
+        try:
+            await self._service.pool.run(self.spec.key.tenant, 0, self._prepare)
+            self._service.thread.submit(self._generation)
+        except Exception as exc:
+            self._generation.updates.put_nowait(exc)
+
+    def _prepare(self) -> None:
+        """Compile the grammar and resolve the prompt of a schema.
+
+        Runs in a worker thread.
+        """
+        spec, service = self.spec, self._service
+        if spec.schema_prompt is not None:
+            tenant, name, pml = spec.schema_prompt
+            self._resolved = service.schemas.get(tenant, name).resolve(pml)
+        if spec.constraint is not None:
+            compiler = service.compiler()
+            self._masks = compiler.masks(spec.constraint, self.num_choices)
+
+    def _cancel(self) -> None:
+        if self._preparation is not None:
+            self._preparation.cancel()
+        self._service.thread.cancel(self._generation)
 
     @property
     def counts(self) -> SourceCounts:
@@ -361,7 +412,7 @@ class RunningRequest:
             timer.cancel()
             watcher.cancel()
             if num_open:
-                self._service.thread.cancel(self._generation)
+                self._cancel()
             if self.span is not None:
                 counts = None if num_open else self.counts  # complete with the last answer
                 self.span.end(error, counts, sum(self.num_generated), self.finish_reasons)
@@ -370,7 +421,9 @@ class RunningRequest:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self._has_disconnected = True
-        self._service.thread.cancel(self._generation)
+        if self._preparation is not None and not self._preparation.done():
+            self._generation.updates.put_nowait(RequestFailedError("the request was cancelled"))
+        self._cancel()
 
     # -- in the engine's thread -----------------------------------------------------------------------------
 
@@ -381,16 +434,15 @@ class RunningRequest:
         for prompt in spec.prompts:
             answers = []
             for number in range(spec.num_answers):
-                sampling = replace(spec.sampling, seed=seed + number)
-                mask: TokenMask | None = None
-                if spec.constraint is not None:
-                    mask = service.compiler().mask(spec.constraint)
+                sampling = spec.sampling.with_seed(seed + number)
+                index = len(messages) + number
+                mask = self._masks[index] if self._masks else None
                 if spec.sent:
-                    sent = spec.sent[len(messages) + number].token_ids
+                    sent = spec.sent[index].token_ids
                     mask = ForcedPrefix(sent, service.engine.model_info.vocab_size, mask)
                 answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair, max_kl))
-            if spec.schema_prompt is not None:
-                plan = service.schemas.plan(*spec.schema_prompt, prompt, answers)
+            if spec.schema_prompt is not None and self._resolved is not None:
+                plan = service.schemas.plan(*spec.schema_prompt[:2], self._resolved, prompt, answers)
             else:
                 plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
             self._plans.append(plan)

@@ -4,15 +4,18 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from ..engine.request import TokenMask
 from ..errors import InvalidRequestError
 from ..utils import require
-from .grammar_limits import check_lark, check_schema, resolve
+from .grammar_check import CHECKER, large_stacks
 from .output_parser import CALL_END, CALL_START, THINK_END
+from .schema_numbers import check_inline_schemas, check_numbers
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
 
@@ -59,7 +62,7 @@ def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint
     try:
         value = json.loads(schema) if isinstance(schema, str) else {"type": "object"} if schema is None else schema
         value = _close_objects(value)
-        check_schema(value)
+        check_numbers(value)
         text = json.dumps(value, allow_nan=False)
         if not isinstance(value, (dict, bool)) or len(text) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"use a JSON Schema of at most {MAX_GRAMMAR_CHARS} characters")
@@ -110,7 +113,7 @@ def _check_ends(root: Any) -> None:
 
     while not ends(root):
         size = len(references), len(finite)
-        finite.update([reference for reference in references - finite if ends(resolve(root, reference))])
+        finite.update([reference for reference in references - finite if ends(_resolve(root, reference))])
         if size == (len(references), len(finite)):
             raise ValueError(
                 "the schema admits no finite value: check for recursion without an alternative and required properties not listed"
@@ -120,6 +123,22 @@ def _check_ends(root: Any) -> None:
 def _list_in(schema: dict[str, Any], key: str) -> list[Any]:
     value = schema.get(key)
     return value if isinstance(value, list) else []
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """Return the schema of a reference within the document; True for others."""
+    if reference != "#" and not reference.startswith("#/"):
+        return True
+    value = root
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return True
+    return value
 
 
 def _close_objects(schema: Any) -> Any:
@@ -162,7 +181,7 @@ def grammar_constraint(grammar: str) -> Constraint:
     llguidance = require("llguidance", "serve")
     try:
         lark = llguidance.gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar
-        check_lark(lark)
+        check_inline_schemas(lark)
     except Exception as exc:  # the converter raises what its parser meets
         raise InvalidRequestError(f"grammar: {_one_line(str(exc))}") from None
     return _joined("grammar", lark)
@@ -229,9 +248,7 @@ def _joined(kind: str, lark: str, parts: Sequence[dict[str, Any]] = ()) -> Const
 def _checked(constraint: Constraint) -> Constraint:
     if len(constraint.grammar) > 2 * MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"{constraint.kind}: use at most {MAX_GRAMMAR_CHARS} characters")
-    llguidance = require("llguidance", "serve")
-    limits = llguidance.LLParserLimits(verbose_errors=False)
-    if error := llguidance.LLMatcher.validate_grammar(constraint.grammar, limits=limits):
+    if error := CHECKER.validate(constraint.grammar):
         raise InvalidRequestError(f"{constraint.kind}: {_one_line(error)}")
     return constraint
 
@@ -253,17 +270,25 @@ class GrammarCompiler:
 
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
         self._vocab_size = vocab_size
-        self._executor = ThreadPoolExecutor(1, "grammar-mask")
+        self._executor, self._compiler = ThreadPoolExecutor(1, "grammar-mask"), ThreadPoolExecutor(1, "grammar")
+        with large_stacks():
+            for executor in (self._executor, self._compiler):
+                executor.submit(int).result()  # starts its thread
 
-    def mask(self, constraint: Constraint) -> "GrammarMask":
-        """Return the mask of one answer, whose first values are being computed."""
+    def masks(self, constraint: Constraint, count: int) -> "list[TokenMask]":
+        """Return a mask for each answer, whose first values are being computed."""
+        matchers = self._compiler.submit(self._matchers, constraint, count).result()
+        return [GrammarMask(constraint.kind, matcher, self._vocab_size, self._executor) for matcher in matchers]
+
+    def _matchers(self, constraint: Constraint, count: int) -> list[Any]:
         matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequestError(f"{constraint.kind}: {_one_line(matcher.get_error())}")
-        return GrammarMask(constraint.kind, matcher, self._vocab_size, self._executor)
+        return [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._compiler):
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 class GrammarMask:

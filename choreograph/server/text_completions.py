@@ -48,7 +48,9 @@ def prepare_completion(
         prompts.append(service.schemas.tokenize(*schema_prompt))
     for prompt in body.prompts if schema_prompt is None else ():
         tokens = (
-            prompt if isinstance(prompt, list) else service.renderer.tokenize(prompt, opening=body.add_special_tokens)
+            prompt
+            if isinstance(prompt, list)
+            else service.renderer.tokenize(prompt, opening=body.add_special_tokens, max_tokens=service.max_model_len)
         )
         if not tokens:
             raise InvalidRequestError("prompt: is empty: give at least one token")

@@ -180,7 +180,7 @@ def test_a_recursive_schema_with_finite_values_is_accepted(schema):
 
 
 def test_a_long_chain_of_references_is_accepted():
-    chain = {f"n{i}": nested("next", **{"$ref": f"#/$defs/n{i + 1}"}) for i in range(450)} | {"n450": {"type": "null"}}
+    chain = {f"n{i}": nested("next", **{"$ref": f"#/$defs/n{i + 1}"}) for i in range(600)} | {"n600": {"type": "null"}}
     assert json_constraint({"$ref": "#/$defs/n0", "$defs": chain}).kind == "json"
 
 
