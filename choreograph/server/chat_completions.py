@@ -86,6 +86,7 @@ def prepare(
         InvalidRequestError, ApiError: if the request cannot be served.
     """
     check_stream_options(body)
+    service.token_bytes.load()
     service.renderer.check_size(body.messages, service.max_model_len, param)
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.choreography is not None and body.choreography.prompt_schema is not None:

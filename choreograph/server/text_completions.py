@@ -28,6 +28,7 @@ def prepare_completion(
         InvalidRequestError, ApiError: if the request cannot be served.
     """
     check_stream_options(body)
+    service.token_bytes.load()
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.suffix:
         raise InvalidRequestError("suffix: the model does not insert text; leave it out")

@@ -42,6 +42,10 @@ class TokenBytes:
         added = self.tokenizer.added_tokens_decoder.items()
         return frozenset({*self.tokenizer.all_special_ids, *(i for i, token in added if token.special)})
 
+    def load(self) -> None:
+        """Read the vocabulary, which takes long, once."""
+        _ = self.special_ids, self._added, self._decoders, self._chat_template.byte_token_ids
+
     def detokenizer(self, header: Sequence[int], *, skip_special: bool) -> Detokenizer:
         """Return a decoder of an answer, as the engine uses it."""
         byte_token_ids = self._chat_template.byte_token_ids
