@@ -39,8 +39,7 @@ class TokenBytes:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Tokens that decoding may leave out."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        return frozenset({*self.tokenizer.all_special_ids, *(i for i, token in added if token.special)})
+        return frozenset(self._chat_template.special_tokens.values())
 
     def load(self) -> None:
         """Read the vocabulary, which takes long, once."""
@@ -48,8 +47,13 @@ class TokenBytes:
 
     def detokenizer(self, header: Sequence[int], *, skip_special: bool) -> Detokenizer:
         """Return a decoder of an answer, as the engine uses it."""
-        byte_token_ids = self._chat_template.byte_token_ids
-        return Detokenizer(self.tokenizer, list(header), byte_token_ids, skip_special=skip_special)
+        byte_token_ids, skipped_ids = (
+            self._chat_template.byte_token_ids,
+            self.special_ids if skip_special else frozenset[int](),
+        )
+        return Detokenizer(
+            self.tokenizer, list(header), byte_token_ids, skip_special=skip_special, skipped_ids=skipped_ids
+        )
 
     @cached_property
     def _added(self) -> Mapping[int, str]:
@@ -115,7 +119,8 @@ class TokenPlacer:
     """
 
     def __init__(self, token_bytes: TokenBytes, header: Sequence[int], *, skip_special: bool) -> None:
-        self._token_bytes, self._skip_special = token_bytes, skip_special
+        self._token_bytes = token_bytes
+        self._skipped_ids = token_bytes.special_ids if skip_special else frozenset[int]()
         self._detokenizer = token_bytes.detokenizer(header, skip_special=skip_special)
         self._waiting: list[tuple[int, TokenLogprob | None]] = []  # tokens whose text is not complete
         self._num_chars = 0
@@ -124,28 +129,36 @@ class TokenPlacer:
         """Append a token; return the tokens whose text is known now."""
         self._waiting.append((token, logprob))
         piece = self._detokenizer.step(token)
-        return self._place(piece) if piece else []
+        return self._place(piece, self._detokenizer.num_waiting) if piece else []
 
     def finish(self) -> list[PlacedToken]:
         """Return the tokens that waited for the rest of a character."""
-        return self._place(self._detokenizer.flush()) if self._waiting else []
+        return self._place(self._detokenizer.flush(), 0) if self._waiting else []
 
-    def _place(self, piece: str) -> list[PlacedToken]:
+    def _place(self, piece: str, num_held: int) -> list[PlacedToken]:
+        """Place the tokens of a piece of text.
+
+        Args:
+            num_held: last tokens whose text is held back.
+        """
+        count = len(self._waiting)
+        while num_held:
+            count -= 1
+            num_held -= self._waiting[count][0] not in self._skipped_ids
+        placed, self._waiting = self._waiting[:count], self._waiting[count:]
         result: list[PlacedToken] = []
         decoder, position = codecs.getincrementaldecoder("utf-8")("replace"), self._num_chars
-        for (token, logprob), data in zip(self._waiting, self._split(piece), strict=True):
+        for (token, logprob), data in zip(placed, self._split(piece, [token for token, _ in placed]), strict=True):
             start = position
             position += len(decoder.decode(data))
             end = position + bool(decoder.getstate()[0])  # a part of the next character
             result.append(PlacedToken(token, data, start, end, logprob))
         self._num_chars += len(piece)
-        self._waiting = []
         return result
 
-    def _split(self, piece: str) -> list[bytes]:
+    def _split(self, piece: str, tokens: Sequence[int]) -> list[bytes]:
         """Return the bytes of a piece of text by token."""
-        is_skipped = self._token_bytes.special_ids if self._skip_special else ()
-        parts = [b"" if token in is_skipped else self._token_bytes.of(token) for token, _ in self._waiting]
+        parts = [b"" if token in self._skipped_ids else self._token_bytes.of(token) for token in tokens]
         joined = b"".join(parts)
         if _matches(joined, piece):
             return parts

@@ -185,5 +185,26 @@ def test_tokens_have_their_bytes_with_byte_fallback(text, header, extra):
     assert all(first.start <= second.start for first, second in pairwise(placed))
 
 
+@pytest.fixture(scope="module")
+def byte_tokens(talker):
+    """The vocabulary's tokens of single bytes."""
+    token_bytes = TokenBytes(talker.chat)
+    tokens = [token for token in range(len(talker.tokenizer)) if token not in token_bytes.special_ids]
+    return {token_bytes.of(token): token for token in tokens if len(token_bytes.of(token)) == 1}
+
+
+@settings(max_examples=many(100), deadline=None)
+@given(data=st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=40))
+def test_bytes_that_are_no_text_belong_to_their_tokens(talker, byte_tokens, data):
+    parts = [list(byte_tokens)[number % len(byte_tokens)] for number, _ in data]
+    tokens = []
+    for part, (_, has_special) in zip(parts, data, strict=True):
+        tokens += [talker.tokenizer.eos_token_id] * has_special + [byte_tokens[part]]
+    placer = TokenPlacer(TokenBytes(talker.chat), [5], skip_special=True)
+    placed = [item for token in tokens for item in placer.add(token)] + placer.finish()
+    assert [item.id for item in placed] == tokens
+    assert b"".join(item.data for item in placed) == b"".join(parts)
+
+
 def test_texts_of_tokens_are_unique_for_parts_of_characters():
     assert label(b"\xf0\x9f") == "bytes:\\xf0\\x9f" and label("é".encode()) == "é" and label(b"") == ""
