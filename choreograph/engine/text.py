@@ -396,6 +396,11 @@ class Detokenizer:
         self._num_emitted = len(self._ids)
         self._emitted_text: str | None = None  # of the first tokens of `_ids`; None: not decoded yet
 
+    @property
+    def num_waiting(self) -> int:
+        """Tokens whose text is held back, without skipped ones."""
+        return len(self._ids) - self._num_emitted
+
     def step(self, token: int) -> str:
         """Append a token; return the text that later tokens cannot change."""
         if token in self._skipped_ids:
