@@ -46,11 +46,11 @@ def serve() -> None:
     from choreograph.server.server_config import ServerConfig
 
     limit_primitive_cache()
-    model, compile, dtype = sys.argv[1:]
+    model, compile, dtype, more = sys.argv[1:]
     config = EngineConfig(cache=CacheConfig(capacity=CAPACITY), compile=compile == "compile")
     engine = load_engine(lambda: Engine.from_pretrained(model, config=config, dtype=dtype, device="cpu"))
-    options = ServerConfig(api_keys=KEYS, served_model_name="model", max_workflow_tokens=STORED_TOKENS)
-    app = create_app(engine, options)
+    options = {"api_keys": KEYS, "served_model_name": "model", "max_workflow_tokens": STORED_TOKENS, **json.loads(more)}
+    app = create_app(engine, ServerConfig(**options))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -70,9 +70,9 @@ def serve() -> None:
 
 
 @contextmanager
-def server(model: str, *, compile: bool, dtype: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server in a process of its own; yields its address and process."""
-    options = [model, "compile" if compile else "eager", dtype]
+def server(model: str, *, compile: bool, dtype: str, **config: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server in a process of its own; yields its address and process. config: of `ServerConfig`."""
+    options = [model, "compile" if compile else "eager", dtype, json.dumps(config)]
     command = [sys.executable, "-c", "from benchmarks.load import serve; serve()", *options]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]

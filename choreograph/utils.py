@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import ConfigError, MissingDependencyError, ModelError
+from .errors import ConfigError, MissingDependencyError, ModelError, RequestFailedError
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -181,6 +181,18 @@ def call_all(calls: Iterable[Callable[[], object]]) -> list[Exception]:
         except Exception as exc:
             errors.append(exc)
     return errors
+
+
+def as_exception(exc: BaseException) -> Exception:
+    """Return an exception for a client.
+
+    A panic of a library in Rust is no `Exception`; it must not end the engine's thread.
+    """
+    if isinstance(exc, Exception):
+        return exc
+    error = RequestFailedError(f"{type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error
 
 
 def close_after(close: Callable[[], object], error: BaseException | None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..engine.placement import cache_salt
+from ..engine.placement import namespace_of
 from ..engine.request import Request
 from ..engine.session import Session
 from ..kv_cache.entry import KVEntry
@@ -78,8 +78,8 @@ class FixedPrefix:
                 self._turn_prompts.append(tokens)
             end = max((common_prefix_len(last, tokens) for last in self._last_prompts), default=0)
         if end:
-            key, cache_manager = prefix_key(decode.cache_salt, tokens[:end]), self._core.cache_manager
-            cache_manager.fixed_parts.add_prefix(key, cache_manager.prefix_tree(decode.cache_salt).match(tokens[:end]))
+            key, cache_manager = prefix_key(decode.namespace, tokens[:end]), self._core.cache_manager
+            cache_manager.fixed_parts.add_prefix(key, cache_manager.prefix_tree(decode.namespace).match(tokens[:end]))
             self._parts[key], self.keys = FixedPart(key, ()), None
             self._turn_keys.add(key)
 
@@ -133,8 +133,8 @@ class FixedPrefix:
             return None
         key = entry.content_hash
         if end is not None and end < len(entry.tokens):
-            salt = cache_salt(request, self._core.hf_model.model_info)
-            key = content_hash(salt, entry.tokens[:end], entry.base_position, entry.context)
+            namespace = namespace_of(request, self._core.hf_model.model_info)
+            key = content_hash(namespace, entry.tokens[:end], entry.base_position, entry.context)
             self._core.cache_manager.fixed_parts.add(key, entry, end)
         self._parts[key], self.keys = FixedPart(entry.content_hash, _context_hashes(entry)), None
         return key

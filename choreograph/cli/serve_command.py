@@ -80,6 +80,11 @@ def serve(
     max_requests: Annotated[
         int | None, typer.Option(min=1, help="Requests at once; more are answered with 429.")
     ] = None,
+    max_sessions: Annotated[int | None, typer.Option(min=1, help="Open sessions of choreograph.connect.")] = None,
+    max_schemas: Annotated[int | None, typer.Option(min=1, help="Prompt Cache schemas to keep.")] = None,
+    max_workflows: Annotated[int | None, typer.Option(min=1, help="Workflows with step graphs to keep.")] = None,
+    max_stored_responses: Annotated[int | None, typer.Option(min=0, help="Responses to keep.")] = None,
+    max_stored_bytes: Annotated[int | None, typer.Option(min=0, help="Bytes of these responses.")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Largest body of a request.")] = None,
     max_workflow_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of stored messages to keep.")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds until a request is cancelled.")] = None,

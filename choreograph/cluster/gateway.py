@@ -14,6 +14,7 @@ from ray.serve.exceptions import RayServeException
 from ..agents import StepGraph
 from ..engine.text import ChatTemplate
 from ..errors import RequestFailedError, SessionClosedError
+from ..namespace import Namespace
 from ..outputs import EngineStats
 from ..server.answer_plan import Plan
 from ..server.api_errors import ApiError
@@ -337,11 +338,12 @@ class ReplicatedService(InferenceService):
             session: one of several of the workflow; None: the workflow is one session.
         """
         key, scope = spec.key, scope_of(spec)
-        keys, name = prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, session or key.workflow))
+        keys = prompt_keys(spec.reuse, scope, spec.prompts)
+        place = Namespace(client=key.client, workflow=None if session else key.workflow, session=session)
         may_reuse = may_reuse_layers(key, spec.repair, self.max_kl_of(spec))
         senders = [sender for receiver, sender in self._layer_reuse if receiver == key.model and may_reuse]
         is_movable = self._has_transfers and spec.reuse == "messages"
-        route = RouteRequest(keys, name, is_movable=is_movable, alternatives=alternative_keys(spec, senders))
+        route = RouteRequest(keys, place, is_movable=is_movable, alternatives=alternative_keys(spec, senders))
         schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])
         return ReplicaCall(route, spec, self.graph_of(spec), schema, self._version)
 

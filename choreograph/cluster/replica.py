@@ -167,8 +167,8 @@ class EngineReplica:
         try:
             if call.version not in (None, self._version):
                 raise ApiError(503, "the model is being updated: retry later", type="service_unavailable")
-            if self._undeclared(call):
-                await self._service.thread.call(lambda: self._declare(call), gather=True)
+            if declarations := await asyncio.to_thread(self._undeclared, call):
+                await self._service.thread.call(lambda: [declare() for declare in declarations], gather=True)
             await self._fetcher.fetch_missing(call.spec, call.route.sources)
             request: Any = _Connection()
             # a caller that ends early cancels the request
@@ -192,13 +192,11 @@ class EngineReplica:
         await self._fetcher.fetch_missing(call.spec, call.route.sources)
         await self._service.thread.call(lambda: load_stored(self._service, call.spec))
 
-    def _declare(self, call: ReplicaCall) -> None:
-        """Repeat the declarations that this replica lacks; runs in the engine's thread."""
-        for declare in self._undeclared(call):
-            declare()
-
     def _undeclared(self, call: ReplicaCall) -> list[Callable[[], object]]:
-        """Return what declares the graph and schema that this replica lacks."""
+        """Return what declares the graph and schema that this replica lacks.
+
+        It runs in the engine's thread.
+        """
         key, store, schemas = call.spec.key, self._service.planner.store, self._service.schemas
         result: list[Callable[[], object]] = []
         known = store.graphs.get((key.tenant, key.workflow))
@@ -207,7 +205,8 @@ class EngineReplica:
         if call.spec.schema_prompt is not None and call.schema is not None:
             tenant, name, _ = call.spec.schema_prompt
             if schemas.sources.get((tenant, name)) != call.schema:
-                result.append(partial(schemas.put, tenant, name, call.schema))
+                layout = schemas.prepare(name, call.schema)
+                result.append(partial(schemas.put, tenant, name, call.schema, layout))
         return result
 
     # -- for Ray ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..agents import StepGraph
 from ..agents.step_graph import Progress
+from ..namespace import Client
 from ..server.chat_prompt import ChatPrompt, Segment
 from ..server.service import GenerationSpec
 
@@ -35,7 +36,7 @@ class StepHints:
 
     def __init__(self) -> None:
         # by client, workflow and session
-        self._runs: OrderedDict[tuple[str, str, str | None], WorkflowProgress] = OrderedDict()
+        self._runs: OrderedDict[tuple[Client, str, str | None], WorkflowProgress] = OrderedDict()
 
     def start(self, spec: GenerationSpec, graph: StepGraph | None, session: str | None = None) -> list[GenerationSpec]:
         """Note that a request was sent; return those that may follow it.
@@ -45,7 +46,7 @@ class StepHints:
         """
         if graph is None or spec.reuse == "auto" or spec.agent not in graph.dependencies:
             return []
-        key = spec.key.client_id, spec.key.workflow, session
+        key = spec.key.client, spec.key.workflow, session
         run = self._runs[key] = self._runs.pop(key) if key in self._runs else WorkflowProgress(spec.key.tenant)
         self._drop_oldest(spec.key.tenant)
         run.progress.start(spec.agent)
@@ -66,7 +67,7 @@ class StepHints:
             answers: text and tokens; none if it failed.
             session: that of its start.
         """
-        run = self._runs.get((spec.key.client_id, spec.key.workflow, session))
+        run = self._runs.get((spec.key.client, spec.key.workflow, session))
         if run is None or spec.agent is None or spec.agent not in run.progress.running:
             return []
         run.progress.end(spec.agent)
@@ -87,7 +88,7 @@ class StepHints:
         self, spec: GenerationSpec, graph: StepGraph | None, session: str | None = None
     ) -> Mapping[str, float | None] | None:
         """Return the steps after a running request; None if not followed."""
-        run = self._runs.get((spec.key.client_id, spec.key.workflow, session))
+        run = self._runs.get((spec.key.client, spec.key.workflow, session))
         if run is None or graph is None or spec.agent is None or spec.agent not in run.progress.running:
             return None
         if run.client_steps is not None:

@@ -15,8 +15,12 @@ from jaxtyping import Bool
 
 from ..errors import ChoreographError, RequestFailedError
 from ..kv_cache.entry import KVEntry, KVSlice
+from ..namespace import Namespace
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
+from ..stop_strings import ROOT
+from .penalties import Penalties
+from .prompt_scoring import PromptScorer
 from .text import Detokenizer
 
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ class DecodeState:
     max_new_tokens: int = 0  # tokens
     is_unlimited: bool = False  # the message may use the whole cache (`max_tokens=None`)
     detokenizer: Detokenizer | None = None
+    prompt_scorer: PromptScorer | None = None  # of `SamplingParams.prompt_logprobs`
     tokens: list[int] = field(default_factory=list)  # generated so far, the stop token included
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""  # generated text, truncated at a stop string
@@ -60,6 +65,10 @@ class DecodeState:
     on_logprobs: Callable[[torch.Tensor], None] | None = None
     pending_logprobs: torch.Tensor | None = None  # (V,) float32, not delivered yet
     token_mask: TokenMask | None = None  # tokens that may be sampled next; None: all
+    penalties: Penalties = field(default_factory=Penalties)
+    num_drafted: int = 0  # last ones of `tokens`, which may be rejected
+    stop_state: int = ROOT  # of the stop strings' automaton, after the text
+    num_stable_chars: int = 0  # of the text, without stop strings: no later text changes them
     needs_host_sampling: bool = False  # the last token could not be sampled on the device
     _uniforms: list[float] = field(default_factory=list)  # drawn but unused, the next one last
 
@@ -67,6 +76,10 @@ class DecodeState:
         self.is_unlimited = self.sampling.max_tokens is None and self.forced_tokens is None
         limit = sys.maxsize if self.sampling.max_tokens is None else self.sampling.max_tokens
         self.max_new_tokens = len(self.forced_tokens) if self.forced_tokens is not None else limit
+
+    def release_sampling(self) -> None:
+        """Drop what only the sampling of further tokens needs."""
+        self.prompt, self.penalties = [], Penalties()
 
     @property
     def stop_allowed(self) -> bool:
@@ -88,6 +101,7 @@ class DecodeState:
             drawn = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64)
             self._uniforms = drawn.tolist()[::-1] + self._uniforms
         state = copy(self)
+        state.num_drafted = len(tokens)
         state.tokens, state._uniforms = self.tokens + tokens, self._uniforms[: -len(tokens)]
         return state
 
@@ -96,7 +110,7 @@ class DecodeState:
 
         Returns the finish reason if it ends the message, else None.
         """
-        stop_allowed = len(self.tokens) >= self.sampling.min_tokens
+        stop_allowed = self.stop_allowed
         self.tokens.append(token)
         if self.token_mask is not None:
             self.token_mask.advance(token)
@@ -106,14 +120,8 @@ class DecodeState:
         del self._uniforms[-1:]
         is_last = len(self.tokens) >= self.max_new_tokens
         stop = token in self.stop_tokens and (is_last if self.forced_tokens is not None else stop_allowed)
-        text = self.text
-        if self.detokenizer is not None and not stop:
-            text += self.detokenizer.step(token)
-        end = None
-        if self.sampling.stop and stop_allowed and (is_last or self.forced_tokens is None):
-            end = self._find_stop_string(text)
-        has_stop_string = end is not None
-        self.text = text[:end]  # assigned once: other threads must not read text that a stop string removes
+        piece = self.detokenizer.step(token) if self.detokenizer is not None and not stop else ""
+        has_stop_string = self._append_text(piece, stop_allowed and (is_last or self.forced_tokens is None))
         if not (stop or has_stop_string or is_last):
             return None
         if not has_stop_string:
@@ -127,22 +135,25 @@ class DecodeState:
         if self.detokenizer is not None:
             self.text += self.detokenizer.flush()
 
-    def _find_stop_string(self, text: str) -> int | None:
-        """Return the start of the first stop string in `text`, or None.
+    def _append_text(self, piece: str, can_stop: bool) -> bool:
+        """Append text up to a stop string; return whether one ends it.
 
-        Args:
-            text: `self.text` and a new piece. Only a stop string that ends in the piece counts;
-                `min_tokens` excluded earlier ones.
+        Only a stop string that ends in the piece counts: `min_tokens` excluded earlier ones.
         """
-        text_len = len(self.text)
-        starts = (text.find(s, max(0, text_len - len(s) + 1)) for s in self.sampling.stop)
-        return min((start for start in starts if start >= 0), default=None)
+        automaton, text = self.sampling.stop_automaton, self.text + piece
+        end: int | None = None
+        if automaton is not None:
+            self.stop_state, start = automaton.read(self.stop_state, piece)
+            end = len(self.text) + start if can_stop and start is not None else None
+        self.text = text[:end]  # assigned once: other threads must not read text that a stop string removes
+        if automaton is not None and end is None:
+            self.num_stable_chars = len(text) - automaton.num_held(self.stop_state)
+        return end is not None
 
     @property
     def stable_text(self) -> str:
         """Text that no stop string can truncate anymore."""
-        max_stop_len = max((len(s) for s in self.sampling.stop), default=1)
-        return self.text[: len(self.text) - max_stop_len + 1] if max_stop_len > 1 else self.text
+        return self.text[: self.num_stable_chars] if self.sampling.stop else self.text
 
 
 class RequestState(Enum):
@@ -163,7 +174,7 @@ class Request:
     id: int
     session_id: int
     mode: Mode
-    cache_salt: str  # separates the cache by model, client and labels
+    namespace: Namespace  # separates the cache by model, client and labels
     prompt: list[int]  # tokens of a prefill, or the header of a decode
     parents: tuple["Request", ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
@@ -223,7 +234,7 @@ class Request:
     @classmethod
     def for_recompute(cls, id: int, entry: KVEntry, weights_group: str) -> "Request":
         """Create a prefill that recomputes an existing entry in its own pages."""
-        request = cls(id, 0, "choreographed", "", list(entry.tokens), (), (), None, ())
+        request = cls(id, 0, "choreographed", Namespace(), list(entry.tokens), (), (), None, ())
         request.is_recompute, request.state, request.num_skipped_steps = True, RequestState.RUNNING, 1 << 30
         request.model, request.weights_group, request.computed_layers = (
             entry.model,
@@ -236,6 +247,12 @@ class Request:
     @property
     def is_decode(self) -> bool:
         return self.decode_state is not None
+
+    @property
+    def computes_all_rows(self) -> bool:
+        """True if no own token may be copied: its row is used."""
+        is_scored = self.decode_state is not None and self.decode_state.prompt_scorer is not None
+        return is_scored or self.observer is not None
 
     @property
     def is_text_only(self) -> bool:
@@ -345,7 +362,7 @@ class Request:
             decode_state.prompt = [t for tokens in self.parent_tokens() for t in tokens] + self.prompt
         if decode_state.forced_tokens is None:
             max_generated = max_positions - len(self.footer)
-            decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
+            decode_state.max_new_tokens = min(decode_state.max_new_tokens, max(1, max_generated))
 
     def admission_usage(self, num_context_tokens: int) -> Usage:
         """Return the usage of a request that has been admitted.

@@ -9,7 +9,6 @@ contain the nucleus, which is checked with their exact probability mass; otherwi
 sample the row. All rows of a step are sampled together, on the logits' device.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,25 +135,8 @@ def _needs_no_processors(state: DecodeState) -> bool:
 
 def _apply_penalties(row: Float[Tensor, " V"], state: DecodeState) -> Float[Tensor, " V"]:
     """Apply minimum length, bias and penalties, in vLLM's order."""
-    s, scores, device = state.sampling, row[None].clone(), row.device
-    if not state.stop_allowed and state.stop_tokens:
-        scores.index_fill_(1, to_device(sorted(state.stop_tokens), torch.long, device), float("-inf"))
-    if s.logit_bias:  # transformers' processor rejects token 0 in some versions
-        scores.index_add_(1, *_token_bias(s.logit_bias, device))
-    if s.repetition_penalty != 1.0:
-        token_ids = to_device([state.prompt + state.tokens], torch.long, device)
-        scores = hf.RepetitionPenaltyLogitsProcessor(float(s.repetition_penalty))(token_ids, scores)
-    if state.tokens and (s.presence_penalty or s.frequency_penalty):
-        penalties = {token: -s.presence_penalty - s.frequency_penalty * n for token, n in Counter(state.tokens).items()}
-        scores.index_add_(1, *_token_bias(penalties, device))
-    return scores[0]
-
-
-def _token_bias(bias_by_token: Mapping[int, float | int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (token ids, additive biases), (K,) int64 and (1, K) float32."""
-    return to_device(list(bias_by_token), torch.long, device), to_device(
-        [list(bias_by_token.values())], torch.float32, device
-    )
+    stop_tokens = frozenset[int]() if state.stop_allowed else state.stop_tokens
+    return state.penalties.apply(row, state.sampling, state.prompt, state.tokens, state.num_drafted, stop_tokens)
 
 
 def logits_warpers(params: SamplingParams) -> hf.LogitsProcessorList:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -30,6 +30,11 @@ MAX_CACHED_CHARS, CACHE_SIZE = 200, 1024  # headers up to this length are cached
 TIME_FUNCTION = "strftime_now"  # templates that call it depend on the date and are not cached
 
 
+# texts are measured in slices of so many characters, without the tokens that a cut may add, if they are longer than
+# so many characters a token
+SLICE_CHARS, CUT_TOKENS, MAX_CHARS_PER_TOKEN = 16_384, 64, 8
+
+
 @dataclass(frozen=True)
 class Turn:
     """One chat turn."""
@@ -41,6 +46,14 @@ class Turn:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise InvalidTokensError(f"text={self.text!r}: a turn holds a string")
+
+
+@dataclass(frozen=True)
+class EncodedTurn(Turn):
+    """Turn that was tokenized before."""
+
+    token_ids: tuple[int, ...] = ()  # of the complete turn, or of the header
+    footer_ids: tuple[int, ...] = ()  # of a turn to be generated
 
 
 _SAMPLE_USER_TURN = Turn("user", _SAMPLE_TEXT)
@@ -69,8 +82,6 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._cache: dict[Any, Any] = {}
-        # a tokenizer builds its whole vocabulary for each look-up; clients name the texts, so the number is limited
-        self.special_token_id = lru_cache(maxsize=256)(self._special_token_id)
 
     def encode(self, turn: Turn, *, opening: bool, after_system: bool = False) -> list[int]:
         """Tokenize a complete turn: header, text and footer.
@@ -79,6 +90,8 @@ class ChatTemplate:
             opening: the turn opens a conversation.
             after_system: it follows a system turn, which some templates put into the user turn.
         """
+        if isinstance(turn, EncodedTurn):
+            return list(turn.token_ids)
         return self._tokenize(self._checked_turn(turn, opening, after_system=after_system))
 
     def open_turn(self, turn: Turn, *, opening: bool, after_system: bool = False) -> tuple[list[int], list[int]]:
@@ -87,6 +100,8 @@ class ChatTemplate:
         The header includes the turn's text so far; the footer ends the turn. The header of an answer is
         empty if the template has none.
         """
+        if isinstance(turn, EncodedTurn):
+            return list(turn.token_ids), list(turn.footer_ids)
         rendered = self._checked_turn(Turn(turn.role, _MARKER), opening, is_last=True, after_system=after_system)
         header, _, footer = rendered.partition(_MARKER)
         # the footer of a turn that others follow, unless the template also writes its header differently then
@@ -106,13 +121,29 @@ class ChatTemplate:
         ids = self._tokenize(text)
         return [*self.bos_ids, *ids] if opening else ids
 
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Tokenize texts without roles, each by itself, at once."""
+        for text in texts:
+            _check_characters(text)
+        return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+
+    def is_longer(self, text: str, max_tokens: int) -> bool:
+        """Return whether a text certainly has more tokens than that.
+
+        It is tokenized in slices until the answer is known. Tokens that a cut may have added are not counted: the
+        count is a lower bound. False for every text that is not long either.
+        """
+        if len(text) <= MAX_CHARS_PER_TOKEN * max_tokens:
+            return False
+        num_tokens = 0
+        for start in range(0, len(text), SLICE_CHARS):
+            num_tokens += max(0, len(self._tokenize(text[start : start + SLICE_CHARS])) - CUT_TOKENS)
+            if num_tokens > max_tokens:
+                return True
+        return False
+
     def _tokenize(self, text: str, *, cached: bool = False) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as exc:
-            raise InvalidTokensError(
-                f"text {text[:60]!r}: {exc.reason} at {exc.start}: replace what is no character"
-            ) from None
+        _check_characters(text)
         if not text:
             return []
         if not cached or len(text) > MAX_CACHED_CHARS:
@@ -157,10 +188,17 @@ class ChatTemplate:
         """Token ids of single bytes (sentencepiece byte fallback)."""
         return frozenset(i for token, i in self.tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
 
-    def _special_token_id(self, text: str) -> int | None:
-        """Return the id of a special token that decoding skips, or None."""
-        token: int | None = self.tokenizer.get_vocab().get(text)
-        return None if token is None or self.tokenizer.decode([token], skip_special_tokens=True) else token
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Texts and ids of the special tokens that decoding skips."""
+        tokens: dict[str, int] = self._memoize(("special tokens", self._tokenizer_state), self._index_special_tokens)
+        return tokens
+
+    def _index_special_tokens(self) -> dict[str, int]:
+        tokenizer = self.tokenizer  # it builds its whole vocabulary for each look-up
+        ids = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+        texts = zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True)
+        return {text: token for text, token in texts if not tokenizer.decode([token], skip_special_tokens=True)}
 
     def _checked_turn(self, turn: Turn, opening: bool, is_last: bool = False, after_system: bool = False) -> str:
         rendered = self._render_turn(turn, opening, is_last, after_system)
@@ -316,7 +354,18 @@ class ChatTemplate:
         return f"{front}{turn.role.capitalize()}: {turn.text}\n"
 
 
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidTokensError(
+            f"text {text[:60]!r}: {exc.reason} at {exc.start}: replace what is no character"
+        ) from None
+
+
 CONTEXT_TOKENS = 8  # header tokens decoded with the generated ones, which may depend on them (leading spaces)
+
+MAX_CHARACTER_TOKENS = 4  # bytes of a character, each of which may be a token
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a character without a token (sentencepiece byte fallback)
 
@@ -326,14 +375,20 @@ class Detokenizer:
 
     The pieces concatenate to `tokenizer.decode(header + tokens)` without the header's part. Text is
     held back while later tokens may change it: incomplete characters, and runs of byte tokens,
-    which are decoded as a whole.
+    which are decoded as a whole. A token costs the same after any number of others.
     """
 
     def __init__(
-        self, tokenizer: Any, header: list[int], byte_token_ids: frozenset[int], *, skip_special: bool = True
+        self,
+        tokenizer: Any,
+        header: list[int],
+        byte_token_ids: frozenset[int],
+        *,
+        skip_special: bool = True,
+        skipped_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._decode_ids, self._byte_token_ids = _decoder(tokenizer), byte_token_ids
-        self._skip_special = skip_special
+        self._skip_special, self._skipped_ids = skip_special, skipped_ids  # the latter have no text: not collected
         start = max(0, len(header) - CONTEXT_TOKENS)
         while start and header[start] in byte_token_ids:
             start -= 1
@@ -343,6 +398,8 @@ class Detokenizer:
 
     def step(self, token: int) -> str:
         """Append a token; return the text that later tokens cannot change."""
+        if token in self._skipped_ids:
+            return ""
         self._ids.append(token)
         return "" if token in self._byte_token_ids else self._emit(is_last=False)
 
@@ -354,15 +411,21 @@ class Detokenizer:
         if self._emitted_text is None:
             self._emitted_text = self._decode(self._ids[: self._num_emitted])
         text = self._decode(self._ids)
+        num_final = len(self._ids)  # tokens whose text no later token changes
         if text.endswith("\ufffd") and not is_last:
-            return ""
+            num_final -= MAX_CHARACTER_TOKENS
+            if num_final < self._num_emitted + MAX_CHARACTER_TOKENS:
+                return ""
+            whole, text = text, self._decode(self._ids[:num_final])
+            if not whole.startswith(text):  # cut inside a character
+                return ""
         start = len(self._emitted_text)
         if not text.startswith(self._emitted_text):  # the header ended inside a character
             start = len(os.path.commonprefix([text, self._emitted_text]))  # noqa: RUF071 - character by character
         piece = text[start:]
         if piece:
             self._ids = self._ids[self._num_emitted :]
-            self._num_emitted, self._emitted_text = len(self._ids), None
+            self._num_emitted, self._emitted_text = num_final - self._num_emitted, None
         return piece
 
     def _decode(self, ids: list[int]) -> str:

@@ -23,6 +23,7 @@ from ..errors import (
 )
 from ..sampling_params import SamplingParams
 from .message import Message, MessageSlice, unwrap_slice
+from .prompt_scoring import PromptScorer
 from .request import DecodeState, Request, RequestState
 from .text import ChatTemplate, Detokenizer, Turn
 
@@ -297,15 +298,20 @@ def create_decode_state(
     eos_token_ids: Iterable[int],
     forced_tokens: list[int] | None,
     chat_template: ChatTemplate | None,
+    vocab_size: int,
 ) -> DecodeState:
     """Create the sampling state of a decode whose arguments were checked."""
     stop_tokens, detokenizer = {*sampling.stop_token_ids, *eos_token_ids}, None
     if chat_template is not None:
+        special_tokens = chat_template.special_tokens
         detokenizer = Detokenizer(
-            chat_template.tokenizer, header, chat_template.byte_token_ids, skip_special=sampling.skip_special_tokens
+            chat_template.tokenizer,
+            header,
+            chat_template.byte_token_ids,
+            skip_special=sampling.skip_special_tokens,
+            skipped_ids=frozenset(special_tokens.values() if sampling.skip_special_tokens else ()),
         )
-        special_tokens = map(chat_template.special_token_id, sampling.stop)
-        stop_tokens.update(token for token in special_tokens if token is not None)
+        stop_tokens.update(special_tokens[text] for text in sampling.stop if text in special_tokens)
     return DecodeState(
         sampling=sampling,
         prompt=header,
@@ -313,4 +319,5 @@ def create_decode_state(
         generator=torch.Generator(),
         forced_tokens=forced_tokens,
         detokenizer=detokenizer,
+        prompt_scorer=None if sampling.prompt_logprobs is None else PromptScorer(sampling.prompt_logprobs, vocab_size),
     )

@@ -8,8 +8,10 @@ fixed part ends, so that every piece is evicted by its own priority.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..namespace import Namespace
 from .entry import KVEntry, KVSlice
 from .hashing import content_hash
 
@@ -63,9 +65,9 @@ class FixedPartIndex:
         assert pairs == {(key, entry.id) for key, some in self._entries.items() for entry in some}
 
 
-def prefix_key(cache_salt: str, tokens: Sequence[int]) -> bytes:
+def prefix_key(namespace: Namespace, tokens: Sequence[int]) -> bytes:
     """Return the key of a fixed part of a prefix-mode prompt."""
-    return content_hash(f"{cache_salt}\0prefix", tokens, 0, ())
+    return content_hash(replace(namespace, is_prompt=True), tokens, 0, ())
 
 
 def split_unused(cache_manager: "KVCacheManager", entries: Iterable[KVEntry]) -> None:

@@ -2,11 +2,16 @@
 
 Templates come with models from the Hub and are untrusted code. The sandbox of transformers denies
 them access to the interpreter, but does not bound loops or memory.
+
+One rendering also says where every message begins: compiled templates report each iteration of a loop
+over messages, and the number of characters written before it.
 """
 
 import datetime
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from itertools import islice
 from typing import Any
@@ -22,6 +27,60 @@ MAX_OUTPUT = 1 << 24  # characters of one rendering, and of one repeated or padd
 
 class TemplateLimitError(jinja2.TemplateError):
     """Chat template that exceeds the bounds on time or output."""
+
+
+class ChatRejectedError(jinja2.TemplateError):
+    """Chat that the template refuses or fails on."""
+
+    def __init__(self, reason: str, message_index: int | None) -> None:
+        super().__init__(reason)
+        self.message_index = message_index  # message that was being rendered; None: outside of a loop over messages
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """Text of a chat, and where its messages begin."""
+
+    text: str
+    # ascending pairs (number of messages, characters they take); messages that the template merges have no own pair
+    ends: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass
+class _Rendering:
+    """State of one rendering."""
+
+    message_index: dict[int, int] = field(default_factory=dict)  # by id of the message's dict
+    num_iterations: int = 0  # loop iterations, and ten a call
+    num_chars: int = 0  # written so far
+    current_message: int | None = None
+    # by loop: pairs (message index, characters before it); None for loops that are not in the order of messages
+    starts: dict[int, list[tuple[int, int]] | None] = field(default_factory=dict)
+    loop_ends: dict[int, int] = field(default_factory=dict)  # by loop: characters before its end
+
+    def start_message(self, message: Any, loop: int) -> None:
+        index = self.message_index.get(id(message))
+        if index is None:
+            return
+        self.current_message, starts = index, self.starts.setdefault(loop, [])
+        if starts is not None and starts and starts[-1][0] >= index:
+            self.starts[loop] = None
+        elif starts is not None:
+            starts.append((index, self.num_chars))
+
+    def end_loop(self, loop: int) -> None:
+        if loop in self.starts:
+            self.current_message, self.loop_ends[loop] = None, self.num_chars
+
+    def ends(self) -> tuple[tuple[int, int], ...]:
+        """Return the ends of messages in the loop that separates most."""
+        result: list[tuple[int, int]] = []
+        for loop, starts in self.starts.items():
+            if starts:
+                ends = [*starts, (starts[-1][0] + 1, self.loop_ends.get(loop, self.num_chars))]
+                if len({end for _, end in ends}) > len({end for _, end in result}):
+                    result = ends
+        return tuple(result)
 
 
 class _GenerationTag(Extension):
@@ -44,27 +103,50 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        self.num_iterations = 0  # of the current rendering
+        self._local = threading.local()  # templates are shared by threads
         self.filters["tojson"] = _to_json
         self.filters |= {name: _bounded(name, function) for name, function in self.filters.items()}
         self.filters["bounded_loop"], self.filters["bounded_size"] = self._bounded_loop, _check_size
+        self.filters["start_message"], self.filters["end_loop"] = self._start_message, self._end_loop
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
 
     def compile_bounded(self, source: str) -> jinja2.Template:
         """Compile a template in which every loop and concatenation is checked."""
         tree = self.parse(source)
-        for loop in tree.find_all(nodes.For):
+        for number, loop in enumerate(list(tree.find_all(nodes.For))):
             loop.iter = nodes.Filter(loop.iter, "bounded_loop", [], [], None, None, lineno=loop.lineno)
+            if isinstance(loop.target, nodes.Name):
+                item = nodes.Name(loop.target.name, "load", lineno=loop.lineno)
+                loop.body.insert(0, _statement("start_message", item, number))
+                _insert_after(tree, loop, _statement("end_loop", nodes.Const(number, lineno=loop.lineno)))
         for joined in list(tree.find_all(nodes.Concat)):
             inner = nodes.Concat(joined.nodes, lineno=joined.lineno)
             joined.nodes = [nodes.Filter(inner, "bounded_size", [], [], None, None, lineno=joined.lineno)]
         tree.set_environment(self)
         return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
 
+    @property
+    def rendering(self) -> _Rendering:
+        """State of this thread's rendering."""
+        result: _Rendering = self._local.rendering
+        return result
+
+    @rendering.setter
+    def rendering(self, value: _Rendering) -> None:
+        self._local.rendering = value
+
+    def _start_message(self, message: Any, loop: int) -> None:
+        self.rendering.start_message(message, loop)
+
+    @jinja2.pass_context  # keeps the call from being evaluated when the template is compiled
+    def _end_loop(self, context: Any, loop: int) -> None:
+        self.rendering.end_loop(loop)
+
     def count(self, number: int = 1) -> None:
-        self.num_iterations += number
-        if self.num_iterations > MAX_ITERATIONS:
+        rendering = self.rendering
+        rendering.num_iterations += number
+        if rendering.num_iterations > MAX_ITERATIONS:
             raise TemplateLimitError(f"the chat template runs more than {MAX_ITERATIONS:,} iterations")
 
     def _bounded_loop(self, iterable: Any) -> Any:
@@ -96,6 +178,23 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         name, method = getattr(__obj, "__name__", ""), getattr(__obj, "__wrapped__", __obj)
         _check_arguments(name, getattr(method, "__self__", None), (*args, *kwargs.values()))
         return _check_size(super().call(__context, __obj, *args, **kwargs))
+
+
+def _statement(filter_name: str, value: nodes.Expr, *arguments: int) -> nodes.ExprStmt:
+    """Return a statement that calls a filter and writes nothing."""
+    line = value.lineno
+    constants = [nodes.Const(argument, lineno=line) for argument in arguments]
+    return nodes.ExprStmt(nodes.Filter(value, filter_name, constants, [], None, None, lineno=line), lineno=line)
+
+
+def _insert_after(tree: nodes.Template, node: nodes.Node, statement: nodes.Node) -> None:
+    for parent in [tree, *tree.find_all(nodes.Node)]:
+        for _, children in parent.iter_fields():
+            if isinstance(children, list):
+                for index, child in enumerate(children):
+                    if child is node:
+                        children.insert(index + 1, statement)
+                        return
 
 
 def _bounded(name: str, function: Any) -> Any:
@@ -156,46 +255,72 @@ def _compile(source: str) -> tuple[_BoundedEnvironment, jinja2.Template]:
     return environment, environment.compile_bounded(source)
 
 
-def render_template(source: str, **variables: Any) -> str:
+def render_template(source: str, variables: Mapping[str, Any]) -> RenderedChat:
     """Render a chat template.
+
+    Args:
+        variables: of the template; the dicts in "messages" differ from each other.
 
     Raises:
         TemplateLimitError: if it exceeds MAX_ITERATIONS or MAX_OUTPUT.
-        jinja2.TemplateError: if the template is invalid or refuses the conversation.
+        ChatRejectedError: if the template is invalid or refuses the conversation.
     """
-    environment, template = _compile(source)
-    environment.num_iterations, parts, size = 0, list[str](), 0
+    messages = variables.get("messages") or ()
+    rendering = _Rendering({id(message): index for index, message in enumerate(messages)})
+    parts: list[str] = []
     try:
-        for part in template.generate(**variables):
+        environment, template = _compile(source)
+        environment.rendering = rendering
+        for part in template.generate(variables):
             parts.append(part)
-            size += len(part)
-            if size > MAX_OUTPUT:
+            rendering.num_chars += len(part)
+            if rendering.num_chars > MAX_OUTPUT:
                 raise TemplateLimitError(f"the chat template writes more than {MAX_OUTPUT:,} characters")
+    except TemplateLimitError:
+        raise
     except (RecursionError, MemoryError) as exc:
         raise TemplateLimitError(f"the chat template raises {type(exc).__name__}") from None
-    return "".join(parts)
+    except Exception as exc:  # of the template's code
+        raise ChatRejectedError(str(exc), rendering.current_message) from None
+    return RenderedChat("".join(parts), rendering.ends())
 
 
-def render_chat(
+def choose_template(tokenizer: Any, has_tools: bool) -> str:
+    """Return the template that transformers would choose."""
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        return template
+    names = dict(template or {})
+    name = "tool_use" if has_tools and "tool_use" in names else "default"
+    if name not in names:
+        raise ChatRejectedError(f"the tokenizer has the chat templates {sorted(names)}, and none is 'default'", None)
+    return str(names[name])
+
+
+def render_messages(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    **variables: Any,
-) -> str:
+    variables: Mapping[str, Any] | None = None,
+) -> RenderedChat:
     """Render a conversation as `tokenizer.apply_chat_template` does, within the bounds.
 
     Args:
         messages: turns with `role` and `content`.
         tools: JSON schemas of the functions that the model may call.
         variables: further variables of the template, as `enable_thinking`.
+
+    Raises:
+        TemplateLimitError, ChatRejectedError: see `render_template`.
     """
-    if not isinstance(tokenizer.chat_template, str):  # several templates: the tokenizer chooses
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
-        return text
-    options = getattr(tokenizer, "special_tokens_map", {}) | variables
-    options |= {"messages": messages, "tools": tools, "documents": None}
-    return render_template(tokenizer.chat_template, add_generation_prompt=add_generation_prompt, **options)
+    options = {**getattr(tokenizer, "special_tokens_map", {}), **(variables or {})}
+    options |= {"messages": [dict(message) for message in messages], "tools": tools, "documents": None}
+    options["add_generation_prompt"] = add_generation_prompt
+    return render_template(choose_template(tokenizer, bool(tools)), options)
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
+    """Return the text of a conversation, see `render_messages`."""
+    return render_messages(tokenizer, messages, add_generation_prompt=add_generation_prompt).text

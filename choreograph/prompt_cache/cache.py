@@ -17,6 +17,7 @@ from ..engine.kv_export import KVSnapshot
 from ..engine.message import Message, MessageSlice
 from ..engine.session import Session
 from ..errors import ConfigError, PromptError, WrongSessionError
+from ..namespace import Client
 from ..outputs import BASE_MODEL
 from ..sampling_params import SamplingParams
 from ..utils import close_after
@@ -41,24 +42,43 @@ class RunKey(NamedTuple):
     scaffold: tuple[ModulePath, ...]  # modules that it is computed with; (): its own module only
 
 
+def layout_schema(engine: Engine, schema: Schema | str | File) -> Layout:
+    """Parse and tokenize a schema for an engine.
+
+    The state of the engine does not change.
+
+    Raises:
+        PMLError: if the schema is invalid, or too long for the model.
+    """
+    schema = schema if isinstance(schema, Schema) else load_schema(schema)
+    tokenizer = ChatTokenizer(engine.chat, engine.tokenizer)
+    return compute_layout(schema, tokenizer, engine.model_info.max_positions)
+
+
 class PromptCache:
     """Cached modules of one schema on one engine, for one client.
 
     Args:
+        schema: also as its layout, which `layout_schema` returned for the same engine.
         location: where modules are stored between prompts. "host" frees device memory for other requests; a
             module is loaded when a prompt imports it.
     """
 
     def __init__(
-        self, engine: Engine, schema: Schema | str | File, *, client_id: str = "default", location: str = "device"
+        self,
+        engine: Engine,
+        schema: Schema | Layout | str | File,
+        *,
+        client_id: str | Client = "default",
+        location: str = "device",
     ) -> None:
         if location not in LOCATIONS:
             raise ConfigError(f"location={location!r}: use one of {LOCATIONS}")
         self.engine = engine
-        self.schema = schema if isinstance(schema, Schema) else load_schema(schema)
         self.location = location
         self._tokenizer = ChatTokenizer(engine.chat, engine.tokenizer)
-        self.layout: Layout = compute_layout(self.schema, self._tokenizer, engine.model_info.max_positions)
+        self.layout: Layout = schema if isinstance(schema, Layout) else layout_schema(engine, schema)
+        self.schema = self.layout.schema
         self.client_id = client_id
         self._session = engine.session(client_id=client_id)
         self._messages: dict[RunKey, Message] = {}
@@ -203,8 +223,10 @@ class PromptCache:
 
     # -- prompts ------------------------------------------------------------------------------------------
 
-    def resolve(self, prompt: Prompt | str | File) -> ResolvedPrompt:
+    def resolve(self, prompt: ResolvedPrompt | Prompt | str | File) -> ResolvedPrompt:
         """Return a prompt's content with positions; raise PMLError if invalid."""
+        if isinstance(prompt, ResolvedPrompt):
+            return prompt
         prompt = prompt if isinstance(prompt, Prompt) else load_prompt(prompt)
         return resolve_prompt(prompt, self.layout, self._tokenizer)
 
@@ -222,7 +244,7 @@ class PromptCache:
     def generate(
         self,
         session: Session,
-        prompt: Prompt | str | File,
+        prompt: ResolvedPrompt | Prompt | str | File,
         *,
         sampling: SamplingParams = DEFAULT_SAMPLING,
         forced_tokens: Sequence[int] | None = None,
@@ -231,9 +253,12 @@ class PromptCache:
 
         Reading the message runs the engine. Its usage counts as cached what existed before this call. In a
         session of mode "prefix" or "naive", the prompt is the same text without modules, for comparison.
+
+        Args:
+            prompt: also as `resolve` returned it.
         """
         resolved = self.resolve(prompt)
-        if session.engine is not self.engine or session.client_id != self.client_id:
+        if session.engine is not self.engine or session._client != self._session._client:
             raise WrongSessionError("the session belongs to another engine or client than the cache: open one there")
         header, footer = self._answer_template(resolved)
         max_positions = self.engine.model_info.max_positions

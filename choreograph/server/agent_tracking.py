@@ -29,8 +29,6 @@ MAX_AGENTS = 64  # names without a declared graph; a tracker of more starts anew
 
 MAX_GRAPH_NAMES = 1024  # agents of a declared graph, names that they wait for, and labels
 
-MAX_GRAPHS = 256  # declared ones of one tenant
-
 MAX_PROMPT_TOKENS = 1 << 20  # of one tenant's last prompts, from which fixed parts are inferred
 
 IDLE_SECONDS = 600.0  # without a request after which a workflow's fixed parts are kept no longer than others
@@ -181,10 +179,10 @@ class AgentSessions:
         """Return the workflow of a request, which `close` ends; None: untracked."""
         self.expire()
         self._count_tokens()
-        place = key.client_id, key.workflow
+        place = key.client, key.workflow
         workflow = self._workflows.get(place)
         if workflow is None:
-            session = self._engine.session(mode="prefix", seed=0, client_id=key.client_id)
+            session = self._engine.session(mode="prefix", seed=0, client_id=key.client)
             tracker = self._track(key.tenant, key.workflow, session)
             if tracker is None:
                 session.close()
@@ -199,7 +197,7 @@ class AgentSessions:
 
     def close(self, key: "WorkflowKey") -> None:
         """End a request; forget workflows that exceed the tenant's share."""
-        place, tenant = (key.client_id, key.workflow), key.tenant
+        place, tenant = (key.client, key.workflow), key.tenant
         workflow = self._workflows[place]
         workflow.num_active -= 1
         workflow.used = self._clock()
@@ -212,7 +210,7 @@ class AgentSessions:
 
     def set_steps(self, key: "WorkflowKey", steps: Mapping[str, float | None]) -> None:
         """Replace the steps of a workflow between its requests, if tracked."""
-        workflow = self._workflows.get((key.client_id, key.workflow))
+        workflow = self._workflows.get((key.client, key.workflow))
         if workflow is not None:
             workflow.tracker.set_steps(steps)
 

@@ -2,11 +2,12 @@
 
 import json
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -23,7 +24,9 @@ from . import text_completions
 from .agent_tracking import read_declaration
 from .api_errors import ApiError, to_api_error
 from .chat_completions import ChatAnswer, prepare
+from .chat_messages import as_turn
 from .event_stream import stream_events
+from .limits import RequestSlots
 from .protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -31,16 +34,24 @@ from .protocol import (
     ResponsesRequest,
     SchemaRequest,
     TokenizeRequest,
-    as_turn,
     continues_last,
     tool_dicts,
 )
 from .remote_sessions import add_remote_routes
-from .responses_api import ResponseAnswer, ResponseStore, to_chat
+from .request_body import OPTION_CHARS, check_path, checked_route
+from .response_store import ResponseStore
+from .responses_api import ResponseAnswer, to_chat
 from .server_config import ServerConfig
 from .service import InferenceService
 
 MAX_REQUEST_ID_CHARS = 128
+
+CHECKED_PATHS = ("/v1/", "/tokenize", "/detokenize")  # the dashboard has its own
+
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+WorkflowName = Annotated[str, Path(max_length=OPTION_CHARS)]
 
 
 class ErrorDetail(BaseModel):
@@ -72,10 +83,15 @@ class AsciiJSONResponse(JSONResponse):
 
 
 class RequestGuard:
-    """ASGI middleware: request ids, and a limit on the size of bodies."""
+    """ASGI middleware: request ids, valid paths, and limits.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app, self._max_body_bytes = app, max_body_bytes
+    Bodies are limited in size, and requests of a tenant in number.
+    """
+
+    def __init__(self, app: ASGIApp, service: InferenceService) -> None:
+        self._app, self._service = app, service
+        self._max_body_bytes = service.config.max_body_bytes
+        self._slots = RequestSlots(service.share.requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -103,7 +119,23 @@ class RequestGuard:
             response = ApiError(413, self._too_large(), code="request_too_large").response()
             await response(scope, receive, send_with_id)
             return
-        await self._app(scope, receive_limited, send_with_id)
+        try:
+            check_path(scope.get("raw_path") or b"")
+            with self._slot(scope, headers):
+                await self._app(scope, receive_limited, send_with_id)
+        except ApiError as exc:  # the routes' own errors never come here
+            self._service.metrics.observe_error(exc.status)
+            await exc.response()(scope, receive, send_with_id)
+
+    def _slot(self, scope: Scope, headers: Mapping[bytes, bytes]) -> AbstractContextManager[None]:
+        """Return the slot that a request holds until it is answered.
+
+        Generations have slots of their own: other requests are answered while they run.
+        """
+        if scope["method"] not in ("POST", "PUT") or not scope["path"].startswith(CHECKED_PATHS):
+            return nullcontext()
+        tenant = self._service.tenant(headers.get(b"authorization", b"").decode("latin-1"))
+        return self._slots.hold((tenant, scope["path"] in GENERATION_PATHS))
 
     def _too_large(self) -> str:
         return f"the body has more than {self._max_body_bytes} bytes: send a shorter one"
@@ -139,7 +171,8 @@ def create_service_app(service: InferenceService) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(RequestGuard, max_body_bytes=config.max_body_bytes)
+    app.router.route_class = checked_route(service.authenticate, service.pool.run)
+    app.add_middleware(RequestGuard, service=service)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -206,10 +239,10 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     async def authenticate(
         request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)] = None
     ) -> str:
-        return service.tenant(request.headers.get("authorization"))
+        return service.authenticate(request)
 
     tenant_of = Depends(authenticate)
-    store = ResponseStore(service.config.max_stored_responses)
+    store = ResponseStore(service.share.responses, service.share.response_bytes)
     models = {"object": "list", "data": [_model_entry(service, name) for name in service.model_names]}
 
     @app.get("/v1/models", responses=ERRORS)
@@ -227,7 +260,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     async def chat_completions(body: ChatCompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Answer a chat."""
         service.start_span(request, "chat", body)
-        spec, parser_options = prepare(service, body, request, tenant)
+        spec, parser_options = await service.work(tenant, request, partial(prepare, service, body, request, tenant))
         answer = ChatAnswer(service, body, service.submit(request, spec), parser_options)
         return await stream_events(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
 
@@ -235,7 +268,8 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     async def completions(body: CompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Continue prompts."""
         service.start_span(request, "text_completion", body)
-        spec = text_completions.prepare_completion(service, body, request, tenant)
+        prepare_spec = partial(text_completions.prepare_completion, service, body, request, tenant)
+        spec = await service.work(tenant, request, prepare_spec)
         answer = text_completions.CompletionAnswer(service, body, service.submit(request, spec))
         return await stream_events(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
 
@@ -246,14 +280,20 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         previous = None
         if body.previous_response_id is not None:
             previous = store.get(tenant, body.previous_response_id, "previous_response_id")
-        chat, messages = to_chat(body, previous)
-        spec, parser_options = prepare(service, chat, request, tenant, param="input")
+
+        def prepare_chat() -> tuple[Any, ...]:
+            chat, messages = to_chat(body, previous)
+            return *prepare(service, chat, request, tenant, param="input"), messages
+
+        spec, parser_options, messages = await service.work(tenant, request, prepare_chat)
         running = service.submit(request, spec)
         answer = ResponseAnswer(body, running, parser_options, messages, service.engine.tokenizer)
 
+        num_bytes = len(await request.body())
+
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                store.add(tenant, answer.stored(response))
+                store.add(tenant, answer.stored(response, num_bytes))
 
         if body.stream:
             return await stream_events(answer.events(keep))
@@ -275,22 +315,25 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
     add_remote_routes(app, service, authenticate, ERRORS)
 
     @app.put("/v1/workflows/{workflow}", responses=ERRORS)
-    async def put_workflow(workflow: str, body: dict[str, JsonValue], tenant: str = tenant_of) -> dict[str, Any]:
+    async def put_workflow(
+        workflow: WorkflowName, body: dict[str, JsonValue], request: Request, tenant: str = tenant_of
+    ) -> dict[str, Any]:
         """Declare the step graph and labels of a workflow's agents."""
-        graph, labels = read_declaration(body)
+        graph, labels = await service.work(tenant, request, partial(read_declaration, body))
         await service.thread.call(lambda: service.planner.store.declare(tenant, workflow, graph, labels))
         return {"id": workflow, "agents": list(graph.agents)}
 
     @app.delete("/v1/workflows/{workflow}", responses=ERRORS)
-    async def delete_workflow(workflow: str, tenant: str = tenant_of) -> dict[str, Any]:
+    async def delete_workflow(workflow: WorkflowName, tenant: str = tenant_of) -> dict[str, Any]:
         """Forget the step graph of a workflow, to learn it again."""
         await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, None))
         return {"id": workflow, "deleted": True}
 
     @app.put("/v1/schemas/{name}", responses=ERRORS)
-    async def put_schema(name: str, body: SchemaRequest, tenant: str = tenant_of) -> dict[str, Any]:
+    async def put_schema(name: str, body: SchemaRequest, request: Request, tenant: str = tenant_of) -> dict[str, Any]:
         """Create or replace a Prompt Cache schema."""
-        cache = await service.thread.call(lambda: service.schemas.put(tenant, name, body.pml))
+        layout = await service.work(tenant, request, lambda: service.schemas.prepare(name, body.pml))
+        cache = await service.thread.call(lambda: service.schemas.put(tenant, name, body.pml, layout))
         return {"id": name, "modules": ["/".join(path) for path in cache.layout.modules]}
 
     @app.get("/v1/schemas", responses=ERRORS)
@@ -306,30 +349,43 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         return {"id": name, "deleted": True}
 
     @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TokenizeRequest, tenant: str = tenant_of) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request, tenant: str = tenant_of) -> dict[str, Any]:
         """Return the token ids of a prompt or a chat."""
         service.resolve_model(body.model or service.model_name)
-        if body.messages:
-            tokens = service.renderer.prompt(
-                [as_turn(message) for message in body.messages],
-                tool_dicts(body.tools),
-                body.chat_template_kwargs,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                continue_final_message=continues_last(body),
-            ).tokens
-        else:
-            tokens = service.renderer.tokenize(body.prompt or "", opening=body.add_special_tokens)
-        result = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
-        if body.return_token_strs:
-            result["token_strs"] = service.engine.tokenizer.convert_ids_to_tokens(tokens)
-        return result
+        return await service.work(tenant, request, partial(_tokenize, service, body))
 
     @app.post("/detokenize", responses=ERRORS)
-    async def detokenize(body: DetokenizeRequest, tenant: str = tenant_of) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, request: Request, tenant: str = tenant_of) -> dict[str, str]:
         """Return the text of token ids."""
         service.resolve_model(body.model or service.model_name)
-        check_tokens(body.tokens, "tokens", len(service.engine.tokenizer))
-        return {"prompt": service.engine.tokenizer.decode(body.tokens)}
+
+        def decode() -> str:
+            check_tokens(body.tokens, "tokens", len(service.engine.tokenizer))
+            text: str = service.engine.tokenizer.decode(body.tokens)
+            return text
+
+        return {"prompt": await service.work(tenant, request, decode)}
+
+
+def _tokenize(service: InferenceService, body: TokenizeRequest) -> dict[str, Any]:
+    if body.messages:
+        service.renderer.check_size(body.messages, service.max_model_len, "messages")
+        tokens = service.renderer.prompt(
+            [as_turn(message) for message in body.messages],
+            tool_dicts(body.tools),
+            body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=continues_last(body),
+            max_tokens=service.max_model_len,
+        ).tokens
+    else:
+        tokens = service.renderer.tokenize(
+            body.prompt or "", opening=body.add_special_tokens, max_tokens=service.max_model_len
+        )
+    result = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        result["token_strs"] = service.engine.tokenizer.convert_ids_to_tokens(tokens)
+    return result
 
 
 def _model_entry(service: InferenceService, name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -24,6 +25,7 @@ from .protocol import (
     continues_last,
     tool_dicts,
 )
+from .scored_prompts import check_prompt_scoring, check_scored_size, encode, prompt_logprobs_of
 from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
 from .structured import Constraint, choice_constraint, grammar_constraint, json_constraint, regex_constraint
 
@@ -105,6 +107,8 @@ def prepare(
         InvalidRequestError, ApiError: if the request cannot be served.
     """
     check_stream_options(body)
+    service.renderer.check_size(body.messages, service.max_model_len, param)
+    check_prompt_scoring(body)
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.choreography is not None and body.choreography.prompt_schema is not None:
         raise InvalidRequestError("schema: prompts of a schema go to /v1/completions")
@@ -131,6 +135,8 @@ def prepare(
         body.chat_template_kwargs,
         continue_final_message=bool(continued),
         with_segments=True,
+        max_tokens=service.max_model_len,
+        param=param,
     )
     if body.choreography is not None and (offsets := body.choreography.offsets) is not None:
         if len(offsets) != len(prompt.segments):
@@ -138,8 +144,10 @@ def prepare(
                 f"offsets: {len(offsets)} positions for {len(prompt.segments)} messages: give one for each, or null"
             )
         prompt = replace(prompt, offsets=tuple(offsets))
+    requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    check_scored_size(service, body, [prompt])
     step = agent_step(agent, body.choreography, [prompt])
-    max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt], param)
+    max_tokens = service.max_tokens(requested, [prompt], param)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
     seed = service.random_seed() if body.seed is None else body.seed
@@ -275,7 +283,9 @@ class ChatAnswer:
                 entry["token_ids"] = choice.token_ids
             choices.append(entry)
         usage = self._running.usage()
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **self._prompt_ids}
+        scores = partial(prompt_logprobs_of, self._body, self._running, self._text_of)
+        fields = self._prompt_ids | await encode(self._service, self._running, scores)
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **fields}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
@@ -322,6 +332,10 @@ class ChatAnswer:
         if self._body.return_token_ids and state.token_ids:
             choice["token_ids"], state.token_ids = state.token_ids, []
         return sse({**self._head, "object": "chat.completion.chunk", "choices": [choice], **fields})
+
+    def _text_of(self, token: int) -> str:
+        text: str = token_logprob(self._service.engine.tokenizer, token, 0.0)["token"]
+        return text
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         keeps_special = self._body.skip_special_tokens is False

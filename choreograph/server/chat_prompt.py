@@ -1,40 +1,34 @@
 """Rendering of chats to token ids, cut at the ends of messages.
 
-Templates that know neither tools nor the role `tool` get them as text, in the form of Hermes and
-Qwen: definitions in the system message, calls in <tool_call> and results in <tool_response> tags.
+A chat is rendered once: the template reports where its messages begin. Cost is linear in the text; a chat that
+cannot fit is refused before it is rendered, or before all of it is tokenized.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
-
-import jinja2
 
 from ..engine.text import ChatTemplate, Turn
 from ..errors import ConfigError, InvalidRequestError
-from ..models.template_sandbox import render_chat
+from ..models.template_sandbox import ChatRejectedError, RenderedChat, TemplateLimitError, render_messages
+from .api_errors import prompt_too_long
+from .chat_turns import ChatTurn, ChatTurnDict, SystemTurns, foldings, parse_arguments, tools_as_text
 
-_TOOL_NAME = "choreograph_probe"
+_TOOL_NAME, _PROBES = "choreograph_probe", ("choreograph probe", "choreograph sample")
 
 _CONTENT_END = "\u2063end\u2063 "  # after a text whose place in the prompt is looked for
 
-TOOL_PROMPT = """# Tools
-
-You may call one or more functions to assist with the user query.
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-
-ChatTurnDict = dict[str, Any]  # role, content, tool_calls, name, as templates read them
+# variables of templates that the server sets, and options of transformers' `apply_chat_template`
+RESERVED_VARIABLES = frozenset(
+    (
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("tokenizer", "conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -62,13 +56,8 @@ def answer_key(content: str | None, tool_calls: Sequence[Mapping[str, Any]]) -> 
 
     Whitespace around it and the form of its arguments may change on the way.
     """
-    calls = []
-    for call in tool_calls:
-        function = call.get("function") or {}
-        arguments = function.get("arguments")
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append([function.get("name"), arguments])
+    functions = [call.get("function") or {} for call in tool_calls]
+    calls = [[function.get("name"), parse_arguments(function.get("arguments"))] for function in functions]
     return json.dumps([(content or "").strip(), calls], sort_keys=True)
 
 
@@ -81,20 +70,65 @@ class ChatRenderer:
 
     @cached_property
     def template_text(self) -> str:
-        template = getattr(self._tokenizer, "chat_template", None)
-        return template if isinstance(template, str) else json.dumps(template or "")
+        """Text of the chat template, or of all templates of the tokenizer."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(map(str, dict(template).values()))
 
     @cached_property
     def knows_tools(self) -> bool:
         """True if the template writes tool definitions into the prompt."""
         tool = {"type": "function", "function": {"name": _TOOL_NAME, "description": "x", "parameters": {}}}
-        try:
-            return _TOOL_NAME in self._render([{"role": "user", "content": "x"}], True, [tool], {})
-        except InvalidRequestError:
-            return False
+        return self._writes([("user", "x")], [_TOOL_NAME], [tool])
 
-    def tokenize(self, text: str, *, opening: bool = False) -> list[int]:
-        """Tokenize text; `opening` adds the tokenizer's BOS token."""
+    @cached_property
+    def _system_turns(self) -> SystemTurns:
+        """Places of system turns that the template accepts."""
+        first, second = (("system", text) for text in _PROBES)
+        question, answer = ("user", "x"), ("assistant", "y")
+        return SystemTurns(
+            first=self._writes([first, question], _PROBES[:1]),
+            alone=self._writes([first], _PROBES[:1]),
+            several=self._writes([first, second, question], _PROBES),
+            later=self._writes([first, question, answer, second, question], _PROBES)
+            and self._writes([question, answer, second, question], _PROBES[1:]),
+        )
+
+    def _writes(self, turns: Sequence[tuple[str, str]], texts: Sequence[str], tools: Any = None) -> bool:
+        """Return whether the template accepts a chat and writes some texts."""
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            rendered = self._render_as_is(messages, True, tools, {}).text
+        except (ChatRejectedError, TemplateLimitError):
+            return False
+        return all(text in rendered for text in texts)
+
+    def check_size(self, messages: Sequence[object], max_tokens: int, param: str) -> None:
+        """Refuse a chat of more messages than the context has tokens.
+
+        Args:
+            param: field that the messages come from, for errors.
+
+        Raises:
+            ApiError: if the chat has too many messages.
+        """
+        if len(messages) > max_tokens:
+            raise prompt_too_long(max_tokens, param, f"{len(messages):,} messages")
+
+    def tokenize(
+        self, text: str, *, opening: bool = False, max_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Tokenize text.
+
+        Args:
+            opening: add the tokenizer's BOS token.
+            max_tokens: refuse a much longer text, without tokenizing all of it. The result may still be longer.
+            param: field that the text comes from, for errors.
+
+        Raises:
+            ApiError: if the text is too long.
+        """
+        if max_tokens is not None and self._template.is_longer(text, max_tokens):
+            raise prompt_too_long(max_tokens, param, f"a text of {len(text):,} characters")
         return self._template.encode_text(text, opening=opening)
 
     def prompt(
@@ -106,60 +140,65 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         with_segments: bool = False,
+        max_tokens: int | None = None,
+        param: str = "messages",
     ) -> ChatPrompt:
         """Render a chat to token ids.
 
         Args:
             variables: further variables of the template.
             continue_final_message: end with the last message's text, without generation prompt.
-            with_segments: cut the prompt at the ends of messages, which renders it once a message.
+            with_segments: cut the prompt at the ends of messages.
+            max_tokens: refuse a much longer chat, without tokenizing all of it. The result may still be longer.
+            param: field that the messages come from, for errors.
 
         Raises:
             InvalidRequestError: if the template rejects the chat.
+            ApiError: if the chat is too long.
         """
+        if max_tokens is not None:
+            self.check_size(turns, max_tokens, param)
         variables = dict(variables or {})
-        for name in {"messages", "tokenizer"} & variables.keys():
-            raise InvalidRequestError(f"chat_template_kwargs: {name!r} is set by the server; leave it out")
-        turns = [
-            turn | {"answer_key": answer_key(turn["content"], turn.get("tool_calls") or ())}
-            if turn["role"] == "assistant"
-            else turn
-            for turn in turns
-        ]
+        special_tokens = getattr(self._tokenizer, "special_tokens_map", {})
+        for name in variables:
+            if name in RESERVED_VARIABLES or name in special_tokens:
+                raise InvalidRequestError(f"chat_template_kwargs: {name!r} is set by the server; leave it out")
+        chat: Sequence[ChatTurn] = [_chat_turn(turn, index) for index, turn in enumerate(turns)]
         if not self.knows_tools:
-            turns = _tools_as_text(turns, tools)
+            chat = tools_as_text(chat, tools)
         native_tools = list(tools) if tools and self.knows_tools else None
         if continue_final_message:
-            text = self._render_open(turns, native_tools, variables)
+            chat, rendered = self._render_open(chat, native_tools, variables, param)
         else:
-            text = self._render(turns, add_generation_prompt, native_tools, variables)
-        tokens = self.tokenize(text)
+            chat, rendered = self._render(chat, add_generation_prompt, native_tools, variables, param)
+        tokens = self.tokenize(rendered.text, max_tokens=max_tokens, param=param)
         if not with_segments:
             return ChatPrompt(tokens)
-        segments, end = list[Segment](), 0
-        for count in range(1, len(turns) + 1):
-            try:
-                start_text = self._render(turns[:count], False, native_tools, variables)
-            except InvalidRequestError:
-                continue  # the next cut includes this message
-            if end < len(start_text) < len(text) and text.startswith(start_text):
-                tokens_of_turn = tuple(self.tokenize(text[end : len(start_text)]))
-                segments.append(Segment(tokens_of_turn, turns[count - 1].get("answer_key")))
-                end = len(start_text)
-        header = text[end:]
-        return ChatPrompt(tokens, segments, self.tokenize(header), self._footer, header)
+        texts, keys = _cut(rendered, chat)
+        *segments, header = self._template.encode_texts(texts)
+        return ChatPrompt(
+            tokens,
+            [Segment(tuple(ids), key) for ids, key in zip(segments, keys, strict=True)],
+            header,
+            self._footer,
+            texts[-1],
+        )
 
-    def _render_open(self, turns: Sequence[ChatTurnDict], tools: Any, variables: Any) -> str:
+    def _render_open(
+        self, turns: Sequence[ChatTurn], tools: Any, variables: Any, param: str
+    ) -> tuple[Sequence[ChatTurn], RenderedChat]:
         """Render a chat up to the end of the last message's text."""
-        content = turns[-1]["content"]
-        marked = [*turns[:-1], turns[-1] | {"content": content + _CONTENT_END}]
-        text, separator, rest = self._render(marked, False, tools, variables).rpartition(_CONTENT_END.rstrip())
+        content = turns[-1].fields["content"]
+        marked: Sequence[ChatTurn] = [*turns[:-1], turns[-1].with_fields(content=content + _CONTENT_END)]
+        marked, rendered = self._render(marked, False, tools, variables, param)
+        text, separator, rest = rendered.text.rpartition(_CONTENT_END.rstrip())
         if not separator or content.strip() not in text:
             raise InvalidRequestError(
                 "continue_final_message: the chat template changes the last message; leave it out"
             )
         # as transformers: a template that strips the end of the text also strips what precedes it
-        return text if rest.startswith(" ") else text.rstrip()
+        text = text if rest.startswith(" ") else text.rstrip()
+        return marked, RenderedChat(text, rendered.ends)
 
     @cached_property
     def _footer(self) -> list[int]:
@@ -169,50 +208,72 @@ class ChatRenderer:
         except ConfigError:  # no place for an answer that others follow
             return []
 
-    def _render(self, turns: Sequence[ChatTurnDict], add_generation_prompt: bool, tools: Any, variables: Any) -> str:
-        if not self._template.has_template:
-            bos = self._tokenizer.bos_token if self._template.bos_ids else ""
-            lines = "".join(f"{turn['role'].capitalize()}: {turn['content']}\n" for turn in turns)
-            return bos + lines + ("Assistant:" if add_generation_prompt else "")
-        options = {"add_generation_prompt": add_generation_prompt, "tools": tools, **variables}
-        try:
-            return render_chat(self._tokenizer, turns, **options)
-        except (jinja2.TemplateError, TypeError, ValueError) as exc:
-            folded = _fold_system(turns)
-            if folded is None:
-                raise InvalidRequestError(f"messages: the chat template rejects this chat: {exc}") from None
-            return self._render(folded, add_generation_prompt, tools, variables)
+    def _render(
+        self, turns: Sequence[ChatTurn], add_generation_prompt: bool, tools: Any, variables: Any, param: str
+    ) -> tuple[Sequence[ChatTurn], RenderedChat]:
+        """Return the first form that the template accepts, and its rendering."""
+        for folded in foldings(turns, self._system_turns):
+            messages = [turn.fields for turn in folded]
+            try:
+                return folded, self._render_as_is(messages, add_generation_prompt, tools, variables)
+            except ChatRejectedError as exc:
+                reason, index = str(exc), exc.message_index
+            except TemplateLimitError as exc:
+                raise InvalidRequestError(f"{param}: {exc}: send fewer or shorter messages") from None
+        if index is None:
+            index = self._first_rejected(messages, add_generation_prompt, tools, variables)
+        turn = folded[index]
+        place = f"{param}[{turn.index}]" if param == "messages" else param
+        raise InvalidRequestError(
+            f"{place}: the chat template rejects message {turn.index} of the chat, of role {turn.role!r}: {reason}"
+        )
+
+    def _first_rejected(self, messages: Sequence[ChatTurnDict], *options: Any) -> int:
+        """Return the index of the first message that the template rejects.
+
+        Renders log2(messages) times.
+        """
+        first, last = 0, len(messages) - 1
+        while first < last:
+            middle = (first + last) // 2
+            try:
+                self._render_as_is(messages[: middle + 1], *options)
+                first = middle + 1
+            except (ChatRejectedError, TemplateLimitError):
+                last = middle
+        return first
+
+    def _render_as_is(
+        self, messages: Sequence[ChatTurnDict], add_generation_prompt: bool, tools: Any, variables: Any
+    ) -> RenderedChat:
+        if self._template.has_template:
+            return render_messages(
+                self._tokenizer,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                variables=variables,
+            )
+        lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
+        bos = self._tokenizer.bos_token if self._template.bos_ids else ""
+        ends = accumulate(map(len, lines), initial=len(bos))
+        text = bos + "".join(lines) + ("Assistant:" if add_generation_prompt else "")
+        return RenderedChat(text, tuple(enumerate(ends)))
 
 
-def _fold_system(turns: Sequence[ChatTurnDict]) -> list[ChatTurnDict] | None:
-    """Return the chat without system message, whose text the user message gets."""
-    if len(turns) < 2 or turns[0]["role"] != "system" or turns[1]["role"] != "user":
-        return None
-    return [turns[1] | {"content": f"{turns[0]['content']}\n\n{turns[1]['content']}"}, *turns[2:]]
+def _chat_turn(turn: ChatTurnDict, index: int) -> ChatTurn:
+    is_answer = turn["role"] == "assistant"
+    return ChatTurn(turn, index, answer_key(turn["content"], turn.get("tool_calls") or ()) if is_answer else None)
 
 
-def _tools_as_text(turns: Sequence[ChatTurnDict], tools: Sequence[Mapping[str, Any]]) -> list[ChatTurnDict]:
-    """Write tools, calls and results as text of ordinary messages."""
-    result: list[ChatTurnDict] = []
-    for turn in turns:
-        content = turn["content"]
-        calls = [
-            {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-            for call in turn.get("tool_calls") or ()
-        ]
-        parts = [content] * bool(content) + [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
-        if turn["role"] == "tool":
-            text = f"<tool_response>\n{content}\n</tool_response>"
-            if result and result[-1].get("is_tool_result"):
-                result[-1]["content"] += "\n" + text
-                continue
-            result.append({"role": "user", "content": text, "is_tool_result": True})
-        else:
-            result.append({**turn, "content": "\n".join(parts)} if calls else dict(turn))
-    if tools:
-        prompt = TOOL_PROMPT.format(tools="\n".join(json.dumps(tool) for tool in tools))
-        if result and result[0]["role"] == "system":
-            result[0] = result[0] | {"content": f"{result[0]['content']}\n\n{prompt}"}
-        else:
-            result.insert(0, {"role": "system", "content": prompt})
-    return result
+def _cut(rendered: RenderedChat, turns: Sequence[ChatTurn]) -> tuple[list[str], list[str | None]]:
+    """Return the texts of segments and header, and the segments' answer keys."""
+    texts, keys, start, first = list[str](), list[str | None](), 0, 0
+    for num_turns, end in rendered.ends:
+        if start < end < len(rendered.text) and num_turns > first:
+            texts.append(rendered.text[start:end])
+            keys.append(turns[first].answer_key if num_turns == first + 1 else None)
+            start = end
+        if start == end:  # turns without text of their own precede the next segment
+            first = num_turns
+    return [*texts, rendered.text[start:]], keys

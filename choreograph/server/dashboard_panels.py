@@ -117,7 +117,7 @@ def _engine_tiers(service: InferenceService) -> list[TierUsage]:
 def _tenant_tiers(service: InferenceService, tenant: str) -> list[TierUsage]:
     used: Counter[str] = Counter()
     for workflow in service.planner.store.workflows:
-        if workflow.session.client_id.partition("\0")[0] == tenant:
+        if workflow.session._client.tenant == tenant:
             for message in workflow.session.messages:
                 if message.done:
                     used[message.kv_location] += message.length

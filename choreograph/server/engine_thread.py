@@ -21,7 +21,7 @@ from ..engine.request import RequestState
 from ..errors import RequestFailedError, SessionClosedError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import FinishReason, Timing, TokenLogprob
-from ..utils import call_all
+from ..utils import as_exception, call_all
 
 T = TypeVar("T")
 
@@ -41,6 +41,8 @@ class ChoiceUpdate:
     logprobs: list[TokenLogprob]  # of these tokens, if requested
     finish_reason: FinishReason | None = None  # set in the last update
     timing: Timing | None = None  # set in the last update
+    # of the prompt's tokens, in the first update, if requested; the first one is None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class UpdateQueue:
@@ -98,6 +100,8 @@ class Generation:
                 updates.append(ChoiceUpdate(index, text, token_ids, logprobs, message.finish_reason, message.timing))
             elif token_ids:
                 updates.append(ChoiceUpdate(index, text, token_ids, logprobs))
+            if not num_tokens and (is_final or token_ids):
+                updates[-1].prompt_logprobs = message.prompt_logprobs
         return updates
 
 
@@ -181,8 +185,8 @@ class EngineThread:
             self._has_caller |= gather
             try:
                 result = function()
-            except Exception as exc:
-                loop.call_soon_threadsafe(finish, None, exc)
+            except BaseException as exc:
+                loop.call_soon_threadsafe(finish, None, as_exception(exc))
             else:
                 loop.call_soon_threadsafe(finish, result, None)
 
@@ -203,9 +207,9 @@ class EngineThread:
             had_pending = core.cache_manager.has_pending  # before the step, which polls transfers and may start others
             try:
                 has_stepped = core.step(wait=False)
-            except Exception as exc:  # no request's fault: all of them end with it
+            except BaseException as exc:  # no request's fault: all of them end with it
                 for generation in list(self._active):
-                    self._end(generation, exc)
+                    self._end(generation, as_exception(exc))
                 timeout, has_first_text = POLL_SECONDS, False  # it may raise again
                 continue
             timeout = 0.0 if has_stepped else POLL_SECONDS
@@ -267,8 +271,8 @@ class EngineThread:
     def _submit(self, generation: Generation) -> None:
         try:
             generation.messages = generation.submit()
-        except Exception as exc:
-            self._end(generation, exc, is_submitted=False)
+        except BaseException as exc:
+            self._end(generation, as_exception(exc), is_submitted=False)
             return
         generation.num_sent = generation.num_sent or [(0, 0)] * len(generation.messages)
         generation.open_choices = set(range(len(generation.messages)))
@@ -285,8 +289,8 @@ class EngineThread:
         for generation in list(self._active):
             try:
                 updates = generation.collect()
-            except Exception as exc:
-                self._end(generation, exc)
+            except BaseException as exc:
+                self._end(generation, as_exception(exc))
                 continue
             if not generation.open_choices:
                 del self._active[generation]

@@ -30,7 +30,7 @@ def plan_exact(
     """Submit a prompt in prefix mode, which reuses its longest cached prefix."""
     tracked = None if step.agent is None else store.agent_sessions.open(key)
     if tracked is None:
-        options: dict[str, Any] = {"client_id": key.client_id, "model": key.model, "labels": key.labels}
+        options: dict[str, Any] = {"client_id": key.client, "model": key.model, "labels": key.labels}
         session = engine.session(mode="prefix", seed=0, **options)
     else:
         session = tracked.session

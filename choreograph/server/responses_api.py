@@ -2,19 +2,18 @@
 
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from ..errors import InvalidRequestError
-from .api_errors import ApiError, explain_validation
+from .api_errors import explain_validation
 from .chat_completions import ChoiceState, ParserOptions, logprob_entries
 from .engine_thread import ChoiceUpdate
 from .event_stream import sse
 from .protocol import ChatCompletionRequest, ResponsesRequest
+from .response_store import StoredResponse
 from .service import RunningRequest
 
 SHARED_FIELDS = (
@@ -28,38 +27,6 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 # fields of a chat that have another name here
 FIELD_NAMES = {"messages": "input", "response_format": "text"}
-
-
-@dataclass(frozen=True)
-class StoredResponse:
-    """Response that a later request can continue."""
-
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]  # of the chat up to its answer, without instructions
-
-
-class ResponseStore:
-    """Stored responses by tenant and id; the oldest are dropped."""
-
-    def __init__(self, max_responses: int) -> None:
-        self._max_responses = max_responses
-        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
-
-    def add(self, tenant: str, stored: StoredResponse) -> None:
-        self._responses[tenant, stored.response["id"]] = stored
-        while len(self._responses) > self._max_responses:
-            self._responses.popitem(last=False)
-
-    def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
-        """Return a response, or raise an ApiError of status 404."""
-        try:
-            return self._responses[tenant, response_id]
-        except KeyError:
-            raise ApiError(404, f"Response with id '{response_id}' not found.", param=param, code="not_found") from None
-
-    def remove(self, tenant: str, response_id: str) -> None:
-        self.get(tenant, response_id)
-        del self._responses[tenant, response_id]
 
 
 def to_chat(
@@ -188,12 +155,17 @@ class ResponseAnswer:
             "metadata": body.metadata or {},
         }
 
-    def stored(self, response: dict[str, Any]) -> StoredResponse:
-        """Return what a later request needs to continue this response."""
+    def stored(self, response: dict[str, Any], num_bytes: int) -> StoredResponse:
+        """Return what a later request needs to continue this response.
+
+        Args:
+            num_bytes: of the request.
+        """
         answer: dict[str, Any] = {"role": "assistant", "content": self._choice.content}
         if self._choice.tool_calls:
             answer["tool_calls"] = self._choice.tool_calls
-        return StoredResponse(response, [*self._messages, answer])
+        num_chars = len(self._choice.content) + len(self._choice.reasoning)
+        return StoredResponse(response, [*self._messages, answer], num_bytes + 4 * num_chars)
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete response."""

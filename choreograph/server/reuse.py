@@ -5,6 +5,7 @@ session, found again by its content. auto: quotes of stored messages are found a
 All functions run in the engine's thread.
 """
 
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -17,6 +18,7 @@ from ..agents import Agent
 from ..engine.engine import Engine
 from ..engine.message import Message, MessageSlice
 from ..errors import InvalidRequestError, LeakError
+from ..namespace import serialize
 from ..utils import call_all
 from .agent_tracking import NO_AGENT, AgentStep
 from .answer_plan import Answer, Plan, SourceCounts, decode_prompt
@@ -35,7 +37,7 @@ from .span_index import Span, common_length, find_spans, gaps_between
 
 MIN_PARTIAL = 16  # tokens of the shortest part of a stored message that is reused as a prefix
 
-ROOT = 0  # lineage of a prompt that starts anew
+ROOT = b""  # lineage of a prompt that starts anew
 
 
 def plan_messages(
@@ -237,7 +239,9 @@ class _PlanBuilder:
         return self._offsets[len(self.parents)] if self._offsets else None
 
     def _extend(self, message: Message, start: int, stop: int, *, is_whole: bool = True) -> None:
-        self._lineage = hash((self._lineage, message.id, start, stop, self._next_offset))
+        # a client that finds two equal ones would read messages in another's context
+        place = serialize((self._lineage, message.id, start, stop, self._next_offset))
+        self._lineage = hashlib.sha256(place).digest()
         part = message if is_whole else message[start:stop]
         self.parents.append(part)
         if self._fixed_tokens > 0 and self._agent is not None:
@@ -334,9 +338,8 @@ def _source_of(stored: StoredMessage, is_complete: bool) -> str:
 class ReusePlanner:
     """Plans requests in the reuse mode that they choose."""
 
-    def __init__(self, engine: Engine, max_stored_tokens: int, shadow_calls: float = 0.0) -> None:
-        self._engine = engine
-        self.store = MessageStore(engine, max_stored_tokens, shadow_calls)
+    def __init__(self, engine: Engine, store: MessageStore) -> None:
+        self._engine, self.store = engine, store
 
     def check(self, mode: ReuseMode) -> None:
         """Check that the model supports a reuse mode."""

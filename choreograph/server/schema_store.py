@@ -5,36 +5,54 @@ from collections.abc import Sequence
 from ..engine.engine import Engine
 from ..engine.message import Message
 from ..errors import InvalidRequestError, SchemaError
-from ..prompt_cache.cache import PromptCache
+from ..namespace import UNSALTED, Client
+from ..prompt_cache.cache import PromptCache, layout_schema
+from ..prompt_cache.layout import Layout
 from ..prompt_cache.parser import load_schema
+from ..prompt_cache.resolve import ResolvedPrompt
 from .answer_plan import Answer, Plan, SourceCounts, decode_all
 from .api_errors import ApiError
 from .chat_prompt import ChatPrompt
 
-MAX_SCHEMAS = 256  # of all tenants
-
 
 class SchemaStore:
-    """Schemas by tenant and name; changed in the engine's thread only."""
+    """Schemas by tenant and name; changed in the engine's thread only.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        max_schemas: of one tenant.
+    """
+
+    def __init__(self, engine: Engine, max_schemas: int) -> None:
+        self._engine, self._max_schemas = engine, max_schemas
         self._caches: dict[tuple[str, str], PromptCache] = {}
         self.sources: dict[tuple[str, str], str] = {}  # PML of each schema
 
-    def put(self, tenant: str, name: str, pml: str) -> PromptCache:
-        """Create or replace a schema.
+    def prepare(self, name: str, pml: str) -> Layout:
+        """Parse and tokenize a schema; runs in a worker thread.
 
         Raises:
             PMLError: if the text is not a valid schema, or has another name.
-            ApiError: if there are too many schemas.
         """
         schema = load_schema(pml)
         if schema.name != name:
             raise SchemaError(f"the schema has the name {schema.name!r}: use it in the path, not {name!r}")
-        if len(self._caches) >= MAX_SCHEMAS and (tenant, name) not in self._caches:
-            raise ApiError(429, f"the server keeps {MAX_SCHEMAS} schemas: delete one", code="too_many_schemas")
-        cache = PromptCache(self._engine, schema, client_id=f"{tenant}\0")
+        return layout_schema(self._engine, schema)
+
+    def put(self, tenant: str, name: str, pml: str, layout: Layout) -> PromptCache:
+        """Create or replace a schema; runs in the engine's thread.
+
+        Args:
+            layout: of the text, from `prepare`.
+
+        Raises:
+            ApiError: if the tenant has its share of schemas.
+        """
+        names = self.names(tenant)
+        if len(names) >= self._max_schemas and name not in names:
+            raise ApiError(
+                429, f"{self._max_schemas} schemas are kept for this key: delete one", code="too_many_schemas"
+            )
+        cache = PromptCache(self._engine, layout, client_id=Client(tenant, UNSALTED))
         self.remove(tenant, name)
         self._caches[tenant, name], self.sources[tenant, name] = cache, pml
         return cache
@@ -48,7 +66,7 @@ class SchemaStore:
 
     def names(self, tenant: str) -> list[str]:
         """Return the names of a tenant's schemas."""
-        return [name for owner, name in self._caches if owner == tenant]
+        return [name for owner, name in list(self._caches) if owner == tenant]
 
     def remove(self, tenant: str, name: str) -> bool:
         """Release a schema's modules; return whether it existed."""
@@ -68,8 +86,13 @@ class SchemaStore:
         cache = self.get(tenant, name)
         return ChatPrompt(cache.resolve(pml).flatten(cache.layout))
 
-    def plan(self, tenant: str, name: str, pml: str, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
+    def plan(
+        self, tenant: str, name: str, resolved: ResolvedPrompt, prompt: ChatPrompt, answers: Sequence[Answer]
+    ) -> Plan:
         """Submit a prompt whose modules come from the cache.
+
+        Args:
+            resolved: of this schema.
 
         Raises:
             InvalidRequestError: if the answers have a repair, which moves modules.
@@ -80,7 +103,7 @@ class SchemaStore:
         session = self._engine.session(seed=0, client_id=cache.client_id)
 
         def decode(answer: Answer) -> Message:
-            return cache.generate(session, pml, sampling=answer.sampling)
+            return cache.generate(session, resolved, sampling=answer.sampling)
 
         try:
             messages = decode_all(decode, answers)

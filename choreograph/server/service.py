@@ -4,10 +4,11 @@ import asyncio
 import hashlib
 import hmac
 import random
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -15,16 +16,19 @@ from ..engine.engine import Engine
 from ..engine.message import Message
 from ..engine.request import TokenMask
 from ..engine.validation import check_tokens
-from ..errors import ConfigError, InvalidRequestError
-from ..outputs import BASE_MODEL, EngineStats
+from ..errors import ConfigError, InvalidRequestError, RequestFailedError
+from ..namespace import Client
+from ..outputs import BASE_MODEL, EngineStats, TokenLogprob
+from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
 from ..utils import call_all
 from .agent_tracking import AgentStep
 from .answer_plan import Answer, Plan, SourceCounts
-from .api_errors import ApiError, context_exceeded, overloaded
+from .api_errors import ApiError, context_exceeded
 from .chat_prompt import ChatPrompt, ChatRenderer
 from .engine_thread import ChoiceUpdate, EngineThread, Generation
-from .message_store import WorkflowKey
+from .limits import TenantShare
+from .message_store import MessageStore, WorkflowKey
 from .output_parser import CALL_START, THINK_END, THINK_START
 from .prometheus import ServerMetrics
 from .protocol import ChoreographyOptions, StreamOptions
@@ -35,6 +39,9 @@ from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
 from .structured import Constraint, GrammarCompiler
 from .tracing import RequestSpan, Tracing, otlp_provider
+from .work_pool import WorkPool
+
+T = TypeVar("T")
 
 ANONYMOUS = "anonymous"  # tenant of a server without keys
 
@@ -67,6 +74,7 @@ class GenerationSpec:
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
     max_kl: float | None = None  # divergence to stay within, nats a token; None: the server's
     schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
+    scores_every_answer: bool = False  # `prompt_logprobs` in all answers, not only in the first one of each prompt
     steps: Mapping[str, float | None] | None = None  # to the next execution of every agent, as its client knows them
     fixed_tokens: int | None = None  # of the prompts' start that every turn of the agent has; None: inferred
     sent: Sequence[SentAnswer] = ()  # what an earlier engine generated of every answer; empty: nothing
@@ -80,8 +88,11 @@ class InferenceService:
             raise ConfigError(f"{engine.model_info.name} has no tokenizer: a server needs one")
         self.engine, self.config = engine, config
         self.thread = EngineThread(engine)
-        self.planner = ReusePlanner(engine, config.max_workflow_tokens, config.shadow_calls)
-        self.schemas = SchemaStore(engine)
+        self.pool = WorkPool()
+        share = self.share = TenantShare.of(config)
+        store = MessageStore(engine, share.workflow_tokens, config.shadow_calls, share.workflows)
+        self.planner = ReusePlanner(engine, store)
+        self.schemas = SchemaStore(engine, self.share.schemas)
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name
         self.metrics = ServerMetrics(self.model_name)
@@ -93,6 +104,7 @@ class InferenceService:
         self.max_model_len = min(engine.model_info.max_positions, self._capacity)
         self._tenants = {hashlib.sha256(key.encode()).digest(): f"tenant-{i}" for i, key in enumerate(config.api_keys)}
         self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         if tracer_provider is None and config.otlp_traces_endpoint is not None:
             tracer_provider = otlp_provider(config.otlp_traces_endpoint)
             self.on_stop.append(tracer_provider.shutdown)  # exports what it holds
@@ -115,6 +127,7 @@ class InferenceService:
         await self.thread.stop()
         self.planner.store.clear()
         self.schemas.clear()
+        self.pool.close()
         for callback in self.on_stop:
             callback()
         if self._compiler is not None:
@@ -129,7 +142,19 @@ class InferenceService:
         """Return the engine's state; waits for no step."""
         return self.engine.stats()
 
+    async def work(self, tenant: str, request: Request, function: Callable[[], T]) -> T:
+        """Run what prepares a request in a worker thread."""
+        return await self.pool.run(tenant, len(await request.body()), function)
+
     # -- who asks for what ----------------------------------------------------------------------------------
+
+    def authenticate(self, request: Request) -> str:
+        """Return the tenant of a request.
+
+        Raises:
+            ApiError: of status 401, without a valid key.
+        """
+        return self.tenant(request.headers.get("authorization"))
 
     def tenant(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header.
@@ -186,7 +211,6 @@ class InferenceService:
             )
         reuse: Any = options.reuse or header_options["reuse"] or self.config.reuse
         self.planner.check(reuse)
-        client_id = f"{tenant}\0{body.salt}"
         labels = {*options.labels, *filter(None, map(str.strip, headers.get("x-choreography-labels", "").split(",")))}
         agent = options.agent or header_options["agent"]
         if agent is not None:
@@ -197,7 +221,7 @@ class InferenceService:
                 f"on_leak={options.on_leak!r}: needs a clearance: give the labels that may be read"
             )
         model, on_leak = self.resolve_model(body.model), options.on_leak or "reencode"
-        key = WorkflowKey(client_id, workflow, model, frozenset(labels), clearance, on_leak)
+        key = WorkflowKey(Client(tenant, body.salt), workflow, model, frozenset(labels), clearance, on_leak)
         if options.offsets is not None and (reuse != "messages" or not hasattr(body, "messages")):
             raise InvalidRequestError(
                 "offsets: positions of messages need a chat with reuse='messages'; leave them out"
@@ -231,9 +255,10 @@ class InferenceService:
 
     def compiler(self) -> GrammarCompiler:
         """Return the compiler of grammars, created on first use."""
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self.engine.tokenizer, self.engine.model_info.vocab_size)
-        return self._compiler
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self.engine.tokenizer, self.engine.model_info.vocab_size)
+            return self._compiler
 
     @cached_property
     def end_of_thinking(self) -> int | None:
@@ -265,8 +290,6 @@ class InferenceService:
 
     def check_limits(self, spec: GenerationSpec) -> None:
         """Raise an error for a request that cannot be started."""
-        if self.thread.num_generations >= self.config.max_requests:
-            raise overloaded(self.config.max_requests)
         num_choices = spec.num_answers * len(spec.prompts)
         if num_choices > self.config.max_choices:
             raise InvalidRequestError(f"n: {num_choices} answers in one request: use at most {self.config.max_choices}")
@@ -294,12 +317,44 @@ class RunningRequest:
                 }
             )
         self._has_disconnected = False
+        self._prompt_scores: dict[int, list[TokenLogprob | None]] = {}  # by answer
         num_sent = [(answer.num_chars, len(answer.token_ids)) for answer in spec.sent]
         self._generation = Generation(self._submit, self._close, num_sent=num_sent)
+        self._masks: list[TokenMask] = []  # of every answer, if the request has a grammar
+        self._resolved: ResolvedPrompt | None = None  # prompt of a schema
+        self._preparation: asyncio.Task[None] | None = None
         self._start()
 
     def _start(self) -> None:
-        self._service.thread.submit(self._generation)
+        if self.spec.constraint is None and self.spec.schema_prompt is None:
+            self._service.thread.submit(self._generation)
+        else:
+            self._preparation = asyncio.create_task(self._prepare_and_submit())
+
+    async def _prepare_and_submit(self) -> None:
+        try:
+            await self._service.pool.run(self.spec.key.tenant, 0, self._prepare)
+            self._service.thread.submit(self._generation)
+        except Exception as exc:
+            self._generation.updates.put_nowait(exc)
+
+    def _prepare(self) -> None:
+        """Compile the grammar and resolve the prompt of a schema.
+
+        Runs in a worker thread.
+        """
+        spec, service = self.spec, self._service
+        if spec.schema_prompt is not None:
+            tenant, name, pml = spec.schema_prompt
+            self._resolved = service.schemas.get(tenant, name).resolve(pml)
+        if spec.constraint is not None:
+            compiler = service.compiler()
+            self._masks = compiler.masks(spec.constraint, self.num_choices, spec.constraint_starts_after)
+
+    def _cancel(self) -> None:
+        if self._preparation is not None:
+            self._preparation.cancel()
+        self._service.thread.cancel(self._generation)
 
     @property
     def counts(self) -> SourceCounts:
@@ -335,6 +390,11 @@ class RunningRequest:
             },
         }
 
+    def prompt_scores(self, index: int) -> list[TokenLogprob | None]:
+        """Return the scores of an answer's prompt, after its first update."""
+        first_of_prompt = index - index % self.spec.num_answers
+        return self._prompt_scores[index if self.spec.scores_every_answer else first_of_prompt]
+
     async def updates(self) -> AsyncGenerator[list[ChoiceUpdate]]:
         """Yield updates until every answer is complete.
 
@@ -352,6 +412,8 @@ class RunningRequest:
                     raise updates
                 for update in updates:
                     self.num_generated[update.index] += len(update.token_ids)
+                    if update.prompt_logprobs is not None:
+                        self._prompt_scores[update.index] = update.prompt_logprobs
                     if self.span is not None and update.token_ids:
                         self.span.first_token()
                     if update.finish_reason is not None and update.timing is not None:
@@ -371,7 +433,7 @@ class RunningRequest:
             timer.cancel()
             watcher.cancel()
             if num_open:
-                self._service.thread.cancel(self._generation)
+                self._cancel()
             if self.span is not None:
                 counts = None if num_open else self.counts  # complete with the last answer
                 self.span.end(error, counts, sum(self.num_generated), self.finish_reasons)
@@ -388,7 +450,9 @@ class RunningRequest:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self._has_disconnected = True
-        self._service.thread.cancel(self._generation)
+        if self._preparation is not None and not self._preparation.done():
+            self._generation.updates.put_nowait(RequestFailedError("the request was cancelled"))
+        self._cancel()
 
     # -- in the engine's thread -----------------------------------------------------------------------------
 
@@ -399,16 +463,17 @@ class RunningRequest:
         for prompt in spec.prompts:
             answers = []
             for number in range(spec.num_answers):
-                sampling = replace(spec.sampling, seed=seed + number)
-                mask: TokenMask | None = None
-                if spec.constraint is not None:
-                    mask = service.compiler().mask(spec.constraint, spec.constraint_starts_after)
+                sampling = spec.sampling.with_seed(seed + number)
+                if number and not spec.scores_every_answer:
+                    sampling = sampling.without_prompt_logprobs()
+                index = len(messages) + number
+                mask = self._masks[index] if self._masks else None
                 if spec.sent:
-                    sent = spec.sent[len(messages) + number].token_ids
+                    sent = spec.sent[index].token_ids
                     mask = ForcedPrefix(sent, service.engine.model_info.vocab_size, mask)
                 answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair, max_kl))
-            if spec.schema_prompt is not None:
-                plan = service.schemas.plan(*spec.schema_prompt, prompt, answers)
+            if spec.schema_prompt is not None and self._resolved is not None:
+                plan = service.schemas.plan(*spec.schema_prompt[:2], self._resolved, prompt, answers)
             else:
                 step = AgentStep(spec.agent, spec.steps, spec.fixed_tokens)
                 plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, step)
@@ -421,6 +486,8 @@ class RunningRequest:
 
     def _close(self, is_complete: bool) -> None:
         errors = call_all(partial(plan.close, is_complete) for plan in self._plans)
+        for message in self._generation.messages:
+            message.drop_prompt_logprobs()  # some messages are stored
         for plan in self._plans:
             if is_complete and plan.measure is not None:
                 self._service.thread.defer(plan.measure)

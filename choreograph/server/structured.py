@@ -10,8 +10,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from ..engine.request import TokenMask
 from ..errors import InvalidRequestError
 from ..utils import require
+from .grammar_check import CHECKER, large_stacks
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
 
@@ -168,9 +170,7 @@ def grammar_constraint(grammar: str) -> Constraint:
 def _checked(constraint: Constraint) -> Constraint:
     if len(constraint.grammar) > 2 * MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"{constraint.kind}: use at most {MAX_GRAMMAR_CHARS} characters")
-    llguidance = require("llguidance", "serve")
-    limits = llguidance.LLParserLimits(verbose_errors=False)
-    if error := llguidance.LLMatcher.validate_grammar(constraint.grammar, limits=limits):
+    if error := CHECKER.validate(constraint.grammar):
         raise InvalidRequestError(f"{constraint.kind}: {_one_line(error)}")
     return constraint
 
@@ -192,21 +192,29 @@ class GrammarCompiler:
 
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
         self._vocab_size = vocab_size
-        self._executor = ThreadPoolExecutor(1, "grammar-mask")
+        self._executor, self._compiler = ThreadPoolExecutor(1, "grammar-mask"), ThreadPoolExecutor(1, "grammar")
+        with large_stacks():
+            for executor in (self._executor, self._compiler):
+                executor.submit(int).result()  # starts its thread
 
-    def mask(self, constraint: Constraint, starts_after: int | None = None) -> "GrammarMask":
-        """Return the mask of one answer, whose first values are being computed.
+    def masks(self, constraint: Constraint, count: int, starts_after: int | None = None) -> "list[TokenMask]":
+        """Return a mask for each answer, whose first values are being computed.
 
         Args:
             starts_after: token that ends the reasoning, before which any token is allowed.
         """
+        matchers = self._compiler.submit(self._matchers, constraint, count).result()
+        return [GrammarMask(constraint.kind, m, self._vocab_size, self._executor, starts_after) for m in matchers]
+
+    def _matchers(self, constraint: Constraint, count: int) -> list[Any]:
         matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequestError(f"{constraint.kind}: {_one_line(matcher.get_error())}")
-        return GrammarMask(constraint.kind, matcher, self._vocab_size, self._executor, starts_after)
+        return [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._compiler):
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 class GrammarMask:

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -10,11 +11,19 @@ from fastapi import Request
 from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
 from .agent_tracking import agent_step
-from .chat_completions import constraint_of
+from .chat_completions import constraint_of, token_logprob
 from .chat_prompt import ChatPrompt
 from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest, check_stream_options
+from .scored_prompts import (
+    check_prompt_scoring,
+    check_scored_size,
+    echoed_logprobs,
+    encode,
+    num_added_characters,
+    prompt_logprobs_of,
+)
 from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
 
 MAX_PROMPTS = 128
@@ -29,19 +38,18 @@ def prepare_completion(
         InvalidRequestError, ApiError: if the request cannot be served.
     """
     check_stream_options(body)
+    check_prompt_scoring(body)
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.suffix:
         raise InvalidRequestError("suffix: the model does not insert text; leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(f"best_of={body.best_of}: use the value of n, or leave it out")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequestError("echo: the prompt has no log-probabilities; leave out logprobs")
     if not 1 <= len(body.prompts) <= MAX_PROMPTS:
         raise InvalidRequestError(f"prompt: {len(body.prompts)} prompts: use 1 to {MAX_PROMPTS}")
     prompts, schema_prompt = [], None
     schema_name = body.choreography.prompt_schema if body.choreography else None
     if schema_name is not None:
-        if not isinstance(body.prompt, str) or body.echo or body.salt or key.readable:
+        if not isinstance(body.prompt, str) or body.echo or any(body.salt) or key.readable:
             raise InvalidRequestError(
                 "prompt: with a schema use one PML text, without echo, cache_salt, extra_key and labels"
             )
@@ -49,11 +57,14 @@ def prepare_completion(
         prompts.append(service.schemas.tokenize(*schema_prompt))
     for prompt in body.prompts if schema_prompt is None else ():
         tokens = (
-            prompt if isinstance(prompt, list) else service.renderer.tokenize(prompt, opening=body.add_special_tokens)
+            prompt
+            if isinstance(prompt, list)
+            else service.renderer.tokenize(prompt, opening=body.add_special_tokens, max_tokens=service.max_model_len)
         )
         if not tokens:
             raise InvalidRequestError("prompt: is empty: give at least one token")
         prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
+    check_scored_size(service, body, prompts, body.n or 1)
     step = agent_step(agent, body.choreography, prompts)
     if schema_prompt is not None and step.fixed_tokens is not None:
         raise InvalidRequestError("fixed_tokens: the schema names the fixed parts; leave it out")
@@ -75,6 +86,7 @@ def prepare_completion(
         repair=body.repair,
         max_kl=body.max_kl,
         schema_prompt=schema_prompt,
+        scores_every_answer=bool(body.stream),  # they begin at different times
         steps=step.steps,
         fixed_tokens=step.fixed_tokens,
     )
@@ -84,17 +96,30 @@ class CompletionAnswer:
     """Answer of one completion request, whole or streamed."""
 
     def __init__(self, service: InferenceService, body: CompletionRequest, running: RunningRequest) -> None:
-        self._tokenizer, self._body, self._running = service.engine.tokenizer, body, running
+        self._service, self._tokenizer, self._body, self._running = service, service.engine.tokenizer, body, running
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = body.model
         running.name_response(self._head["id"], body.model)
-        self._offsets = [0] * running.num_choices  # characters sent of every answer
+        # characters sent of every answer; less than none for a token that the echoed text does not contain
+        self._offsets = [-self._num_added_characters(index) for index in range(running.num_choices)]
+        self._has_scores = set[int]()  # answers whose prompt's log-probabilities were sent
 
     def _echoed(self, index: int) -> str:
         if not self._body.echo:
             return ""
         prompt = self._body.prompts[index // self._running.spec.num_answers]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _text_of(self, token: int) -> str:
+        text: str = token_logprob(self._tokenizer, token, 0.0)["token"]
+        return text
+
+    def _num_added_characters(self, index: int) -> int:
+        number = index // self._running.spec.num_answers
+        if not self._body.echo or self._body.logprobs is None:
+            return 0
+        first_token = self._running.spec.prompts[number].tokens[0]
+        return num_added_characters(self._tokenizer, self._body.prompts[number], first_token)
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         if not self._body.return_token_ids:
@@ -108,9 +133,11 @@ class CompletionAnswer:
             text = self._echoed(index) + "".join(update.text for update in updates)
             logprobs = [item for update in updates for item in update.logprobs]
             choice = {"index": index, "text": text, "finish_reason": updates[-1].finish_reason}
-            choice["logprobs"] = self._logprobs(index, logprobs)
+            choice["logprobs"] = await encode(self._service, self._running, partial(self._logprobs, index, logprobs))
             if self._body.return_token_ids:
                 choice["token_ids"] = [token for update in updates for token in update.token_ids]
+            scores = partial(prompt_logprobs_of, self._body, self._running, self._text_of, index)
+            choice |= await encode(self._service, self._running, scores)
             choices.append(choice | self._prompt_ids(index))
         return {**self._head, "choices": choices, "usage": self._running.usage()}
 
@@ -135,7 +162,8 @@ class CompletionAnswer:
                 if is_plain and text and update.finish_reason is None:
                     events.append(text_events.event(update.index, text))
                 elif text or not is_plain or update.finish_reason is not None:
-                    events.append(event(update, text, is_first))
+                    write = partial(event, update, text, is_first)
+                    events.append(await encode(self._service, self._running, write) if is_first else write())
             if events:
                 yield "".join(events)
         if usage.is_included:
@@ -153,12 +181,16 @@ class CompletionAnswer:
         if self._body.logprobs is None:
             return None
         result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for item in logprobs:
+        echoed = [] if index in self._has_scores else echoed_logprobs(self._body, self._running, index)
+        self._has_scores.add(index)
+        for item in [*echoed, *logprobs]:
             text = self._tokenizer.decode([item.token])
             result["tokens"].append(text)
             result["token_logprobs"].append(max(item.logprob, -9999.0))
             top = {self._tokenizer.decode([token]): max(value, -9999.0) for token, value in item.top.items()}
             result["top_logprobs"].append(top | {text: max(item.logprob, -9999.0)})
-            result["text_offset"].append(self._offsets[index])
+            result["text_offset"].append(max(0, self._offsets[index]))
             self._offsets[index] += len(text)
+        if echoed:
+            result["token_logprobs"][0] = result["top_logprobs"][0] = None
         return result

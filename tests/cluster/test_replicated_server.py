@@ -32,6 +32,8 @@ def comparable(answer):
         ("/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2, "temperature": 0.7}),
         ("/chat/completions", CHAT | {"response_format": {"type": "json_object"}, "max_tokens": 24}),
         ("/completions", {"model": "tiny", "prompt": ["One", "Two"], "max_tokens": 4, "temperature": 0}),
+        ("/completions", {"model": "tiny", "prompt": "One two", "max_tokens": 0, "prompt_logprobs": 1, "n": 2}),
+        ("/chat/completions", CHAT | {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 0}),
         ("/chat/completions", CHAT | {"model": "other"}),
         ("/chat/completions", CHAT | {"temperature": -1}),
         ("/chat/completions", CHAT | {"max_tokens": 100_000}),

@@ -20,6 +20,7 @@ from choreograph.cluster.message_transfer import MessageFetcher, export_messages
 from choreograph.cluster.replica import EngineReplica, ReplicaInfo, _Connection
 from choreograph.cluster.routing import choose, create_policy
 from choreograph.cluster.step_hints import StepHints
+from choreograph.namespace import Namespace
 from choreograph.server.app import create_app
 from choreograph.server.chat_prompt import ChatPrompt, Segment
 from choreograph.server.server_config import ServerConfig
@@ -258,7 +259,11 @@ async def test_a_session_header_names_one_of_several_sessions_of_a_workflow(talk
             connection.headers = headers
             await cluster.gateway.submit(connection, request(None, message(1))).complete()
         key = spec_of().key
-        assert cluster.sessions == [f"{key.client_id}\0{name}" for name in (key.workflow, "reader-1", key.workflow)]
+        workflow, session = (
+            Namespace(client=key.client, workflow=key.workflow),
+            Namespace(client=key.client, session="reader-1"),
+        )
+        assert cluster.sessions == [workflow, session, workflow]
 
 
 async def test_hints_belong_to_the_session_of_the_step_before(talker_folder):
@@ -272,9 +277,7 @@ async def test_hints_belong_to_the_session_of_the_step_before(talker_folder):
                 await cluster.gateway.submit(connection, request(agent, message(ord(agent[0])))).complete()
         while cluster.num_open or cluster.gateway.thread._hints:
             await asyncio.sleep(0.01)
-        sent = [
-            (kind, name.partition("\0")[2]) for (kind, *_), name in zip(cluster.sent, cluster.sessions, strict=True)
-        ]
+        sent = [(kind, place.session) for (kind, *_), place in zip(cluster.sent, cluster.sessions, strict=True)]
         assert len(cluster.gateway.hints._runs) == 2 and {name for _, name in sent} == {"first", "second"}
         second = sent.index(("request", "second"))
         assert ("hint", "first") in sent[:second] and ("hint", "second") not in sent[:second]

@@ -1,12 +1,16 @@
 """Choosing tokens: the fast nucleus against transformers' processors, independence of rows, vLLM's options."""
 
+from collections import Counter
+
 import pytest
 import torch
 from helpers.hypothesis_profile import many
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from choreograph import SamplingParams
+from choreograph.engine import penalties as penalties_module
 from choreograph.engine.request import DecodeState
 from choreograph.engine.sampler import (
     CANDIDATES,
@@ -294,6 +298,53 @@ def test_presence_and_frequency_look_at_generated_tokens_only():
     assert got.tolist() == [0, 0, 3, 2, 0]
 
 
+def penalized(row: torch.Tensor, state: DecodeState) -> torch.Tensor:
+    """Penalties of all tokens, computed anew."""
+    options, scores = state.sampling, row[None].clone()
+    for token, bias in options.logit_bias.items():
+        scores[0, token] += bias
+    if options.repetition_penalty != 1:
+        ids = torch.tensor([state.prompt + state.tokens])
+        scores = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)(ids, scores)
+    for token, number in Counter(state.tokens).items():
+        scores[0, token] += -options.presence_penalty - options.frequency_penalty * number
+    return scores[0]
+
+
+@settings(max_examples=many(100), deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 8), max_size=6),
+    steps=st.lists(st.tuples(st.integers(0, 8), st.lists(st.integers(0, 8), max_size=4)), max_size=12),
+    repetition=st.sampled_from([1.0, 1.3, 0.5]),
+    presence=st.sampled_from([0.0, 1.0]),
+    frequency=st.sampled_from([0.0, 0.7]),
+)
+def test_penalties_kept_between_tokens_are_those_computed_anew(prompt, steps, repetition, presence, frequency):
+    options = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
+    state, row = generation(prompt=prompt, logit_bias={3: 1.5}, **options), logits_of(9, 5)
+    for token, draft in steps:
+        for index in range(len(draft) + 1):
+            drafted = state.after(draft[:index]) if index else state
+            torch.testing.assert_close(_apply_penalties(row, drafted), penalized(row, drafted), rtol=0, atol=1e-6)
+        state.append(token)
+
+
+def test_a_token_adds_to_the_penalties_whatever_came_before(monkeypatch):
+    copied = []
+    original = penalties_module.to_device
+    monkeypatch.setattr(
+        penalties_module, "to_device", lambda numbers, *rest: copied.append(len(numbers)) or original(numbers, *rest)
+    )
+    options = {"repetition_penalty": 1.1, "frequency_penalty": 1, "logit_bias": {1: 1.0, 2: 2.0}}
+    state, row = generation(prompt=range(500), max_tokens=200, **options), logits_of(600, 5)
+    _apply_penalties(row, state)
+    copied.clear()
+    for token in range(100, 200):
+        state.append(token)
+        _apply_penalties(row, state)
+    assert sum(copied) <= 100 * 6
+
+
 def test_bias_is_added_before_penalties():
     got = _apply_penalties(
         torch.tensor([1.0, 1.0]), generation(prompt=(0,), repetition_penalty=2.0, logit_bias={0: 4.0})
@@ -379,10 +430,10 @@ def test_a_stop_string_may_begin_before_min_tokens():
 
 
 def test_settled_text_is_never_taken_back():
-    one, _ = written([0, 1], stop=["bcd"])
-    assert one.stable_text == ""
-    one.append(0)
+    one, _ = written([0, 1, 2], stop=["bcd"])
     assert one.stable_text == "a"
+    one.append(0)
+    assert one.stable_text == "abca"
 
 
 def test_reasons():

@@ -95,3 +95,38 @@ def test_bytes_of_one_message_disturb_no_other():
         assert odd.text == bytewise().decode(ids("<0x31>", "<0xE6>", "a", "b"))
         assert "".join(odd.stream()) == odd.text
     engine.check()
+
+
+def test_tokens_without_final_text_cost_the_same_after_any_number_of_others(talker):
+    """A run of bytes that are no text, of replacement characters, or of special tokens is not decoded as a whole."""
+    chat, tokenizer = talker.chat, talker.tokenizer
+    replaced, broken = tokenizer("\ufffd")["input_ids"], tokenizer("é")["input_ids"][-1:]
+    vocabulary = tokenizer.get_vocab()
+    for run in (replaced * 300, [vocabulary["\u0123"]] * 900, broken * 900, [tokenizer.eos_token_id] * 900):
+        stream = Detokenizer(
+            tokenizer, [], chat.byte_token_ids, skipped_ids=frozenset(chat.special_tokens.values())
+        )  # fmt: skip
+        num_decoded, decode = [], stream._decode_ids
+        stream._decode_ids = lambda ids, *, decode=decode, num_decoded=num_decoded, **options: (
+            num_decoded.append(len(ids)) or decode(ids, **options)
+        )
+        tokens = [*tokenizer("a")["input_ids"], *run, *tokenizer(" b")["input_ids"]]
+        assert "".join([stream.step(token) for token in tokens]) + stream.flush() == tokenizer.decode(
+            tokens, skip_special_tokens=True
+        )
+        assert max(num_decoded) < 40
+
+
+@pytest.mark.parametrize("make", [bytewise, characterwise])
+def test_long_runs_of_bytes_have_the_text_that_the_tokenizer_decodes(make):
+    tokenizer, pick = make(), random.Random(5)
+    character = list(tokenizer("日本é" if make is bytewise else "日é")["input_ids"])
+    for _ in range(200):
+        tokens = [
+            token
+            for _ in range(pick.randint(1, 30))
+            for token in pick.choice(
+                [character, [pick.randrange(3, 200)], [pick.randrange(3, 200)] * pick.randint(1, 20)]
+            )
+        ]
+        assert streamed(tokenizer, tokens) == tokenizer.decode(tokens)

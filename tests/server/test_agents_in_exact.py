@@ -8,7 +8,7 @@ import openai
 import pytest
 from helpers.live_server import make_engine, serving
 
-from choreograph.server import agent_tracking, message_store
+from choreograph.server import agent_tracking
 
 NAMES = ("planner", "coder", "tester", "reviewer")
 GRAPH = {"agents": dict(zip(NAMES, (None, *NAMES), strict=False)), "repeats": True}
@@ -284,8 +284,7 @@ def test_graphs_are_bounded_in_size_and_number_for_each_tenant(guarded, monkeypa
     assert put(KEYS[0], "large", {"a": {"any_of": ["a"] * 1025}}) == 400
     assert put(KEYS[0], "large", {"agents": {"a": None}, "labels": {"a": ["x"] * 1025}}) == 400
     assert put(KEYS[0], "long", {"a" * 257: None}) == 400
-    for module in (agent_tracking, message_store):
-        monkeypatch.setattr(module, "MAX_GRAPHS", 3)
+    monkeypatch.setattr(guarded.app.state.service.planner.store, "_max_graphs", 3)
     assert [put(KEYS[0], f"w{number}", {"a": None}) for number in range(4)] == [200, 200, 200, 429]
     assert put(KEYS[0], "w0", {"b": None}) == put(KEYS[1], "w0", {"b": None}) == 200  # changed; another tenant
     assert ask_as(guarded, KEYS[0], "w0", "b") == 200 and ask_as(guarded, KEYS[0], "w0", "a") == 400
