@@ -1,4 +1,4 @@
-# make setup | demo | serve | test | check | docs | bench NAME=... [ARGS=...]   Everything runs inside .venv.
+# make setup | demo | serve | test | test-isa | check | docs | bench NAME=... [ARGS=...]   Everything runs inside .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup demo serve test test-all check format docs bench wheel clean
+.PHONY: setup demo serve test test-isa test-all check format docs bench wheel clean
 
 setup: $(READY)
 
@@ -28,6 +28,10 @@ serve: $(READY)
 # Two files at a time, each on one thread: on few cores, threads of two processes would starve each other.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Tests of numbers, once for each instruction set that the processor can be limited to.
+test-isa: $(READY)
+	$(BIN)/python .ci/test_isa.py
 
 test-all: $(READY)
 	CHOREOGRAPH_THOROUGH=1 $(BIN)/python -m pytest -m ''

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from choreograph.cluster.routing import POLICIES, RouteRequest, RoutingPolicy, choose, create_policy
+from choreograph.namespace import Namespace
 
 from .common import SIMULATED, Row, save
 from .ray_workloads import WORKLOADS, Sizes
@@ -187,7 +188,7 @@ class Simulation:
         for keys, answer in calls:
             number = zlib.crc32(session.encode()) if self.is_sticky else self.random.getrandbits(32)
             policy = self.policies[number % len(self.policies)]
-            route = RouteRequest(keys, session, is_movable=self.transfer)
+            route = RouteRequest(keys, Namespace(session=session), is_movable=self.transfer)
             self.send(SimulatedRequest(workflow, turn, answer, now, route, policy), now)
         if not calls:
             del self.open_turns[value]

@@ -17,11 +17,12 @@ BASE_MODEL = "base"  # name of the model the engine was created with
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of one generated token."""
+    """Log-probability of one token."""
 
     token: int  # token id
     logprob: float  # natural logarithm
     top: Mapping[int, float]  # most likely token ids and their log-probabilities
+    rank: int | None = None  # of the token, 1 for the likeliest; of tokens of the prompt alone
 
 
 @dataclass(frozen=True)

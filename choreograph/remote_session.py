@@ -119,7 +119,7 @@ class RemoteMessage:
 
     def __init__(self, session: "RemoteSession", kind: str, parents: tuple[Any, ...], reply: Mapping[str, Any]) -> None:
         self._session, self.kind, self.parents = session, kind, parents
-        self.id: int = reply["id"]
+        self.id: str = reply["id"]
         self.model: str = reply["model"]
         self.role: str | None = reply["role"]
         self.labels = frozenset[str](reply["labels"])
@@ -176,11 +176,12 @@ class RemoteMessage:
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
         items = self._values["logprobs"]
-        return (
-            None
-            if items is None
-            else [TokenLogprob(token, value, dict(map(tuple, top))) for token, value, top in items]
-        )
+        return None if items is None else list(map(_token_logprob, items))
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        items = self._values["prompt_logprobs"]
+        return None if items is None else [item and _token_logprob(item) for item in items]
 
     def __getitem__(self, tokens: slice) -> RemoteSlice:
         start = tokens.start or 0
@@ -214,7 +215,7 @@ class RemoteMessage:
 class RemoteSession(ChatTurns):
     """Session of a server, with the calls of `Session`."""
 
-    def __init__(self, engine: RemoteEngine, session_id: int, mode: Mode) -> None:
+    def __init__(self, engine: RemoteEngine, session_id: str, mode: Mode) -> None:
         self._engine, self.id, self.mode = engine, session_id, mode
         self.closed = False
 
@@ -287,6 +288,11 @@ class RemoteSession(ChatTurns):
 _CALL_NAMES = {"prefill": "tokens", "decode": "header"}
 
 _OPTIONS = ("offsets", "new_offset", "model", "kv_reuse", "repair", "agent", "schema", "labels", "clearance", "on_leak")
+
+
+def _token_logprob(item: Sequence[Any]) -> TokenLogprob:
+    token, logprob, top, rank = item
+    return TokenLogprob(token, logprob, dict(map(tuple, top)), rank)
 
 
 def _is_batch(value: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool
 
-from .config import Int, NonNegativeInt, PositiveInt, validated
+from .config import Int, NonNegativeInt, validated
 from .errors import SamplingError
 from .stop_strings import StopAutomaton, stop_automaton
 
@@ -84,11 +84,13 @@ class SamplingParams:
     stop_token_ids: Annotated[Sequence[NonNegativeInt], BeforeValidator(_to_token_ids)] = ()  # end a message
     ignore_eos: StrictBool = False  # continue after the end-of-sequence token
     skip_special_tokens: StrictBool = True  # leave them out of the text
-    # tokens to generate at most; None: until the model's context or the cache ends
-    max_tokens: PositiveInt | None = 256
+    # tokens to generate at most; None: until the model's context or the cache ends; 0: with `prompt_logprobs` alone
+    max_tokens: NonNegativeInt | None = 256
     min_tokens: NonNegativeInt = 0  # tokens before a message may end
     # number of most likely tokens to report, from the model's own distribution; None: no log-probabilities
     logprobs: NonNegativeInt | None = None
+    # likewise for every token of the prompt: context and header
+    prompt_logprobs: NonNegativeInt | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0  # also counts the prompt
@@ -99,6 +101,8 @@ class SamplingParams:
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise SamplingError("max_tokens=0: nothing would be generated: use 1 or more, or set prompt_logprobs")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingError(f"min_tokens={self.min_tokens}: use 0 to max_tokens={self.max_tokens}")
         _ = self.stop_automaton  # built by the caller, not in the engine's thread
@@ -117,6 +121,12 @@ class SamplingParams:
         """Return a copy with another seed; nothing is validated again."""
         result = copy(self)
         result.__dict__["seed"] = seed
+        return result
+
+    def without_prompt_logprobs(self) -> "SamplingParams":
+        """Return a copy that does not score the prompt; likewise."""
+        result = copy(self)
+        result.__dict__["prompt_logprobs"] = None
         return result
 
     @classmethod

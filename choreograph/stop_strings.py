@@ -11,7 +11,7 @@ ROOT = 0  # state of text that no stop string starts with
 
 
 class StopAutomaton:
-    """States of all stop strings of a request; immutable, shared by its answers.
+    """Immutable automaton of all stop strings of a request.
 
     A state is a prefix of a stop string: the longest one that the text read so far ends with.
     Building takes time linear in the total length of the strings.
@@ -73,7 +73,7 @@ class StopAutomaton:
         return state, start
 
     def num_held(self, state: int) -> int:
-        """Return the number of last characters that a stop string may still remove."""
+        """Return how many last characters a stop string may still remove."""
         return self._num_held[state]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..engine.placement import cache_salt
+from ..engine.placement import namespace_of
 from ..engine.request import Request
 from ..engine.session import Session
 from ..kv_cache.entry import KVEntry
@@ -34,7 +34,7 @@ class FixedPrefix:
         self.keys: dict[bytes, None] | None = {}  # None: to be computed again
         self._is_explicit = False  # something was marked, so nothing is inferred
         self._last_parents: list[tuple[Request, ...]] = []  # of each decode of the last turn
-        self._last_prompts: list[list[int]] = []  # tokens of each decode of the last turn, in prefix mode
+        self._last_prompts: list[list[int]] = []  # prompts of the last turn, in prefix mode, to infer from
         self._turn_prompts: list[list[int]] = []  # the same of the turn in progress
         self._turn_keys: set[bytes] = set()  # keys of fixed parts in the prompts of the turn in progress
 
@@ -43,6 +43,11 @@ class FixedPrefix:
         self._marks[request.id] = self._unresolved[request.id] = request, end
         self.keys = None
         self._is_explicit = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts that the next ones are compared with."""
+        return sum(map(len, (*self._last_prompts, *self._turn_prompts)))
 
     def resolve(self) -> dict[bytes, None]:
         """Compute `keys`: all fixed parts and everything that these attend to."""
@@ -66,12 +71,15 @@ class FixedPrefix:
                 mark, start = self._marks[parent.id][1], part[0] if part else 0
                 end = len(tokens) + (len(visible) if mark is None else max(0, min(mark - start, len(visible))))
             tokens += visible
-        self._turn_prompts.append(tokens)
-        if infer and not self._is_explicit:
+        if self._is_explicit:
+            self._last_prompts, self._turn_prompts = [], []
+        elif infer:
+            if tokens not in self._turn_prompts:  # several answers to one prompt
+                self._turn_prompts.append(tokens)
             end = max((common_prefix_len(last, tokens) for last in self._last_prompts), default=0)
         if end:
-            key, cache_manager = prefix_key(decode.cache_salt, tokens[:end]), self._core.cache_manager
-            cache_manager.fixed_parts.add_prefix(key, cache_manager.prefix_tree(decode.cache_salt).match(tokens[:end]))
+            key, cache_manager = prefix_key(decode.namespace, tokens[:end]), self._core.cache_manager
+            cache_manager.fixed_parts.add_prefix(key, cache_manager.prefix_tree(decode.namespace).match(tokens[:end]))
             self._parts[key], self.keys = FixedPart(key, ()), None
             self._turn_keys.add(key)
 
@@ -125,8 +133,8 @@ class FixedPrefix:
             return None
         key = entry.content_hash
         if end is not None and end < len(entry.tokens):
-            salt = cache_salt(request, self._core.hf_model.model_info)
-            key = content_hash(salt, entry.tokens[:end], entry.base_position, entry.context)
+            namespace = namespace_of(request, self._core.hf_model.model_info)
+            key = content_hash(namespace, entry.tokens[:end], entry.base_position, entry.context)
             self._core.cache_manager.fixed_parts.add(key, entry, end)
         self._parts[key], self.keys = FixedPart(entry.content_hash, _context_hashes(entry)), None
         return key

@@ -16,6 +16,7 @@ from ..engine.session import PromptInput, Session
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event
 from ..kv_cache.eviction import EvictionHints
+from ..namespace import Client
 from .fixed_prefix import FixedPrefix, content_hashes
 from .step_graph import UNREACHABLE, Progress, StepGraph, TransitionStats
 
@@ -101,7 +102,7 @@ class Workflow:
         self._unread: dict[bytes, int] = {}  # content hashes that no later turn attended to; number of their turn
         self._client_steps: dict[str, float] | None = None  # as the client of the last turn gave them
         self._cached_steps: tuple[object, dict[str, float]] = None, {}  # what they were computed from
-        self._agent_keys: dict[str, tuple[str, str]] = {}  # of the agents with a fixed part
+        self._agent_keys: dict[str, tuple[Client, str]] = {}  # of the agents with a fixed part
         self._closed = False
         session.on_close.append(self.close)
         self._update_hints()
@@ -164,13 +165,18 @@ class Workflow:
                 turn.unfinished.discard(request.id)
 
         try:
-            with tag_requests(RequestTag(self.session, (self.session.client_id, name), add_message)):
+            with tag_requests(RequestTag(self.session, (self.session._client, name), add_message)):
                 yield Agent(self, name)
         finally:
             turn.is_open = False
             with self._core.lock:
                 self._finish_turn(turn)
                 self._update_hints()
+
+    def set_steps(self, steps: Mapping[str, float | None]) -> None:
+        """Replace the steps to the next execution of every agent."""
+        self._client_steps = _check_steps(steps)
+        self._update_hints()
 
     def mark_fixed(self, agent: str, messages: Iterable[Message | MessageSlice]) -> None:
         """Mark messages as the fixed part of an agent's prompt.
@@ -268,6 +274,11 @@ class Workflow:
         """Hashes of an agent's fixed messages, or of its prompt's start."""
         return list(self._fixed[agent].resolve()) if agent in self._fixed else []
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of last prompts, from which fixed parts are inferred."""
+        return sum(prefix.num_prompt_tokens for prefix in self._fixed.values())
+
     def _update_hints(self) -> None:
         if self._closed:
             return
@@ -276,7 +287,7 @@ class Workflow:
             for agent, prefix in self._fixed.items():
                 keys = prefix.resolve() if prefix.keys is None else prefix.keys
                 if keys and agent in steps:
-                    self._agent_keys[agent] = self.session.client_id, agent
+                    self._agent_keys[agent] = self.session._client, agent
                     for key in keys:
                         expected[key] = min(steps[agent], expected.get(key, UNREACHABLE))
                 else:

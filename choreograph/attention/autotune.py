@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import __version__
 from ..utils import atomic_write_text, ensure_dir
 from .backend import Backend, create_backend
-from .cpp_backend import BackendUnavailableError
+from .cpp_backend import BackendUnavailableError, cpu_limits
 from .metadata import AttentionCall, AttentionMetadata, AttentionSpec, HeadShape, KVRead, build_metadata
 
 ROUNDS = 7  # measurements per backend and case; the median counts
@@ -171,7 +171,7 @@ def _path() -> Path:
 def _key(head_shape: HeadShape, dtype: torch.dtype, device: torch.device) -> str:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine()
-    threads = 0 if is_gpu else torch.get_num_threads()
+    threads, limits = (0, "") if is_gpu else (torch.get_num_threads(), cpu_limits())
     versions = f"choreograph {__version__}, torch {torch.__version__}"
     heads = f"{head_shape.num_q_heads}/{head_shape.num_kv_heads}/{head_shape.head_dim}"
-    return f"{name}, {threads} threads, {versions}, {dtype}, {heads}"
+    return ", ".join(filter(None, (name, f"{threads} threads", limits, versions, str(dtype), heads)))

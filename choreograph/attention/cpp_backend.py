@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,11 +23,36 @@ from jaxtyping import Float
 from platformdirs import user_cache_path
 from torch import Tensor
 
+from ..errors import ConfigError
 from .metadata import AttentionCall
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+
+ISA_VARIABLE = "CHOREOGRAPH_MAX_CPU_ISA"  # environment variable: kernels use no instructions beyond the set it names
+
+
+class InstructionSet(NamedTuple):
+    """What `ISA_VARIABLE` hides, and how kernels are compiled if that hides anything."""
+
+    hidden: tuple[str, ...]  # first letters of CPU flags
+    options: tuple[str, ...]  # of the compiler
+
+
+INSTRUCTION_SETS = {  # ascending
+    "sse4": InstructionSet(("avx", "fma", "f16c", "amx"), ("-march=x86-64-v2", "-mtune=native")),
+    "avx2": InstructionSet(("avx512", "avx10", "amx"), ("-march=x86-64-v3", "-mtune=native")),
+    "avx512": InstructionSet(("avx512_bf16", "avx512_fp16", "avx10", "amx"), ("-march=x86-64-v4", "-mtune=native")),
+    "avx512_bf16": InstructionSet(("avx10", "amx"), ("-march=x86-64-v4", "-mavx512bf16", "-mtune=native")),
+    "amx": InstructionSet((), ()),
+}
+
+# Variables that limit what our kernels, PyTorch, oneDNN and MKL compute with.
+LIMIT_VARIABLES = (
+    *(ISA_VARIABLE, "ATEN_CPU_CAPABILITY"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
+)
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -157,15 +182,16 @@ def compile_library(name: str, sources: Sequence[Path], flags: Sequence[str], fo
 
     Args:
         sources: the file to compile, then those that it includes.
-        flags: compiler flags in addition to `FLAGS`.
+        flags: compiler flags in addition to `FLAGS` and those of the instruction set.
 
     Raises:
         BackendUnavailableError: without a compiler, or if it fails.
+        ConfigError: if `ISA_VARIABLE` names no instruction set.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise BackendUnavailableError("no C++ compiler: install g++ or name one in CXX")
-    code, flags = [source.read_text() for source in sources], (*FLAGS, *flags)
+    code, flags = [source.read_text() for source in sources], (*_isa_options(), *FLAGS, *flags)
     identity = "\0".join((*code, *flags, compiler, platform.machine(), cpu_flags()))
     target = folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if target.exists():
@@ -186,13 +212,43 @@ def compile_library(name: str, sources: Sequence[Path], flags: Sequence[str], fo
 
 
 def has_avx2() -> bool:
-    """Return whether the processor has AVX2, FMA and F16C."""
+    """Return whether kernels may use AVX2, FMA and F16C."""
     return {"avx2", "fma", "f16c"} <= set(cpu_flags().split())
 
 
 def cpu_flags() -> str:
-    """Return the CPU feature flags, which -march=native depends on."""
+    """Return the CPU feature flags that kernels may use.
+
+    Raises:
+        ConfigError: if `ISA_VARIABLE` names no instruction set.
+    """
+    isa = _max_isa()
+    return " ".join(flag for flag in _all_cpu_flags() if isa is None or not flag.startswith(isa.hidden))
+
+
+def cpu_limits() -> str:
+    """Return the environment's limits of instructions, as part of cache keys."""
+    return " ".join(f"{name}={os.environ[name]}" for name in LIMIT_VARIABLES if os.environ.get(name))
+
+
+def _isa_options() -> tuple[str, ...]:
+    """Return the compiler's options for the instruction set."""
+    isa = _max_isa()
+    if isa is not None and any(flag.startswith(isa.hidden) for flag in _all_cpu_flags()):
+        return isa.options
+    return ("-march=native",)
+
+
+def _max_isa() -> InstructionSet | None:
+    name = os.environ.get(ISA_VARIABLE)
+    if name and name not in INSTRUCTION_SETS:
+        raise ConfigError(f"{ISA_VARIABLE}={name!r}: use one of {list(INSTRUCTION_SETS)}, or leave it unset")
+    return INSTRUCTION_SETS[name] if name else None
+
+
+def _all_cpu_flags() -> list[str]:
     info = Path("/proc/cpuinfo")
     if not info.exists():
-        return platform.processor()
-    return next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
+        return platform.processor().split()
+    lines = info.read_text().splitlines()
+    return next((line.split()[1:] for line in lines if line.startswith(("flags", "Features"))), [])

@@ -89,6 +89,9 @@ def serve(
     max_workflow_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of stored messages to keep.")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds until a request is cancelled.")] = None,
     drain_timeout: Annotated[int | None, typer.Option(help="Seconds for running requests after SIGTERM.")] = None,
+    replica_timeout: Annotated[
+        float | None, typer.Option(help="Seconds without an answer of any replica until requests get 503.")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin that browsers may call from; * is all.")
     ] = None,

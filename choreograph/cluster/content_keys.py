@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..namespace import Client, Namespace
 from ..server.chat_prompt import ChatPrompt, Segment
 from ..server.server_config import ReuseMode
 
@@ -21,11 +23,11 @@ ContentKeys = dict[int, int]  # number of tokens by key
 _MULTIPLIERS = np.random.default_rng(0).integers(0, 1 << 63, WINDOW, dtype=np.uint64) | np.uint64(1)
 
 
-def prompt_keys(mode: ReuseMode, scope: Sequence[str], prompts: Iterable[ChatPrompt]) -> ContentKeys:
+def prompt_keys(mode: ReuseMode, scope: Namespace, prompts: Iterable[ChatPrompt]) -> ContentKeys:
     """Return the keys of everything in prompts that a cache may have.
 
     Args:
-        scope: what separates caches, such as the tenant; keys of two scopes differ.
+        scope: what separates caches; keys of two scopes differ.
     """
     keys: ContentKeys = {}
     for prompt in prompts:
@@ -39,7 +41,7 @@ def prompt_keys(mode: ReuseMode, scope: Sequence[str], prompts: Iterable[ChatPro
     return keys
 
 
-def _message_key(scope: Sequence[str], segment: Segment) -> int:
+def _message_key(scope: Namespace, segment: Segment) -> int:
     return content_key(scope, segment.tokens if segment.answer_key is None else segment.answer_key)
 
 
@@ -64,7 +66,7 @@ def alternative_keys(spec: "GenerationSpec", models: Sequence[str]) -> dict[int,
     return {segment_key(spec, item): [segment_key(spec, item, model) for model in models] for item in segments}
 
 
-def scope_of(spec: "GenerationSpec", model: str | None = None) -> Sequence[str]:
+def scope_of(spec: "GenerationSpec", model: str | None = None) -> Namespace:
     """Return what separates the caches that a request may use.
 
     Args:
@@ -72,10 +74,15 @@ def scope_of(spec: "GenerationSpec", model: str | None = None) -> Sequence[str]:
     """
     key = spec.key if model is None else spec.key._replace(model=model)
     # prefixes are found by all workflows of a client
-    return (key.client_id, key.model) if spec.reuse == "exact" else (key.client_id, key.model, key.workflow)
+    return _scope(key.client, key.model, None if spec.reuse == "exact" else key.workflow)
 
 
-def answer_keys(mode: ReuseMode, scope: Sequence[str], tokens: Sequence[int], contents: Iterable[str]) -> ContentKeys:
+@lru_cache(maxsize=4096)  # a digest is computed once
+def _scope(client: Client, model: str, workflow: str | None) -> Namespace:
+    return Namespace((model,), client, workflow=workflow)
+
+
+def answer_keys(mode: ReuseMode, scope: Namespace, tokens: Sequence[int], contents: Iterable[str]) -> ContentKeys:
     """Return the keys under which a generated answer is found.
 
     Args:
@@ -86,11 +93,14 @@ def answer_keys(mode: ReuseMode, scope: Sequence[str], tokens: Sequence[int], co
     return {content_key(scope, content): len(tokens) for content in contents} if mode == "messages" else {}
 
 
-def content_key(scope: Sequence[str], content: str | Sequence[int]) -> int:
-    """Return a 64-bit hash of a scope and a content."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in scope:
-        digest.update(len(name).to_bytes(8, "little") + name.encode("utf-8", "surrogatepass"))
+def content_key(scope: Namespace, content: str | Sequence[int], parent: int | None = None) -> int:
+    """Return a 64-bit hash of a scope and a content.
+
+    Args:
+        parent: key of what comes before it; None: that makes no difference.
+    """
+    digest = hashlib.blake2b(scope.digest, digest_size=8)
+    digest.update(b"any " if parent is None else b"next" + parent.to_bytes(8, "little"))
     if isinstance(content, str):
         digest.update(b"text" + content.encode("utf-8", "surrogatepass"))
     else:
@@ -98,19 +108,19 @@ def content_key(scope: Sequence[str], content: str | Sequence[int]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def prefix_keys(scope: Sequence[str], prompt: ChatPrompt) -> ContentKeys:
+def prefix_keys(scope: Namespace, prompt: ChatPrompt) -> ContentKeys:
     """Return a key of every prefix of whole messages or blocks."""
     parts = [segment.tokens for segment in prompt.segments]
     rest = prompt.tokens[sum(map(len, parts)) :]
     parts += [tuple(rest[start : start + BLOCK]) for start in range(0, len(rest) - BLOCK + 1, BLOCK)]
-    keys, parent = ContentKeys(), ""
+    keys, parent = ContentKeys(), 0  # of no part
     for part in parts:
-        key = content_key([*scope, parent], part)
-        keys[key], parent = len(part), str(key)
+        parent = content_key(scope, part, parent)
+        keys[parent] = len(part)
     return keys
 
 
-def anchor_keys(scope: Sequence[str], tokens: Sequence[int]) -> ContentKeys:
+def anchor_keys(scope: Namespace, tokens: Sequence[int]) -> ContentKeys:
     """Return keys of windows that are chosen by their content.
 
     Equal text gives equal keys at any position of any prompt, so quotes are found inside other texts.

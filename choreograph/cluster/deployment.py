@@ -141,13 +141,14 @@ def scale(context: Any) -> tuple[int, dict[str, Any]]:
     """Autoscaling policy: enough replicas for the requests, and for the caches.
 
     A replica is added where the mean share of the caches in use exceeds PRESSURE_LIMIT, and none is
-    removed while the others could not take what it holds.
+    removed while the others could not take what it holds, or while the use of some cache is unknown.
     """
     target, count = context.config.target_ongoing_requests, max(1, context.current_num_replicas)
     needed = math.ceil(context.total_num_requests / target)
     pressures = ((context.aggregated_metrics or {}).get("cache_pressure") or {}).values()
-    if pressures:
-        needed = max(needed, math.ceil(sum(pressures) / PRESSURE_LIMIT))
+    needed = max(needed, math.ceil(sum(pressures) / PRESSURE_LIMIT))
+    if len(pressures) < count:
+        needed = max(needed, count)
     minimum, maximum = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
     # one replica at a time downwards: the router has to learn where messages are then
     return min(maximum, max(minimum, needed, count - 1)), {}

@@ -1,7 +1,7 @@
 """Gateway: the server's application over replicas, without weights."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,23 +14,31 @@ from ray.serve.exceptions import RayServeException
 from ..agents import StepGraph
 from ..engine.text import ChatTemplate
 from ..errors import RequestFailedError, SessionClosedError
+from ..namespace import Namespace
 from ..outputs import EngineStats
+from ..server.answer_plan import Plan
 from ..server.api_errors import ApiError
 from ..server.app import create_service_app
 from ..server.engine_thread import ChoiceUpdate, Generation
 from ..server.message_store import may_reuse_layers
 from ..server.resumption import SentAnswer
-from ..server.reuse import Plan
 from ..server.server_config import ServerConfig
 from ..server.service import SESSION_HEADERS, GenerationSpec, InferenceService, RunningRequest
 from .content_keys import alternative_keys, answer_keys, prompt_keys, scope_of
-from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaLoad, ReplicaUpdate
+from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaUpdate
+from .replica_monitor import ReplicaMonitor
 from .routing import RouteRequest
 from .step_hints import StepHints
 
 MAX_FAILURES = 3  # replicas that may fail one request
 
 RETRY_SECONDS = 0.2  # pause before a request is repeated, times the number of failures
+
+CHECK_SECONDS = 0.5  # between two looks at whether any replica answers, while a request waits for one
+
+DESCRIBED = ""  # in place of the name of the replica that described itself when the gateway started
+
+HINT_SECONDS = 30.0  # until a hint that no replica took is useless
 
 
 class EngineProxy:
@@ -50,10 +58,15 @@ class EngineProxy:
 
 
 class ReplicaThread:
-    """`EngineThread` of a gateway: hands generations to replicas instead of an engine."""
+    """`EngineThread` of a gateway: hands generations to replicas instead of an engine.
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    Args:
+        replica_timeout: seconds without an answer of any replica after which requests fail.
+    """
+
+    def __init__(self, handle: Any, replica_timeout: float) -> None:
+        self._handle, self._replica_timeout = handle, replica_timeout
+        self.monitor = ReplicaMonitor(handle)
         self._tasks: dict[Generation, asyncio.Task[None]] = {}
         self._learned: list[tuple[str, dict[int, int]]] = []  # answers that the router does not know yet
         self._hints: set[asyncio.Task[None]] = set()
@@ -65,10 +78,12 @@ class ReplicaThread:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.is_running = True
+        self.monitor.start()
 
     async def stop(self) -> None:
         """End all requests."""
         self.is_running = False
+        await self.monitor.stop()
         for hint in self._hints:
             hint.cancel()
         for generation in list(self._tasks):
@@ -104,8 +119,10 @@ class ReplicaThread:
 
     async def _send_hint(self, call: ReplicaCall) -> None:
         call.route.learned, self._learned = self._learned, []
-        with suppress(RayError, RayServeException):  # the request itself is repeated, not its hint
-            await self._handle.options(method_name="prefetch").remote(call)
+        # the request itself is repeated, not its hint
+        with suppress(RayError, RayServeException, TimeoutError):
+            async with asyncio.timeout(HINT_SECONDS):
+                await self._handle.options(method_name="prefetch").remote(call)
 
     async def _run(self, running: "ReplicatedRequest", generation: Generation, call: ReplicaCall) -> None:
         try:
@@ -129,6 +146,8 @@ class ReplicaThread:
                 raise error.to_exception()
             if replica:
                 route.failed.add(replica)
+                if not isinstance(error, ReplicaError):
+                    self.monitor.note_failure(replica)
             await asyncio.sleep(RETRY_SECONDS * (num_failures + 1))
         if isinstance(error, ReplicaError):
             raise error.to_exception()
@@ -145,9 +164,10 @@ class ReplicaThread:
         """Run a request on one replica; return its name and error."""
         replica, stream = "", self._handle.options(method_name="generate", stream=True).remote(call)
         try:
-            async for item in stream:
+            async for item in self._items(stream):
                 if isinstance(item, str):
                     replica = item
+                    self.monitor.note_answer(replica)
                 elif isinstance(item, ReplicaError):
                     return replica, item
                 elif updates := answers.add(item):
@@ -166,12 +186,42 @@ class ReplicaThread:
             raise
         return replica, None
 
+    async def _items(self, stream: Any) -> AsyncIterator[Any]:
+        """Yield what a replica sends; the first item waits for any replica.
+
+        Raises:
+            ApiError: if no replica answers for too long.
+        """
+        first = asyncio.ensure_future(anext(stream))
+        try:
+            while not (await asyncio.wait({first}, timeout=CHECK_SECONDS))[0]:
+                if self.monitor.silent_seconds >= self._replica_timeout:
+                    stream.cancel()
+                    raise no_replica()
+        finally:
+            first.cancel()  # unless it is here
+        with suppress(StopAsyncIteration):
+            yield first.result()
+        async for item in stream:
+            yield item
+
     def _learn(self, spec: GenerationSpec, replica: str, answers: "_SentAnswers") -> None:
         """Note for the router what a replica has generated."""
         for text, token_ids in answers.contents:
             contents = spec.keys_of(text) if spec.reuse == "messages" else ()
             if keys := answer_keys(spec.reuse, scope_of(spec), token_ids, contents):
                 self._learned.append((replica, keys))
+
+
+def no_replica() -> ApiError:
+    """Return the error of a request that no replica can run."""
+    return ApiError(
+        503,
+        "no replica answers: they are starting or have failed: retry later",
+        type="service_unavailable",
+        code="no_replica",
+        headers={"Retry-After": "5"},
+    )
 
 
 class _SentAnswers:
@@ -218,8 +268,11 @@ class ReplicatedRequest(RunningRequest):
         service, spec = self._service, self.spec
         names = (self._request.headers.get(name) for name in SESSION_HEADERS[1:])  # after that of the workflow
         self._session = next(filter(None, names), None)
+        expected = service.hints.start(spec, service.graph_of(spec), self._session)
+        if spec.steps is None:  # a replica sees only some of the workflow's steps
+            spec = replace(spec, steps=service.hints.steps(spec, service.graph_of(spec), self._session))
         service.thread.relay(self, self._generation, service.call_of(spec, self._session))
-        service.send_hints(service.hints.start(spec, service.graph_of(spec), self._session), self._session)
+        service.send_hints(expected, self._session)
 
     def end_step(self, answers: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Note the end of the agent's step.
@@ -246,14 +299,23 @@ class ReplicatedService(InferenceService):
     def __init__(self, info: ReplicaInfo, config: ServerConfig, handle: Any, *, has_transfers: bool = False) -> None:
         proxy: Any = EngineProxy(info)
         super().__init__(proxy, config)
-        self._handle, self._has_transfers, self._version = handle, has_transfers, info.version
+        self._has_transfers, self._version = has_transfers, info.version
         self._layer_reuse = info.layer_reuse
-        self.thread, self.hints = ReplicaThread(handle), StepHints()
+        self.thread, self.hints = ReplicaThread(handle, config.replica_timeout), StepHints()
+        self.thread.monitor.note_answer(DESCRIBED)
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if not self.thread.monitor.is_answering:
+            raise no_replica()
 
     async def stats(self) -> EngineStats:
-        """Return the summed state of all replicas."""
-        results = await self._handle.broadcast("load").results_async(timeout_s=30, return_exceptions=True)
-        return sum_stats([load.stats for load in results if isinstance(load, ReplicaLoad)])
+        """Return the summed state of all replicas that answer within seconds.
+
+        Counters of replicas that ended are included.
+        """
+        await self.thread.monitor.refresh()
+        return self.thread.monitor.reports.total
 
     def submit(self, request: Request, spec: GenerationSpec) -> RunningRequest:
         self.check_limits(spec)
@@ -264,9 +326,10 @@ class ReplicatedService(InferenceService):
         return self.planner.store.graphs.get((spec.key.tenant, spec.key.workflow))
 
     def send_hints(self, specs: Iterable[GenerationSpec], session: str | None) -> None:
-        """Prefetch the messages of requests that are expected, where replicas exchange messages."""
-        for spec in specs if self._has_transfers else ():
-            self.thread.send_hint(self.call_of(spec, session))
+        """Prefetch what expected requests need: prefixes, and messages where replicas exchange them."""
+        for spec in specs:
+            if self._has_transfers or spec.reuse == "exact":
+                self.thread.send_hint(self.call_of(spec, session))
 
     def call_of(self, spec: GenerationSpec, session: str | None = None) -> ReplicaCall:
         """Return what any replica needs to run a request.
@@ -275,25 +338,14 @@ class ReplicatedService(InferenceService):
             session: one of several of the workflow; None: the workflow is one session.
         """
         key, scope = spec.key, scope_of(spec)
-        keys, name = prompt_keys(spec.reuse, scope, spec.prompts), "\0".join((key.client_id, session or key.workflow))
+        keys = prompt_keys(spec.reuse, scope, spec.prompts)
+        place = Namespace(client=key.client, workflow=None if session else key.workflow, session=session)
         may_reuse = may_reuse_layers(key, spec.repair, self.max_kl_of(spec))
         senders = [sender for receiver, sender in self._layer_reuse if receiver == key.model and may_reuse]
         is_movable = self._has_transfers and spec.reuse == "messages"
-        route = RouteRequest(keys, name, is_movable=is_movable, alternatives=alternative_keys(spec, senders))
+        route = RouteRequest(keys, place, is_movable=is_movable, alternatives=alternative_keys(spec, senders))
         schema = None if spec.schema_prompt is None else self.schemas.sources.get(spec.schema_prompt[:2])
         return ReplicaCall(route, spec, self.graph_of(spec), schema, self._version)
-
-
-def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """Return the sum of every count."""
-    totals: dict[str, Any] = {}
-    for name in EngineStats.__dataclass_fields__:
-        values = [getattr(item, name) for item in stats]
-        if name in ("tier_tokens", "events"):
-            totals[name] = {key: sum(value.get(key, 0) for value in values) for value in values for key in value}
-        else:
-            totals[name] = sum(values)
-    return EngineStats(**totals)
 
 
 class Gateway:

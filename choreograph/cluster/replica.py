@@ -15,10 +15,10 @@ from ..agents import StepGraph
 from ..engine.engine import Engine
 from ..models.info import ModelInfo
 from ..outputs import BASE_MODEL, EngineStats
+from ..server.answer_plan import SourceCounts
 from ..server.api_errors import ApiError, to_api_error
 from ..server.app import create_app
 from ..server.engine_thread import ChoiceUpdate, load_engine
-from ..server.reuse import SourceCounts
 from ..server.server_config import ServerConfig
 from ..server.service import GenerationSpec, InferenceService
 from .message_transfer import MessageFetcher, MessageQuery, export_messages, load_stored, run_request
@@ -183,7 +183,12 @@ class EngineReplica:
             yield ReplicaError(error.status, error.body, error.headers)
 
     async def prefetch(self, call: ReplicaCall) -> None:
-        """Load the messages of an expected request, from replicas and tiers."""
+        """Load what an expected request needs, from replicas and tiers."""
+        key, steps, store = call.spec.key, call.spec.steps, self._service.planner.store
+        if call.spec.reuse == "exact":  # its fixed part is known here, if its agent ran here
+            if steps is not None:
+                await self._service.thread.call(lambda: store.agent_sessions.set_steps(key, steps))
+            return
         await self._fetcher.fetch_missing(call.spec, call.route.sources)
         await self._service.thread.call(lambda: load_stored(self._service, call.spec))
 

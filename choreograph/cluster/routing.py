@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import ConfigError
+from ..namespace import Namespace
 from .content_keys import ContentKeys
 
 TransferMode = Literal["auto", "always", "never"]  # when messages are fetched from replicas that hold them
@@ -36,7 +37,7 @@ class RouteRequest:
     """What a policy reads of a request."""
 
     keys: ContentKeys = field(default_factory=dict)  # of its messages, with their tokens, in order
-    session: str = ""  # client, and session or workflow
+    session: Namespace = field(default_factory=Namespace)  # client, and session or workflow
     pinned: str | None = None  # replica that has to run it if it exists
     failed: set[str] = field(default_factory=set)  # replicas that failed it
     learned: list[tuple[str, ContentKeys]] = field(default_factory=list)  # (replica, what it generated) before
@@ -321,7 +322,7 @@ class MessageAffinity(RoutingPolicy):
 
 
 def _hash(request: RouteRequest) -> int:
-    return zlib.crc32(request.session.encode("utf-8", "surrogatepass"))
+    return int.from_bytes(request.session.digest[:4], "little")
 
 
 def _rendezvous(session: int, replica: str) -> int:

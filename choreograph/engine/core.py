@@ -31,7 +31,7 @@ from ..utils import DeferSigintLock
 from .cross_model import CrossModelReuse
 from .fault_isolation import find_unschedulable
 from .model_runner import Batch, ModelRunner
-from .placement import cache_salt, insert_into_prefix_tree
+from .placement import insert_into_prefix_tree, namespace_of
 from .repair.planner import RepairPlanner
 from .request import Request, RequestState, wrap_error
 from .residency import ContextLoader
@@ -309,6 +309,9 @@ class EngineCore:
             request.first_token_time = now
         if decode_state.on_logprobs is not None and decode_state.pending_logprobs is not None:
             self._pending_logprobs.append((request, decode_state.pending_logprobs))
+        if decode_state.max_new_tokens == 0:  # the prompt was to be computed, and nothing generated
+            self._finish_generation(request, "length", now)
+            return
         reason = decode_state.append(token)
         entry.tokens.append(token)
         self.events.emit("token", request=request.id, token=token)
@@ -346,10 +349,12 @@ class EngineCore:
                 entry.tokens.pop()
             entry.tokens += request.footer
             entry.num_final_tokens = len(entry.tokens)
-            salt = cache_salt(request, self.hf_model.model_info)
-            self.cache_manager.register(entry, content_hash(salt, entry.tokens, entry.base_position, entry.context))
+            namespace = namespace_of(request, self.hf_model.model_info)
+            key = content_hash(namespace, entry.tokens, entry.base_position, entry.context)
+            self.cache_manager.register(entry, key)
             return
-        entry.tokens.pop()  # its KV was not computed; a later prompt computes it if needed
+        if decode_state.tokens:
+            entry.tokens.pop()  # its KV was not computed; a later prompt computes it if needed
         if request.mode == "prefix":
             insert_into_prefix_tree(request, self.cache_manager)
         self.finish(request, RequestState.DONE, reason)

@@ -21,6 +21,7 @@ from ..models.hf_model import HFModel
 from ..models.info import ModelInfo, total_memory
 from ..models.loader import DEFAULT_MODEL, check_dtype, load
 from ..models.lora import LoraWeights
+from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
 from .budget import Budget
@@ -251,7 +252,7 @@ class Engine:
         *,
         mode: Mode = "choreographed",
         seed: int | None = None,
-        client_id: str = "default",
+        client_id: str | Client = "default",
         model: str = BASE_MODEL,
         repair: float | Repair | None = None,
         labels: Iterable[str] | None = None,
@@ -264,7 +265,7 @@ class Engine:
         Args:
             mode: execution mode.
             seed: seed of the session's sampling; None for a random one.
-            client_id: sessions of different clients never share KV.
+            client_id: sessions of different clients never share KV; a name, or a tenant and its salt.
             model: default model of requests, one of `models`.
             repair: share of the reused context that requests compute again; see `Session.prefill`.
             labels: labels of the messages' texts, as also the next two a default (`docs/guard.md`).
@@ -278,7 +279,7 @@ class Engine:
         number = as_int(seed)
         if number is None and seed is not None:
             raise ConfigError(f"seed={seed!r}: use a whole number or None")
-        if not isinstance(client_id, str):
+        if not isinstance(client_id, (str, Client)):
             raise ConfigError(f"client_id={client_id!r}: use a string")
         tp_group = self.core.hf_model.tp_group
         if tp_group is not None and number is None:

@@ -375,7 +375,7 @@ def _repaired_context(message: "Message", tokens: list[int], repair: Repair) -> 
         id=core.new_id(),
         session_id=original.session_id,
         mode="choreographed",
-        cache_salt=original.cache_salt,
+        namespace=original.namespace,
         prompt=tokens,
         parents=tuple(parent for parent, _, _ in parents),
         parent_slices=tuple((first, end) for _, first, end in parents),

@@ -236,7 +236,7 @@ def import_kv(
     Args:
         check: verify the checksum, which reads the complete snapshot.
         any_context: take a snapshot that was computed in a context that is not here; the request then needs a
-            cache salt of its own.
+            namespace of its own.
         load: returns operations that load the entry while steps run; the tensors of the snapshot are not read then.
             Where loading fails, readers fail with LostContextError.
 

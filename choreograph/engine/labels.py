@@ -22,8 +22,6 @@ OnLeak = Literal["reencode", "error"]
 
 CallGuard = tuple[Iterable[str] | None, Iterable[str] | None, OnLeak | None]  # labels, clearance, on_leak
 
-_PREFIX = "labels "  # of the cache salt of a message with labels; no fingerprint of weights starts with it
-
 UNGUARDED: CallGuard = (None, None, None)
 
 
@@ -148,8 +146,8 @@ class LabelGuard:
 
     def _assign(self, request: Request, text_labels: Labels, labels: Labels) -> None:
         request.text_labels, request.labels = text_labels, labels
-        salt = self._session._cache_salt(request.model)
-        request.cache_salt = f"{_PREFIX}{sorted(labels)}\0{salt}" if labels else salt
+        if labels != request.namespace.labels:
+            request.namespace = self._session._namespace(request.model, labels)
 
 
 def _parents_of(message: Message) -> tuple[Parent, ...]:
@@ -157,9 +155,9 @@ def _parents_of(message: Message) -> tuple[Parent, ...]:
     return (message.imported_from or message).parents
 
 
-def _variant_key(message: Message, clearance: Labels) -> tuple[str, str]:
+def _variant_key(message: Message, clearance: Labels) -> tuple[str, Labels]:
     """Return the key in `Message.variants`; equal for clearances with equal results."""
-    return message.model, f"labels {sorted(message.labels & clearance)}"
+    return message.model, message.labels & clearance
 
 
 def _find_readable(message: Message, clearance: Labels) -> Message | None:
@@ -195,9 +193,3 @@ def _check(message: Message, clearance: Labels) -> None:
                 f"parent {parent.id} attended to messages with labels {sorted(forbidden)}, the clearance is "
                 f"{sorted(clearance)}: use on_leak='reencode', raise the clearance, or call its declassify()"
             )
-
-
-def unlabelled_salt(cache_salt: str) -> str:
-    """Return a cache salt without its labels."""
-    # the representation of a label contains no zero byte
-    return cache_salt.partition("\0")[2] if cache_salt.startswith(_PREFIX) else cache_salt

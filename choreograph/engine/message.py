@@ -14,6 +14,7 @@ from ..errors import ConfigError, InvalidPositionError, InvalidRequestError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import FinishReason, KVReuse, Timing, TokenLogprob, Usage
 from .core import EngineCore
+from .cross_model import LayerPattern
 from .explain import Explanation, explain
 from .kv_export import KVSnapshot, export_kv, pin, unpin
 from .placement import resolve_offsets
@@ -49,6 +50,11 @@ class MessageSlice:
         return self.message.position + self.start
 
 
+# of a variant of a message: the reuse mode or the layers by which another model computed it, or the labels that its
+# readers may see; "sent" and "below" are messages that it needs and releases
+VariantKind = str | LayerPattern | frozenset[str]
+
+
 class DecodeProgress(NamedTuple):
     """What a decode has generated since the last look at it."""
 
@@ -69,7 +75,7 @@ class Message:
         self.role: str | None = None  # of a chat turn
         self.imported_from: Message | None = None  # the original of an imported message
         self.kv_reuse: KVReuse = "recompute"  # for parents of other models
-        self.variants: dict[tuple[str, str], Message] = {}  # by (model, reuse mode or clearance)
+        self.variants: dict[tuple[str, VariantKind], Message] = {}  # by model and kind
         self.clearance: frozenset[str] | None = None  # labels that it may attend to; None: all
         self.on_leak = "reencode"  # what happens to parents with other labels
         self.on_release: Callable[[Message], None] | None = None
@@ -185,6 +191,24 @@ class Message:
         self._wait_tokens_final()
         decode_state = self._request.decode_state
         return list(decode_state.logprobs) if decode_state and decode_state.sampling.logprobs is not None else None
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """One entry per token before the generated ones; the first is None.
+
+        These are the tokens of context and header. Each is given what the decode reads before it: reused
+        tokens as they are in the cache. None unless `SamplingParams.prompt_logprobs` is set.
+        """
+        scorer = self._request.decode_state.prompt_scorer if self._request.decode_state else None
+        if scorer is None:
+            return None
+        self._wait(lambda: scorer.is_complete)
+        return list(scorer.scores)
+
+    def drop_prompt_logprobs(self) -> None:
+        """Free the memory of `prompt_logprobs`; they are empty afterwards."""
+        if self._request.decode_state is not None and self._request.decode_state.prompt_scorer is not None:
+            self._request.decode_state.prompt_scorer.drop()
 
     def on_logprobs(self, callback: Callable[["Tensor"], None]) -> None:
         """Call `callback` with the model's log-probabilities for every generated token.

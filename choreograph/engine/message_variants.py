@@ -1,6 +1,7 @@
 """Variants of messages by model (DroidSpeak §4.2), and imported messages."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError, MessageReleasedError, NotAMessageError, WrongSessionError
@@ -9,8 +10,8 @@ from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import TransferOps
 from .cross_model import LayerPattern, RemoteContext
 from .kv_export import KVSnapshot, attach_entry, import_kv
-from .labels import UNGUARDED, unlabelled_salt
-from .message import Message, MessageSlice, Parent, unwrap_slice
+from .labels import UNGUARDED
+from .message import Message, MessageSlice, Parent, VariantKind, unwrap_slice
 from .request import Request, RequestState
 from .validation import check_choreographed, check_parents
 
@@ -32,8 +33,8 @@ class MessageVariants:
         if not isinstance(message, Message):
             raise NotAMessageError(f"{message!r} is not a message")
         original = message._request
-        salt = session._cache_salt(original.model)
-        if message._core is not self._core or unlabelled_salt(original.cache_salt) != salt:
+        namespace = session._namespace(original.model)
+        if message._core is not self._core or original.namespace.without_labels() != namespace:
             raise WrongSessionError(f"message {message.id} belongs to another engine or client: make it here")
         if original.released:
             raise MessageReleasedError(f"message {message.id} was released: keep it until its last use")
@@ -77,8 +78,9 @@ class MessageVariants:
         if self._session._guard.is_active:
             self._session._guard.apply([message])
         # a prefill of equal tokens must not find it
-        message._request.cache_salt += f"\0encoded elsewhere {snapshot.content_hash}"
-        if not import_kv(self._core, message._request, snapshot, check=False, any_context=True, load=load):
+        request = message._request
+        request.namespace = replace(request.namespace, origin=snapshot.content_hash)
+        if not import_kv(self._core, request, snapshot, check=False, any_context=True, load=load):
             return None
         self._session._register([message])
         return message
@@ -134,7 +136,7 @@ class MessageVariants:
         def reencode(parent: Message, parents: tuple[Parent, ...]) -> Message:
             return self._reencode(parent, parents, model, pattern)
 
-        return unwrap_slice(_variant_for(model, f"only {pattern}", message, reencode))
+        return unwrap_slice(_variant_for(model, pattern, message, reencode))
 
     def prefill_layers(
         self,
@@ -235,7 +237,7 @@ class MessageVariants:
         return self._session._submit([variant])[0]
 
 
-def _variant_for(model: str, reuse_key: str, parent: Parent, reencode: ReencodeFn) -> Parent:
+def _variant_for(model: str, kind: VariantKind, parent: Parent, reencode: ReencodeFn) -> Parent:
     """Return the parent, or its variant, for a model.
 
     Missing variants of the message and its ancestors are created with `reencode`, the oldest first.
@@ -245,29 +247,29 @@ def _variant_for(model: str, reuse_key: str, parent: Parent, reencode: ReencodeF
     while stack:
         message = stack[-1]
         parents = (message.imported_from or message).parents
-        missing = [unwrap_slice(p) for p in parents if _find_variant(unwrap_slice(p), model, reuse_key) is None]
-        if _find_variant(message, model, reuse_key) is not None:
+        missing = [unwrap_slice(p) for p in parents if _find_variant(unwrap_slice(p), model, kind) is None]
+        if _find_variant(message, model, kind) is not None:
             stack.pop()
         elif missing:
             stack += missing
         else:
-            resolved = tuple(_variant_slice(p, model, reuse_key) for p in parents)
-            message.variants[model, reuse_key] = reencode(message, resolved)
-    return _variant_slice(parent, model, reuse_key)
+            resolved = tuple(_variant_slice(p, model, kind) for p in parents)
+            message.variants[model, kind] = reencode(message, resolved)
+    return _variant_slice(parent, model, kind)
 
 
-def _find_variant(message: Message, model: str, reuse_key: str) -> Message | None:
+def _find_variant(message: Message, model: str, kind: VariantKind) -> Message | None:
     """Return an unreleased variant for the model, or None.
 
     A variant with all layers recomputed is preferred to a partial one.
     """
-    reuse_keys = ("recompute", reuse_key) if reuse_key == "partial" else (reuse_key,)
+    kinds: tuple[VariantKind, ...] = ("recompute", kind) if kind == "partial" else (kind,)
     candidates = [message] if message.model == model else []
-    candidates += [message.variants[model, key] for key in reuse_keys if (model, key) in message.variants]
+    candidates += [message.variants[model, key] for key in kinds if (model, key) in message.variants]
     return next((candidate for candidate in candidates if not candidate._request.released), None)
 
 
-def _variant_slice(parent: Parent, model: str, reuse_key: str) -> Parent:
-    variant = _find_variant(unwrap_slice(parent), model, reuse_key)
+def _variant_slice(parent: Parent, model: str, kind: VariantKind) -> Parent:
+    variant = _find_variant(unwrap_slice(parent), model, kind)
     assert variant is not None
     return MessageSlice(variant, parent.start, parent.stop) if isinstance(parent, MessageSlice) else variant

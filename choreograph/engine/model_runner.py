@@ -26,6 +26,7 @@ from ..models.model_set import ModelSet
 from ..models.tensor_parallel import TPGroup
 from ..outputs import TokenLogprob
 from .cross_model import LayerPattern
+from .prompt_scoring import ScoredRows, record_scores
 from .request import DecodeState, Request, RequestState
 from .sampler import SampleOutput, sample
 
@@ -57,6 +58,7 @@ class Batch:
     # drafted tokens by request id; such a request is in `sampled` once for each of its rows
     drafts: dict[int, list[int]] = field(default_factory=dict)
     draft_states: dict[int, DecodeState] = field(default_factory=dict)  # by index into `sampled`, of drafted rows
+    scored: dict[int, ScoredRows] = field(default_factory=dict)  # rows that score prompts, by request id
     shared_headers: list[Request] = field(default_factory=list)  # requests that read another one's header
     computed_layers: frozenset[int] | None = None  # layers that are computed; None: all
     observed: list[ObservedRows] = field(default_factory=list)
@@ -65,8 +67,14 @@ class Batch:
     # called with an entry and a layer; blocks until the cached inputs of that layer are loaded
     wait_for_inputs: Callable[[KVEntry, int], None] = lambda entry, layer: None
 
-    def add_chunk(self, request: Request, num_tokens: int, draft: Sequence[int] = ()) -> None:
-        """Append the request's next `num_tokens` tokens, and a draft after its last."""
+    def add_chunk(
+        self, request: Request, num_tokens: int, draft: Sequence[int] = (), num_queries: int | None = None
+    ) -> None:
+        """Append the request's next `num_tokens` tokens, and a draft after its last.
+
+        Args:
+            num_queries: queries that score its context; None if its prompt is not scored.
+        """
         entry = request.entry
         q_start, token_start = len(self.tokens), entry.num_scheduled_tokens
         token_end = token_start + num_tokens
@@ -91,6 +99,9 @@ class Batch:
             self.sampled_rows.append(q_start + num_tokens - 1)
             if draft:
                 self._add_draft(request, list(draft))
+        if num_queries is not None:
+            assert request.decode_state is not None and request.decode_state.prompt_scorer is not None
+            request.decode_state.prompt_scorer.add_rows(request, self, num_queries)
 
     def _add_draft(self, request: Request, draft: list[int]) -> None:
         """Sample from drafted rows too, as if the tokens before were generated."""
@@ -102,6 +113,11 @@ class Batch:
             self.sampled_rows.append(self.sampled_rows[-1] + 1)
 
     @property
+    def logits_rows(self) -> list[int]:
+        """Batch rows whose logits are needed: sampled ones, then scored ones."""
+        return self.sampled_rows + [row for scored in self.scored.values() for row in scored.rows]
+
+    @property
     def context_slices(self) -> Iterator[KVSlice]:
         """KV slices that the batch's requests attend to."""
         return (kv_slice for chunk in self.chunks for kv_slice in chunk.request.context)
@@ -110,9 +126,12 @@ class Batch:
         """Yield the KV reads of every chunk in one layer."""
         for request, q_start, token_start, token_end, num_drafts in self.chunks:
             row_end = token_end + num_drafts
-            yield from context_reads(request.context, q_start, q_start + row_end - token_start, layer)
-            num_shared = request.shared_header.num_tokens if request.shared_header else 0
-            yield from causal_reads(request.entry, q_start, token_start, row_end, num_shared)
+            if row_end > token_start:
+                yield from context_reads(request.context, q_start, q_start + row_end - token_start, layer)
+                num_shared = request.shared_header.num_tokens if request.shared_header else 0
+                yield from causal_reads(request.entry, q_start, token_start, row_end, num_shared)
+            if request.id in self.scored:
+                yield from self.scored[request.id].reads(layer)
 
 
 class OverlapScheduler:
@@ -337,14 +356,14 @@ class ModelRunner:
                 forward_context.injected_hidden = {first: _hidden_inputs(batch, self._pool, first)} if first else {}
                 hf_model.forward_layers(first, end, batch.tokens, batch.positions, forward_context, batch.models)
             return None
-        rows = batch.sampled_rows
+        rows = batch.logits_rows
         if hf_model.tp_group is None:
             logits = hf_model.forward(batch.tokens, batch.positions, forward_context, rows, batch.models)
         else:
             with _synchronized(batch, hf_model.tp_group):
                 logits = hf_model.forward(batch.tokens, batch.positions, forward_context, rows, batch.models)
         self._overlap_scheduler.plan_next(batch)
-        return logits
+        return record_scores(batch, logits) if batch.scored else logits
 
     def sample(self, logits: "Tensor", batch: Batch, *, launch_next: bool) -> list[int | None]:
         """Sample a token per row of `batch.sampled`; None for NaN logits.
@@ -403,7 +422,7 @@ def _synchronized(batch: Batch, tp_group: TPGroup) -> Iterator[None]:
     for wait_for_layer in batch.layer_waiters:
         wait_for_layer(0)
     with tp_group.synchronized_step(
-        (batch.tokens, batch.positions, batch.slots, batch.sampled_rows, list(batch.reads()))
+        (batch.tokens, batch.positions, batch.slots, batch.logits_rows, list(batch.reads()))
     ):
         yield
 

@@ -1,6 +1,6 @@
-"""Penalties, bias and minimum length of a request, kept on the device between its tokens.
+"""Penalties, bias and minimum length of a request, on the device.
 
-A token adds to what is kept; nothing is computed again for the whole prompt, so its cost does not grow with the
+They are kept between tokens. A token adds to them; nothing is computed again for the whole prompt, so its cost does not grow with the
 number of generated tokens.
 """
 
@@ -39,7 +39,7 @@ class TokenCounts:
         self.num_tokens += len(tokens)
 
     def read(self, drafted: Sequence[int] = ()) -> tuple[Int[Tensor, " K"], Float[Tensor, " K"]]:
-        """Return distinct tokens and their numbers, with drafted tokens that are not kept."""
+        """Return distinct tokens and their numbers, drafted ones included."""
         num_known = len(self._index)
         ids, counts = self._ids[:num_known], self._counts[:num_known]
         if not drafted:

@@ -5,6 +5,7 @@ matched token by token. naive: §3.1 without any cache.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..errors import InvalidPositionError, InvalidRequestError
@@ -12,6 +13,7 @@ from ..kv_cache.entry import KVEntry, KVSlice
 from ..kv_cache.hashing import content_hash
 from ..kv_cache.manager import KVCacheManager
 from ..models.info import ModelInfo
+from ..namespace import Namespace
 from .request import Request
 
 
@@ -90,22 +92,22 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
         _check_unshifted(kv_slices, model_info.name)
     if request.is_decode or request.observer is not None:
         return Placement(list(request.prompt), request.position, kv_slices)
-    salt = cache_salt(request, model_info)
+    namespace = namespace_of(request, model_info)
     if request.computed_layers is not None and request.source is not None:
         if not request.computed_layers:
             return Placement(list(request.prompt), request.position, (), cached_entry=request.source.entry)
         kv_slices += (KVSlice(request.source.entry, 0, 0, request.position, frozenset()),)  # provides the hidden states
-        salt = f"{salt}\0{sorted(request.computed_layers)}"
-    key = content_hash(salt, request.prompt, request.position, kv_slices)
+        namespace = replace(namespace, layers=request.computed_layers)
+    key = content_hash(namespace, request.prompt, request.position, kv_slices)
     return Placement(list(request.prompt), request.position, kv_slices, key, cache_manager.lookup(key))
 
 
-def cache_salt(request: Request, model_info: ModelInfo) -> str:
-    """Return the salt of the request's content hash.
+def namespace_of(request: Request, model_info: ModelInfo) -> Namespace:
+    """Return the namespace of the request's content hash.
 
     Includes the position if keys cannot be rotated (learned positions).
     """
-    return request.cache_salt if model_info.supports_shift else f"{request.cache_salt}\0at {request.position}"
+    return request.namespace if model_info.supports_shift else replace(request.namespace, position=request.position)
 
 
 def _check_unshifted(context: tuple[KVSlice, ...], model_name: str) -> None:
@@ -113,7 +115,7 @@ def _check_unshifted(context: tuple[KVSlice, ...], model_name: str) -> None:
         if kv_slice.shift:
             base_position = kv_slice.position - kv_slice.shift
             raise InvalidPositionError(
-                f"parent {index} was encoded at {base_position} and is placed at {kv_slice.position}: {model_name} "
+                f"parents[{index}] was encoded at {base_position} and is placed at {kv_slice.position}: {model_name} "
                 "has learned positions, so its KV cannot be rotated; "
                 'give it that new_offset when it is computed, or use mode="prefix"'
             )
@@ -162,7 +164,7 @@ def _flatten_prompt(request: Request, max_positions: int) -> list[int]:
 def prefix(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:
     """Concatenate the prompt and reuse its longest cached prefix."""
     tokens = _flatten_prompt(request, model_info.max_positions)
-    kv_slices = tuple(cache_manager.prefix_tree(request.cache_salt).match(tokens, limit=len(tokens) - 1))
+    kv_slices = tuple(cache_manager.prefix_tree(request.namespace).match(tokens, limit=len(tokens) - 1))
     num_cached = sum(kv_slice.num_tokens for kv_slice in kv_slices)
     return Placement(tokens[num_cached:], num_cached, kv_slices)
 
@@ -171,7 +173,7 @@ def insert_into_prefix_tree(request: Request, cache_manager: KVCacheManager) -> 
     """Make a prefix-mode KV entry available to later prompts."""
     entry = request.entry
     prefix_tokens = [t for s in entry.context for t in s.entry.tokens[s.token_start : s.token_start + s.num_tokens]]
-    if cache_manager.prefix_tree(request.cache_salt, create=True).insert(entry, prefix_tokens):
+    if cache_manager.prefix_tree(request.namespace, create=True).insert(entry, prefix_tokens):
         entry.is_indexed = True
 
 

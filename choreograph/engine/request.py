@@ -15,10 +15,12 @@ from jaxtyping import Bool
 
 from ..errors import ChoreographError, RequestFailedError
 from ..kv_cache.entry import KVEntry, KVSlice
+from ..namespace import Namespace
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
 from ..stop_strings import ROOT
 from .penalties import Penalties
+from .prompt_scoring import PromptScorer
 from .text import Detokenizer
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class DecodeState:
     max_new_tokens: int = 0  # tokens
     is_unlimited: bool = False  # the message may use the whole cache (`max_tokens=None`)
     detokenizer: Detokenizer | None = None
+    prompt_scorer: PromptScorer | None = None  # of `SamplingParams.prompt_logprobs`
     tokens: list[int] = field(default_factory=list)  # generated so far, the stop token included
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""  # generated text, truncated at a stop string
@@ -133,7 +136,7 @@ class DecodeState:
             self.text += self.detokenizer.flush()
 
     def _append_text(self, piece: str, can_stop: bool) -> bool:
-        """Append text up to the first stop string; return whether there is one.
+        """Append text up to a stop string; return whether one ends it.
 
         Only a stop string that ends in the piece counts: `min_tokens` excluded earlier ones.
         """
@@ -171,7 +174,7 @@ class Request:
     id: int
     session_id: int
     mode: Mode
-    cache_salt: str  # separates the cache by model, client and labels
+    namespace: Namespace  # separates the cache by model, client and labels
     prompt: list[int]  # tokens of a prefill, or the header of a decode
     parents: tuple["Request", ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
@@ -231,7 +234,7 @@ class Request:
     @classmethod
     def for_recompute(cls, id: int, entry: KVEntry, weights_group: str) -> "Request":
         """Create a prefill that recomputes an existing entry in its own pages."""
-        request = cls(id, 0, "choreographed", "", list(entry.tokens), (), (), None, ())
+        request = cls(id, 0, "choreographed", Namespace(), list(entry.tokens), (), (), None, ())
         request.is_recompute, request.state, request.num_skipped_steps = True, RequestState.RUNNING, 1 << 30
         request.model, request.weights_group, request.computed_layers = (
             entry.model,
@@ -244,6 +247,12 @@ class Request:
     @property
     def is_decode(self) -> bool:
         return self.decode_state is not None
+
+    @property
+    def computes_all_rows(self) -> bool:
+        """True if no own token may be copied: its row is used."""
+        is_scored = self.decode_state is not None and self.decode_state.prompt_scorer is not None
+        return is_scored or self.observer is not None
 
     @property
     def is_text_only(self) -> bool:
@@ -353,7 +362,7 @@ class Request:
             decode_state.prompt = [t for tokens in self.parent_tokens() for t in tokens] + self.prompt
         if decode_state.forced_tokens is None:
             max_generated = max_positions - len(self.footer)
-            decode_state.max_new_tokens = max(1, min(decode_state.max_new_tokens, max_generated))
+            decode_state.max_new_tokens = min(decode_state.max_new_tokens, max(1, max_generated))
 
     def admission_usage(self, num_context_tokens: int) -> Usage:
         """Return the usage of a request that has been admitted.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CacheFullError, ChoreographError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..kv_cache.entry import KVEntry
+from ..kv_cache.fixed_parts import split_path
 from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
 from .model_runner import Batch
@@ -154,6 +155,8 @@ class Scheduler:
         request.resolve_dependencies()
         self._core.cross_model_reuse.resolve(request)
         placement = PLACERS[request.mode](request, cache, model_info)
+        if request.mode == "prefix":
+            split_path(cache, placement.context, len(placement.tokens) + 1)
         # it may not fit together with entries of which it reads a part
         if request.mode == "prefix" and (
             request.skips_prefix or not self._core.context_loader.fits(request, placement)
@@ -230,7 +233,7 @@ class Scheduler:
             cached=request.usage.cached_tokens,
             num_tokens=len(entry.tokens),
         )
-        if request.mode == "choreographed" and request.computed_layers is None and request.observer is None:
+        if request.mode == "choreographed" and request.computed_layers is None and not request.computes_all_rows:
             reuse_header(cache, request)
 
     def add_recompute(self, entry: KVEntry) -> None:
@@ -361,11 +364,16 @@ class Scheduler:
                 if not num_pending or token_budget <= 0 or entry.num_scheduled_tokens > entry.num_computed_tokens:
                     continue
                 if _is_ready(request, allow_loading) and (not batch.chunks or has_inputs(request)):
-                    num_tokens = min(num_pending, token_budget)
+                    num_tokens, num_queries = min(num_pending, token_budget), None
+                    if request.decode_state is not None and request.decode_state.prompt_scorer is not None:
+                        scorer = request.decode_state.prompt_scorer
+                        num_queries, num_tokens = scorer.plan_rows(request, batch, token_budget)
+                        if not num_queries and not num_tokens:
+                            continue
                     draft = drafts.get(request.id, ())
-                    batch.add_chunk(request, num_tokens, draft)
+                    batch.add_chunk(request, num_tokens, draft, num_queries)
                     request.last_scheduled_step = self._step_count
-                    token_budget -= num_tokens + len(draft)
+                    token_budget -= num_tokens + len(draft) + (num_queries or 0)
         self.current_request = None
         if not batch.chunks:
             return None

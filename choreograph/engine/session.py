@@ -6,13 +6,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
 
 from ..errors import ChoreographError, ConfigError, InvalidRequestError, SessionClosedError
+from ..namespace import Client, Namespace, shared_namespace
 from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode, Usage
 from ..sampling_params import SamplingParams
 from ..utils import call_all, close_after
 from .core import EngineCore
 from .cross_model import LayerPattern, parse_layer_pattern
 from .kv_export import KVSnapshot, unpin_session
-from .labels import UNGUARDED, CallGuard, LabelGuard, OnLeak
+from .labels import UNGUARDED, CallGuard, LabelGuard, Labels, OnLeak
 from .message import Message, MessageSlice
 from .message_variants import MessageVariants
 from .placement import check_positions
@@ -57,7 +58,7 @@ class Session(ChatTurns):
         *,
         mode: Mode,
         seed: int | None,
-        client_id: str,
+        client_id: str | Client,
         model: str = BASE_MODEL,
         repair: float | Repair | None = None,
         guard: CallGuard = UNGUARDED,
@@ -67,7 +68,7 @@ class Session(ChatTurns):
         self._chat_template = chat_template
         self._tokenizer = core.hf_model.tokenizer
         self._vocabulary = chat_template, core.hf_model.model_info.vocab_size
-        self.mode, self.client_id = mode, client_id
+        self.mode, self.client_id, self._client = mode, client_id, Client.of(client_id)
         self.model = self._resolve_model(model)
         self.id = core.new_id()
         self._messages: dict[int, Message] = {}  # by id, not released yet, in order
@@ -355,7 +356,7 @@ class Session(ChatTurns):
         if forced_tokens is not None:
             forced_tokens = tokenize_input(forced_tokens, *self._vocabulary, opening=False, name="forced_tokens")
         eos_token_ids = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
-        decode_state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, self._chat_template)
+        decode_state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, *self._vocabulary)
         decode_state.is_chat_turn = isinstance(header, Turn) and footer is None
         guard = labels, clearance, on_leak
         message = self._build_request(
@@ -393,7 +394,7 @@ class Session(ChatTurns):
             id=core.new_id(),
             session_id=self.id,
             mode=self.mode,
-            cache_salt=self._cache_salt(model),
+            namespace=self._namespace(model),
             prompt=ids,
             parents=parent_requests,
             parent_slices=parent_slices,
@@ -418,9 +419,9 @@ class Session(ChatTurns):
             self._guard.set_options(message, guard)
         return message
 
-    def _cache_salt(self, model: str) -> str:
-        """Return the salt that separates cache lookups by weights and client."""
-        return f"{self._core.model_set.fingerprint(model)}\0{self.client_id}"
+    def _namespace(self, model: str, labels: Labels = frozenset()) -> Namespace:
+        """Return the namespace of a model's messages with these labels."""
+        return shared_namespace(self._core.model_set.weights_key(model), self._client, labels)
 
     def _resolve_model(self, model: str | None) -> str:
         """Return `model` if the engine serves it; the session's model for None."""

@@ -48,6 +48,14 @@ class Turn:
             raise InvalidTokensError(f"text={self.text!r}: a turn holds a string")
 
 
+@dataclass(frozen=True)
+class EncodedTurn(Turn):
+    """Turn that was tokenized before."""
+
+    token_ids: tuple[int, ...] = ()  # of the complete turn, or of the header
+    footer_ids: tuple[int, ...] = ()  # of a turn to be generated
+
+
 _SAMPLE_USER_TURN = Turn("user", _SAMPLE_TEXT)
 
 
@@ -82,6 +90,8 @@ class ChatTemplate:
             opening: the turn opens a conversation.
             after_system: it follows a system turn, which some templates put into the user turn.
         """
+        if isinstance(turn, EncodedTurn):
+            return list(turn.token_ids)
         return self._tokenize(self._checked_turn(turn, opening, after_system=after_system))
 
     def open_turn(self, turn: Turn, *, opening: bool, after_system: bool = False) -> tuple[list[int], list[int]]:
@@ -90,6 +100,8 @@ class ChatTemplate:
         The header includes the turn's text so far; the footer ends the turn. The header of an answer is
         empty if the template has none.
         """
+        if isinstance(turn, EncodedTurn):
+            return list(turn.token_ids), list(turn.footer_ids)
         rendered = self._checked_turn(Turn(turn.role, _MARKER), opening, is_last=True, after_system=after_system)
         header, _, footer = rendered.partition(_MARKER)
         # the footer of a turn that others follow, unless the template also writes its header differently then
@@ -116,10 +128,10 @@ class ChatTemplate:
         return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
     def is_longer(self, text: str, max_tokens: int) -> bool:
-        """Return whether a text certainly has more tokens, without tokenizing all of it.
+        """Return whether a text certainly has more tokens than that.
 
-        It is read in slices, whose tokens are counted but for those that a cut may have added: the count is a
-        lower bound. False for every text that is not long either.
+        It is tokenized in slices until the answer is known. Tokens that a cut may have added are not counted: the
+        count is a lower bound. False for every text that is not long either.
         """
         if len(text) <= MAX_CHARS_PER_TOKEN * max_tokens:
             return False

@@ -23,6 +23,7 @@ from ..errors import (
 )
 from ..sampling_params import SamplingParams
 from .message import Message, MessageSlice, unwrap_slice
+from .prompt_scoring import PromptScorer
 from .request import DecodeState, Request, RequestState
 from .text import ChatTemplate, Detokenizer, Turn
 
@@ -297,6 +298,7 @@ def create_decode_state(
     eos_token_ids: Iterable[int],
     forced_tokens: list[int] | None,
     chat_template: ChatTemplate | None,
+    vocab_size: int,
 ) -> DecodeState:
     """Create the sampling state of a decode whose arguments were checked."""
     stop_tokens, detokenizer = {*sampling.stop_token_ids, *eos_token_ids}, None
@@ -317,4 +319,5 @@ def create_decode_state(
         generator=torch.Generator(),
         forced_tokens=forced_tokens,
         detokenizer=detokenizer,
+        prompt_scorer=None if sampling.prompt_logprobs is None else PromptScorer(sampling.prompt_logprobs, vocab_size),
     )

@@ -16,7 +16,7 @@ from .datasets import Example
 RunRecordView = Mapping[str, Any]
 Scores = dict[str, float]
 
-SCORING_VERSION = 3  # of the rules that read and compare answers: raise it with every change of a score
+SCORING_VERSION = 4  # of the rules that read and compare answers: raise it with every change of a score
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\s+(?=\S)")
 _INNER_MARKS = re.compile(r"(?<=\w)['’](?=\w)|(?<=[^\W\d])\.(?=\w)|(?<=\w)\.(?=[^\W\d])")

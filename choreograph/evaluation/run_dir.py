@@ -80,9 +80,9 @@ class RunDirectory:
             )
 
     def path_for(self, condition: str) -> Path:
-        """Return the file of a condition, with an escaped name."""
-        name = condition.replace(" ", "-").replace("/", "%2F").replace("\0", "%00")
-        return self.path / f"{name}.jsonl"
+        """Return the file of a condition; no other one has its name."""
+        escaped = {ord(character): f"%{ord(character):02X}" for character in "%-/\\:\0"} | {ord(" "): "-"}
+        return self.path / f"{condition.translate(escaped)}.jsonl"
 
     def records(self, condition: str) -> list[RunRecord]:
         """Return the records of a condition; remove an incomplete last line."""

@@ -192,6 +192,34 @@ def causal_reads(
     return reads
 
 
+def prefix_reads(slices: Iterable[KVSlice], q_start: int, start: int, end: int, layer: int = 0) -> list[KVRead]:
+    """Return the reads of a context by queries at its tokens' places.
+
+    Query token q_start + i is at the place of context token start + i, up to `end`, and attends to the context's
+    tokens up to that one, itself included.
+    """
+    reads, index = [], 0  # index: of the slice's first token in the context
+    for entry, token_start, num_tokens, position, layers in slices:
+        if layers is not None and layer not in layers:
+            continue
+        shift, q_first = position - token_start - entry.base_position, q_start - start
+        for range_start, slot_start, length in entry.slot_ranges:
+            first, last = max(range_start, token_start), min(range_start + length, token_start + num_tokens)
+            if first >= last:
+                continue
+            slot, range_position = slot_start + first - range_start, position + first - token_start
+            partial_start, full_start = index + first - token_start, index + last - token_start
+            low, high = max(partial_start, start), min(full_start, end)
+            if low < high:
+                limit = low - partial_start + 1
+                reads.append(KVRead(slot, q_first + low, q_first + high, shift, limit, 1, range_position))
+            if max(full_start, start) < end:
+                rows = q_first + max(full_start, start), q_first + end
+                reads.append(KVRead(slot, *rows, shift, last - first, 0, range_position))
+        index += num_tokens
+    return reads
+
+
 def group_layers_by_context(slices: Iterable[KVSlice], num_layers: int) -> list[list[int]]:
     """Group the layers that share the same visible slices."""
     layer_sets = set()

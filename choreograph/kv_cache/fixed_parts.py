@@ -8,8 +8,10 @@ fixed part ends, so that every piece is evicted by its own priority.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..namespace import Namespace
 from .entry import KVEntry, KVSlice
 from .hashing import content_hash
 
@@ -63,9 +65,9 @@ class FixedPartIndex:
         assert pairs == {(key, entry.id) for key, some in self._entries.items() for entry in some}
 
 
-def prefix_key(cache_salt: str, tokens: Sequence[int]) -> bytes:
+def prefix_key(namespace: Namespace, tokens: Sequence[int]) -> bytes:
     """Return the key of a fixed part of a prefix-mode prompt."""
-    return content_hash(f"{cache_salt}\0prefix", tokens, 0, ())
+    return content_hash(replace(namespace, is_prompt=True), tokens, 0, ())
 
 
 def split_unused(cache_manager: "KVCacheManager", entries: Iterable[KVEntry]) -> None:
@@ -86,6 +88,36 @@ def split_unused(cache_manager: "KVCacheManager", entries: Iterable[KVEntry]) ->
             cut = -(-end // page_size) * page_size
             if tree.can_split(entry, cut):
                 _split(cache_manager, tree, entry, cut)
+
+
+def split_path(cache_manager: "KVCacheManager", path: Iterable[KVSlice], num_tokens: int) -> None:
+    """Cut prefix-mode entries after what a prompt uses of them.
+
+    Only if its own tokens do not fit. The first prompt ever would stay whole otherwise, since all others use its start.
+    """
+    pool = cache_manager.pool
+    if pool.num_pages_for(num_tokens) <= pool.free_pages:
+        return
+    for entry, start, count, *_ in path:
+        _split_at(cache_manager, entry, start + count)
+
+
+def split_used(cache_manager: "KVCacheManager") -> None:
+    """Cut prefix-mode entries of which running requests use only the start."""
+    for entry in list(cache_manager.resident.values()):
+        if entry.prefix_tree is not None and entry.in_use:
+            for end in sorted({*entry.prefix_tree.branch_points(entry), *entry.fixed_ends}, reverse=True):
+                _split_at(cache_manager, entry, end)
+
+
+def _split_at(cache_manager: "KVCacheManager", entry: KVEntry, end: int) -> None:
+    """Cut an entry at the page after token `end`, if unused there."""
+    tree, cut = entry.prefix_tree, -(-end // entry.page_size) * entry.page_size
+    if tree is None or not entry.is_complete or entry.transfer is not None or not tree.can_split(entry, cut):
+        return
+    used_end = tree.used_end(entry)
+    if used_end is not None and used_end <= cut:
+        _split(cache_manager, tree, entry, cut)
 
 
 def _split(cache_manager: "KVCacheManager", tree: "PrefixTree", entry: KVEntry, cut: int) -> None:

@@ -4,12 +4,14 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable
 
+from ..namespace import Namespace
 from .entry import KVSlice
 
 
-def content_hash(cache_salt: str, tokens: Iterable[int], base_position: int, context: Iterable[KVSlice]) -> bytes:
-    """Hash salt, tokens, and the context at positions relative to the base."""
-    digest = hashlib.sha256(hashlib.sha256(cache_salt.encode()).digest())  # every field below has a fixed length
+def content_hash(namespace: Namespace, tokens: Iterable[int], base_position: int, context: Iterable[KVSlice]) -> bytes:
+    """Hash namespace, tokens, and the context at positions relative to the base."""
+    # fields have a fixed length, or their length before them; the tokens are last
+    digest = hashlib.sha256(namespace.digest)
     for kv_slice in context:
         assert kv_slice.entry.content_hash is not None, "context entries must be hashed first"
         place = (kv_slice.token_start, kv_slice.num_tokens, kv_slice.position - base_position)

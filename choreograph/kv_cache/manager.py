@@ -8,11 +8,12 @@ from typing import Any
 
 from ..errors import CacheBusyError, CacheFullError
 from ..events import EventBus
+from ..namespace import Namespace
 from ..outputs import BASE_MODEL
 from .allocation import allocate_pages, grow_entry
 from .entry import KVEntry, KVSlice
 from .eviction import EVICTION_POLICIES, HintRegistry, PinTable
-from .fixed_parts import FixedPartIndex, split_unused
+from .fixed_parts import FixedPartIndex, split_unused, split_used
 from .pool import KVPool
 from .prefetch import EVICTION_SLACK_DIVISOR, Prefetcher
 from .prefix_tree import PrefixTree, SharedHeaderIndex
@@ -52,7 +53,7 @@ class KVCacheManager:
         self.entries: dict[int, KVEntry] = {}
         self.resident: dict[int, KVEntry] = {}  # those with device pages, which evictions search
         self._by_hash: dict[bytes, KVEntry] = {}
-        self._prefix_trees: dict[str, PrefixTree] = {}
+        self._prefix_trees: dict[Namespace, PrefixTree] = {}
         self._clock = itertools.count(1)
         self.pins = PinTable(self, clock)
         self.hints = HintRegistry()
@@ -200,7 +201,7 @@ class KVCacheManager:
                     self._delete(child)
             tree.remove(entry)
             if tree.is_empty:
-                self._prefix_trees.pop(tree.cache_salt, None)
+                self._prefix_trees.pop(tree.namespace, None)
         self.shared_headers.remove(entry)
         self.fixed_parts.remove(entry)
         for copy in list(entry.tier_copies.values()):
@@ -224,11 +225,11 @@ class KVCacheManager:
         if self._by_hash.setdefault(content_hash, entry) is entry:
             entry.is_indexed = True
 
-    def prefix_tree(self, cache_salt: str, *, create: bool = False) -> PrefixTree:
-        """Return the prefix tree of a salt; `create` registers a new one."""
-        tree = self._prefix_trees.get(cache_salt) or PrefixTree(cache_salt)
+    def prefix_tree(self, namespace: Namespace, *, create: bool = False) -> PrefixTree:
+        """Return the prefix tree of a namespace; `create` registers a new one."""
+        tree = self._prefix_trees.get(namespace) or PrefixTree(namespace)
         if create:
-            self._prefix_trees[cache_salt] = tree
+            self._prefix_trees[namespace] = tree
         return tree
 
     # -- eviction from the device -------------------------------------------------------------------------
@@ -236,6 +237,7 @@ class KVCacheManager:
     def reclaim(self, num_pages: int, partial: bool) -> None:
         """Evict entries until `num_pages` pages are free, or raise."""
         pool, jobs = self.pool, self.offload_manager.jobs
+        split_used(self)
         candidates = self.evictable(partial)
         reclaimable = self.num_free(partial) + sum(len(entry.pages) for entry in candidates)
         split_unused(self, candidates)

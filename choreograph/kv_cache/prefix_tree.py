@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ..namespace import Namespace
 from .entry import KVEntry, KVSlice
 from .hashing import content_hash
 
@@ -19,7 +20,7 @@ MIN_SHARED_PREFILL_TOKENS = 16  # likewise for prefills: sharing may delay their
 
 
 class PrefixTree:
-    """Prefix tree of one cache salt; matches a prompt's longest cached prefix.
+    """Prefix tree of one namespace; matches a prompt's longest cached prefix.
 
     Baseline of Prompt Choreography (§3.1): text is concatenated and the longest cached prefix is
     reused. An entry is attached to another at the token where they diverge, and split there once no
@@ -27,8 +28,8 @@ class PrefixTree:
     matched.
     """
 
-    def __init__(self, cache_salt: str = "") -> None:
-        self.cache_salt = cache_salt
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
         # parent -> index in the parent -> first token -> (child, index of that token in the child)
         self._children: dict[KVEntry | None, dict[int, dict[int, tuple[KVEntry, int]]]] = {}
         self._attached_at: dict[KVEntry, tuple[KVEntry | None, int, int]] = {}  # child -> parent, index, first token
@@ -88,6 +89,20 @@ class PrefixTree:
                 ancestors += children
                 yield from children
 
+    def used_end(self, entry: KVEntry) -> int | None:
+        """Return the token at which all owners of an entry leave it.
+
+        None if some owner is no request whose own entry is below: it may use all tokens.
+        """
+        others, end = set(entry.owners), 0
+        for index, siblings in self._children.get(entry, {}).items() if others else ():
+            for child, _ in siblings.values():
+                for below in (child, *self.descendants(child)):
+                    if not entry.owners.isdisjoint(below.owners):
+                        others -= below.owners
+                        end = max(end, index)
+        return None if others else end
+
     def branch_points(self, entry: KVEntry) -> Iterable[int]:
         """Return the tokens of an entry at which others are attached."""
         return self._children.get(entry, ())
@@ -107,7 +122,7 @@ class PrefixTree:
     def split(self, entry: KVEntry, index: int, tail: KVEntry) -> None:
         """Attach `tail`, the tokens of `entry` from `index` on, with their children.
 
-        Contexts that refer to these tokens are rewritten. No request may use the entry.
+        Contexts that refer to these tokens are rewritten. No request may use them.
         """
         first_token = tail.tokens[0]
         by_index = self._children.setdefault(entry, {})
@@ -202,7 +217,7 @@ class SharedHeaderIndex:
         self._entries: dict[_HeaderKey, dict[KVEntry, None]] = {}
         self._keys: dict[KVEntry, _HeaderKey] = {}
 
-    def add(self, cache_salt: str, entry: KVEntry, min_length: int) -> KVSlice | None:
+    def add(self, namespace: Namespace, entry: KVEntry, min_length: int) -> KVSlice | None:
         """Index an entry; return the longest proper prefix in another entry.
 
         None if no prefix of `min_length` tokens was found. Its tokens are computed by the next step
@@ -213,7 +228,7 @@ class SharedHeaderIndex:
             return None
         position = entry.base_position  # keys are stored rotated to it
         first_tokens = tuple(entry.tokens[:min_length])
-        key = self._keys[entry] = (content_hash(cache_salt, (), position, entry.context), position, first_tokens)
+        key = self._keys[entry] = (content_hash(namespace, (), position, entry.context), position, first_tokens)
         best = None
         others = self._entries.setdefault(key, {})
         for other in islice(reversed(others), MAX_COMPARED):
@@ -248,7 +263,7 @@ def reuse_header(cache_manager: "KVCacheManager", request: "Request") -> None:
     """Skip first tokens that another message over the same context has."""
     entry = request.entry
     min_length = MIN_SHARED_TOKENS if request.is_decode else MIN_SHARED_PREFILL_TOKENS
-    result = cache_manager.shared_headers.add(request.cache_salt, entry, min_length)
+    result = cache_manager.shared_headers.add(request.namespace, entry, min_length)
     if result is None:
         return
     source, num_tokens = result.entry, result.num_tokens

@@ -34,9 +34,8 @@ def context_hash(message: Message) -> str:
         if missing:
             stack += missing
             continue
-        digest = hashlib.sha256(b"context")
-        if includes_position:
-            digest.update(struct.pack("<q", current.position))
+        position = current.position if includes_position else -1
+        digest = hashlib.sha256(b"context" + struct.pack("<2q", position, len(parents)))  # the tokens are last
         for parent, visible, offset in zip(parents, current.parents, current.offsets, strict=True):
             start, stop = (visible.start, visible.stop) if isinstance(visible, MessageSlice) else (0, visible.length)
             digest.update(hashes[parent.id].encode() + struct.pack("<3q", start, stop, offset - current.position))

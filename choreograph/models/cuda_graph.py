@@ -24,7 +24,7 @@ from .few_row_linear import MAX_FEW_ROWS, few_rows_for_tracing, fuse_operators
 from .fused_projections import FusionGroup, fuse, fused_for_tracing, unfuse
 from .graph_passes import deduplication_pass
 from .hf_model import HFModel
-from .torch_compile import compile_model, use_forward_context
+from .torch_compile import compile_cache, compile_model, use_forward_context
 
 NUM_SIZE_BUCKETS = 4  # each bucket has four times the capacity of the one before
 
@@ -372,7 +372,8 @@ class CudaGraphForward:
         context.fill(prepared, tokens, positions)  # the warm-up and the capture compute this step
         traces_few_rows = is_few and bool(self._compiled)
         groups = self._fused_groups
-        with few_rows_for_tracing(self._hf_model.model, groups) if traces_few_rows else fused_for_tracing(groups):
+        changes = few_rows_for_tracing(self._hf_model.model, groups) if traces_few_rows else fused_for_tracing(groups)
+        with compile_cache(), changes:
             return context, self._capturer(run)
 
 

@@ -21,7 +21,8 @@ import transformers
 from platformdirs import user_cache_path
 from torch import Tensor, nn
 
-from ..attention.cpp_backend import cpu_flags
+from ..attention.cpp_backend import cpu_flags, cpu_limits
+from ..namespace import serialize
 from ..utils import atomic_write_text
 
 _log = logging.getLogger("choreograph")
@@ -163,12 +164,12 @@ def graph_file(model: nn.Module, name: str) -> GraphFile | None:
         return None
     parts = [
         *(sys.version, torch.__version__, str(torch.version.git_version), transformers.__version__),
-        *(cpu_flags(), str(torch.get_num_threads()), str(torch.are_deterministic_algorithms_enabled())),
+        *(cpu_flags(), cpu_limits(), str(torch.get_num_threads()), str(torch.are_deterministic_algorithms_enabled())),
         *(str(torch.get_default_dtype()), torch.get_float32_matmul_precision()),
         *private,
         *_describe(model),
     ]
-    digest = hashlib.sha256("\n".join(parts).encode())
+    digest = hashlib.sha256(serialize(parts))
     for path in sorted(Path(__file__).parents[1].rglob("*")):
         if path.suffix in (".py", ".cpp", ".h"):
             digest.update(path.read_bytes())

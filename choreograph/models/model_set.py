@@ -54,6 +54,17 @@ class ModelSet:
             return self.remote[name]
         return self.get(name).fingerprint(BASE_MODEL if name in self._siblings else name)
 
+    def weights_key(self, name: str) -> tuple[str, ...]:
+        """Return what separates the KV cache by weights.
+
+        Process, model and adapter: names of siblings are part of fingerprints, so these are not joined.
+        """
+        if name in self.remote:
+            return "elsewhere", self.remote[name], ""
+        hf_model = self.get(name)
+        adapter = hf_model.adapters[name].fingerprint if name not in self._siblings and name != BASE_MODEL else ""
+        return "", hf_model.model_info.fingerprint, adapter
+
     def weights_hash(self, name: str) -> str:
         """Return `fingerprint` plus a hash of all weights, computed on first use."""
         if name in self.remote:

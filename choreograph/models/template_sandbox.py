@@ -73,7 +73,7 @@ class _Rendering:
             self.current_message, self.loop_ends[loop] = None, self.num_chars
 
     def ends(self) -> tuple[tuple[int, int], ...]:
-        """Return the ends of messages by the loop that separates most of them."""
+        """Return the ends of messages in the loop that separates most."""
         result: list[tuple[int, int]] = []
         for loop, starts in self.starts.items():
             if starts:
@@ -286,7 +286,7 @@ def render_template(source: str, variables: Mapping[str, Any]) -> RenderedChat:
 
 
 def choose_template(tokenizer: Any, has_tools: bool) -> str:
-    """Return the template of a tokenizer that may have several, as transformers does."""
+    """Return the template that transformers would choose."""
     template = tokenizer.chat_template
     if isinstance(template, str):
         return template

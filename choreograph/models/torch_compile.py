@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..attention.backend import ForwardContext
-from ..attention.cpp_backend import BackendUnavailableError, cpu_flags
+from ..attention.cpp_backend import BackendUnavailableError, cpu_flags, cpu_limits
 from .graph_cache import LoadedGraph, graph_file
 from .graph_passes import deduplication_pass, forwards_for_tracing, fuse_packed, is_silu, silu_forward
 from .hf_model import HFModel
@@ -54,6 +54,16 @@ def _attend_shape(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: 
 _library.impl("attend", _attend, "CPU")
 _library.impl("attend", _attend, "CUDA")
 torch.library.register_fake("choreograph::attend", _attend_shape, lib=_library)
+
+
+def compile_cache() -> AbstractContextManager[None]:
+    """Key inductor's own cache by the limits of instructions inside the block.
+
+    Its keys leave them out: code for AVX-512 would be loaded under ATEN_CPU_CAPABILITY=avx2, and its results are wrong.
+    """
+    config: Any = torch.compiler.config
+    result: AbstractContextManager[None] = config.patch(cache_key_tag=f"{config.cache_key_tag} {cpu_limits()}".strip())
+    return result
 
 
 @contextmanager
@@ -212,7 +222,7 @@ class CompiledForward:
         """
         if packs:
             activations = [(module, silu_forward) for module in self._hf_model.model.modules() if is_silu(module)]
-            with packed_for_tracing(self._packed_layers), forwards_for_tracing(activations):
+            with compile_cache(), packed_for_tracing(self._packed_layers), forwards_for_tracing(activations):
                 yield
             return
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -220,7 +230,7 @@ class CompiledForward:
         if torch.backends.cpu.get_cpu_capability() == "AVX2":
             matmul.fp32_precision = "tf32"
         try:
-            with self._tracing_options(), warnings.catch_warnings():
+            with compile_cache(), self._tracing_options(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*FX graph cache copying.*")
                 yield
         finally:

@@ -17,6 +17,7 @@ from ..engine.kv_export import KVSnapshot
 from ..engine.message import Message, MessageSlice
 from ..engine.session import Session
 from ..errors import ConfigError, PromptError, WrongSessionError
+from ..namespace import Client
 from ..outputs import BASE_MODEL
 from ..sampling_params import SamplingParams
 from ..utils import close_after
@@ -68,7 +69,7 @@ class PromptCache:
         engine: Engine,
         schema: Schema | Layout | str | File,
         *,
-        client_id: str = "default",
+        client_id: str | Client = "default",
         location: str = "device",
     ) -> None:
         if location not in LOCATIONS:
@@ -257,7 +258,7 @@ class PromptCache:
             prompt: also as `resolve` returned it.
         """
         resolved = self.resolve(prompt)
-        if session.engine is not self.engine or session.client_id != self.client_id:
+        if session.engine is not self.engine or session._client != self._session._client:
             raise WrongSessionError("the session belongs to another engine or client than the cache: open one there")
         header, footer = self._answer_template(resolved)
         max_positions = self.engine.model_info.max_positions

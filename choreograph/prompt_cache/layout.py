@@ -1,11 +1,13 @@
 """Token positions of a schema's modules (Prompt Cache §3.3)."""
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.text import ChatTemplate, Turn
 from ..errors import ConfigError, SchemaError
+from ..namespace import serialize
 from .schema import Child, Module, Parameter, Role, Scaffold, Schema, Union, has_roles, modules
 
 ModulePath = tuple[str, ...]  # names from the outermost module to the inner one; (): text outside of modules
@@ -62,7 +64,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a hash of the tokenizer and its chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{content}\0{getattr(tokenizer, 'chat_template', None)}".encode()).hexdigest()[:16]
+    template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
+    return hashlib.sha256(serialize((content, template))).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

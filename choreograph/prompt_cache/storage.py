@@ -28,7 +28,7 @@ class _Run(BaseModel, extra="forbid", strict=True):
 
 
 class _Manifest(BaseModel, extra="forbid", strict=True):
-    version: Literal[4] = 4
+    version: Literal[5] = 5
     fingerprints: dict[str, str]  # of all that the keys and values depend on: model, tokenizer, schema, ...
     runs: list[_Run]  # in the order of the tensors
     sha256: str = ""  # of this manifest and the tensor file

@@ -64,8 +64,21 @@ def context_exceeded(num_prompt: int, num_output: int, limit: int, param: str) -
     )
 
 
+def hide_ids(text: str, names: Mapping[int, str]) -> str:
+    """Replace the engine's ids of messages in an error by the server's.
+
+    Ids of other messages are left out: they count the work of all tenants.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = names.get(int(match[2]))
+        return match[1] if name is None else f"{match[1]} {name}"
+
+    return re.sub(r"(?<![\w'\"])(message|parent|KV entry) (\d{1,18})\b", replace, text)
+
+
 def prompt_too_long(limit: int, param: str, size: str) -> ApiError:
-    """Return the error of a field that is too long to be tokenized."""
+    """Return the error of a field too long to be tokenized."""
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, you sent {size}, which has more. "
@@ -75,27 +88,32 @@ def prompt_too_long(limit: int, param: str, size: str) -> ApiError:
     )
 
 
-def to_api_error(exc: Exception) -> ApiError:
-    """Return the HTTP error of an exception of the engine."""
+def to_api_error(exc: Exception, names: Mapping[int, str] | None = None) -> ApiError:
+    """Return the HTTP error of an exception of the engine.
+
+    Args:
+        names: ids of messages in the server, by those of the engine; None: the client knows none.
+    """
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestValidationError):
         return _validation_error(exc)
+    repeats_request = isinstance(exc, (InvalidRequestError, SamplingError))
+    text = str(exc) if repeats_request and names is None else hide_ids(str(exc), names or {})
     if isinstance(exc, (SessionClosedError, LostContextError)):
-        return ApiError(503, str(exc), type="service_unavailable", headers={"Retry-After": "5"})
+        return ApiError(503, text, type="service_unavailable", headers={"Retry-After": "5"})
     if isinstance(exc, (InvalidPositionError, CacheFullError)):
-        return ApiError(400, str(exc), code="context_length_exceeded")
+        return ApiError(400, text, code="context_length_exceeded")
     if isinstance(exc, ChoreographError) and isinstance(exc, ValueError):
         name = (
             re.match(r"(\w+(?:\[\d+\])?)\s*[=:]", str(exc))
             if isinstance(exc, (SamplingError, InvalidRequestError))
             else None
         )
-        return ApiError(400, str(exc), param=name and name[1])
+        return ApiError(400, text, param=name and name[1])
     if isinstance(exc.__cause__, InvalidRequestError):  # of a grammar, while it ran
         return ApiError(400, str(exc.__cause__))
-    text = str(exc) if isinstance(exc, ChoreographError) else "internal error"
-    return ApiError(500, text, type="server_error")
+    return ApiError(500, text if isinstance(exc, ChoreographError) else "internal error", type="server_error")
 
 
 def _validation_error(exc: RequestValidationError) -> ApiError:

@@ -17,14 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
-from ..agents import StepGraph
 from ..engine.engine import Engine
-from ..engine.labels import parse_labels
 from ..engine.validation import check_tokens
-from ..errors import ChoreographError, InvalidRequestError
+from ..errors import ChoreographError
 from . import text_completions
+from .agent_tracking import read_declaration
 from .api_errors import ApiError, to_api_error
 from .chat_completions import ChatAnswer, prepare
+from .chat_messages import as_turn
 from .event_stream import stream_events
 from .limits import RequestSlots
 from .protocol import (
@@ -34,7 +34,6 @@ from .protocol import (
     ResponsesRequest,
     SchemaRequest,
     TokenizeRequest,
-    as_turn,
     continues_last,
     tool_dicts,
 )
@@ -214,8 +213,7 @@ def _add_status_routes(app: FastAPI, service: InferenceService) -> None:
     @app.get("/ready", responses=ERRORS)
     async def ready() -> dict[str, str]:
         """Say whether new requests are accepted."""
-        if service.is_draining or not service.thread.is_running:
-            raise ApiError(503, "the server is shutting down", type="service_unavailable")
+        service.check_ready()
         return {"status": "ready"}
 
     @app.get("/version")
@@ -321,8 +319,8 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         workflow: WorkflowName, body: dict[str, JsonValue], request: Request, tenant: str = tenant_of
     ) -> dict[str, Any]:
         """Declare the step graph and labels of a workflow's agents."""
-        graph, by_agent = await service.work(tenant, request, partial(_read_graph, body))
-        await service.thread.call(lambda: service.planner.store.set_graph(tenant, workflow, graph, by_agent))
+        graph, labels = await service.work(tenant, request, partial(read_declaration, body))
+        await service.thread.call(lambda: service.planner.store.declare(tenant, workflow, graph, labels))
         return {"id": workflow, "agents": list(graph.agents)}
 
     @app.delete("/v1/workflows/{workflow}", responses=ERRORS)
@@ -367,15 +365,6 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
             return text
 
         return {"prompt": await service.work(tenant, request, decode)}
-
-
-def _read_graph(body: dict[str, Any]) -> tuple[StepGraph, dict[str, frozenset[str]]]:
-    """Return the step graph of a body, and its agents' labels."""
-    labels: Any = body.pop("labels", None) if "agents" in body else None
-    graph = StepGraph.read(body)
-    if not isinstance(labels, dict | None) or not set(labels or ()) <= set(graph.agents):
-        raise InvalidRequestError(f"labels: {labels!r:.80}: map declared agents to lists of labels")
-    return graph, {agent: parse_labels(names, "labels") for agent, names in (labels or {}).items()}
 
 
 def _tokenize(service: InferenceService, body: TokenizeRequest) -> dict[str, Any]:

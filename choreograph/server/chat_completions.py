@@ -4,12 +4,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 
 from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
+from .agent_tracking import agent_step
 from .answer_loop import AnswerEvent, AnswerLoop, ParsedAnswer, ParserOptions, StreamUsage, tool_call_dict
 from .event_stream import SSE_END, TextEvents, sse
 from .output_parser import THINK_END, THINK_START
@@ -22,6 +24,7 @@ from .protocol import (
     continues_last,
     tool_dicts,
 )
+from .scored_prompts import check_prompt_scoring, check_scored_size, encode, prompt_logprobs_of
 from .service import GenerationSpec, InferenceService, RunningRequest
 from .structured import (
     CALL_FORMS,
@@ -33,7 +36,7 @@ from .structured import (
     json_constraint,
     regex_constraint,
 )
-from .token_text import PlacedToken, logprob_entry
+from .token_text import PlacedToken, label, logprob_entry
 
 
 def constraint_of(
@@ -88,6 +91,7 @@ def prepare(
     check_stream_options(body)
     service.token_bytes.load()
     service.renderer.check_size(body.messages, service.max_model_len, param)
+    check_prompt_scoring(body)
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.choreography is not None and body.choreography.prompt_schema is not None:
         raise InvalidRequestError("schema: prompts of a schema go to /v1/completions")
@@ -120,7 +124,10 @@ def prepare(
                 f"offsets: {len(offsets)} positions for {len(prompt.segments)} messages: give one for each, or null"
             )
         prompt = replace(prompt, offsets=tuple(offsets))
-    max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens, [prompt], param)
+    requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    check_scored_size(service, body, [prompt])
+    step = agent_step(agent, body.choreography, [prompt])
+    max_tokens = service.max_tokens(requested, [prompt], param)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
     seed = service.random_seed() if body.seed is None else body.seed
@@ -144,6 +151,8 @@ def prepare(
         body.priority or 0,
         body.repair,
         body.max_kl,
+        steps=step.steps,
+        fixed_tokens=step.fixed_tokens,
     )
     return spec, parser_options
 
@@ -182,6 +191,7 @@ class ChatAnswer:
     ) -> None:
         self._body = body
         self._has_logprobs, self._num_top = bool(body.logprobs), body.top_logprobs or 0
+        self._service = service
         self._loop = AnswerLoop(
             service,
             running,
@@ -210,7 +220,9 @@ class ChatAnswer:
                 entry["token_ids"] = answer.take_token_ids()
             choices.append(entry)
         usage = self._loop.usage()
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **self._prompt_ids}
+        scores = partial(prompt_logprobs_of, self._body, self._loop.running, self._text_of)
+        fields = self._prompt_ids | await encode(self._service, self._loop.running, scores)
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **fields}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
@@ -255,6 +267,9 @@ class ChatAnswer:
         if self._body.return_token_ids and event is not None and (token_ids := answer.take_token_ids()):
             choice["token_ids"] = token_ids
         return sse({**self._head, "object": "chat.completion.chunk", "choices": [choice], **fields})
+
+    def _text_of(self, token: int) -> str:
+        return label(self._loop.token_bytes.of(token))
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
         entries = [logprob_entry(token, self._loop.token_bytes, self._num_top) for token in tokens]

@@ -15,8 +15,7 @@ from ..engine.text import ChatTemplate, Turn
 from ..errors import ConfigError, InvalidRequestError
 from ..models.template_sandbox import ChatRejectedError, RenderedChat, TemplateLimitError, render_messages
 from .api_errors import prompt_too_long
-from .chat_turns import ChatTurn, ChatTurnDict, SystemTurns, foldings, tools_as_text
-from .protocol import parse_arguments
+from .chat_turns import ChatTurn, ChatTurnDict, SystemTurns, foldings, parse_arguments, tools_as_text
 
 _TOOL_NAME, _PROBES = "choreograph_probe", ("choreograph probe", "choreograph sample")
 
@@ -95,7 +94,7 @@ class ChatRenderer:
         )
 
     def _writes(self, turns: Sequence[tuple[str, str]], texts: Sequence[str], tools: Any = None) -> bool:
-        """Return whether the template accepts a chat and writes all of some texts."""
+        """Return whether the template accepts a chat and writes some texts."""
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
             rendered = self._render_as_is(messages, True, tools, {}).text
@@ -104,7 +103,7 @@ class ChatRenderer:
         return all(text in rendered for text in texts)
 
     def check_size(self, messages: Sequence[object], max_tokens: int, param: str) -> None:
-        """Refuse a chat of more messages than tokens, before any work on it.
+        """Refuse a chat of more messages than the context has tokens.
 
         Args:
             param: field that the messages come from, for errors.
@@ -212,7 +211,7 @@ class ChatRenderer:
     def _render(
         self, turns: Sequence[ChatTurn], add_generation_prompt: bool, tools: Any, variables: Any, param: str
     ) -> tuple[Sequence[ChatTurn], RenderedChat]:
-        """Return the first form of a chat that the template accepts, and its rendering."""
+        """Return the first form that the template accepts, and its rendering."""
         for folded in foldings(turns, self._system_turns):
             messages = [turn.fields for turn in folded]
             try:
@@ -230,7 +229,10 @@ class ChatRenderer:
         )
 
     def _first_rejected(self, messages: Sequence[ChatTurnDict], *options: Any) -> int:
-        """Return the index of the first message that the template rejects; renders log2 times."""
+        """Return the index of the first message that the template rejects.
+
+        Renders log2(messages) times.
+        """
         first, last = 0, len(messages) - 1
         while first < last:
             middle = (first + last) // 2
@@ -265,7 +267,7 @@ def _chat_turn(turn: ChatTurnDict, index: int) -> ChatTurn:
 
 
 def _cut(rendered: RenderedChat, turns: Sequence[ChatTurn]) -> tuple[list[str], list[str | None]]:
-    """Return the texts of segments and of the header, and the answer keys of segments."""
+    """Return the texts of segments and header, and the segments' answer keys."""
     texts, keys, start, first = list[str](), list[str | None](), 0, 0
     for num_turns, end in rendered.ends:
         if start < end < len(rendered.text) and num_turns > first:

@@ -6,7 +6,8 @@ Templates that accept few orders of roles get turns that are joined: see `foldin
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,8 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+
+MAX_ARGUMENT_DEPTH = 64  # of nested values in the arguments of a call; deeper ones stay text
 
 ChatTurnDict = dict[str, Any]  # role, content, tool_calls, name, as templates read them
 
@@ -90,7 +93,10 @@ def _fold_system(turns: Sequence[ChatTurn], keeps_system: bool) -> list[ChatTurn
 
 
 def _runs(turns: Sequence[ChatTurn], roles: Collection[str]) -> list[list[ChatTurn]]:
-    """Return a chat in runs of turns of the same of these roles; other turns are runs of their own."""
+    """Return a chat in runs of turns of one of these roles.
+
+    Every other turn is a run of its own.
+    """
     result: list[list[ChatTurn]] = []
     for turn in turns:
         if result and turn.role in roles and turn.role == result[-1][0].role:
@@ -100,13 +106,13 @@ def _runs(turns: Sequence[ChatTurn], roles: Collection[str]) -> list[list[ChatTu
     return result
 
 
-def _join(turns: Sequence[ChatTurn], separator: str = "\n\n") -> ChatTurn:
+def _join(turns: Sequence[ChatTurn]) -> ChatTurn:
     """Return one turn with the texts and the calls of several."""
     if len(turns) == 1:
         return turns[0]
     texts = [turn.fields["content"] for turn in turns if turn.fields["content"]]
     calls = [call for turn in turns for call in turn.fields.get("tool_calls") or ()]
-    fields = turns[0].fields | {"content": separator.join(texts)} | ({"tool_calls": calls} if calls else {})
+    fields = turns[0].fields | {"content": "\n\n".join(texts)} | ({"tool_calls": calls} if calls else {})
     return ChatTurn(fields, turns[0].index)
 
 
@@ -141,3 +147,41 @@ def _with_calls_as_text(turn: ChatTurn) -> ChatTurn:
 def to_json(value: Any) -> str:
     """Return JSON as models write it: characters are not escaped."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def parse_arguments(arguments: Any) -> Any:
+    """Return the arguments of a call, as an object if possible.
+
+    Clients send no arguments in several forms. What is not JSON, or nested too deeply for templates, stays text.
+    """
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments, parse_constant=_refuse_number, parse_float=_finite_float)
+    except (ValueError, RecursionError):
+        return arguments
+    return arguments if _is_deep(value) else value
+
+
+def _refuse_number(text: str) -> float:
+    raise ValueError(text)  # NaN and Infinity
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_number(text)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_ARGUMENT_DEPTH):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

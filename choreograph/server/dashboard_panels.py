@@ -8,9 +8,9 @@ from html import escape
 from typing import NamedTuple
 
 from ..config import parse_capacity
+from .answer_plan import SOURCES
 from .playground import ModeResult
 from .request_log import MessageRow
-from .reuse import SOURCES
 from .service import ANONYMOUS, InferenceService
 
 WINDOW, MAX_SHOWN = 60.0, 20  # seconds and requests of the timeline
@@ -117,7 +117,7 @@ def _engine_tiers(service: InferenceService) -> list[TierUsage]:
 def _tenant_tiers(service: InferenceService, tenant: str) -> list[TierUsage]:
     used: Counter[str] = Counter()
     for workflow in service.planner.store.workflows:
-        if workflow.session.client_id.partition("\0")[0] == tenant:
+        if workflow.session._client.tenant == tenant:
             for message in workflow.session.messages:
                 if message.done:
                     used[message.kv_location] += message.length

@@ -41,6 +41,8 @@ class ChoiceUpdate:
     logprobs: list[TokenLogprob]  # of these tokens, if requested
     finish_reason: FinishReason | None = None  # set in the last update
     timing: Timing | None = None  # set in the last update
+    # of the prompt's tokens, in the first update, if requested; the first one is None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class UpdateQueue:
@@ -98,6 +100,8 @@ class Generation:
                 updates.append(ChoiceUpdate(index, text, token_ids, logprobs, message.finish_reason, message.timing))
             elif token_ids:
                 updates.append(ChoiceUpdate(index, text, token_ids, logprobs))
+            if not num_tokens and (is_final or token_ids):
+                updates[-1].prompt_logprobs = message.prompt_logprobs
         return updates
 
 
@@ -200,7 +204,7 @@ class EngineThread:
                 break
             if (is_idle or linger or has_first_text or self._has_caller) and not self._gather():
                 break
-            is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
+            had_pending = core.cache_manager.has_pending  # before the step, which polls transfers and may start others
             try:
                 has_stepped = core.step(wait=False)
             except BaseException as exc:  # no request's fault: all of them end with it
@@ -210,7 +214,7 @@ class EngineThread:
                 continue
             timeout = 0.0 if has_stepped else POLL_SECONDS
             has_first_text = self._deliver()
-            if not has_stepped and is_stuck:
+            if not (has_stepped or had_pending or core.cache_manager.has_pending):
                 for generation in list(self._active):
                     self._end(
                         generation, RequestFailedError("the request cannot run: nothing can be computed any more")

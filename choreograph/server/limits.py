@@ -19,7 +19,7 @@ class TenantShare:
     requests: int  # running and waiting
     sessions: int  # open ones of `choreograph.connect`
     schemas: int  # of Prompt Cache
-    workflows: int  # with a declared step graph, or followed by the eviction policy
+    workflows: int  # with a declared step graph
     workflow_tokens: int  # of messages kept for later requests
     responses: int  # of /v1/responses with `store`
     response_bytes: int  # of these

@@ -4,12 +4,13 @@ All functions run in the engine's thread, but those of `MessageStore` that find 
 """
 
 import itertools
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..agents import StepGraph, Workflow
+from ..agents import StepGraph
 from ..engine.budget import Budget
 from ..engine.engine import Engine
 from ..engine.labels import Labels, OnLeak
@@ -17,19 +18,22 @@ from ..engine.message import Message
 from ..engine.request import RequestState
 from ..engine.session import Session
 from ..kv_cache.entry import KVEntry
+from ..namespace import Client
+from .agent_tracking import AgentSessions, AgentTracker
+from .api_errors import ApiError
 from .span_index import SpanIndex
 
 MAX_EQUAL = 8  # stored messages of equal content
 
 MessageKey = tuple[object, int]  # content of a message, and its number among equal ones
 
-MAX_BUDGETS = 1024  # workflows whose divergences are remembered
+MAX_BUDGETS = 1024  # workflows of a tenant whose divergences are remembered
 
 
 class WorkflowKey(NamedTuple):
     """What separates stored messages: nothing is found under another key."""
 
-    client_id: str  # tenant and cache salt
+    client: Client
     workflow: str
     model: str
     labels: Labels = Labels()  # of the request's texts
@@ -38,7 +42,7 @@ class WorkflowKey(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        return self.client_id.partition("\0")[0]
+        return self.client.tenant
 
     @property
     def readable(self) -> Labels:
@@ -72,11 +76,15 @@ class StoredMessage:
     workflow: "StoredWorkflow"
     index: "MessageIndex"
     tokens: list[int]
-    lineage: int | None  # of the messages before it; None: another engine computed it
+    lineage: bytes | None  # of the messages before it; None: another engine computed it
     content_keys: list[MessageKey] = field(default_factory=list)  # under which `by_content` has it
     source: "StoredMessage | None" = None  # message of another model, some layers of which were computed again
     # submitted over messages that were still arriving from another engine, directly or through others
     may_lose_context: bool = False
+
+    @property
+    def tenant(self) -> str:
+        return Client.of(self.workflow.session.client_id).tenant
 
     @property
     def is_partial(self) -> bool:
@@ -123,7 +131,7 @@ class MessageIndex:
 
     def __init__(self) -> None:
         self.by_content: dict[object, StoredMessage] = {}  # by `MessageKey`
-        self.children: dict[tuple[int | None, int], list[StoredMessage]] = {}  # by lineage and first token
+        self.children: dict[tuple[bytes | None, int], list[StoredMessage]] = {}  # by lineage and first token
         self.spans: SpanIndex[StoredMessage] = SpanIndex()
 
     def find_content(self, key: object, *, allow_partial: bool = True) -> StoredMessage | None:
@@ -154,7 +162,7 @@ def find_content(indexes: Iterable[MessageIndex], key: object, *, allow_partial:
 class StoredWorkflow:
     """Stored messages of one workflow, and their session."""
 
-    def __init__(self, session: Session, tracker: Workflow | None) -> None:
+    def __init__(self, session: Session, tracker: AgentTracker | None) -> None:
         self.session = session
         self.tracker = tracker  # of the agents, for eviction by steps to the next use
         self.num_active = 0  # requests that run
@@ -166,18 +174,46 @@ class StoredWorkflow:
         return [self.indexes[other] for other in sorted(self.indexes, key=sorted) if other <= labels]
 
 
-class MessageStore:
-    """Stored messages of all workflows; the least recently used are dropped."""
+class _TenantMessages:
+    """Stored messages and budgets of one tenant, the least recently used first."""
 
-    def __init__(self, engine: Engine, max_tokens: int, shadow_calls: float = 0.0) -> None:
-        self._budgets: OrderedDict[WorkflowKey, Budget] = OrderedDict()  # the least recently used first
-        self._shadow_calls = shadow_calls  # share of calls that budgets measure
+    def __init__(self) -> None:
+        self.stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()
+        self.num_tokens = 0  # of these messages
+        self.budgets: OrderedDict[WorkflowKey, Budget] = OrderedDict()
+
+
+class MessageStore:
+    """Stored messages of all workflows; a tenant's least recently used are dropped.
+
+    Args:
+        max_tokens: of one tenant.
+        shadow_calls: share of calls that budgets measure.
+        max_graphs: declared step graphs of one tenant.
+    """
+
+    def __init__(
+        self, engine: Engine, max_tokens: int, shadow_calls: float = 0.0, max_graphs: int = sys.maxsize
+    ) -> None:
+        self._shadow_calls, self._max_graphs = shadow_calls, max_graphs
         self._engine, self._max_tokens = engine, max_tokens
         self._workflows: dict[WorkflowKey, StoredWorkflow] = {}
-        self._stored: OrderedDict[StoredMessage, WorkflowKey] = OrderedDict()  # least recently used first
-        self.num_tokens = 0
+        self._tenants: dict[str, _TenantMessages] = {}
         self.graphs: dict[tuple[str, str], StepGraph] = {}  # declared ones, by tenant and workflow
+        self.agent_sessions = AgentSessions(engine, self.track)  # of requests that keep no messages
         self.agent_labels: dict[tuple[str, str], Mapping[str, frozenset[str]]] = {}  # declared with them, by agent
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(messages.num_tokens for messages in list(self._tenants.values()))
+
+    @property
+    def messages(self) -> dict[StoredMessage, WorkflowKey]:
+        """Stored messages of all tenants, with the keys of their sessions."""
+        return {stored: key for messages in self._tenants.values() for stored, key in messages.stored.items()}
+
+    def _tenant(self, key: WorkflowKey) -> _TenantMessages:
+        return self._tenants.setdefault(key.tenant, _TenantMessages())
 
     @property
     def workflows(self) -> list[StoredWorkflow]:
@@ -225,7 +261,7 @@ class MessageStore:
         key = key.session_key
         workflow = self._workflows.get(key)
         if workflow is None:
-            session = self._engine.session(seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
+            session = self._engine.session(seed=0, client_id=key.client, model=key.model, labels=key.labels)
             workflow = self._workflows[key] = StoredWorkflow(session, self.track(key.tenant, key.workflow, session))
         workflow.num_active += 1
         return workflow
@@ -234,17 +270,33 @@ class MessageStore:
         """Return a workflow's budget, set to an agent; None without limit."""
         if max_kl is None:
             return None
-        budget = self._budgets.pop(key, None) or Budget(max_kl, shadow_calls=self._shadow_calls)
-        self._budgets[key], budget.max_kl, budget.stage = budget, max_kl, agent
-        if len(self._budgets) > MAX_BUDGETS:
-            self._budgets.popitem(last=False)
+        budgets = self._tenant(key).budgets
+        budget = budgets.pop(key, None) or Budget(max_kl, shadow_calls=self._shadow_calls)
+        budgets[key], budget.max_kl, budget.stage = budget, max_kl, agent
+        if len(budgets) > MAX_BUDGETS:
+            budgets.popitem(last=False)
         return budget
 
-    def track(self, tenant: str, name: str, session: Session) -> Workflow | None:
+    def track(self, tenant: str, name: str, session: Session) -> AgentTracker | None:
         """Track the agents of a workflow if the eviction policy uses it."""
         if self._engine.core.config.cache.eviction != "workflow":
             return None
-        return Workflow(session, self.graphs.get((tenant, name)))
+        return AgentTracker(session, self.graphs.get((tenant, name)))
+
+    def declare(self, tenant: str, name: str, graph: StepGraph, labels: Mapping[str, frozenset[str]]) -> None:
+        """Declare the step graph of a workflow, as a client does.
+
+        Raises:
+            ApiError: if the tenant has too many.
+        """
+        num_graphs = sum(owner == tenant for owner, _ in self.graphs)
+        if num_graphs >= self._max_graphs and (tenant, name) not in self.graphs:
+            raise ApiError(
+                429,
+                f"{self._max_graphs} step graphs of this key are declared, its share: delete one",
+                code="too_many_graphs",
+            )
+        self.set_graph(tenant, name, graph, labels)
 
     def set_graph(
         self, tenant: str, name: str, graph: StepGraph | None, labels: Mapping[str, frozenset[str]] | None = None
@@ -260,24 +312,29 @@ class MessageStore:
             self.agent_labels[tenant, name] = labels
         if graph is not None:
             self.graphs[tenant, name] = graph
+            own = [place for place in self.graphs if place[0] == tenant]
+            for place in own[: max(0, len(own) - self._max_graphs)]:  # of a replica, which is sent those that it lacks
+                del self.graphs[place]
         for key, workflow in self._workflows.items():
             if (key.tenant, key.workflow) == (tenant, name) and workflow.tracker is not None:
                 workflow.tracker.close()
                 workflow.tracker = self.track(tenant, name, workflow.session)
+        self.agent_sessions.set_graph(tenant, name)
 
     def close(self, key: WorkflowKey) -> None:
         """End a request's use of a workflow; drop what exceeds the limit."""
         key = key.session_key
         self._workflows[key].num_active -= 1
-        while self.num_tokens > self._max_tokens and self._stored:
-            self._drop(next(iter(self._stored)))
+        messages = self._tenant(key)
+        while messages.num_tokens > self._max_tokens and messages.stored:
+            self._drop(next(iter(messages.stored)), messages)
         self._close_if_unused(key)
 
     def add(
         self,
         key: WorkflowKey,
         message: Message,
-        lineage: int | None,
+        lineage: bytes | None,
         content_keys: Sequence[MessageKey] = (),
         *,
         with_spans: bool = False,
@@ -300,25 +357,29 @@ class MessageStore:
         if with_spans:
             index.spans.add(stored, stored.tokens)
         workflow.num_stored += 1
-        self._stored[stored] = key
-        self.num_tokens += len(stored.tokens)
+        messages = self._tenant(key)
+        messages.stored[stored] = key
+        messages.num_tokens += len(stored.tokens)
         return stored
 
     def use(self, stored: StoredMessage) -> None:
         """Mark a message and its `source` as recently used."""
+        messages = self._tenants[stored.tenant].stored
         source = stored.source if stored.is_partial else None
-        if source is not None and source in self._stored:
-            self._stored.move_to_end(source)
-        self._stored.move_to_end(stored)
+        if source is not None and source in messages:
+            messages.move_to_end(source)
+        messages.move_to_end(stored)
 
     def clear(self) -> None:
         """Drop all messages and close their sessions."""
-        while self._stored:
-            self._drop(next(iter(self._stored)))
+        for messages in self._tenants.values():
+            while messages.stored:
+                self._drop(next(iter(messages.stored)), messages)
+        self.agent_sessions.clear()
 
-    def _drop(self, stored: StoredMessage) -> None:
-        key, workflow, index = self._stored.pop(stored), stored.workflow, stored.index
-        self.num_tokens -= len(stored.tokens)
+    def _drop(self, stored: StoredMessage, messages: _TenantMessages) -> None:
+        key, workflow, index = messages.stored.pop(stored), stored.workflow, stored.index
+        messages.num_tokens -= len(stored.tokens)
         workflow.num_stored -= 1
         for content_key in stored.content_keys:
             if index.by_content.get(content_key) is stored:
@@ -340,9 +401,13 @@ class MessageStore:
 
     def check(self) -> None:
         """Raise AssertionError if counts and indexes disagree."""
-        assert self.num_tokens == sum(len(stored.tokens) for stored in self._stored), "wrong token count"
+        self.agent_sessions.check()
+        for tenant, messages in self._tenants.items():
+            assert messages.num_tokens == sum(len(stored.tokens) for stored in messages.stored), "wrong token count"
+            assert all(key.tenant == stored.tenant == tenant for stored, key in messages.stored.items()), "wrong tenant"
+        keys = self.messages
         for key, workflow in self._workflows.items():
-            own = [stored for stored, its_key in self._stored.items() if its_key == key]
+            own = [stored for stored, its_key in keys.items() if its_key == key]
             indexed = [
                 item for index in workflow.indexes.values() for items in index.children.values() for item in items
             ]

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from ..errors import RequestFailedError
+from ..namespace import Client
 from ..outputs import Mode
 from ..sampling_params import SamplingParams
 from ..workflows import find
@@ -69,7 +71,7 @@ class Playground:
 
     def __init__(self, service: InferenceService, log: RequestLog) -> None:
         self._service, self._log = service, log
-        self._num_runs = 0
+        self._num_runs: Counter[str] = Counter()  # of each tenant
         self.is_running = False
 
     async def run(self, tenant: str, name: str, task: str, max_tokens: int, mode: Mode) -> ModeResult:
@@ -80,13 +82,15 @@ class Playground:
         """
         if self.is_running:
             raise RequestFailedError("the playground is in use: wait until its run has ended")
-        self.is_running, self._num_runs = True, self._num_runs + 1
+        self.is_running = True
+        self._num_runs[tenant] += 1
         try:
-            label = f"playground {self._num_runs}, {mode}"
+            number = self._num_runs[tenant]
+            label = f"playground {number}, {mode}"
             loop = asyncio.get_running_loop()
             result, calls = await asyncio.to_thread(
                 self._run,
-                f"{tenant}\0{label}",
+                Client(tenant, ("playground", str(number), mode)),
                 name,
                 task,
                 SamplingParams(temperature=0, max_tokens=max_tokens),
@@ -101,7 +105,7 @@ class Playground:
 
     def _run(
         self,
-        client_id: str,
+        client: Client,
         name: str,
         task: str,
         sampling: SamplingParams,
@@ -110,7 +114,7 @@ class Playground:
     ) -> tuple[ModeResult, list[StageCall]]:
         """Run a workflow in this thread."""
         engine, workflow = self._service.engine, find(name)
-        with self._engine_thread_steps(loop), engine.session(mode=mode, seed=0, client_id=client_id) as session:
+        with self._engine_thread_steps(loop), engine.session(mode=mode, seed=0, client_id=client) as session:
             run = WorkflowRun(session, sampling=sampling)
             start = time.perf_counter()
             answer = call_workflow(workflow, run, task, WORKFLOWS[name].options)

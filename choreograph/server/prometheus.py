@@ -5,7 +5,7 @@ from typing import Any
 
 from ..outputs import EngineStats, Timing
 from ..utils import require
-from .reuse import SOURCES, SourceCounts
+from .answer_plan import SOURCES, SourceCounts
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
@@ -57,19 +57,20 @@ class ServerMetrics:
         """Record one complete answer."""
         self._requests.labels(self._model_name, finish_reason).inc()
         self._generation_tokens.inc(num_tokens)
-        queue_time, ttft, e2e = timing.queue_time or 0.0, timing.ttft or 0.0, timing.e2e or 0.0
+        queue_time, ttft, e2e = timing.queue_time, timing.ttft, timing.e2e
         values = {
             "time_to_first_token": ttft,
             "e2e_request_latency": e2e,
             "request_queue_time": queue_time,
-            "request_inference_time": e2e - queue_time,
-            "request_prefill_time": ttft - queue_time,
-            "request_decode_time": e2e - ttft,
+            "request_inference_time": _between(queue_time, e2e),
+            "request_prefill_time": _between(queue_time, ttft),
+            "request_decode_time": _between(ttft, e2e),
         }
-        if num_tokens > 1:
-            values["inter_token_latency"] = (e2e - ttft) / (num_tokens - 1)
+        if num_tokens > 1 and (decode_time := values["request_decode_time"]) is not None:
+            values["inter_token_latency"] = decode_time / (num_tokens - 1)
         for name, value in values.items():
-            self._latencies[name].observe(max(0.0, value))
+            if value is not None:  # an unknown time is not 0
+                self._latencies[name].observe(max(0.0, value))
 
     def observe_prompt(self, counts: SourceCounts) -> None:
         """Record where the tokens of one prompt came from."""
@@ -91,14 +92,15 @@ class ServerMetrics:
         if self.stats is None:
             return
         stats, core = self.stats, require("prometheus_client.core", "serve")
-        used = 1 - stats.num_free_pages / max(1, stats.num_pages)
-        values = {
+        values: dict[str, tuple[str, float]] = {
             "num_requests_running": ("Admitted requests.", stats.num_running),
             "num_requests_waiting": ("Requests that wait for capacity or other messages.", stats.num_waiting),
-            "kv_cache_usage_perc": ("Used share of the device's KV cache, 0 to 1.", used),
             "num_workflows": ("Workflows with stored messages.", self.num_workflows),
             "stored_message_tokens": ("Tokens of stored messages.", self.num_stored_tokens),
         }
+        if stats.num_pages:  # of several replicas, none may answer
+            used = 1 - stats.num_free_pages / stats.num_pages
+            values["kv_cache_usage_perc"] = "Used share of the device's KV cache, 0 to 1.", used
         for name, (text, value) in values.items():
             gauge = core.GaugeMetricFamily(f"choreograph:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
@@ -118,6 +120,10 @@ class ServerMetrics:
         )
         computed.add_metric([self._model_name], stats.num_batched_tokens)
         yield computed
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
 
 
 class _StatsCollector:

@@ -1,15 +1,14 @@
 """Requests of the HTTP interface, with OpenAI's and vLLM's field names."""
 
-import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from ..engine.labels import OnLeak
 from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
+from .chat_messages import BodyPart, ChatMessages, as_turn
 from .server_config import ReuseMode
 
 SAMPLING_FIELDS = (
@@ -31,10 +30,6 @@ SAMPLING_FIELDS = (
 
 MAX_TOP_LOGPROBS = 20
 
-MAX_ARGUMENT_DEPTH = 64  # of nested values in the arguments of a call; deeper ones stay text
-
-REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
-
 
 class _Body(BaseModel):
     """Body in which unknown fields are errors."""
@@ -42,13 +37,14 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-class _Part(BaseModel):
-    """Part of a body in which fields of newer clients are ignored."""
-
-    model_config = ConfigDict(extra="ignore", populate_by_name=True)
-
-
 LabelNames = list[Annotated[str, Field(min_length=1, max_length=256)]]
+
+
+MAX_NAME_CHARS = 256  # of workflows and agents
+
+AgentName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+Steps = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 class ChoreographyOptions(_Body):
@@ -56,7 +52,13 @@ class ChoreographyOptions(_Body):
 
     reuse: ReuseMode | None = None  # None: the server's default
     workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
-    agent: Annotated[str, Field(max_length=256)] | None = None  # name of the caller, for reports
+    agent: AgentName | None = None  # whose turn it is: for reports, and for eviction by steps
+    # to the next execution of every agent, None for never; None: those of the declared graph, or learned ones
+    steps: Annotated[dict[AgentName, Steps | None], Field(max_length=256)] | None = None
+    fixed_messages: Annotated[int, Field(strict=True, ge=1)] | None = (
+        None  # first ones, equal in every turn of the agent
+    )
+    fixed_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None  # the same, of the rendered prompt
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
     # divergence from prefix mode to stay within, nats a token; None: the server's default
     max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -69,73 +71,14 @@ class ChoreographyOptions(_Body):
     prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
 
 
-class StreamOptions(_Part):
+class StreamOptions(BodyPart):
     """Options of streamed answers."""
 
     include_usage: bool | None = False  # end with a chunk of token counts
     continuous_usage_stats: bool | None = False  # with include_usage, cumulative counts in every chunk
 
 
-class TextPart(_Part):
-    """Part of a message's content; only text is accepted."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class CalledFunction(_Part):
-    """Function and arguments of a call."""
-
-    name: str
-    arguments: str | dict[str, JsonValue] | None = "{}"
-
-
-class ToolCall(_Part):
-    """Call of a tool in an assistant message."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(_Part):
-    """Message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @property
-    def text(self) -> str:
-        """Text of the content."""
-        if not isinstance(self.content, list):
-            return self.content or ""
-        return "".join(part.text or part.refusal or "" for part in self.content)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _drop_reasoning(cls, content: object, info: ValidationInfo) -> object:
-        """Leave out the reasoning of earlier answers, as clients store what other servers gave them."""
-        if info.data.get("role") != "assistant" or not isinstance(content, list):
-            return content
-        is_reasoning = (isinstance(part, dict) and part.get("type") in REASONING_PARTS for part in content)
-        # an empty text keeps the places of the other parts, which errors name
-        return [{"type": "text"} if left_out else part for left_out, part in zip(is_reasoning, content, strict=True)]
-
-    @field_validator("content")
-    @classmethod
-    def _check_parts(cls, content: object) -> object:
-        for part in content if isinstance(content, list) else ():
-            if part.type not in ("text", "input_text", "output_text", "refusal", "summary_text"):
-                raise ValueError(f"content part of type {part.type!r}: the model reads text alone")
-        return content
-
-
-class FunctionDefinition(_Part):
+class FunctionDefinition(BodyPart):
     """Function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -144,20 +87,20 @@ class FunctionDefinition(_Part):
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(BodyPart):
     """Tool that the model may call."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class NamedFunction(_Part):
+class NamedFunction(BodyPart):
     """Name of a function."""
 
     name: str
 
 
-class NamedToolChoice(_Part):
+class NamedToolChoice(BodyPart):
     """Tool that the model has to call."""
 
     type: Literal["function"] = "function"
@@ -167,7 +110,7 @@ class NamedToolChoice(_Part):
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
-class JsonSchemaFormat(_Part):
+class JsonSchemaFormat(BodyPart):
     """JSON Schema of an answer."""
 
     name: str = "answer"
@@ -176,7 +119,7 @@ class JsonSchemaFormat(_Part):
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(BodyPart):
     """Form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -189,7 +132,7 @@ class ResponseFormat(_Part):
         return self
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(BodyPart):
     """Grammar of an answer; exactly one of the fields."""
 
     json_: dict[str, JsonValue] | bool | str | None = Field(None, alias="json")
@@ -229,6 +172,8 @@ class _GenerationBody(_Body):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None  # separates the cache within a tenant
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower numbers first
     extra_key: Annotated[str, Field(max_length=1024)] | None = None  # SGLang's name of the salt
+    # likeliest tokens to report with each token of the prompt
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     # of vLLM and SGLang, accepted with their default alone
@@ -239,7 +184,6 @@ class _GenerationBody(_Body):
     bad_words: Annotated[list[str], Field(max_length=0)] | None = None
     allowed_token_ids: None = None
     logprob_token_ids: None = None
-    prompt_logprobs: None = None
     truncate_prompt_tokens: None = None
     thinking_token_budget: None = None
     input_ids: None = None
@@ -262,9 +206,9 @@ class _GenerationBody(_Body):
     mm_processor_kwargs: JsonValue = None
 
     @property
-    def salt(self) -> str:
+    def salt(self) -> tuple[str, str]:
         """What separates the cache within a tenant."""
-        return json.dumps([self.cache_salt, self.extra_key]) if self.extra_key else self.cache_salt or ""
+        return self.cache_salt or "", self.extra_key or ""
 
     @property
     def repair(self) -> float | None:
@@ -275,6 +219,11 @@ class _GenerationBody(_Body):
     def max_kl(self) -> float | None:
         """Divergence to stay within, nats a token; None for the server's."""
         return None if self.choreography is None else self.choreography.max_kl
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likeliest tokens to find for each prompt token; None: no scores."""
+        return self.prompt_logprobs
 
     def sampling(self, max_tokens: int | None, logprobs: int | None, seed: int) -> SamplingParams:
         """Return the sampling parameters of one answer.
@@ -287,7 +236,8 @@ class _GenerationBody(_Body):
         options["stop"] = tuple(text for text in _as_list(options.pop("stop", ())) if text)
         if "logit_bias" in options:
             options["logit_bias"] = {_token_id(token): bias for token, bias in options["logit_bias"].items()}
-        return SamplingParams(**options | {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed})
+        options |= {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed}
+        return SamplingParams(**options | {"prompt_logprobs": self.num_prompt_logprobs})
 
 
 def _as_list(value: Any) -> list[str]:
@@ -302,10 +252,11 @@ def _token_id(text: str) -> int | str:
 class ChatCompletionRequest(_GenerationBody):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[ChatMessages, Field(min_length=1)]
     n: Annotated[int, Field(ge=1)] | None = 1
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    # 0: the prompt is scored (`prompt_logprobs`), and nothing generated
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
@@ -335,25 +286,6 @@ class ChatCompletionRequest(_GenerationBody):
         return [as_turn(message) for message in self.messages]
 
 
-def as_turn(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as chat templates read it."""
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    turn: dict[str, Any] = {"role": role, "content": message.text}
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": parse_arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if getattr(message, name) is not None:
-            turn[name] = getattr(message, name)
-    return turn
-
-
 def check_stream_options(body: "ChatCompletionRequest | CompletionRequest") -> None:
     """Raise an error for `stream_options` without `stream`."""
     if body.stream_options is not None and not body.stream:
@@ -376,44 +308,6 @@ def continues_last(body: "ChatCompletionRequest | TokenizeRequest") -> bool:
     return True
 
 
-def parse_arguments(arguments: Any) -> Any:
-    """Return the arguments of a call, as an object if possible.
-
-    Clients send no arguments in several forms. What is not JSON, or nested too deeply for templates, stays text.
-    """
-    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments, parse_constant=_refuse_number, parse_float=_finite_float)
-    except (ValueError, RecursionError):
-        return arguments
-    return arguments if _is_deep(value) else value
-
-
-def _refuse_number(text: str) -> float:
-    raise ValueError(text)  # NaN and Infinity
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse_number(text)
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_ARGUMENT_DEPTH):
-        level = [child for item in level for child in _children(item)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
 class SchemaRequest(_Body):
     """Body of PUT /v1/schemas/{name}."""
 
@@ -426,13 +320,18 @@ class CompletionRequest(_GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     n: Annotated[int, Field(ge=1)] | None = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16  # 0: the prompt is scored or echoed, and nothing generated
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = False
     suffix: str | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool = True
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((n for n in counts if n is not None), default=0 if self.echo and self.max_tokens == 0 else None)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -458,6 +357,7 @@ class ResponsesRequest(_GenerationBody):
     include: list[str] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     # accepted with their default alone
+    prompt_logprobs: None = None
     include_reasoning: Literal[True] | None = None
     enable_response_messages: Literal[False] | None = None
     parallel_tool_calls: bool | None = None  # False: one call an answer
@@ -476,7 +376,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: ChatMessages | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None

@@ -3,31 +3,35 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from ..agents import Workflow
 from ..engine.labels import OnLeak
 from ..engine.message import Message, MessageSlice
 from ..engine.request import RequestState
 from ..engine.session import Session
-from ..engine.text import Turn
+from ..engine.text import EncodedTurn, Turn
+from ..engine.validation import follows_system_turn, require_chat_template
 from ..errors import ChoreographError
 from ..kv_cache.manager import POLL_SECONDS
-from ..outputs import BASE_MODEL, KVReuse, Mode
+from ..namespace import UNSALTED, Client
+from ..outputs import BASE_MODEL, KVReuse, Mode, TokenLogprob
+from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
-from .api_errors import ApiError, overloaded, to_api_error
+from .agent_tracking import AgentTracker
+from .api_errors import ApiError, prompt_too_long, to_api_error
 from .engine_thread import Generation
 from .request_log import SESSION
 from .service import InferenceService
 
-MAX_CALLS, MAX_MESSAGES, MAX_SESSIONS = 256, 4096, 256  # of one request, one session, all tenants
+MAX_CALLS, MAX_MESSAGES = 256, 4096  # of one request, of one session
 IDLE_SECONDS = 3600.0  # after which a session may be closed
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -71,7 +75,7 @@ class TurnBody(_StrictBody):
 class ParentBody(_StrictBody):
     """Message, or a part of it."""
 
-    id: int
+    id: Annotated[str, Field(max_length=64)]
     start: int | None = None
     stop: int | None = None
 
@@ -118,34 +122,54 @@ class CallsBody(_StrictBody):
     calls: list[CallBody] = Field(min_length=1, max_length=MAX_CALLS)
 
 
+class EncodedCall(NamedTuple):
+    """Tokenized prompt and footer of a call.
+
+    The prompt of a schema is resolved.
+    """
+
+    prompt: list[int] | EncodedTurn | ResolvedPrompt
+    footer: list[int] | EncodedTurn | None = None
+
+
 class RemoteSessions:
-    """Open sessions by tenant and id; used in the engine's thread."""
+    """Open sessions by tenant and id; used in the engine's thread.
+
+    Ids of sessions and messages are random. Those of the engine are one counter, so a tenant could count the work of
+    others by them.
+    """
 
     def __init__(self, service: InferenceService) -> None:
-        self._service = service
-        self._sessions: dict[tuple[str, int], Session] = {}
-        self._used: dict[tuple[str, int], float] = {}  # time.monotonic() of the last call
-        self._messages: dict[tuple[str, int], dict[int, Message]] = {}  # unreleased ones by id
-        self._trackers: dict[tuple[str, int], Workflow | None] = {}  # of the agents
+        self._service, self._max_sessions = service, service.share.sessions
+        self._sessions: dict[tuple[str, str], Session] = {}
+        self._used: dict[tuple[str, str], float] = {}  # time.monotonic() of the last call
+        self._messages: dict[tuple[str, str], dict[str, Message]] = {}  # unreleased ones by id
+        self._trackers: dict[tuple[str, str], AgentTracker | None] = {}  # of the agents
 
-    def open(self, tenant: str, body: SessionBody) -> int:
+    def open(self, tenant: str, body: SessionBody) -> str:
         now = time.monotonic()
         for key in [key for key, used in self._used.items() if now - used > IDLE_SECONDS]:
             self.close(*key)
-        if len(self._sessions) >= MAX_SESSIONS:
-            raise overloaded(MAX_SESSIONS)
+        if sum(owner == tenant for owner, _ in self._sessions) >= self._max_sessions:
+            raise ApiError(
+                429,
+                f"{self._max_sessions} sessions of this key are open, its share: close one",
+                type="rate_limit_error",
+                code="too_many_sessions",
+            )
         model = BASE_MODEL if body.model == self._service.model_name else body.model
         options = {"repair": body.repair, "max_kl": body.max_kl, **body.guard}
         session = self._service.engine.session(
-            mode=body.mode, seed=body.seed, client_id=f"{tenant}\0", model=model, **options
+            mode=body.mode, seed=body.seed, client_id=Client(tenant, UNSALTED), model=model, **options
         )
-        self._sessions[tenant, session.id], self._messages[tenant, session.id] = session, {}
+        session_id = uuid.uuid4().hex
+        self._sessions[tenant, session_id], self._messages[tenant, session_id] = session, {}
         tracker = self._service.planner.store.track(tenant, body.workflow or "", session)
-        self._trackers[tenant, session.id] = tracker
-        self._used[tenant, session.id] = now
-        return session.id
+        self._trackers[tenant, session_id] = tracker
+        self._used[tenant, session_id] = now
+        return session_id
 
-    def close(self, tenant: str, session_id: int) -> None:
+    def close(self, tenant: str, session_id: str) -> None:
         self.get(tenant, session_id).close()
         for table in (self._sessions, self._used, self._messages, self._trackers):
             del table[tenant, session_id]
@@ -154,22 +178,66 @@ class RemoteSessions:
         for key in list(self._sessions):
             self.close(*key)
 
-    def get(self, tenant: str, session_id: int) -> Session:
+    def get(self, tenant: str, session_id: str) -> Session:
         session = self._sessions.get((tenant, session_id))
         if session is None:
             raise ApiError(404, f"session {session_id} is not open: open a new one", code="SessionClosedError")
         self._used[tenant, session_id] = time.monotonic()
         return session
 
-    def message(self, tenant: str, session_id: int, message_id: int) -> Message:
+    def message(self, tenant: str, session_id: str, message_id: str) -> Message:
         self.get(tenant, session_id)
         message = self._messages[tenant, session_id].get(message_id)
         if message is None:
             raise ApiError(404, f"message {message_id} was released", code="MessageReleasedError")
         return message
 
-    def submit(self, tenant: str, session_id: int, body: CallsBody) -> list[dict[str, Any]]:
-        """Submit calls of one kind; a refused one submits none."""
+    def encode(self, tenant: str, session_id: str, body: CallsBody) -> list[EncodedCall]:
+        """Tokenize the texts of calls; runs in a worker thread."""
+        messages = self._messages.get((tenant, session_id), {})
+        result = []
+        for call in body.calls:
+            if call.prompt_schema is not None and isinstance(call.tokens, str):
+                cache = self._service.schemas.get(tenant, call.prompt_schema)
+                result.append(EncodedCall(cache.resolve(call.tokens)))
+                continue
+            parents = [messages[parent.id] for parent in call.parents if parent.id in messages]
+            prompt = self._encode(call.tokens, call.kind, is_first=not call.parents, parents=parents)
+            footer = None if call.footer is None else self._encode(call.footer, "prefill")
+            result.append(EncodedCall(prompt, footer))
+        return result
+
+    def _encode(
+        self, prompt: Prompt, kind: str, *, is_first: bool = False, parents: Sequence[Message] = ()
+    ) -> list[int] | EncodedTurn:
+        """Tokenize a text or turn as the session would.
+
+        Args:
+            is_first: it has no parents.
+        """
+        service, template = self._service, require_chat_template(self._service.engine.chat)
+        if isinstance(prompt, list):
+            return prompt
+        text = prompt if isinstance(prompt, str) else prompt.text
+        if template.is_longer(text, service.max_model_len):
+            raise prompt_too_long(service.max_model_len, "tokens", f"a text of {len(text):,} characters")
+        if isinstance(prompt, str):
+            return template.encode_text(prompt, opening=is_first and bool(prompt))
+        turn = Turn(**prompt.model_dump())
+        options = {"opening": is_first and turn.opening, "after_system": follows_system_turn(tuple(parents))}
+        if kind == "prefill":
+            return EncodedTurn(turn.role, turn.text, turn.opening, tuple(template.encode(turn, **options)))
+        header, footer = template.open_turn(turn, **options)
+        return EncodedTurn(turn.role, turn.text, turn.opening, tuple(header), tuple(footer))
+
+    def submit(
+        self, tenant: str, session_id: str, body: CallsBody, encoded: Sequence[EncodedCall]
+    ) -> list[dict[str, Any]]:
+        """Submit calls of one kind; a refused one submits none.
+
+        Args:
+            encoded: texts of the calls, from `encode`.
+        """
         session, messages = self.get(tenant, session_id), self._messages[tenant, session_id]
         if len(messages) + len(body.calls) > MAX_MESSAGES:
             raise ApiError(400, f"a session holds at most {MAX_MESSAGES} messages: release some", code="ConfigError")
@@ -182,22 +250,23 @@ class RemoteSessions:
         turn = nullcontext() if agent is None or tracker is None else tracker.agent(agent)
         if any(call.prompt_schema is not None for call in body.calls):
             with turn:
-                submitted = [self._generate(tenant, session, body)]
+                submitted = [self._generate(tenant, session, body, encoded[0].prompt)]
         else:
-            calls = [self._arguments(tenant, session_id, call) for call in body.calls]
+            calls = [self._arguments(tenant, session_id, *pair) for pair in zip(body.calls, encoded, strict=True)]
             with turn:
                 submitted = session.prefill(calls) if kind == "prefill" else session.decode(calls)
-        for message in submitted:
-            messages[message.id] = message
+        ids = [uuid.uuid4().hex for _ in submitted]
+        for message_id, message in zip(ids, submitted, strict=True):
+            messages[message_id] = message
             if self._service.log is not None and message._request.state is not RequestState.DONE:
                 workflow = f"session {session_id}, {session.mode}"
                 self._service.log.start(tenant, workflow, kind, SESSION, [message])
         return [
-            {"id": message.id, "model": message.model, "role": message.role, "labels": sorted(message.labels)}
-            for message in submitted
+            {"id": message_id, "model": message.model, "role": message.role, "labels": sorted(message.labels)}
+            for message_id, message in zip(ids, submitted, strict=True)
         ]
 
-    def _generate(self, tenant: str, session: Session, body: CallsBody) -> Message:
+    def _generate(self, tenant: str, session: Session, body: CallsBody, prompt: Any) -> Message:
         """Submit a prompt whose modules come from a schema's cache."""
         call = body.calls[0]
         given = call.model_dump(exclude_defaults=True).keys()
@@ -208,9 +277,9 @@ class RemoteSessions:
         if call.prompt_schema is None or not isinstance(call.tokens, str):
             raise ApiError(400, "schema: the prompt is one PML text", code="InvalidRequestError")
         cache = self._service.schemas.get(tenant, call.prompt_schema)
-        return cache.generate(session, call.tokens, sampling=_sampling(call), forced_tokens=call.forced_tokens)
+        return cache.generate(session, prompt, sampling=_sampling(call), forced_tokens=call.forced_tokens)
 
-    def _arguments(self, tenant: str, session_id: int, call: CallBody) -> dict[str, Any]:
+    def _arguments(self, tenant: str, session_id: str, call: CallBody, encoded: EncodedCall) -> dict[str, Any]:
         parents: list[Message | MessageSlice] = []
         for parent in call.parents:
             message = self.message(tenant, session_id, parent.id)
@@ -219,14 +288,18 @@ class RemoteSessions:
         arguments: dict[str, Any] = {"parents": parents, "offsets": call.offsets, "new_offset": call.new_offset}
         arguments |= {"model": call.model, "kv_reuse": call.kv_reuse, "repair": call.repair, **call.guard}
         if call.kind == "prefill":
-            return {"tokens": _prompt_of(call.tokens), **arguments}
+            return {"tokens": encoded.prompt, **arguments}
         arguments |= {"sampling": _sampling(call), "forced_tokens": call.forced_tokens}
-        footer = None if call.footer is None else _prompt_of(call.footer)
-        return {"header": _prompt_of(call.tokens), "footer": footer, **arguments}
+        return {"header": encoded.prompt, "footer": encoded.footer, **arguments}
 
-    def release(self, tenant: str, session_id: int, message_id: int) -> None:
+    def release(self, tenant: str, session_id: str, message_id: str) -> None:
         self.message(tenant, session_id, message_id).release()
         del self._messages[tenant, session_id][message_id]
+
+    def message_names(self, tenant: str, session_id: str) -> dict[int, str]:
+        """Return the ids of a session's messages by those of the engine."""
+        messages = list(self._messages.get((tenant, session_id), {}).items())  # a copy: another thread adds some
+        return {message.id: message_id for message_id, message in messages}
 
     async def pieces(self, message: Message) -> AsyncIterator[str]:
         """Yield the text of a decode as it is generated.
@@ -261,8 +334,9 @@ def _sampling(call: CallBody) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def _prompt_of(prompt: Prompt) -> str | list[int] | Turn:
-    return Turn(**prompt.model_dump()) if isinstance(prompt, TurnBody) else prompt
+def _logprob_rows(items: Sequence[TokenLogprob | None] | None) -> list[list[Any] | None] | None:
+    rows = [None if x is None else [x.token, x.logprob, list(x.top.items()), x.rank] for x in items or ()]
+    return None if items is None else rows
 
 
 def _values(message: Message) -> dict[str, Any]:
@@ -275,9 +349,8 @@ def _values(message: Message) -> dict[str, Any]:
         "finish_reason": message.finish_reason,
         "usage": asdict(message.usage),
         "timing": asdict(message.timing),
-        "logprobs": None
-        if message.logprobs is None
-        else [[p.token, p.logprob, list(p.top.items())] for p in message.logprobs],
+        "logprobs": _logprob_rows(message.logprobs),
+        "prompt_logprobs": _logprob_rows(message.prompt_logprobs),
         "position": message.position,
         "offsets": message.offsets,
     }
@@ -290,39 +363,51 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
     router = APIRouter(prefix="/v1/choreograph/sessions", responses=errors, route_class=app.router.route_class)
     tenant_dependency = Depends(tenant_of)
 
-    async def run(function: Callable[[], Any]) -> Any:
-        return await _named_errors(service.thread.call(function))
+    async def run(function: Callable[[], Any], tenant: str, session_id: str = "") -> Any:
+        return await named_errors(service.thread.call(function), tenant, session_id)
+
+    async def named_errors(result: Awaitable[Any], tenant: str, session_id: str) -> Any:
+        """Return a result; errors have their class name as `code`."""
+        try:
+            return await result
+        except ChoreographError as exc:
+            raise _named_error(exc, sessions.message_names(tenant, session_id)) from None
 
     @router.post("")
     async def open_session(body: SessionBody, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Open a session."""
-        return {"id": await run(lambda: sessions.open(tenant, body))}
+        return {"id": await run(lambda: sessions.open(tenant, body), tenant)}
 
     @router.delete("/{session_id}")
-    async def close_session(session_id: int, tenant: str = tenant_dependency) -> dict[str, Any]:
+    async def close_session(session_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Close a session, which releases its messages."""
-        await run(lambda: sessions.close(tenant, session_id))
+        await run(lambda: sessions.close(tenant, session_id), tenant, session_id)
         return {"id": session_id}
 
     @router.post("/{session_id}/calls")
-    async def submit_calls(session_id: int, body: CallsBody, tenant: str = tenant_dependency) -> dict[str, Any]:
+    async def submit_calls(
+        session_id: str, body: CallsBody, request: Request, tenant: str = tenant_dependency
+    ) -> dict[str, Any]:
         """Submit calls without waiting for them."""
-        return {"messages": await run(lambda: sessions.submit(tenant, session_id, body))}
+        await run(lambda: sessions.get(tenant, session_id), tenant, session_id)
+        encode = service.work(tenant, request, lambda: sessions.encode(tenant, session_id, body))
+        encoded = await named_errors(encode, tenant, session_id)
+        return {"messages": await run(lambda: sessions.submit(tenant, session_id, body, encoded), tenant, session_id)}
 
     @router.get("/{session_id}/messages/{message_id}")
-    async def read_message(session_id: int, message_id: int, tenant: str = tenant_dependency) -> dict[str, Any]:
+    async def read_message(session_id: str, message_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Wait until a message is complete and return its values."""
-        message = await run(lambda: sessions.message(tenant, session_id, message_id))
-        result: dict[str, Any] = await _named_errors(sessions.wait(message))
+        message = await run(lambda: sessions.message(tenant, session_id, message_id), tenant, session_id)
+        result: dict[str, Any] = await named_errors(sessions.wait(message), tenant, session_id)
         return result
 
     @router.get("/{session_id}/messages/{message_id}/text", response_class=StreamingResponse)
-    async def stream_text(session_id: int, message_id: int, tenant: str = tenant_dependency) -> StreamingResponse:
+    async def stream_text(session_id: str, message_id: str, tenant: str = tenant_dependency) -> StreamingResponse:
         """Stream the text of a decode.
 
         A line is a JSON string, or an object that has an error.
         """
-        message = await run(lambda: sessions.message(tenant, session_id, message_id))
+        message = await run(lambda: sessions.message(tenant, session_id, message_id), tenant, session_id)
         if message.kind != "decode":
             raise ApiError(
                 400, f"message {message_id} is a prefill: only a decode generates", code="InvalidRequestError"
@@ -334,42 +419,39 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
                     if piece:
                         yield f"{json.dumps(piece)}\n"
             except ChoreographError as exc:
-                yield f"{json.dumps(_named_error(exc).body)}\n"
+                error = _named_error(exc, sessions.message_names(tenant, session_id))
+                yield f"{json.dumps(error.body)}\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
     @router.delete("/{session_id}/messages/{message_id}")
-    async def release_message(session_id: int, message_id: int, tenant: str = tenant_dependency) -> dict[str, Any]:
+    async def release_message(session_id: str, message_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Release a message; an unfinished one is cancelled."""
-        await run(lambda: sessions.release(tenant, session_id, message_id))
+        await run(lambda: sessions.release(tenant, session_id, message_id), tenant, session_id)
         return {"id": message_id}
 
     @router.post("/{session_id}/messages/{message_id}/declassify")
     async def declassify_message(
-        session_id: int, message_id: int, body: DeclassifyBody, tenant: str = tenant_dependency
+        session_id: str, message_id: str, body: DeclassifyBody, tenant: str = tenant_dependency
     ) -> dict[str, Any]:
         """Remove labels from a message, for its later readers."""
-        message = await run(lambda: sessions.message(tenant, session_id, message_id).declassify(*body.labels))
+
+        def declassify() -> Message:
+            return sessions.message(tenant, session_id, message_id).declassify(*body.labels)
+
+        message = await run(declassify, tenant, session_id)
         return {"labels": sorted(message.labels)}
 
     @router.get("/{session_id}/usage")
-    async def read_usage(session_id: int, tenant: str = tenant_dependency) -> dict[str, Any]:
+    async def read_usage(session_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Return the summed token counts of a session, whose messages it completes."""
-        usage = await run(lambda: sessions.get(tenant, session_id).usage)
+        usage = await run(lambda: sessions.get(tenant, session_id).usage, tenant, session_id)
         return asdict(usage)
 
     app.include_router(router)
 
 
-async def _named_errors(result: Awaitable[Any]) -> Any:
-    """Return a result; errors have their class name as `code`."""
-    try:
-        return await result
-    except ChoreographError as exc:
-        raise _named_error(exc) from None
-
-
-def _named_error(exc: ChoreographError) -> ApiError:
-    error = to_api_error(exc)
+def _named_error(exc: ChoreographError, names: Mapping[int, str]) -> ApiError:
+    error = to_api_error(exc, names)
     error.body["error"]["code"] = type(exc).__name__
     return error

@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from .api_errors import ApiError
+from .api_errors import ApiError, to_api_error
 
 MAX_CONTAINERS = 1 << 16  # objects and lists of one body
 MAX_VALUES = 1 << 20  # members and elements of one body, such as token ids
-MAX_KEYS = 4096  # of one object
+MAX_KEYS = 1 << 13  # of one object
 MAX_DEPTH = 128  # of nested objects and lists
 
 OPTION_CHARS = 256  # of a header that names something
@@ -170,13 +171,26 @@ def _refuse_size(reason: str, fix: str) -> NoReturn:
 
 
 class CheckedRequest(Request):
-    """Request whose body was parsed and checked."""
+    """Request whose body was parsed and validated."""
 
     _value: Any = None
 
     async def json(self) -> Any:
-        """Return the parsed body."""
+        """Return the model of the body, which FastAPI takes as it is."""
         return self._value
+
+
+def _read_body(body: bytes, field: Any) -> Any:
+    """Parse and validate a body.
+
+    Args:
+        field: of FastAPI, whose type the body has.
+    """
+    parsed = parse_body(body)
+    value, errors = field.validate(parsed, {}, loc=("body",))
+    if errors:
+        raise to_api_error(RequestValidationError(errors, body=parsed))
+    return value
 
 
 # authenticates a request: returns its tenant
@@ -193,8 +207,8 @@ def checked_route(authenticate: Authenticate, run: RunWork) -> type[APIRoute]:
 
     class CheckedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Any]:
-            handler = super().get_route_handler()
-            if self.body_field is None:
+            handler, field = super().get_route_handler(), self.body_field
+            if field is None:
                 return handler
 
             async def handle(request: Request) -> Response:
@@ -203,7 +217,7 @@ def checked_route(authenticate: Authenticate, run: RunWork) -> type[APIRoute]:
                 check_headers(request)
                 body = await request.body()
                 if body and "json" in request.headers.get("content-type", "").lower():
-                    request._value = await run(tenant, len(body), lambda: parse_body(body))
+                    request._value = await run(tenant, len(body), lambda: _read_body(body, field))
                 response: Response = await handler(request)
                 return response
 

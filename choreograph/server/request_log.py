@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..engine.message import Message, unwrap_slice
 from ..engine.request import Request, RequestState
-from .reuse import SOURCES
+from .answer_plan import SOURCES
 
 MAX_RECORDS, MAX_WORKFLOWS, MAX_ROWS = 200, 32, 80  # requests and workflows of a tenant, messages of a workflow
 

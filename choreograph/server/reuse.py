@@ -5,24 +5,25 @@ session, found again by its content. auto: quotes of stored messages are found a
 All functions run in the engine's thread.
 """
 
+import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..agents import Agent
 from ..engine.engine import Engine
 from ..engine.message import Message, MessageSlice
-from ..engine.request import TokenMask
-from ..engine.session import Session
 from ..errors import InvalidRequestError, LeakError
-from ..sampling_params import SamplingParams
+from ..namespace import serialize
 from ..utils import call_all
+from .agent_tracking import NO_AGENT, AgentStep
+from .answer_plan import Answer, Plan, SourceCounts, decode_prompt
 from .chat_prompt import ChatPrompt
+from .exact_reuse import plan_exact
 from .message_store import (
     MessageIndex,
     MessageKey,
@@ -36,75 +37,14 @@ from .span_index import Span, common_length, find_spans, gaps_between
 
 MIN_PARTIAL = 16  # tokens of the shortest part of a stored message that is reused as a prefix
 
-ROOT = 0  # lineage of a prompt that starts anew
-
-
-class Answer(NamedTuple):
-    """Sampling of one answer of a request."""
-
-    sampling: SamplingParams
-    mask: TokenMask | None = None
-    keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of the generated text
-    priority: int = 0  # requests with a lower number are admitted first
-    repair: float | None = None  # share of reused tokens to compute again, 0 to 1
-    max_kl: float | None = None  # divergence from prefix mode to stay within, nats a token; None: unlimited
-
-
-SOURCES = ("prefix", "message", "quoted", "remote", "other_model", "computed")  # where prompt tokens come from
-
-
-@dataclass
-class SourceCounts:
-    """Prompt tokens of one request by source."""
-
-    prefix: int = 0  # cached as the start of an earlier prompt: exact
-    message: int = 0  # of a message that was encoded after other messages
-    quoted: int = 0  # of a message that is quoted inside another text
-    computed: int = 0
-    remote: int = 0  # of a message that another replica encoded
-    other_model: int = 0  # of a message of another model, some of whose layers are computed again
-    repaired: int = 0  # reused tokens that were computed again in this context; also in another count
-
-    @property
-    def cached(self) -> int:
-        return self.prefix + self.message + self.quoted + self.remote + self.other_model
-
-
-@dataclass
-class Plan:
-    """Decodes of one prompt, and what ends them."""
-
-    messages: list[Message]  # one decode an answer
-    counts: SourceCounts
-    close: Callable[[bool], None]  # called once, with whether all answers are complete
-    measure: Callable[[], object] | None = None  # called after it, if they are: measures selected calls
-
-
-def plan_exact(engine: Engine, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
-    """Submit a prompt in prefix mode, which reuses its longest cached prefix."""
-    session = engine.session(mode="prefix", seed=0, client_id=key.client_id, model=key.model, labels=key.labels)
-    counts = SourceCounts()
-    try:
-        messages = _decode_prompt(session, prompt.tokens, (), (), answers)
-    except BaseException:
-        session.close()
-        raise
-
-    def close(is_complete: bool) -> None:
-        if is_complete:
-            usage = messages[0].usage
-            counts.prefix = min(usage.cached_tokens, len(prompt.tokens))
-            counts.computed = len(prompt.tokens) - counts.prefix
-        session.close()
-
-    return Plan(messages, counts, close)
+ROOT = b""  # lineage of a prompt that starts anew
 
 
 def plan_messages(
-    store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
+    store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], step: AgentStep
 ) -> Plan:
     """Submit a chat whose messages are found by their content."""
-    builder = _PlanBuilder(store, key, agent, answers, offsets=prompt.offsets)
+    builder = _PlanBuilder(store, key, step, answers, offsets=prompt.offsets)
     occurrences: Counter[object] = Counter()  # a message cannot be at two places of one context
     try:
         for segment in prompt.segments:
@@ -133,10 +73,10 @@ def plan_messages(
 
 
 def plan_auto(
-    store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], agent: str | None
+    store: MessageStore, key: WorkflowKey, prompt: ChatPrompt, answers: Sequence[Answer], step: AgentStep
 ) -> Plan:
     """Submit a prompt whose quotes of stored messages are reused in place."""
-    builder = _PlanBuilder(store, key, agent, answers, with_spans=True)
+    builder = _PlanBuilder(store, key, step, answers, with_spans=True)
     tokens, limit = prompt.tokens, len(prompt.tokens) - 1  # at least one token is computed
     try:
         position = builder.reuse_prefix(tokens, 0, limit)
@@ -148,6 +88,9 @@ def plan_auto(
             builder.reuse_span(span.key, span.source_start, span.source_start + span.stop - span.start)
             position = span.stop
         position = builder.reuse_prefix(tokens, position, limit)
+        if position < (end := min(step.fixed_tokens or 0, limit)):  # a part of its own, which can be marked
+            builder.compute(tokens[position:end])
+            position = end
         return builder.decode(tokens[position:], [])
     except BaseException:
         builder.abort()
@@ -161,7 +104,7 @@ class _PlanBuilder:
         self,
         store: MessageStore,
         key: WorkflowKey,
-        agent: str | None,
+        step: AgentStep,
         answers: Sequence[Answer],
         *,
         with_spans: bool = False,
@@ -178,11 +121,13 @@ class _PlanBuilder:
             self._guard = {"labels": key.labels, "clearance": key.readable, "on_leak": "error"}
             if key.on_leak == "error":
                 self._forbidden = [i for i in self.workflow.indexes.values() if i not in self._indexes]
-        self._budget = self.workflow.session.budget = store.budget(key, answers[0].max_kl, agent)
-        self._turn = ExitStack()  # of the agent
-        if agent is not None and self.workflow.tracker is not None:
+        self._budget = self.workflow.session.budget = store.budget(key, answers[0].max_kl, step.agent)
+        self._turn, self._fixed_tokens = ExitStack(), step.fixed_tokens or 0
+        self._agent: Agent | None = None
+        if step.agent is not None and self.workflow.tracker is not None:
             try:
-                self._turn.enter_context(self.workflow.tracker.agent(agent))
+                turn = self.workflow.tracker.agent(step.agent, steps=step.steps)
+                self._agent = self._turn.enter_context(turn)
             except BaseException:
                 self.abort()
                 raise
@@ -294,8 +239,15 @@ class _PlanBuilder:
         return self._offsets[len(self.parents)] if self._offsets else None
 
     def _extend(self, message: Message, start: int, stop: int, *, is_whole: bool = True) -> None:
-        self._lineage = hash((self._lineage, message.id, start, stop, self._next_offset))
-        self.parents.append(message if is_whole else message[start:stop])
+        # a client that finds two equal ones would read messages in another's context
+        place = serialize((self._lineage, message.id, start, stop, self._next_offset))
+        self._lineage = hashlib.sha256(place).digest()
+        part = message if is_whole else message[start:stop]
+        self.parents.append(part)
+        if self._fixed_tokens > 0 and self._agent is not None:
+            end = min(stop, start + self._fixed_tokens)
+            self._agent.mark_fixed(part if end == stop else message[start:end])
+            self._fixed_tokens -= end - start
 
     def _places(self) -> tuple[Sequence[int | None] | None, int | None]:
         """Return the offsets of the context and of the next part."""
@@ -340,7 +292,7 @@ class _PlanBuilder:
     def decode(self, header: list[int], footer: list[int]) -> Plan:
         """Submit the answers over the context."""
         answers = self._answers
-        messages = _decode_prompt(
+        messages = decode_prompt(
             self.workflow.session, header, self.parents, footer, answers, self._offsets, self._guard
         )
         self._turn.close()
@@ -383,51 +335,11 @@ def _source_of(stored: StoredMessage, is_complete: bool) -> str:
     return "message" if is_complete and stored.message.finish_reason == "cached" else "computed"
 
 
-def decode_all(decode: Callable[[Answer], Message], answers: Sequence[Answer]) -> list[Message]:
-    """Submit the answers to one prompt, all or none."""
-    messages: list[Message] = []
-    try:
-        for answer in answers:
-            messages.append(decode(answer))
-            if answer.mask is not None:
-                messages[-1].constrain(answer.mask)
-    except BaseException:
-        for message in messages:
-            message.release()
-        raise
-    return messages
-
-
-def _decode_prompt(
-    session: Session,
-    header: Sequence[int],
-    parents: Sequence[Message | MessageSlice],
-    footer: Sequence[int],
-    answers: Sequence[Answer],
-    offsets: Sequence[int | None] = (),
-    guard: Mapping[str, Any] = MappingProxyType({}),
-) -> list[Message]:
-    def decode(answer: Answer) -> Message:
-        return session.decode(
-            list(header),
-            parents,
-            offsets or None,
-            sampling=answer.sampling,
-            footer=list(footer),
-            priority=answer.priority,
-            repair=answer.repair,
-            **guard,
-        )
-
-    return decode_all(decode, answers)
-
-
 class ReusePlanner:
     """Plans requests in the reuse mode that they choose."""
 
-    def __init__(self, engine: Engine, max_stored_tokens: int, shadow_calls: float = 0.0) -> None:
-        self._engine = engine
-        self.store = MessageStore(engine, max_stored_tokens, shadow_calls)
+    def __init__(self, engine: Engine, store: MessageStore) -> None:
+        self._engine, self.store = engine, store
 
     def check(self, mode: ReuseMode) -> None:
         """Check that the model supports a reuse mode."""
@@ -441,9 +353,10 @@ class ReusePlanner:
         key: WorkflowKey,
         prompt: ChatPrompt,
         answers: Sequence[Answer],
-        agent: str | None = None,
+        step: AgentStep = NO_AGENT,
     ) -> Plan:
         """Submit the answers to one prompt."""
+        self.store.agent_sessions.expire()
         if mode == "exact":
-            return plan_exact(self._engine, key, prompt, answers)
-        return (plan_messages if mode == "messages" else plan_auto)(self.store, key, prompt, answers, agent)
+            return plan_exact(self._engine, self.store, key, prompt, answers, step)
+        return (plan_messages if mode == "messages" else plan_auto)(self.store, key, prompt, answers, step)

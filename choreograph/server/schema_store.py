@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from ..engine.engine import Engine
 from ..engine.message import Message
 from ..errors import InvalidRequestError, SchemaError
+from ..namespace import UNSALTED, Client
 from ..prompt_cache.cache import PromptCache, layout_schema
 from ..prompt_cache.layout import Layout
 from ..prompt_cache.parser import load_schema
 from ..prompt_cache.resolve import ResolvedPrompt
+from .answer_plan import Answer, Plan, SourceCounts, decode_all
 from .api_errors import ApiError
 from .chat_prompt import ChatPrompt
-from .reuse import Answer, Plan, SourceCounts, decode_all
 
 
 class SchemaStore:
@@ -51,7 +52,7 @@ class SchemaStore:
             raise ApiError(
                 429, f"{self._max_schemas} schemas are kept for this key: delete one", code="too_many_schemas"
             )
-        cache = PromptCache(self._engine, layout, client_id=f"{tenant}\0")
+        cache = PromptCache(self._engine, layout, client_id=Client(tenant, UNSALTED))
         self.remove(tenant, name)
         self._caches[tenant, name], self.sources[tenant, name] = cache, pml
         return cache

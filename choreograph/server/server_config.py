@@ -30,7 +30,7 @@ class ServerConfig:
     max_requests: PositiveInt = 256  # running and waiting; more are answered with 429
     max_sessions: PositiveInt = 256  # open sessions of `choreograph.connect`
     max_schemas: PositiveInt = 256  # of Prompt Cache
-    max_workflows: PositiveInt = 4096  # with declared step graphs; the least recently used are forgotten
+    max_workflows: PositiveInt = 1024  # with declared step graphs
     max_workflow_tokens: NonNegativeInt = 1 << 20  # tokens of messages kept for later requests, of all workflows
     max_stored_responses: NonNegativeInt = 1024  # of /v1/responses with `store`; the oldest are forgotten
     max_stored_bytes: NonNegativeInt = 256 << 20  # of these responses
@@ -38,6 +38,7 @@ class ServerConfig:
     max_choices: PositiveInt = 128  # most answers of one request (`n` times prompts)
     max_body_bytes: PositiveInt = 16 << 20  # of a request; larger ones are answered with 413
     request_timeout: Seconds = 600.0  # seconds until a request is cancelled
+    replica_timeout: Seconds = 30.0  # seconds without an answer of any replica after which requests get 503
     drain_timeout: PositiveInt = 60  # seconds for running requests after SIGTERM
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; ("*",): all
     otlp_traces_endpoint: str | None = None  # that takes OpenTelemetry spans over HTTP (extra `otel`); None: no spans

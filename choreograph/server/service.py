@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -17,21 +17,24 @@ from ..engine.message import Message
 from ..engine.request import TokenMask
 from ..engine.validation import check_tokens
 from ..errors import ConfigError, InvalidRequestError, RequestFailedError
-from ..outputs import BASE_MODEL, EngineStats
+from ..namespace import Client
+from ..outputs import BASE_MODEL, EngineStats, TokenLogprob
 from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
 from ..utils import call_all
+from .agent_tracking import AgentStep
+from .answer_plan import Answer, Plan, SourceCounts
 from .api_errors import ApiError, context_exceeded
 from .chat_prompt import ChatPrompt, ChatRenderer
 from .engine_thread import ChoiceUpdate, EngineThread, Generation
 from .limits import TenantShare
-from .message_store import WorkflowKey
+from .message_store import MessageStore, WorkflowKey
 from .output_parser import CALL_START, THINK_START
 from .prometheus import ServerMetrics
 from .protocol import ChoreographyOptions
 from .request_log import RequestLog, RequestRecord
 from .resumption import ForcedPrefix, SentAnswer
-from .reuse import Answer, Plan, ReusePlanner, SourceCounts
+from .reuse import ReusePlanner
 from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
 from .structured import Constraint, GrammarCompiler
@@ -71,6 +74,9 @@ class GenerationSpec:
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
     max_kl: float | None = None  # divergence to stay within, nats a token; None: the server's
     schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
+    scores_every_answer: bool = False  # `prompt_logprobs` in all answers, not only in the first one of each prompt
+    steps: Mapping[str, float | None] | None = None  # to the next execution of every agent, as its client knows them
+    fixed_tokens: int | None = None  # of the prompts' start that every turn of the agent has; None: inferred
     sent: Sequence[SentAnswer] = ()  # what an earlier engine generated of every answer; empty: nothing
 
 
@@ -80,10 +86,12 @@ class InferenceService:
     def __init__(self, engine: Engine, config: ServerConfig, tracer_provider: Any = None) -> None:
         if engine.chat is None:
             raise ConfigError(f"{engine.model_info.name} has no tokenizer: a server needs one")
-        self.engine, self.config, self.share = engine, config, TenantShare.of(config)
+        self.engine, self.config = engine, config
         self.thread = EngineThread(engine)
         self.pool = WorkPool()
-        self.planner = ReusePlanner(engine, config.max_workflow_tokens, config.shadow_calls)
+        share = self.share = TenantShare.of(config)
+        store = MessageStore(engine, share.workflow_tokens, config.shadow_calls, share.workflows)
+        self.planner = ReusePlanner(engine, store)
         self.schemas = SchemaStore(engine, self.share.schemas)
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name
@@ -124,6 +132,11 @@ class InferenceService:
             callback()
         if self._compiler is not None:
             self._compiler.close()
+
+    def check_ready(self) -> None:
+        """Raise an error unless new requests are accepted."""
+        if self.is_draining or not self.thread.is_running:
+            raise ApiError(503, "the server is shutting down", type="service_unavailable")
 
     async def stats(self) -> EngineStats:
         """Return the engine's state; waits for no step."""
@@ -198,7 +211,6 @@ class InferenceService:
             )
         reuse: Any = options.reuse or header_options["reuse"] or self.config.reuse
         self.planner.check(reuse)
-        client_id = f"{tenant}\0{body.salt}"
         labels = {*options.labels, *filter(None, map(str.strip, headers.get("x-choreography-labels", "").split(",")))}
         agent = options.agent or header_options["agent"]
         if agent is not None:
@@ -209,7 +221,7 @@ class InferenceService:
                 f"on_leak={options.on_leak!r}: needs a clearance: give the labels that may be read"
             )
         model, on_leak = self.resolve_model(body.model), options.on_leak or "reencode"
-        key = WorkflowKey(client_id, workflow, model, frozenset(labels), clearance, on_leak)
+        key = WorkflowKey(Client(tenant, body.salt), workflow, model, frozenset(labels), clearance, on_leak)
         if options.offsets is not None and (reuse != "messages" or not hasattr(body, "messages")):
             raise InvalidRequestError(
                 "offsets: positions of messages need a chat with reuse='messages'; leave them out"
@@ -304,6 +316,7 @@ class RunningRequest:
                 }
             )
         self._has_disconnected = False
+        self._prompt_scores: dict[int, list[TokenLogprob | None]] = {}  # by answer
         num_sent = [(answer.num_chars, len(answer.token_ids)) for answer in spec.sent]
         self._generation = Generation(self._submit, self._close, num_sent=num_sent)
         self._masks: list[TokenMask] = []  # of every answer, if the request has a grammar
@@ -376,6 +389,11 @@ class RunningRequest:
             },
         }
 
+    def prompt_scores(self, index: int) -> list[TokenLogprob | None]:
+        """Return the scores of an answer's prompt, after its first update."""
+        first_of_prompt = index - index % self.spec.num_answers
+        return self._prompt_scores[index if self.spec.scores_every_answer else first_of_prompt]
+
     async def updates(self) -> AsyncGenerator[list[ChoiceUpdate]]:
         """Yield updates until every answer is complete.
 
@@ -393,6 +411,8 @@ class RunningRequest:
                     raise updates
                 for update in updates:
                     self.num_generated[update.index] += len(update.token_ids)
+                    if update.prompt_logprobs is not None:
+                        self._prompt_scores[update.index] = update.prompt_logprobs
                     if self.span is not None and update.token_ids:
                         self.span.first_token()
                     if update.finish_reason is not None and update.timing is not None:
@@ -435,6 +455,8 @@ class RunningRequest:
             answers = []
             for number in range(spec.num_answers):
                 sampling = spec.sampling.with_seed(seed + number)
+                if number and not spec.scores_every_answer:
+                    sampling = sampling.without_prompt_logprobs()
                 index = len(messages) + number
                 mask = self._masks[index] if self._masks else None
                 if spec.sent:
@@ -444,7 +466,8 @@ class RunningRequest:
             if spec.schema_prompt is not None and self._resolved is not None:
                 plan = service.schemas.plan(*spec.schema_prompt[:2], self._resolved, prompt, answers)
             else:
-                plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, spec.agent)
+                step = AgentStep(spec.agent, spec.steps, spec.fixed_tokens)
+                plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, step)
             self._plans.append(plan)
             messages += plan.messages
         if service.log is not None:
@@ -454,6 +477,8 @@ class RunningRequest:
 
     def _close(self, is_complete: bool) -> None:
         errors = call_all(partial(plan.close, is_complete) for plan in self._plans)
+        for message in self._generation.messages:
+            message.drop_prompt_logprobs()  # some messages are stored
         for plan in self._plans:
             if is_complete and plan.measure is not None:
                 self._service.thread.defer(plan.measure)

@@ -3,18 +3,21 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 
 from ..errors import InvalidRequestError
+from .agent_tracking import agent_step
 from .answer_loop import AnswerLoop, ParsedAnswer, ParserOptions, StreamUsage
 from .chat_completions import constraint_of, end_with_grammar
 from .chat_prompt import ChatPrompt
 from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest, check_stream_options
+from .scored_prompts import check_prompt_scoring, check_scored_size, echoed_tokens, encode, prompt_logprobs_of
 from .service import GenerationSpec, InferenceService, RunningRequest
-from .token_text import PlacedToken, completion_logprobs
+from .token_text import PlacedToken, completion_logprobs, label
 
 MAX_PROMPTS = 128
 
@@ -28,20 +31,19 @@ def prepare_completion(
         InvalidRequestError, ApiError: if the request cannot be served.
     """
     check_stream_options(body)
+    check_prompt_scoring(body)
     service.token_bytes.load()
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.suffix:
         raise InvalidRequestError("suffix: the model does not insert text; leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError(f"best_of={body.best_of}: use the value of n, or leave it out")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequestError("echo: the prompt has no log-probabilities; leave out logprobs")
     if not 1 <= len(body.prompts) <= MAX_PROMPTS:
         raise InvalidRequestError(f"prompt: {len(body.prompts)} prompts: use 1 to {MAX_PROMPTS}")
     prompts, schema_prompt = [], None
     schema_name = body.choreography.prompt_schema if body.choreography else None
     if schema_name is not None:
-        if not isinstance(body.prompt, str) or body.echo or body.salt or key.readable:
+        if not isinstance(body.prompt, str) or body.echo or any(body.salt) or key.readable:
             raise InvalidRequestError(
                 "prompt: with a schema use one PML text, without echo, cache_salt, extra_key and labels"
             )
@@ -56,6 +58,10 @@ def prepare_completion(
         if not tokens:
             raise InvalidRequestError("prompt: is empty: give at least one token")
         prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
+    check_scored_size(service, body, prompts, body.n or 1)
+    step = agent_step(agent, body.choreography, prompts)
+    if schema_prompt is not None and step.fixed_tokens is not None:
+        raise InvalidRequestError("fixed_tokens: the schema names the fixed parts; leave it out")
     max_tokens = service.max_tokens(body.max_tokens, prompts, "prompt")
     seed = service.random_seed() if body.seed is None else body.seed
     sampling = body.sampling(max_tokens, body.logprobs, seed)
@@ -76,6 +82,9 @@ def prepare_completion(
         repair=body.repair,
         max_kl=body.max_kl,
         schema_prompt=schema_prompt,
+        scores_every_answer=bool(body.stream),  # they begin at different times
+        steps=step.steps,
+        fixed_tokens=step.fixed_tokens,
     )
 
 
@@ -83,7 +92,7 @@ class CompletionAnswer:
     """Answer of one completion request, whole or streamed."""
 
     def __init__(self, service: InferenceService, body: CompletionRequest, running: RunningRequest) -> None:
-        self._tokenizer, self._body = service.engine.tokenizer, body
+        self._service, self._tokenizer, self._body = service, service.engine.tokenizer, body
         self._loop = AnswerLoop(
             service,
             running,
@@ -101,17 +110,22 @@ class CompletionAnswer:
         prompt = self._body.prompts[answer.index // self._loop.running.spec.num_answers]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
+    def _text_of(self, token: int) -> str:
+        return label(self._loop.token_bytes.of(token))
+
     def _prompt_ids(self, answer: ParsedAnswer) -> dict[str, Any]:
         return {"prompt_token_ids": self._loop.prompt_of(answer).tokens} if self._body.return_token_ids else {}
 
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request that does not stream."""
         await self._loop.complete()
-        choices = [
-            self._choice(answer, self._echoed(answer) + answer.content, answer.tokens, answer.finish_reason)
-            | self._prompt_ids(answer)
-            for answer in self._loop.answers
-        ]
+        running = self._loop.running
+        choices = []
+        for answer in self._loop.answers:
+            text = self._echoed(answer) + answer.content
+            write = partial(self._choice, answer, text, answer.tokens, answer.finish_reason, is_first=True)
+            scores = partial(prompt_logprobs_of, self._body, running, self._text_of, answer.index)
+            choices.append(await encode(self._service, running, write) | await encode(self._service, running, scores))
         return {**self._head, "choices": choices, "usage": self._loop.usage()}
 
     async def events(self) -> AsyncIterator[str]:
@@ -123,22 +137,21 @@ class CompletionAnswer:
         def chunk(
             answer: ParsedAnswer, text: str, tokens: Sequence[PlacedToken] = (), reason: str | None = None
         ) -> str:
-            choice = self._choice(answer, text, tokens, reason)
-            if answer.index not in started:
-                choice |= self._prompt_ids(answer)
+            choice = self._choice(answer, text, tokens, reason, is_first=answer.index not in started)
             return sse({**self._head, "choices": [choice], **usage.fields(answer)})
 
         text_events = TextEvents(lambda index, text: chunk(loop.answers[index], text))
         async for events in loop.steps():
             chunks = []
             for answer, event in events:
-                text = event.text if answer.index in started else self._echoed(answer) + event.text
-                if event.kind == "end":
-                    chunks.append(chunk(answer, text, reason=answer.finish_reason))
-                elif is_plain:
+                is_first = answer.index not in started
+                text = self._echoed(answer) + event.text if is_first else event.text
+                reason = answer.finish_reason if event.kind == "end" else None
+                if is_plain and event.kind != "end":
                     chunks.append(text_events.event(answer.index, text))
                 else:
-                    chunks.append(chunk(answer, text, event.tokens))
+                    write = partial(chunk, answer, text, event.tokens, reason)
+                    chunks.append(await encode(self._service, loop.running, write) if is_first else write())
                 started.add(answer.index)
             if chunks:
                 yield "".join(chunks)
@@ -147,12 +160,29 @@ class CompletionAnswer:
         yield SSE_END
 
     def _choice(
-        self, answer: ParsedAnswer, text: str, tokens: Sequence[PlacedToken], finish_reason: str | None
+        self,
+        answer: ParsedAnswer,
+        text: str,
+        tokens: Sequence[PlacedToken],
+        finish_reason: str | None,
+        *,
+        is_first: bool,
     ) -> dict[str, Any]:
+        """Return a part of an answer.
+
+        Args:
+            is_first: the part has what belongs to the prompt.
+        """
+        body, token_bytes = self._body, self._loop.token_bytes
         choice: dict[str, Any] = {"index": answer.index, "text": text, "finish_reason": finish_reason, "logprobs": None}
-        if self._body.logprobs is not None:
+        if body.logprobs is not None:
             start = len(self._echoed(answer))
-            choice["logprobs"] = completion_logprobs(tokens, self._loop.token_bytes, self._body.logprobs, start)
-        if self._body.return_token_ids:
+            choice["logprobs"] = completion_logprobs(tokens, token_bytes, body.logprobs, start)
+            if is_first and body.echo:
+                echoed = echoed_tokens(body, self._loop.running, answer.index, token_bytes)
+                fields = completion_logprobs(echoed, token_bytes, body.logprobs)
+                fields["token_logprobs"][0] = fields["top_logprobs"][0] = None  # nothing predicts it
+                choice["logprobs"] = {name: fields[name] + values for name, values in choice["logprobs"].items()}
+        if body.return_token_ids:
             choice["token_ids"] = answer.take_token_ids()
-        return choice
+        return choice | self._prompt_ids(answer) if is_first else choice

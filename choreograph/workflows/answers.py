@@ -119,6 +119,7 @@ _TIME = re.compile(
     r"(?:at\s+)?(\d{1,2})(?:[:.](\d{2}))?\s*(?:([ap])\.?\s?m\b\.?|in the (morning|afternoon|evening))|(?:12 )?(noon|midnight)",
     re.IGNORECASE,
 )
+_HOUR = re.compile(r"(\d{1,2})(?::00)?")
 _RATIO = re.compile(r"\s*[-\w.{}/\\]+(?:\s*:\s*[-\w.{}/\\]+)+\s*")
 _FRACTION = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}|([^/]+)/([^/]+)")
 _WORD = re.compile(r"(?<![\w\\])[^\W\d_]{3,}(?!\w)")
@@ -226,6 +227,9 @@ def math_equal(reference: str, answer: str) -> bool:
         )
         for side in (a, b)
     )
+    hours = [_HOUR.fullmatch(side) for side in (a, b)]
+    if hours[0] and hours[1] and ":" in a + b:  # 10 and 10:00, of 10 o'clock
+        return int(hours[0][1]) == int(hours[1][1])
     if any(map(_RATIO.fullmatch, (a, b))):
         return _same_ratio(a, b)
     return _same_quantity(*(_quantity(side, other) for side, other in ((a, b), (b, a))))

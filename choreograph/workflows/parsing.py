@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from .answers import expand_magnitudes, normalize_answer, without_hedge
+from .answers import expand_magnitudes, normalize_answer
+from .remarks import without_aside, without_explanation, without_lead
 
 _BOX = re.compile(r"\\boxed\s*\{")
 
@@ -26,7 +27,10 @@ _FORMULA = re.compile(  # dollar signs by pandoc's rules: amounts of money in "$
 _REMARKS = [  # after an answer
     (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
-        (r"(?<![ap]\.m)[.!?]\s+(?=[A-Z*(\\$]).*$", ""),  # another sentence
+        (
+            r"(?<![ap]\.m)(?<!\b[DMJS]r)(?<!\bMs)(?<!\bMrs)(?<!\bSt)(?<!\bNo)(?<!\.\.)[.!?]\s+(?=[A-Z*(\\$]).*$",
+            "",
+        ),  # another sentence
         (r"(?<=[\w}%$])\s+\([A-Za-z≈=][^()]+\)", ""),  # 4 (four)
         (r"(?<=\S)(?:,|;|\s+[-–—]+)?\s+(?:because|since|which|whereas|given that|due to)\b.*$", ""),
         (
@@ -42,7 +46,7 @@ _REMARKS = [  # after an answer
 
 _OPTION = re.compile(
     r"(?:\\(?:text|math)[a-z]*\{\s*)?\(([A-Ja-j])\)|(?:(?i:option|choice)\s+\(?)?([A-J])"
-    r"(?=[).:,;*]|$|\s+(?:[-–—(]|because\b|since\b|as\b))|(?i:option|choice)\s+([A-J])\b"
+    r"(?=[).:,;*]|$|\s+(?:[-–—(]|because\b|since\b|as\b|which\b|(?:and\s+|but\s+)?not\b|(?:and\s+)?(?:I|it|this|that)\s+[a-z]))|(?i:option|choice)\s+([A-J])\b"
 )
 
 _LAST_OPTION = re.compile(r"(?:^|\s)\(([A-J])\)\W*$")
@@ -82,7 +86,9 @@ _NUMBER = re.compile(
     r"(?:\s*(?:hundred|thousand|million|billion|trillion)\b)?"
 )
 
-_PUNCTUATION = " \t\n,;:!*`\"'"
+_PUNCTUATION = " \t\n,;:!*`\"'“”‘’«»"
+
+_PERIODIC = re.compile(r"\.\d+\.{3}$")  # 0.333...
 
 _GROUP = r"(?:group|set|list|team|part|category|story)"
 
@@ -124,7 +130,10 @@ def final_answer(text: str, *, is_complete: bool = True) -> str | None:
         is_complete: False for a truncated text, whose last expression is an intermediate step.
     """
     text = re.sub(r"(\\\[|\$\$)\s*([^$]*?)\s*(\\\]|\$\$)", r"\1\2\3", text)  # one line for formulas of several lines
-    result = boxed(text) or _stated_answer(text) or (_last_expression(text) if is_complete else None)
+    in_box = boxed(text)
+    result = (
+        (in_box and without_aside(in_box)) or _stated_answer(text) or (_last_expression(text) if is_complete else None)
+    )
     return result if result and re.search(r"\w", result) else None
 
 
@@ -136,15 +145,17 @@ def _stated_answer(text: str) -> str | None:
 def _without_remarks(value: str) -> str:
     """Strip hedges, reasons and other remarks from a stated answer."""
     value = value.strip(_PUNCTUATION)
-    if formula := _FORMULA.match(value):
-        value = next(filter(None, formula.groups())).strip() + value[formula.end() :]
+    if _FORMULA.match(value):
+        value = _FORMULA.sub(lambda formula: next(filter(None, formula.groups())).strip(), value)
     value = value.split(r"\boxed{")[-1].removeprefix(r"\(").removeprefix(r"\[").strip()
-    value = without_hedge(value)
+    value = without_lead(value)
     if option := _OPTION.match(value):
         return next(filter(None, option.groups()))
-    for pattern, replacement in _REMARKS:
+    value = without_explanation(_REMARKS[1][0].sub("", _REMARKS[0][0].sub("", value)))
+    for pattern, replacement in _REMARKS[2:]:
         value = pattern.sub(replacement, value)
-    return expand_magnitudes(value.strip("$? ")).strip(_PUNCTUATION).rstrip(".").strip(_PUNCTUATION)
+    value = expand_magnitudes(value.strip("$? ")).strip(_PUNCTUATION)
+    return value if _PERIODIC.search(value) else value.rstrip(".").strip(_PUNCTUATION)
 
 
 def _last_expression(text: str) -> str | None:

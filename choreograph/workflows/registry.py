@@ -17,7 +17,7 @@ from .run import DEFAULT_CONDITIONS, Condition, WorkflowFunction
 
 _PACKAGE = __name__.rpartition(".")[0]
 
-_NOT_WORKFLOWS = {"answers", "parsing", "registry", "run"}  # other modules of this package
+_NOT_WORKFLOWS = {"answers", "parsing", "registry", "remarks", "run"}  # other modules of this package
 
 
 @dataclass(frozen=True)

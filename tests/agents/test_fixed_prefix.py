@@ -159,3 +159,57 @@ def test_a_slice_marked_in_a_prefix_mode_prompt_ends_its_fixed_part():
         (key,) = team.fixed_prefix_hashes("a")
         (entry,) = engine.core.cache_manager.entries_with(key)
         assert entry.fixed_ends == {24: {key}}
+
+
+def first_prompt(engine):
+    """Compute a prompt of 100 tokens, whose first three all others have."""
+    with engine.session(mode="prefix", seed=0) as s:
+        s.decode([1, 2, 3, *(k % 50 for k in range(97))], sampling=BRIEF).result()
+
+
+def test_of_an_entry_that_a_new_prompt_starts_with_the_rest_can_be_evicted():
+    engine = tiny_models.engine(tokens=256)
+    first_prompt(engine)
+    with engine.session(mode="prefix", seed=0) as s:
+        usage = s.decode([1, 2, 3, *(59 - k % 50 for k in range(200))], sampling=BRIEF).result().usage
+    assert usage.cached_tokens == 3  # without the cut, both entries do not fit together
+    engine.check()
+
+
+def test_of_an_entry_whose_start_a_running_request_reads_the_rest_can_be_evicted():
+    engine = tiny_models.engine(tokens=208)
+    first_prompt(engine)
+    with engine.session(mode="prefix", seed=0) as s, engine.session(mode="prefix", seed=0) as other:
+        running = s.decode([1, 2, 3, 59], max_tokens=60, ignore_eos=True)
+        for _ in range(3):
+            engine.core.step()
+        engine.check()
+        other.decode([*(58 - k % 40 for k in range(130))], sampling=BRIEF).result()
+        assert engine.stats().num_running == 1  # the other one did not wait for its end
+        engine.check()
+        assert len(running.result().tokens) >= 60
+    engine.check()
+
+
+def test_a_cut_of_an_entry_in_use_changes_no_answer():
+    """Several clients share starts of different lengths under pressure; their answers are those without pressure."""
+
+    def answers(engine):
+        result = []
+        with engine.session(mode="prefix", seed=0) as s:
+            for turn in range(6):
+                prompts = [
+                    [*start_of(0, 40, 10 * n + 3), *((13 * turn + n + k) % 60 for k in range(60))] for n in range(3)
+                ]
+                messages = [s.decode(prompt, max_tokens=12, temperature=0.0, ignore_eos=True) for prompt in prompts]
+                for message in messages:
+                    result.append(message.result().tokens)
+                    engine.check()
+                for message in messages:
+                    message.release()
+        engine.check()
+        return result
+
+    expected = answers(tiny_models.engine())
+    for options in ({}, {"eviction": "workflow"}, {"host_capacity": 600}):
+        assert answers(tiny_models.engine(tokens=400, **options)) == expected

@@ -416,3 +416,18 @@ def test_a_workflow_that_is_closed_within_a_turn_says_nothing_more():
         with team.agent("a"):
             team.close()
         assert not engine.core.cache_manager.hints.num_sources
+
+
+def test_steps_may_be_replaced_between_turns():
+    engine = tiny_models.engine(eviction="workflow")
+    with engine.session(mode="prefix", seed=0) as s, Workflow(s) as team:
+        with team.agent("a") as agent:
+            role = agent.prefill_fixed([1] * 20)
+            s.decode([2], [role], max_tokens=2).result()
+        team.set_steps({"a": 3, "b": None})
+        assert team.steps == {"a": 3, "b": math.inf}
+        (key,) = team.fixed_prefix_hashes("a")
+        assert engine.core.cache_manager.hints.steps_to_execution.get(key) == 3
+        with pytest.raises(GraphError, match="steps of agent 'a'"):
+            team.set_steps({"a": -1})
+        assert team.steps == {"a": 3, "b": math.inf}

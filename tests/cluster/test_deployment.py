@@ -19,7 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from choreograph import Engine, EngineConfig
 from choreograph.cluster import build_app, deployment
-from choreograph.cluster.gateway import sum_stats
+from choreograph.cluster.replica_monitor import sum_stats
 from choreograph.errors import ConfigError
 from choreograph.outputs import EngineStats
 
@@ -42,6 +42,12 @@ def test_replicas_follow_requests_and_caches_within_their_limits():
     assert scaled(100, []) == 8
     assert scaled(0, [0.0] * 4, current=4) == 3  # one at a time
     assert scaled(0, [], current=1) == 1
+
+
+def test_no_replica_is_removed_while_the_use_of_a_cache_is_unknown():
+    assert scaled(0, [0.1, 0.1], current=3) == scaled(0, [], current=3) == 3
+    assert scaled(0, [0.1] * 3, current=3) == 2
+    assert scaled(0, [0.9, 0.9], current=3) == 3  # the third one starts: no fourth one for it
 
 
 def test_a_config_file_of_ray_takes_the_options_of_the_server():

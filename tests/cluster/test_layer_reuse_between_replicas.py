@@ -150,7 +150,7 @@ async def test_a_message_is_used_as_long_as_the_one_that_has_its_other_layers(fa
         for asked in (spec_of(message(1)), spec_of(message(2)), spec_of(message(1), model="math")):
             await replicas.run(replicas.source, asked)
         for _ in range(2):
-            stored = [(key.model, tuple(stored.tokens)) for stored, key in store._stored.items()]
+            stored = [(key.model, tuple(stored.tokens)) for stored, key in store.messages.items()]
             base, other, own = (
                 stored.index(place)
                 for place in (("base", message(1).tokens), ("base", message(2).tokens), ("math", message(1).tokens))

@@ -32,6 +32,8 @@ def comparable(answer):
         ("/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2, "temperature": 0.7}),
         ("/chat/completions", CHAT | {"response_format": {"type": "json_object"}, "max_tokens": 24}),
         ("/completions", {"model": "tiny", "prompt": ["One", "Two"], "max_tokens": 4, "temperature": 0}),
+        ("/completions", {"model": "tiny", "prompt": "One two", "max_tokens": 0, "prompt_logprobs": 1, "n": 2}),
+        ("/chat/completions", CHAT | {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 0}),
         ("/chat/completions", CHAT | {"model": "other"}),
         ("/chat/completions", CHAT | {"temperature": -1}),
         ("/chat/completions", CHAT | {"max_tokens": 100_000}),
@@ -135,3 +137,40 @@ def test_a_client_that_disconnects_cancels_its_request_on_the_replica(ray_cluste
     while any(load.stats.num_running for load in loads()):
         assert time.monotonic() < end
         time.sleep(0.2)
+
+
+def counters_of(url):
+    """Return all counters of a server, by name and labels."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, value in pairs if "_total" in name or "_count{" in name or "_bucket{" in name}
+
+
+def wait_for_ready(url, status, seconds=240):
+    end = time.monotonic() + seconds
+    while httpx.get(f"{url}/ready", timeout=60).status_code != status:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_without_a_living_replica_the_server_is_not_ready_and_counters_never_fall(ray_cluster, ray_client):
+    for number in range(4):
+        chat = [{"role": "user", "content": f"Count the boats at pier {number}."}]
+        ray_client.chat.completions.create(model="tiny", messages=chat, max_tokens=8, temperature=0)
+    states = wait_for_replicas()
+    before = counters_of(ray_cluster.url)
+    name = 'choreograph:computed_tokens_total{model_name="tiny"}'
+    assert before[name] >= sum(state.stats.num_batched_tokens for state in states) > 0
+    for state in states:
+        os.kill(state.process_id, signal.SIGKILL)
+    wait_for_ready(ray_cluster.url, 503)
+    assert httpx.get(f"{ray_cluster.url}/health").status_code == 200
+    during = counters_of(ray_cluster.url)
+    assert all(during[name] >= value for name, value in before.items())
+    wait_for_ready(ray_cluster.url, 200)
+    wait_for_replicas()
+    after = counters_of(ray_cluster.url)
+    assert all(after[name] >= value for name, value in during.items())
+    chat = [{"role": "user", "content": "Count the boats at pier 9."}]
+    ray_client.chat.completions.create(model="tiny", messages=chat, max_tokens=8, temperature=0)
+    assert counters_of(ray_cluster.url)[name] > after[name]

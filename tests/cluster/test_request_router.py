@@ -46,6 +46,7 @@ async def test_lengths_of_queues_follow_what_ray_counts():
     router = router_of(a, b)
     assert router.policy.queues == {"a": 0, "b": 0}
     router.on_new_queue_len_info(a.replica_id, 5)
+    router.on_new_queue_len_info(b.replica_id, 0)
     router.on_send_request(a.replica_id)
     assert router.policy.queues == {"a": 6, "b": 0}
     router.decrement_queue_len_cache(a.replica_id)
@@ -82,3 +83,52 @@ async def test_lengths_that_probes_changed_are_read_when_replicas_are_chosen():
     router.replica_queue_len_cache.update(a.replica_id, 0)  # as a probe does
     await first_choice(router, RouteRequest())
     assert router.policy.queues["a"] == 0
+
+
+def forget(router, *replicas):
+    """Let Ray's lengths of queues expire."""
+    for replica in replicas:
+        router.replica_queue_len_cache.invalidate_key(replica.replica_id)
+
+
+async def test_a_length_that_ray_has_forgotten_is_that_of_the_requests_that_run():
+    a, b = NamedReplica("a"), NamedReplica("b")
+    router = router_of(a, b)
+    for replica, length in ((a, 0), (b, 2)):
+        router.on_new_queue_len_info(replica.replica_id, length)
+    for _ in range(4):
+        router.on_send_request(a.replica_id)
+    forget(router, a)
+    assert await first_choice(router, RouteRequest()) == "b"
+    router.on_send_request(a.replica_id)  # Ray alone would count from zero
+    assert router.policy.queues["a"] == router.replica_queue_len_cache.get(a.replica_id) == 5
+    forget(router, a)
+    for number in range(4):
+        router.on_request_completed(a.replica_id, str(number))
+    assert router.policy.queues["a"] == 1
+    assert await first_choice(router, RouteRequest()) == "a"
+    router.policy.check()
+
+
+async def test_a_replica_that_never_told_its_length_is_neither_first_nor_last():
+    a, b, c = (NamedReplica(name) for name in "abc")
+    router = router_of(a, b)
+    router.on_new_queue_len_info(a.replica_id, 1)
+    router.on_new_queue_len_info(b.replica_id, 5)
+    router.update_replicas([a, b, c])
+    assert router.policy.queues == {"a": 1, "b": 5, "c": 3}
+    assert await first_choice(router, RouteRequest()) == "a"
+    router.replica_queue_len_cache.update(c.replica_id, 0)  # as the probe of a new replica does
+    assert await first_choice(router, RouteRequest()) == "c"
+    forget(router, c)  # it is idle since: nothing was sent there
+    assert await first_choice(router, RouteRequest()) == "c"
+
+
+async def test_requests_of_a_replica_that_died_are_not_counted_for_its_successor():
+    a, b = NamedReplica("a"), NamedReplica("b")
+    router = router_of(a)
+    router.on_send_request(a.replica_id)
+    router.on_replica_actor_died(a.replica_id)
+    router.on_request_completed(a.replica_id, "1")  # late news
+    router.update_replicas([b])
+    assert router.policy.queues == {"b": 0}

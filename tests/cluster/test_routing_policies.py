@@ -6,10 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.cluster.content_keys import anchor_keys, answer_keys, prompt_keys
+from choreograph import SamplingParams
+from choreograph.cluster.content_keys import anchor_keys, answer_keys, prompt_keys, scope_of
 from choreograph.cluster.routing import POLICIES, MessageAffinity, RouteRequest, choose, create_policy
 from choreograph.errors import ConfigError
+from choreograph.namespace import Client, Namespace
 from choreograph.server.chat_prompt import ChatPrompt, Segment
+from choreograph.server.message_store import WorkflowKey
+from choreograph.server.service import GenerationSpec
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 BUSY = dict.fromkeys(IDLE, 1)
@@ -35,6 +39,13 @@ def routed_to(policy, request, queues):
     return result
 
 
+TEAM = Namespace(client=Client("team"))
+
+
+def named(session):
+    return Namespace(session=session)
+
+
 def prompt(*messages, header=(9,)):
     segments = [Segment(tuple(message)) for message in messages]
     return ChatPrompt([*(token for message in messages for token in message), *header], segments, list(header))
@@ -42,28 +53,49 @@ def prompt(*messages, header=(9,)):
 
 def test_messages_in_another_order_have_the_same_keys_and_prefixes_have_not():
     one, two = prompt([1] * 20, [2] * 30), prompt([2] * 30, [1] * 20)
-    assert prompt_keys("messages", ("t",), [one]) == prompt_keys("messages", ("t",), [two])
-    assert not prompt_keys("exact", ("t",), [one]).keys() & prompt_keys("exact", ("t",), [two]).keys()
-    assert sorted(prompt_keys("messages", ("t",), [one]).values()) == [20, 30]
+    assert prompt_keys("messages", TEAM, [one]) == prompt_keys("messages", TEAM, [two])
+    assert not prompt_keys("exact", TEAM, [one]).keys() & prompt_keys("exact", TEAM, [two]).keys()
+    assert sorted(prompt_keys("messages", TEAM, [one]).values()) == [20, 30]
 
 
 def test_keys_of_two_tenants_differ():
     for mode in ("exact", "messages", "auto"):
-        keys = [prompt_keys(mode, (tenant,), [prompt(list(range(200)))]) for tenant in ("one", "two")]
+        keys = [
+            prompt_keys(mode, Namespace(client=Client(tenant)), [prompt(list(range(200)))]) for tenant in ("one", "two")
+        ]
         assert keys[0] and not keys[0].keys() & keys[1].keys()
+
+
+def test_keys_of_scopes_that_could_be_joined_to_equal_text_differ():
+    salts = [("a", "b"), ("b", "a"), ('["a", "b"]', ""), ("a\0b", ""), ("a", ""), ("", "a"), ("ab", "")]
+    workflows = ["a", "b", "a\0b", "a b", "", "0"]
+    keys = [WorkflowKey(Client("t", salt), workflow, "m") for salt in salts for workflow in workflows]
+    keys += [WorkflowKey(Client("t\0a", salts[4]), "a", "m"), WorkflowKey(Client("t", salts[4]), "m", "a")]
+    text = prompt(list(range(200)))
+    for mode in ("exact", "messages", "auto"):
+        specs = [GenerationSpec(key, mode, [text], SamplingParams()) for key in keys]
+        found = {scope: prompt_keys(mode, scope, [text]).keys() for scope in map(scope_of, specs)}
+        assert len(found) == (len(salts) + 2 if mode == "exact" else len(keys))
+        every = [key for own in found.values() for key in own]
+        assert len(set(every)) == len(every) >= len(found)
+
+
+def test_a_session_named_like_a_workflow_is_another_place():
+    places = [Namespace(workflow="a"), Namespace(session="a"), Namespace(client=Client("a")), Namespace()]
+    assert len({place.digest for place in places}) == 4
 
 
 def test_a_quote_inside_another_text_has_the_keys_of_its_source():
     source, around = list(range(1000, 1400)), list(range(5000, 5050))
-    quoted = anchor_keys(("t",), around + source + around)
-    own = anchor_keys(("t",), source)
+    quoted = anchor_keys(TEAM, around + source + around)
+    own = anchor_keys(TEAM, source)
     assert own and own.keys() <= quoted.keys()
 
 
 def test_an_answer_is_found_by_what_the_client_sends_back():
-    learned = answer_keys("messages", ("t",), [1, 2, 3], ["said"])
+    learned = answer_keys("messages", TEAM, [1, 2, 3], ["said"])
     sent_back = ChatPrompt([1, 2], [Segment((7, 1, 2, 3, 8), "said")])
-    assert prompt_keys("messages", ("t",), [sent_back]).keys() == learned.keys()
+    assert prompt_keys("messages", TEAM, [sent_back]).keys() == learned.keys()
 
 
 def test_the_replica_with_most_tokens_is_first_and_a_long_queue_outweighs_it():
@@ -115,11 +147,11 @@ def test_an_idle_cluster_keeps_a_workflow_where_its_messages_are(is_movable):
     first = None
     for turn in range(40):  # each turn adds a message, and nothing else runs
         keys = keys | {turn: 300}
-        replica = routed_to(policy, RouteRequest(keys, "debate", is_movable=is_movable), IDLE)
+        replica = routed_to(policy, RouteRequest(keys, named("debate"), is_movable=is_movable), IDLE)
         first = first or replica
         assert replica == first
     # another workflow goes to a replica that was given less
-    assert routed_to(policy, RouteRequest({100: 300}, "other"), IDLE) != first
+    assert routed_to(policy, RouteRequest({100: 300}, named("other")), IDLE) != first
 
 
 def test_loads_that_differ_by_less_than_a_step_are_equal_to_the_holder_of_messages():
@@ -190,17 +222,17 @@ def test_a_pinned_replica_is_the_only_one_and_failed_ones_are_avoided(name):
 def test_the_only_replica_that_has_not_failed_is_found_among_many(name):
     queues = {f"r{number}": number % 5 for number in range(60)}
     policy, failed = with_queues(create_policy(name), queues), set(queues) - {"r58"}
-    assert choose(policy, RouteRequest({1: 100}, "session", failed=failed)) == ["r58"]
+    assert choose(policy, RouteRequest({1: 100}, named("session"), failed=failed)) == ["r58"]
 
 
 @pytest.mark.parametrize("name", ["message", "session"])
 def test_new_sessions_spread_over_idle_replicas_and_stay(name):
     policy, queues = create_policy(name), {f"r{number}": 0 for number in range(4)}
-    first = [rank(policy, RouteRequest(session=f"s{number}"), queues)[0] for number in range(400)]
+    first = [rank(policy, RouteRequest(session=named(f"s{number}")), queues)[0] for number in range(400)]
     assert all(60 <= first.count(replica) <= 140 for replica in queues)
-    assert first == [rank(policy, RouteRequest(session=f"s{number}"), queues)[0] for number in range(400)]
+    assert first == [rank(policy, RouteRequest(session=named(f"s{number}")), queues)[0] for number in range(400)]
     fewer = {replica: 0 for replica in queues if replica != "r3"}
-    moved = [rank(policy, RouteRequest(session=f"s{number}"), fewer)[0] for number in range(400)]
+    moved = [rank(policy, RouteRequest(session=named(f"s{number}")), fewer)[0] for number in range(400)]
     assert all(old == new for old, new in zip(first, moved, strict=True) if old != "r3")
 
 
@@ -271,9 +303,9 @@ def test_tables_agree_after_any_sequence(steps, max_keys, max_tokens):
 def test_every_policy_ranks_only_replicas_that_exist(name, queues, keys):
     policy = with_queues(create_policy(name), queues)
     for _ in range(3):
-        ranked = choose(policy, RouteRequest(keys, "session"))
+        ranked = choose(policy, RouteRequest(keys, named("session")))
         assert ranked and set(ranked) <= set(queues) and len(set(ranked)) == len(ranked)
-        policy.on_routed(RouteRequest(keys, "session"), ranked[0])
+        policy.on_routed(RouteRequest(keys, named("session")), ranked[0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -286,7 +318,7 @@ def test_the_index_finds_the_first_replica_of_a_scan_over_all(steps, slack, is_m
     policy = with_queues(MessageAffinity(slack=slack), {f"r{number}": 0 for number in range(30)})
     for replica, length, keys in steps:
         policy.set_queue(replica, length)
-        request = RouteRequest(keys, "session", is_movable=is_movable)
+        request = RouteRequest(keys, named("session"), is_movable=is_movable)
         held = policy.held(request)
         load = {name: 64 * queue + policy.work(name) for name, queue in policy.queues.items()}
         is_idle, least = not any(policy.queues.values()), min(load.values())

@@ -14,13 +14,15 @@ from helpers.live_server import make_engine
 from helpers.replica_pair import message, spec_of
 
 from choreograph.agents import StepGraph
+from choreograph.cluster import step_hints
 from choreograph.cluster.gateway import ReplicatedService
 from choreograph.cluster.message_transfer import MessageFetcher, export_messages, load_stored
 from choreograph.cluster.replica import EngineReplica, ReplicaInfo, _Connection
 from choreograph.cluster.routing import choose, create_policy
 from choreograph.cluster.step_hints import StepHints
+from choreograph.namespace import Namespace
 from choreograph.server.app import create_app
-from choreograph.server.chat_prompt import Segment
+from choreograph.server.chat_prompt import ChatPrompt, Segment
 from choreograph.server.server_config import ServerConfig
 
 GRAPH = StepGraph.read({"agents": {"writer": None, "reviewer": "writer"}, "repeats": True})
@@ -62,7 +64,7 @@ def test_failed_requests_and_workflows_without_a_graph_are_followed_without_erro
     hints, spec = StepHints(), request("writer", message(1))
     assert hints.start(spec, None) == hints.end(spec, GRAPH, []) == []
     assert hints.start(request("stranger", message(1)), GRAPH) == []
-    assert hints.start(replace(spec, reuse="exact"), GRAPH) == []
+    assert hints.start(replace(spec, reuse="auto"), GRAPH) == []
     hints.start(spec, GRAPH)
     assert hints.end(spec, None, []) == hints.end(spec, GRAPH, []) == []
     hints.start(spec, GRAPH)
@@ -71,11 +73,43 @@ def test_failed_requests_and_workflows_without_a_graph_are_followed_without_erro
     assert other == []  # of another tenant nothing is known
 
 
+def test_in_exact_the_start_of_the_next_prompt_and_the_steps_are_known():
+    hints = StepHints()
+    writer, reviewer = (
+        replace(request(agent, message(number)), reuse="exact", agent=agent)
+        for agent, number in (("writer", 1), ("reviewer", 2))
+    )
+    assert hints.start(writer, GRAPH) == [] and hints.steps(writer, GRAPH) == {"writer": 2, "reviewer": 1}
+    assert hints.end(writer, GRAPH, [("text", [1])]) == []  # nothing is known of the reviewer's prompt
+    (first,) = hints.start(reviewer, GRAPH)
+    assert (first.agent, first.prompts, first.steps) == ("writer", writer.prompts, {"writer": 1, "reviewer": 0})
+    assert hints.end(reviewer, GRAPH, []) == []  # the same was sent before
+    (again,) = hints.start(writer, GRAPH)
+    assert again.prompts == reviewer.prompts
+    own = replace(reviewer, steps={"writer": 7})
+    hints.end(writer, GRAPH, [])
+    hints.start(own, GRAPH)
+    assert hints.steps(own, GRAPH) == {"writer": 7}  # what the client knows
+
+
+def test_workflows_that_are_followed_are_bounded_for_each_tenant(monkeypatch):
+    monkeypatch.setattr(step_hints, "MAX_RUNS_OF_TENANT", 3)
+    hints = StepHints()
+    hints.start(request("writer", message(1), client="others"), GRAPH)
+    specs = [request("writer", message(1)) for _ in range(5)]
+    specs = [replace(spec, key=spec.key._replace(workflow=f"w{number}")) for number, spec in enumerate(specs)]
+    for spec in specs:
+        hints.start(spec, GRAPH)
+    assert [hints.steps(spec, GRAPH) is not None for spec in specs] == [False, False, True, True, True]
+    assert hints.steps(request("writer", message(1), client="others"), GRAPH) is not None
+
+
 class LocalReplica(EngineReplica):
     """A replica in this process."""
 
-    def __init__(self, folder, name, transport):
-        self._service, self._name = create_app(make_engine(folder), ServerConfig(max_tokens=16)).state.service, name
+    def __init__(self, folder, name, transport, **cache):
+        engine = make_engine(folder, **cache)
+        self._service, self._name = create_app(engine, ServerConfig(max_tokens=16)).state.service, name
         self._version = ""
         self._fetcher = MessageFetcher(self._service, transport, name, "always")
 
@@ -86,10 +120,10 @@ class LocalReplica(EngineReplica):
 class LocalCluster:
     """Replicas without Ray, and the handle that a gateway has of them."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **cache):
         self.policy, self.sent, self.queries, self.num_open = create_policy("message"), [], [], 0
         self.sessions = []  # of the requests that were routed
-        self.replicas = {name: LocalReplica(folder, name, self._ask) for name in "ab"}
+        self.replicas = {name: LocalReplica(folder, name, self._ask, **cache) for name in "ab"}
         for name in self.replicas:
             self.policy.set_queue(name, 0)
         engine = self.replicas["a"]._service.engine
@@ -118,11 +152,19 @@ class LocalCluster:
         self.num_open -= 1
         self.policy.set_queue(name, self.policy.queues[name] - 1)
 
-    async def _generate(self, call):
-        name, call = self._route("request", call)
+    def _generate(self, call):
+        return self._run(*self._route("request", call))
+
+    async def _run(self, name, call):
         async for item in self.replicas[name].generate(call):
             yield item
         self._end(name)
+
+    def broadcast(self, method_name):
+        async def results():
+            return [SimpleNamespace(get_async=replica.load) for replica in self.replicas.values()]
+
+        return SimpleNamespace(_fetch_replica_results_async=results)
 
     async def _prefetch(self, call):
         name, call = self._route("hint", call)
@@ -141,8 +183,8 @@ class LocalCluster:
 
 
 @asynccontextmanager
-async def local_cluster(folder):
-    result = LocalCluster(folder)
+async def local_cluster(folder, **cache):
+    result = LocalCluster(folder, **cache)
     services = [result.gateway, *(replica._service for replica in result.replicas.values())]
     for service in services:
         service.start()
@@ -180,6 +222,36 @@ async def test_the_next_step_runs_where_its_messages_were_prefetched_unless_that
         assert name == first and counts.computed == 2  # the header; the rest was fetched
 
 
+async def test_in_exact_hints_load_the_fixed_part_of_the_next_agent_where_it_is(talker_folder):
+    async with local_cluster(talker_folder, tokens=640, eviction="workflow", host_capacity=4096) as cluster:
+        key = spec_of().key
+        cluster.gateway.planner.store.set_graph(key.tenant, key.workflow, GRAPH)
+        role = {"writer": list(range(100, 260)), "reviewer": list(range(300, 460))}
+
+        async def turn(agent, number):
+            tokens = [*role[agent], *range(1000 * number, 1000 * number + 8)]
+            spec = replace(request(agent), prompts=[ChatPrompt(tokens, header=tokens)], reuse="exact")
+            _, counts, name = await cluster.run(replace(spec, fixed_tokens=160))
+            return counts.computed, name
+
+        assert (await turn("writer", 1))[0] == (await turn("reviewer", 2))[0] == 168
+        (writer,) = {name for _, agent, name in cluster.sent if agent == "writer"}
+        (reviewer,) = {name for _, agent, name in cluster.sent if agent == "reviewer"}
+        assert writer != reviewer
+        (workflow,) = cluster.replicas[reviewer]._service.planner.store.agent_sessions._workflows.values()
+        assert workflow.tracker.steps == {"writer": 1, "reviewer": 2}  # though the writer never ran there
+        for number in range(3, 6):
+            for name, replica in cluster.replicas.items():  # fills the caches
+                other = replace(request(None, client=f"other-{number}-{name}"), reuse="exact")
+                tokens = list(range(5000 + 400 * number, 5400 + 400 * number))
+                other = replace(other, prompts=[ChatPrompt(tokens, header=tokens)])
+                await replica._service.submit(_Connection(), other).complete()
+            agent = ("writer", "reviewer")[number % 2 == 0]
+            cluster.sent.clear()
+            assert await turn(agent, number) == (8, {"writer": writer, "reviewer": reviewer}[agent])
+            assert ("hint", "reviewer" if agent == "writer" else "writer") in [event[:2] for event in cluster.sent]
+
+
 async def test_a_session_header_names_one_of_several_sessions_of_a_workflow(talker_folder):
     async with local_cluster(talker_folder) as cluster:
         for headers in ({}, {"x-session-id": "reader-1"}, {"x-choreography-workflow": "other"}):
@@ -187,7 +259,11 @@ async def test_a_session_header_names_one_of_several_sessions_of_a_workflow(talk
             connection.headers = headers
             await cluster.gateway.submit(connection, request(None, message(1))).complete()
         key = spec_of().key
-        assert cluster.sessions == [f"{key.client_id}\0{name}" for name in (key.workflow, "reader-1", key.workflow)]
+        workflow, session = (
+            Namespace(client=key.client, workflow=key.workflow),
+            Namespace(client=key.client, session="reader-1"),
+        )
+        assert cluster.sessions == [workflow, session, workflow]
 
 
 async def test_hints_belong_to_the_session_of_the_step_before(talker_folder):
@@ -201,9 +277,7 @@ async def test_hints_belong_to_the_session_of_the_step_before(talker_folder):
                 await cluster.gateway.submit(connection, request(agent, message(ord(agent[0])))).complete()
         while cluster.num_open or cluster.gateway.thread._hints:
             await asyncio.sleep(0.01)
-        sent = [
-            (kind, name.partition("\0")[2]) for (kind, *_), name in zip(cluster.sent, cluster.sessions, strict=True)
-        ]
+        sent = [(kind, place.session) for (kind, *_), place in zip(cluster.sent, cluster.sessions, strict=True)]
         assert len(cluster.gateway.hints._runs) == 2 and {name for _, name in sent} == {"first", "second"}
         second = sent.index(("request", "second"))
         assert ("hint", "first") in sent[:second] and ("hint", "second") not in sent[:second]

@@ -1,4 +1,6 @@
-"""What a reader may not see does not change its distributions, bit for bit."""
+"""What a reader may not see changes neither what it attends to nor, but for rounding, its distributions."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -7,29 +9,57 @@ from helpers.hypothesis_profile import many
 from helpers.message_graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from choreograph import Budget, Repair, SamplingParams
 from choreograph.engine.budget import MIN_SAMPLES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
-SECRETS = ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [30] * 17)  # of equal and of different lengths
+SECRETS = ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5])  # of one length
+OTHER_LENGTHS = ([11, 12], [30] * 17)
+# of log-probabilities: a product may round otherwise with another number of rows
+ROUNDING = 100 * torch.finfo(torch.float32).eps
 
 
-def distributions(session, header, parents, **options):
-    """Log-probabilities (3, V) of a decode that is forced to a fixed continuation."""
+class Reading(NamedTuple):
+    """What a decode attended to and computed."""
+
+    attended: tuple  # tokens and positions of it and of all that its keys and values depend on
+    cached_tokens: int  # of its context
+    logprobs: Tensor  # (3, V)
+
+
+def distributions(session, header, parents, **options) -> list[Reading]:
+    """Read the parents in a decode that is forced to a fixed continuation."""
     rows = []
     message = session.decode(header, parents, forced_tokens=[5, 6, 7], **options)
     message.on_logprobs(rows.append)
     message.wait_encoded()
-    return torch.stack(rows)
+    return [Reading(attended_by(message._request.entry), message.usage.cached_tokens, torch.stack(rows))]
 
 
-def assert_independent_of_the_secret(scenario, secrets=SECRETS, differs_without=True):
-    """Run scenario(secret, guard); its distributions must not move with a guard, and must move without one."""
-    first, *others = (scenario(secret, True) for secret in secrets)
-    assert all(torch.equal(first, other) for other in others)
+def attended_by(entry) -> tuple:
+    """Return tokens and positions of an entry and, recursively, of the slices in its context."""
+    context = ((attended_by(part.entry), *part[1:]) for part in entry.context)
+    return tuple(entry.tokens), entry.base_position, tuple(context)
+
+
+def assert_independent_of_the_secret(scenario, differs_without=True):
+    """Run scenario(secret, guard), which returns readings.
+
+    With a guard, a secret of the same length must not move them by a bit, and one of another length by no more than
+    rounding: it may share a step. Without a guard they must move by more.
+    """
+    first, second = (scenario(secret, True) for secret in SECRETS)
+    for reading, other in zip(first, second, strict=True):
+        assert reading[:2] == other[:2] and torch.equal(reading.logprobs, other.logprobs)
+    for secret in OTHER_LENGTHS:
+        for reading, other in zip(first, scenario(secret, True), strict=True):
+            assert reading[:2] == other[:2]
+            torch.testing.assert_close(other.logprobs, reading.logprobs, rtol=0, atol=ROUNDING)
     if differs_without:
-        assert not torch.equal(scenario(secrets[0], False), scenario(secrets[1], False))
+        first, second = (torch.cat([reading.logprobs for reading in scenario(secret, False)]) for secret in SECRETS)
+        assert (first - second).abs().max() > 10 * ROUNDING
 
 
 def clearance_of(guard, labels=()):
@@ -85,9 +115,10 @@ def test_a_released_ancestor_is_encoded_again():
         public, secret = session.prefill([1, 2]), session.prefill([3, 4], labels={"alice"})
         said = session.prefill([6, 7], [public, secret]).result()
         public.release(), secret.release()
-        result = distributions(session, [8], [said], clearance=set())
-        by_hand = session.prefill([6, 7], [session.prefill([1, 2])])
-        assert torch.allclose(result, distributions(session, [8], [by_hand]), atol=1e-5)
+        (reading,) = distributions(session, [8], [said], clearance=set())
+        (by_hand,) = distributions(session, [8], [session.prefill([6, 7], [session.prefill([1, 2])])])
+        assert reading.attended == by_hand.attended
+        torch.testing.assert_close(reading.logprobs, by_hand.logprobs, rtol=0, atol=ROUNDING)
 
 
 def test_a_reader_may_be_submitted_before_the_text_is_final():
@@ -145,18 +176,16 @@ def test_a_declassified_message_is_read_as_it_is():
         assert session.prefill([8], [said], clearance=set()).parents == (said,)
 
 
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("mode", ["choreographed", "prefix", "naive"])
-def test_a_secret_does_not_move_a_reader(mode):
+def test_a_secret_does_not_move_a_reader(mode, backend):
     def scenario(secret, guard):
-        engine = tiny_models.engine(backend="reference")
+        engine = tiny_models.engine(backend=backend)
         with engine.session(mode=mode) as session:
             private, public = session.prefill(secret, labels={"alice"}), session.prefill([40, 41])
             said = session.decode([6], [public, private], forced_tokens=[7, 8], footer=[9])
-            engine.run_until_idle()  # one request a step: the rounding of a product depends on its rows
             answer = session.decode([10], [public, said], forced_tokens=[11], **clearance_of(guard))
-            engine.run_until_idle()
             again = session.decode([12], [public, private, said, answer], forced_tokens=[13])
-            engine.run_until_idle()
             return distributions(session, [14], [again, public, said, answer], **clearance_of(guard))
 
     assert_independent_of_the_secret(scenario, differs_without=mode == "choreographed")
@@ -170,7 +199,6 @@ def test_explicit_positions_of_the_original_are_not_kept():
         with engine.session() as session:
             private, public = session.prefill(secret, labels={"alice"}), session.prefill([40, 41])
             said = session.prefill([6, 7], [private, public], [0, len(secret)], len(secret) + 2)
-            engine.run_until_idle()
             return distributions(session, [14], [said], **clearance_of(guard))
 
     assert_independent_of_the_secret(scenario)
@@ -206,7 +234,7 @@ def test_memory_tiers_and_recomputation_do_not_move_a_reader(tiers):
             session.prefill([1] * 80).wait_encoded()
             assert said.kv_location == ("host" if tiers else "dropped")
             engine.check()
-            return torch.cat([first, distributions(session, [14], [public, said], **clearance_of(guard))])
+            return first + distributions(session, [14], [public, said], **clearance_of(guard))
 
     assert_independent_of_the_secret(scenario)
 
@@ -258,7 +286,10 @@ label_sets = st.sets(st.sampled_from("abc")).map(frozenset)
 @settings(max_examples=many(16), deadline=None)
 @given(nodes=graphs(), data=st.data())
 def test_no_message_graph_carries_a_secret(nodes, data):
-    """Texts with label a differ between two runs; a reader without it gets the same distributions."""
+    """Texts with label a differ between two runs; a reader without it gets the same distributions.
+
+    Bit for bit although lengths differ too: requests run one after the other.
+    """
     labels = [data.draw(label_sets) for _ in nodes]
     clearances = [data.draw(st.none() | label_sets) for _ in nodes]
     slices = [data.draw(st.booleans()) for _ in nodes]
@@ -290,12 +321,13 @@ def test_no_message_graph_carries_a_secret(nodes, data):
                     forced = {"forced_tokens": node.generated, "footer": node.footer}
                     messages.append(session.decode(*args, **forced, **options).wait_encoded())
             parents = [messages[index] for index in order]
-            results.append(distributions(session, [7, 8], parents, clearance=clearance, repair=repair))
+            results += distributions(session, [7, 8], parents, clearance=clearance, repair=repair)
             assert not any("a" in message.labels for message in ancestors(session.messages[-1]))
             engine.check()
-        return torch.cat(results)
+        return results
 
-    assert torch.equal(run(False), run(True))
+    for reading, other in zip(run(False), run(True), strict=True):
+        assert reading[:2] == other[:2] and torch.equal(reading.logprobs, other.logprobs)
 
 
 def ancestors(message):

@@ -85,11 +85,10 @@ def test_a_run_goes_on_where_it_stopped(talker, tmp_path):
         run(talker, tmp_path)
 
 
-@pytest.mark.parametrize("other", ["leak-none", "Leak none"])
-def test_conditions_with_one_file_are_refused(tmp_path, other):
+def test_conditions_with_one_file_are_refused(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(ConfigError, match=f"'leak none' and '{other}' would share a file"):
-        RunDirectory(folder, {"conditions": {"leak none": {}, other: {}}})
+    with pytest.raises(ConfigError, match="'leak none' and 'Leak none' would share a file"):
+        RunDirectory(folder, {"conditions": {"leak none": {}, "Leak none": {}}})
     assert not folder.exists()
 
 
@@ -104,7 +103,7 @@ def test_a_file_is_no_folder_of_a_run(tmp_path):
 
 
 def test_any_name_of_a_condition_has_a_file_of_its_own(tmp_path):
-    names = ["leak none", "half 1/2", "half 1", "..", "a\0b"]
+    names = ["leak none", "leak-none", "leak%2Dnone", "half 1/2", "half 1%2F2", "half 1", "..", "a\0b", "a%00b", ""]
     folder = RunDirectory(tmp_path, {"conditions": dict.fromkeys(names)})
     for name in names:
         folder.append(name, {"id": name})

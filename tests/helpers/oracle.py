@@ -69,21 +69,28 @@ class Oracle:
         message.keys, message.values, message.hidden = [], [], []
         for layer in range(self.c.num_hidden_layers):
             x = self.forward_layer(message, layer, x)
+        message.logprobs = self.log_softmax(x)
+        return message
+
+    def log_softmax(self, x: np.ndarray) -> np.ndarray:
+        """Log-probabilities (T, V) of what comes out of the last layer."""
         head = self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"])
         logits = self.norm(x, "model.norm.weight") @ head.T
         top = logits.max(-1, keepdims=True)
-        message.logprobs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-        return message
+        return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
     def forward_layer(self, message: OracleMessage, layer: int, x: np.ndarray) -> np.ndarray:
         """One layer; notes what came in, keys and values."""
         message.hidden.append(x)
         name = f"model.layers.{layer}."
         x = x + self.attention(message, layer, self.norm(x, name + "input_layernorm.weight"), name + "self_attn.")
+        return x + self.feed_forward(x, name)
+
+    def feed_forward(self, x: np.ndarray, name: str) -> np.ndarray:
         y = self.norm(x, name + "post_attention_layernorm.weight")
         gate = y @ self.w[name + "mlp.gate_proj.weight"].T
         gate = gate / (1 + np.exp(-gate)) * (y @ self.w[name + "mlp.up_proj.weight"].T)
-        return x + gate @ self.w[name + "mlp.down_proj.weight"].T
+        return gate @ self.w[name + "mlp.down_proj.weight"].T
 
     def compute_layers(self, message: OracleMessage, source: OracleMessage, layers: set[int]) -> OracleMessage:
         """A message that another model computed before (`sent`): these layers are computed, the others taken over.
@@ -124,3 +131,28 @@ class Oracle:
                 weights = np.exp(scores - scores.max())
                 out[k, h] = (weights / weights.sum()) @ values[:visible, g]
         return out.reshape(count, -1) @ self.w[name + "o_proj.weight"].T
+
+    def score_context(self, parts: list[tuple[OracleMessage, int, int, int]]) -> np.ndarray:
+        """Log-probabilities (C, V) after every token of a context, which is not changed.
+
+        A part is (message, first token, end token, position of the first one). Each token is computed again as a
+        query at its place, over the keys and values of the context up to itself.
+        """
+        places = [(m, j, position + j - first) for m, first, end, position in parts for j in range(first, end)]
+        heads, share = self.c.num_attention_heads, self.c.num_attention_heads // self.c.num_key_value_heads
+        x = self.w["model.embed_tokens.weight"][[m.tokens[j] for m, j, _ in places]]
+        for layer in range(self.c.num_hidden_layers):
+            name = f"model.layers.{layer}."
+            queries = self.norm(x, name + "input_layernorm.weight") @ self.w[name + "self_attn.q_proj.weight"].T
+            keys = np.array([self.rotate(m.keys[layer][j], position) for m, j, position in places])
+            values = np.array([m.values[layer][j] for m, j, _ in places])
+            out = np.zeros((len(places), heads, self.head_dim))
+            for k, (_, _, position) in enumerate(places):
+                query = self.rotate(queries[k].reshape(heads, -1), position)
+                for h in range(heads):
+                    scores = keys[: k + 1, h // share] @ query[h] / math.sqrt(self.head_dim)
+                    weights = np.exp(scores - scores.max())
+                    out[k, h] = (weights / weights.sum()) @ values[: k + 1, h // share]
+            x = x + out.reshape(len(places), -1) @ self.w[name + "self_attn.o_proj.weight"].T
+            x = x + self.feed_forward(x, name)
+        return self.log_softmax(x)

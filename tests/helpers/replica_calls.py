@@ -6,6 +6,7 @@ from choreograph import SamplingParams
 from choreograph.cluster.content_keys import segment_key
 from choreograph.cluster.replica import ReplicaCall, ReplicaError
 from choreograph.cluster.routing import RouteRequest
+from choreograph.namespace import Client
 from choreograph.outputs import BASE_MODEL
 from choreograph.server.chat_prompt import ChatPrompt, Segment
 from choreograph.server.message_store import WorkflowKey
@@ -21,7 +22,7 @@ def messages(start):
 
 def spec_of(*segments, model=BASE_MODEL):
     tokens = [token for segment in segments for token in segment.tokens] + HEADER
-    key = WorkflowKey("team", "travel", model)
+    key = WorkflowKey(Client("team"), "travel", model)
     sampling = SamplingParams(max_tokens=6, temperature=0.0)
     return GenerationSpec(key, "messages", [ChatPrompt(tokens, list(segments), HEADER)], sampling)
 

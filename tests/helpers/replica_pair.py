@@ -9,6 +9,7 @@ from choreograph import SamplingParams
 from choreograph.cluster.content_keys import segment_key
 from choreograph.cluster.message_transfer import GROUP_BYTES, MessageFetcher, export_messages, run_request
 from choreograph.cluster.replica import _Connection
+from choreograph.namespace import Client
 from choreograph.outputs import BASE_MODEL
 from choreograph.server.app import create_app
 from choreograph.server.chat_prompt import ChatPrompt, Segment
@@ -25,7 +26,7 @@ def message(seed, length=48):
 def spec_of(*segments, client="team", workflow="debate", model=BASE_MODEL, labels=frozenset()):
     header = [901, 902]
     tokens = [token for segment in segments for token in segment.tokens] + header
-    key = WorkflowKey(client, workflow, model, labels)
+    key = WorkflowKey(Client(client), workflow, model, labels)
     prompt = ChatPrompt(tokens, list(segments), header)
     sampling = SamplingParams(max_tokens=6, temperature=0.0)
     return GenerationSpec(key, "messages", [prompt], sampling, keys_of=lambda text: [text])

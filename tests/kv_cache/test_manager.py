@@ -18,6 +18,7 @@ from choreograph.kv_cache.hashing import content_hash
 from choreograph.kv_cache.manager import KVCacheManager
 from choreograph.kv_cache.pool import KVPool
 from choreograph.kv_cache.prefix_tree import PrefixTree
+from choreograph.namespace import Client, Namespace
 
 HOLDER = ("call", 1)
 
@@ -109,7 +110,9 @@ def test_content_keys_name_relative_placement_tokens_context_and_salt():
     a, b = whole(store, [1, 2], "a"), whole(store, [3], "b")
 
     def key(tokens=(7, 8), start=10, context=((a, 0), (b, 4)), salt="s") -> bytes:
-        return content_hash(salt, tokens, start, [KVSlice(e, 0, len(e.tokens), at) for e, at in context])
+        return content_hash(
+            Namespace(client=Client(salt)), tokens, start, [KVSlice(e, 0, len(e.tokens), at) for e, at in context]
+        )
 
     assert key() == key(start=15, context=((a, 5), (b, 9)))
     others = [
@@ -143,7 +146,7 @@ def test_reads_cover_exactly_what_is_seen_across_scattered_pages():
 
 
 def test_prefix_tree_hangs_encodings_where_texts_part():
-    store, tree = make(pages=64), PrefixTree()
+    store, tree = make(pages=64), PrefixTree(Namespace())
     first = whole(store, [1, 2, 3, 4, 5], "first")
     assert tree.insert(first, [])
     second = whole(store, [9, 8], "second", start=3)

@@ -12,10 +12,12 @@ from helpers import stored_graphs, tiny_models
 from test_packed_linear import needs_kernel
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.attention.cpp_backend import LIMIT_VARIABLES
 from choreograph.models import graph_cache, graph_passes, torch_compile
 from choreograph.models.graph_cache import GraphFile, LoadedGraph, graph_file
 from choreograph.models.graph_passes import deduplication_pass
 from choreograph.models.hf_model import HFModel
+from choreograph.models.torch_compile import compile_cache
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +178,39 @@ def test_other_threads_and_compiler_options_have_another_graph(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     paths.add(graph_file(model, "forward")._path)
     assert len(paths) == 4
+
+
+def test_other_limits_of_instructions_have_another_graph(monkeypatch):
+    model, paths = tiny_models.build(), set()
+    for name in LIMIT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name in (None, *LIMIT_VARIABLES):
+        with monkeypatch.context() as patch:
+            if name is not None:
+                patch.setenv(name, "avx2")
+            paths.add(graph_file(model, "forward")._path)
+    assert len(paths) == 1 + len(LIMIT_VARIABLES)
+
+
+def test_inductor_does_not_load_code_for_other_instructions(monkeypatch, tmp_path):
+    """It finds a graph whose loops have the vectors of AVX-512, and compiles them with those of AVX2."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.arange(2048.0).view(4, 512) / 2048
+    for capability in ("avx512", "avx2"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        torch._dynamo.reset()
+        with compile_cache():
+            result = torch.compile(lambda x: (x.exp() * x).sum(-1))(x)
+        torch.testing.assert_close(result, (x.exp() * x).sum(-1))
+
+
+@needs_kernel
+@pytest.mark.parametrize("packs", [False, True])
+def test_graphs_are_traced_with_that_cache(monkeypatch, packs):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    with bfloat16_engine(seed=1).core.hf_model.compiled._tracing(packs):
+        assert "ATEN_CPU_CAPABILITY=avx2" in torch.compiler.config.cache_key_tag
+    assert torch.compiler.config.cache_key_tag == ""
 
 
 def test_inductor_caches_a_graph_by_all_that_the_pass_depends_on(monkeypatch):

@@ -68,6 +68,16 @@ def test_a_prompt_that_cannot_fit_is_refused_without_work_on_all_of_it(live, mon
     assert httpx.get(f"{live.url}/health").status_code == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, "tokenize", RESPONSES])
+def test_a_chat_of_too_many_messages_is_refused_before_they_are_read(live, path):
+    field = "input" if path == RESPONSES else "messages"
+    # the last one would be refused for its content, if it was read
+    error = error_of(
+        post(live, path, {field: [{"role": "user", "content": "a"}] * 40_000 + [{"role": "user", "content": 1}]})
+    )
+    assert error["param"] == field and "messages: use at most 32,768" in error["message"]
+
+
 def test_a_chat_of_many_messages_is_answered(live, client):
     chat = [{"role": ("user", "assistant")[index % 2], "content": str(index % 10)} for index in range(301)]
     for reuse in ("exact", "messages", "auto"):

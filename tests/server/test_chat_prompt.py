@@ -17,8 +17,9 @@ from choreograph.errors import InvalidRequestError
 from choreograph.models import template_sandbox
 from choreograph.server import chat_prompt
 from choreograph.server.api_errors import ApiError
+from choreograph.server.chat_messages import ChatMessage, as_turn
 from choreograph.server.chat_prompt import ChatRenderer, answer_key
-from choreograph.server.protocol import MAX_ARGUMENT_DEPTH, ChatMessage, as_turn, parse_arguments
+from choreograph.server.chat_turns import MAX_ARGUMENT_DEPTH, parse_arguments
 
 MACRO = (  # the output of a macro is written at once
     "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endmacro %}"
@@ -92,6 +93,32 @@ def test_a_prompt_is_the_rendering_of_the_template_and_its_segments_join_to_it(r
     pieces = [tokenizer.decode(segment.tokens) for segment in prompt.segments]
     assert "".join(pieces) + prompt.header_text == text
     assert tokenizer.decode(prompt.header) == prompt.header_text and prompt.header
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% set m = {'content': m.content} %}{{ m.content }};{% endfor %}",
+        "{% for m in messages %}{% for m in messages %}{{ m.content }}{% endfor %}|{{ m.content }}{% endfor %}",
+        "{% for k, v in messages[0].items() %}{{ k }}={{ v }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ loop.length }}{{ m.content }}{% if loop.nextitem %},{% endif %}{% endfor %}",
+        "{% for m in messages recursive %}{{ m.content }}{% if m.turns %}{{ loop(m.turns) }}{% endif %}{% endfor %}",
+        "{% set t %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ t | upper }}",
+        "{% macro f(turns) %}{% for m in turns %}<{{ m.content }}>{% endfor %}{% endmacro %}{{ f(messages[1:]) }}{{ f(messages) }}",
+        "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}",
+        "{% for g in messages | groupby('role') %}{% for m in g.list %}{{ m.content }}{% endfor %}{% endfor %}",
+        "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}",
+        "{% for m in messages %}{% if loop.index0 == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ messages[-1].content }}",
+        "{% for m in messages %}{%- if m.role == 'user' -%}\n  {{ m.content }}\n {%- else -%} [{{ m.content }}] {% endif %}\n{% endfor %}",
+        "{% if not messages %}{% for m in messages %}{% endfor %}{% else %}{% for m in messages %}{{ m.content }}{% endfor %}{% endif %}",
+    ],
+)  # fmt: skip
+def test_noting_where_messages_begin_changes_no_text(renderer_of, template):
+    renderer, messages = renderer_of(template), messages_of(CHAT)
+    text = renderer._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = renderer.prompt(messages, with_segments=True)
+    pieces = [renderer._tokenizer.decode(segment.tokens) for segment in prompt.segments]
+    assert "".join(pieces) + prompt.header_text == text == renderer._tokenizer.decode(prompt.tokens)
 
 
 @pytest.mark.parametrize("name", [*SEPARABLE, "scanning"])

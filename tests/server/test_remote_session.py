@@ -1,11 +1,14 @@
 """`choreograph.connect`: sessions of a server give what sessions in process give."""
 
+import re
+
 import httpx
 import pytest
 from helpers.live_server import make_engine, serving
 
 from choreograph import SamplingParams, connect
 from choreograph.errors import (
+    ChoreographError,
     GraphError,
     InvalidPositionError,
     InvalidRequestError,
@@ -187,3 +190,36 @@ def test_repair_schemas_and_agents_work_as_in_process(talker_folder):
         assert (
             got == program(session, cache.generate(session, prompt, sampling=SamplingParams(**options))) and got[2] > 0
         )
+
+
+def test_ids_of_sessions_and_messages_tell_nothing_of_the_work_of_others(live):
+    with connect(live.url) as remote:
+        ids = []
+        for _ in range(3):
+            with remote.session() as session:
+                messages = [session.prefill([5, 6, number]) for number in range(3)]
+                session.decode([1], [messages[0]], max_tokens=1).result()
+                ids += [session.id, *(message.id for message in messages)]
+        assert len(set(ids)) == 12 and all(re.fullmatch("[0-9a-f]{32}", id) for id in ids)
+
+
+def test_errors_name_messages_by_the_ids_that_the_client_has(live):
+    with connect(live.url) as remote, remote.session() as session:
+        message = session.prefill([5, 6, 7])
+        late = session.decode([1], [message[2:9]])
+        for call in (
+            lambda: late.text,
+            lambda: list(session.decode([1], [message[2:9]]).stream()),
+            lambda: session.prefill([1], [message, message]),
+            lambda: session.prefill([1], [message], [8190], 0),
+            lambda: message.declassify("secret"),
+        ):
+            with pytest.raises(ChoreographError) as error:
+                call()
+            assert not re.search(r"(message|parent|request|session) \d+\b", str(error.value)), str(error.value)
+            assert f"message {message.id}" in str(error.value)
+        with pytest.raises(ChoreographError, match="message 7"):  # of the client's own text
+            session.prefill([1], labels=["message 7", ""])
+        message.release()
+        with pytest.raises(MessageReleasedError, match=message.id):
+            session.prefill([1], [message])

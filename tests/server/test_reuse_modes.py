@@ -9,11 +9,12 @@ from helpers.live_server import make_engine, serving
 
 from choreograph import SamplingParams
 from choreograph.engine.budget import MIN_SAMPLES
+from choreograph.namespace import Client
 from choreograph.server import engine_thread
+from choreograph.server.answer_plan import Answer
 from choreograph.server.app import create_app
 from choreograph.server.chat_prompt import ChatPrompt, ChatRenderer, Segment, answer_key
 from choreograph.server.message_store import MessageStore, WorkflowKey
-from choreograph.server.reuse import Answer
 from choreograph.server.server_config import ServerConfig
 
 SYSTEM = {
@@ -184,7 +185,7 @@ def test_stored_messages_are_bounded(talker_folder):
 
 def test_a_dropped_workflow_closes_its_session(talker):
     store = MessageStore(talker, 10)
-    keys = [WorkflowKey("client", name, "base") for name in "ab"]
+    keys = [WorkflowKey(Client("client"), name, "base") for name in "ab"]
     for key in keys:
         session = store.open(key).session
         store.add(key, session.prefill(list(range(5, 14))), 0, [("x", 0)], with_spans=True)
@@ -274,7 +275,8 @@ def test_a_budget_computes_until_its_stage_is_known_then_reuses(talker_folder):
 
         caller.ask([SYSTEM, *TOPICS])
         assert ask(0) > 40
-        (budget,) = live.app.state.service.planner.store._budgets.values()
+        (messages,) = live.app.state.service.planner.store._tenants.values()
+        (budget,) = messages.budgets.values()
         assert budget.num_shadow_tokens <= 0.1 * budget.num_tokens
         budget.shadow_tokens = 1e9
         for number in range(MIN_SAMPLES + 1):  # the last may still be measured
@@ -357,7 +359,7 @@ def test_a_listener_that_raises_leaves_no_request_open(talker_folder):
     planner = create_app(engine, ServerConfig(max_tokens=16)).state.service.planner
     answer = Answer(SamplingParams(max_tokens=4, temperature=0))
     prompt = ChatPrompt([*range(10, 18), 7], [Segment(tuple(range(10, 18)))], [7])
-    plan = planner.plan("messages", WorkflowKey("team", "w", "base"), prompt, [answer] * 3)
+    plan = planner.plan("messages", WorkflowKey(Client("team"), "w", "base"), prompt, [answer] * 3)
 
     def fail(event):
         if event.kind == "released":

@@ -52,7 +52,8 @@ def test_a_tenant_with_its_share_of_requests_leaves_room_for_others(shared):
     body = CHAT | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
     headers = {"authorization": f"Bearer {KEYS[0]}"}
     with httpx.stream("POST", f"{shared.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # its end would close the stream
+        next(lines)
         refused = ask(shared, KEYS[0], "POST", "/v1/chat/completions", json=CHAT)
         assert refused.status_code == 429 and refused.headers["retry-after"]
         assert ask(shared, KEYS[0], "POST", "/tokenize", json={"prompt": "Hi"}).status_code == 200
@@ -117,18 +118,19 @@ def test_messages_of_a_tenant_replace_its_own(shared):
     cached(KEYS[1], quiet)
     for number in range(20):
         cached(KEYS[0], f"A letter of number {number} that nobody reads again. " * 8)
-    assert cached(KEYS[1], quiet) > 100
+    assert cached(KEYS[1], quiet) > 60
     store = shared.app.state.service.planner.store
     assert store.num_tokens <= 2000
 
 
-def test_declared_workflows_of_a_tenant_replace_its_own(shared):
+def test_a_tenant_with_its_share_of_step_graphs_leaves_room_for_others(shared):
     graph = {"agents": {"writer": None, "reader": "writer"}}
-    ask(shared, KEYS[1], "PUT", "/v1/workflows/kept", json=graph)
-    for number in range(5):
-        assert ask(shared, KEYS[0], "PUT", f"/v1/workflows/w{number}", json=graph).status_code == 200
-    graphs = shared.app.state.service.planner.store.graphs
-    assert [key[1] for key in graphs] == ["kept", "w2", "w3", "w4"]
+    declared = [ask(shared, KEYS[0], "PUT", f"/v1/workflows/w{number}", json=graph) for number in range(4)]
+    assert [reply.status_code for reply in declared] == [200, 200, 200, 429]
+    assert ask(shared, KEYS[0], "PUT", "/v1/workflows/w0", json=graph).status_code == 200
+    assert ask(shared, KEYS[1], "PUT", "/v1/workflows/w3", json=graph).status_code == 200
+    assert ask(shared, KEYS[0], "DELETE", "/v1/workflows/w1").status_code == 200
+    assert ask(shared, KEYS[0], "PUT", "/v1/workflows/w3", json=graph).status_code == 200
 
 
 def test_slots_are_counted_by_tenant():

@@ -19,7 +19,7 @@ from ...errors import (
 )
 from ...kv_cache.entry import KVEntry, KVSlice
 from ...kv_cache.hashing import content_hash
-from ..placement import cache_salt, parent_slices
+from ..placement import namespace_of, parent_slices
 from ..request import Request, RequestState, wrap_error
 from . import REPAIR_STRATEGIES
 from .probe import AttentionObserver
@@ -160,7 +160,7 @@ class RepairPlanner:
             )
             for parent in parents
         )
-        return request.repair, request.model, request.cache_salt, context, tuple(request.prompt if reads_prompt else ())
+        return request.repair, request.model, request.namespace, context, tuple(request.prompt if reads_prompt else ())
 
     def _views(self, request: Request) -> Iterator[ParentView]:
         """Yield the parents at the positions of prefix mode."""
@@ -214,8 +214,8 @@ class RepairPlanner:
         """Append the prefill of a range to the context."""
         prefill = self._build_request(request, tokens, tuple(context.requests), context.slices)
         prefill.position = context.num_tokens
-        salt = cache_salt(prefill, self._core.hf_model.model_info)
-        context.append(prefill, content_hash(salt, tokens, prefill.position, context.hashes), 0, len(tokens))
+        namespace = namespace_of(prefill, self._core.hf_model.model_info)
+        context.append(prefill, content_hash(namespace, tokens, prefill.position, context.hashes), 0, len(tokens))
         return prefill
 
     def _build_request(
@@ -230,7 +230,7 @@ class RepairPlanner:
             id=self._core.new_id(),
             session_id=request.session_id,
             mode="choreographed",
-            cache_salt=request.cache_salt,
+            namespace=request.namespace,
             prompt=tokens,
             parents=parents,
             parent_slices=parent_slices,
