@@ -127,6 +127,32 @@ def test_tokens_end_where_a_stop_string_ends_the_text(request, server, path, str
 
 
 @BOTH
+def test_tokens_of_accepted_drafts_end_where_a_stop_string_ends_the_text(live, drafting, stream):
+    words = "one two three four"
+    bias = {str(token): 30 for token in live.engine.tokenizer.encode(words)}  # the model repeats what it has read
+    options = {
+        "messages": [{"role": "user", "content": f"{words} " * 6}],
+        "logit_bias": bias,
+        "structured_outputs": None,
+    }
+    text, *_ = stopped(live, "chat/completions", stream, "", max_tokens=48, **options)
+    num_accepted = drafting.engine.stats().num_accepted_tokens
+    for start in (len(text) // 3, len(text) // 2, len(text) - 9):
+        stop = [text[start : start + 8]]
+        results = [
+            stopped(server, "chat/completions", stream, "", max_tokens=48, stop=stop, **options)
+            for server in (live, drafting)
+        ]
+        assert results[0] == results[1]
+        content, tokens, ids = results[0]
+        assert content == text.partition(stop[0])[0] and len(ids) == len(tokens)
+        assert "".join(tokens).startswith(content)
+        assert not tokens or len("".join(tokens[:-1])) < len(content)
+    drafting.wait_until_idle()
+    assert drafting.engine.stats().num_accepted_tokens > num_accepted
+
+
+@BOTH
 def test_a_stop_token_is_in_no_text_and_no_log_probability(live, stream):
     tokenizer = live.engine.tokenizer
     (token,) = tokenizer.encode(" beta")
