@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class EncodedTurn(Turn):
-    """Turn that was tokenized before: as complete turn, or as header and footer."""
+    """Turn that was tokenized before."""
 
     token_ids: tuple[int, ...] = ()  # of the complete turn, or of the header
     footer_ids: tuple[int, ...] = ()  # of a turn to be generated
@@ -395,6 +395,11 @@ class Detokenizer:
         self._ids = header[start:]  # last emitted piece, then the tokens not emitted yet
         self._num_emitted = len(self._ids)
         self._emitted_text: str | None = None  # of the first tokens of `_ids`; None: not decoded yet
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens whose text is held back, without skipped ones."""
+        return len(self._ids) - self._num_emitted
 
     def step(self, token: int) -> str:
         """Append a token; return the text that later tokens cannot change."""

@@ -287,7 +287,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
 
         spec, parser_options, messages = await service.work(tenant, request, prepare_chat)
         running = service.submit(request, spec)
-        answer = ResponseAnswer(body, running, parser_options, messages, service.engine.tokenizer)
+        answer = ResponseAnswer(service, body, running, parser_options, messages)
 
         num_bytes = len(await request.body())
 

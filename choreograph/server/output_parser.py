@@ -1,19 +1,26 @@
 """Incremental parsing of answers into reasoning, content and tool calls.
 
 Tool calls are read in two forms: <tool_call>{"name": ..., "arguments": {...}}</tool_call> of Hermes
-and Qwen, and the bare JSON {"name": ..., "parameters": {...}} of Llama 3. Text that does not parse as a
-call is content.
+and Qwen, and the bare JSON {"name": ..., "parameters": {...}} of Llama 3. JSON decides where a call ends,
+whatever its strings contain. Text that is no call is content.
 """
 
 import json
+import re
 import uuid
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from .json_scanner import WHITESPACE, JsonScanner, is_json_object
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 THINK_START, THINK_END = "<think>", "</think>"
 PYTHON_TAG = "<|python_tag|>"
 
+_CALL_SEPARATORS = "; \n\t\r"  # between calls of Llama 3
+
 DeltaKind = Literal["reasoning", "content", "tool_call"]
+
+ToolForm = Literal["hermes", "llama3_json"]
 
 
 class FunctionCall(NamedTuple):
@@ -21,38 +28,35 @@ class FunctionCall(NamedTuple):
 
     id: str  # unique
     name: str
-    arguments: str  # JSON object
+    arguments: str  # JSON object, as the model wrote it
 
 
 class OutputDelta(NamedTuple):
     """Next piece of an answer."""
 
     kind: DeltaKind
-    text: str = ""  # of reasoning or content
+    text: str = ""  # of reasoning or content: characters of the answer
+    start: int = 0  # of the text in the answer
     call: FunctionCall | None = None  # of a tool call, complete
 
 
-def parse_call(text: str, names: frozenset[str]) -> FunctionCall | None:
-    """Return the tool call that a JSON text describes, or None."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+def to_call(scanner: JsonScanner, source: str, names: frozenset[str]) -> FunctionCall | None:
+    """Return the call that a complete JSON object describes, or None."""
+    members = scanner.members(source)
+    name = members.get("name", "")
+    name = json.loads(name) if name.startswith('"') else ""
+    if name not in names:
         return None
-    return _call_of(value, names)
+    arguments = members.get("arguments", members.get("parameters", "{}"))
+    if arguments.startswith('"'):  # JSON in a string
+        arguments = re.sub("[\ud800-\udfff]", _escape, json.loads(arguments)).strip(WHITESPACE)
+    if arguments in ("", "null"):
+        arguments = "{}"
+    return FunctionCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments) if is_json_object(arguments) else None
 
 
-def _call_of(value: Any, names: frozenset[str]) -> FunctionCall | None:
-    if not isinstance(value, dict) or value.get("name") not in names:
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    if not isinstance(arguments, dict):
-        return None
-    return FunctionCall(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(arguments, ensure_ascii=False))
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 class OutputParser:
@@ -75,19 +79,34 @@ class OutputParser:
         starts_thinking: bool = False,
         single_call: bool = False,
     ) -> None:
-        self._form, self._names, self._thinks, self._single_call = tool_form, tool_names, thinks, single_call
-        self._state: Literal["start", "thinking", "content", "call", "json"] = "start"
-        self._pending = ""
-        self._skips_newlines = False  # at the start of what follows
-        self._newlines = ""  # before the last tag
-        self.num_calls = 0
+        self._form, self._names, self._single_call = tool_form, tool_names, single_call
+        self._thinks = thinks and not starts_thinking  # the tag may follow
+        self._state: Literal["start", "thinking", "content", "call", "call_end", "separator"] = "start"
         if starts_thinking:
             self._state = "thinking"
+        elif not self._starts:
+            self._state = "content"
+        self._pending = ""
+        self._offset = 0  # of `_pending` in the answer
+        self._scanner = JsonScanner()  # of the call
+        self._json_start = 0  # in `_pending`
+        self._skips_newlines = False  # at the start of what follows
+        self.num_calls = 0
 
     @property
     def is_transparent(self) -> bool:
         """True if the next text is content, which `feed` returns unchanged."""
         return self._state == "content" and self._form != "hermes" and not self._pending and not self._skips_newlines
+
+    @property
+    def may_reason(self) -> bool:
+        """True if reasoning may follow."""
+        return self._state == "thinking" or (self._state == "start" and self._thinks)
+
+    @property
+    def _starts(self) -> list[str]:
+        """Texts at the start of an answer that decide what follows."""
+        return [THINK_START] * self._thinks + [PYTHON_TAG, "{"] * (self._form == "llama3_json")
 
     def feed(self, text: str) -> list[OutputDelta]:
         """Parse the next text, except what may start a tag."""
@@ -107,95 +126,119 @@ class OutputParser:
     def _advance(self, deltas: list[OutputDelta], is_last: bool) -> bool:
         """Parse up to the next state; False if text is missing."""
         if self._skips_newlines:
-            self._pending = self._pending.lstrip("\n")
+            self._drop(len(self._pending) - len(self._pending.lstrip("\n")))
             self._skips_newlines = not self._pending
-        if self._state == "start":
-            return self._choose_state(is_last)
-        if self._state == "thinking":
-            if self._emit_until(THINK_END, "reasoning", deltas, is_last):
-                self._state, self._skips_newlines, self._thinks = "start", True, False
-                return True
+        if not self._pending:
             return False
-        if self._state == "content":
-            if self._form != "hermes":
-                return self._emit_until(None, "content", deltas, is_last)
-            if self._emit_until(CALL_START, "content", deltas, is_last):
-                self._state = "call"
+        match self._state:
+            case "start":
+                return self._choose_state(is_last)
+            case "thinking":
+                if not self._emit_until(THINK_END, "reasoning", deltas, is_last):
+                    return False
+                self._thinks, self._skips_newlines = False, True
+                self._state = "start" if self._starts else "content"
                 return True
-            return False
-        if self._state == "call":
-            body, end, rest = self._pending.partition(CALL_END)
-            if not end and not is_last:
-                return False
-            self._emit_call(body, f"{self._newlines}{CALL_START}{body}{end}", deltas)
-            self._pending, self._state = rest, "content"
-            return bool(rest)
-        return self._parse_json(deltas, is_last)
+            case "content":
+                if self._form != "hermes":
+                    self._emit("content", len(self._pending), deltas)
+                    return False
+                return self._emit_until(CALL_START, "content", deltas, is_last)
+            case "call":
+                return self._scan_call(deltas, is_last)
+            case "call_end":
+                return self._skip_call_end(is_last)
+            case "separator":
+                return self._skip_separators(is_last)
+
+    def _drop(self, length: int) -> None:
+        self._pending = self._pending[length:]
+        self._offset += length
+
+    def _emit(self, kind: DeltaKind, length: int, deltas: list[OutputDelta]) -> None:
+        if length:
+            deltas.append(OutputDelta(kind, self._pending[:length], self._offset))
+            self._drop(length)
 
     def _choose_state(self, is_last: bool) -> bool:
         """Decide by its first characters what follows."""
-        text = self._pending.lstrip()
-        starts = [THINK_START] * self._thinks + [PYTHON_TAG] * (self._form == "llama3_json")
-        for start in starts:
-            if text.startswith(start):
-                self._pending, self._skips_newlines = text[len(start) :], True
-                self._state = "thinking" if start == THINK_START else "json"
-                return True
-        if not is_last and (not text or any(start.startswith(text) for start in starts)):
-            return False
-        self._state = "json" if self._form == "llama3_json" and text.startswith("{") else "content"
-        return bool(self._pending)
-
-    def _emit_until(self, tag: str | None, kind: DeltaKind, deltas: list[OutputDelta], is_last: bool) -> bool:
-        """Emit the text before a tag; True if the tag follows."""
-        text, found, rest = self._pending.partition(tag) if tag else (self._pending, "", "")
-        if not found and tag and not is_last:
-            num_held = next((n for n in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-            kept = text[: len(text) - num_held]
-            kept = kept.rstrip("\n") if tag == CALL_START else kept
-            text, rest = kept, text[len(kept) :]
-        if found == CALL_START:
-            self._newlines = text[len(text.rstrip("\n")) :]
-            text = text.rstrip("\n")
-        if text:
-            deltas.append(OutputDelta(kind, text))
-        self._pending = rest
-        return bool(found)
-
-    def _emit_call(self, body: str, source: str, deltas: list[OutputDelta]) -> None:
-        call = parse_call(body, self._names)
-        if call is None:
-            deltas.append(OutputDelta("content", source))
-        else:
+        text, starts = self._pending.lstrip(), self._starts
+        start = next((start for start in starts if text.startswith(start)), None)
+        if start == "{":
+            self._expect_call(len(self._pending) - len(text))
+        elif start is not None:
+            self._drop(len(self._pending) - len(text) + len(start))
             self._skips_newlines = True
-            self._emit_calls([call], deltas)
-
-    def _emit_calls(self, calls: list[FunctionCall], deltas: list[OutputDelta]) -> None:
-        if self._single_call:
-            calls = calls[: 1 - self.num_calls]
-        self.num_calls += len(calls)
-        deltas += [OutputDelta("tool_call", call=call) for call in calls]
-
-    def _parse_json(self, deltas: list[OutputDelta], is_last: bool) -> bool:
-        """Parse calls of Llama 3: JSON objects separated by semicolons, nothing else."""
-        if not is_last:
+            if start == THINK_START:
+                self._state = "thinking"
+            else:
+                self._expect_call(0)
+        elif not is_last and (not text or any(start.startswith(text) for start in starts)):
             return False
-        text, calls = self._pending.strip(), list[FunctionCall]()
-        decoder, position = json.JSONDecoder(), 0
-        try:
-            while position < len(text):
-                value, position = decoder.raw_decode(text, position)
-                call = _call_of(value, self._names)
-                if call is None:
-                    raise ValueError("not a call")
-                calls.append(call)
-                while position < len(text) and text[position] in "; \n":
-                    position += 1
-        except (ValueError, RecursionError):
-            calls = []
-        if calls:
-            self._emit_calls(calls, deltas)
-        elif self._pending:
-            deltas.append(OutputDelta("content", self._pending))
-        self._pending = ""
-        return False
+        else:
+            self._state = "content"
+        return True
+
+    def _emit_until(self, tag: str, kind: DeltaKind, deltas: list[OutputDelta], is_last: bool) -> bool:
+        """Emit the text before a tag; True if the tag follows.
+
+        A tag of reasoning is dropped. That of a call stays, with the newlines before it, until the call is complete.
+        """
+        text = self._pending
+        end = text.find(tag)
+        is_found = end >= 0
+        if not is_found:
+            num_held = 0 if is_last else next(n for n in range(len(tag) - 1, -1, -1) if text.endswith(tag[:n]))
+            end = len(text) - num_held
+        num_newlines = 0
+        if tag == CALL_START and not (is_last and not is_found):
+            num_newlines = end - len(text[:end].rstrip("\n"))
+        self._emit(kind, end - num_newlines, deltas)
+        if is_found and tag == CALL_START:
+            self._expect_call(num_newlines + len(tag))
+        elif is_found:
+            self._drop(len(tag))
+        return is_found
+
+    def _expect_call(self, position: int) -> None:
+        """Scan a call whose JSON starts in the pending text."""
+        self._state, self._scanner, self._json_start = "call", JsonScanner(), position
+
+    def _scan_call(self, deltas: list[OutputDelta], is_last: bool) -> bool:
+        scanner, start = self._scanner, self._json_start
+        scanner.feed(self._pending, start + scanner.num_chars)
+        if scanner.status == "open" and not is_last:
+            return False
+        end = start + scanner.num_chars
+        call = to_call(scanner, self._pending[start:end], self._names) if scanner.status == "complete" else None
+        if call is None:  # tags inside what was scanned open no call: each character is scanned once
+            self._state = "content"
+            self._emit("content", end, deltas)
+            return True
+        if not (self._single_call and self.num_calls):
+            self.num_calls += 1
+            deltas.append(OutputDelta("tool_call", call=call))
+        self._drop(end)
+        self._state = "call_end" if self._form == "hermes" else "separator"
+        return True
+
+    def _skip_call_end(self, is_last: bool) -> bool:
+        text = self._pending.lstrip(WHITESPACE)
+        if text.startswith(CALL_END):
+            self._drop(len(self._pending) - len(text) + len(CALL_END))
+        elif CALL_END.startswith(text):  # may go on, or was cut
+            if is_last:
+                self._drop(len(self._pending))
+            return False
+        self._state, self._skips_newlines = "content", True
+        return True
+
+    def _skip_separators(self, is_last: bool) -> bool:
+        text = self._pending.lstrip(_CALL_SEPARATORS)
+        if text.startswith("{"):
+            self._expect_call(len(self._pending) - len(text))
+        elif text:
+            self._state = "content"
+        elif is_last:
+            self._drop(len(self._pending))
+        return bool(text)

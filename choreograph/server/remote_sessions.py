@@ -123,7 +123,10 @@ class CallsBody(_StrictBody):
 
 
 class EncodedCall(NamedTuple):
-    """Tokenized prompt and footer of a call, or the resolved prompt of a schema."""
+    """Tokenized prompt and footer of a call.
+
+    The prompt of a schema is resolved.
+    """
 
     prompt: list[int] | EncodedTurn | ResolvedPrompt
     footer: list[int] | EncodedTurn | None = None

@@ -8,13 +8,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import InvalidRequestError
+from .answer_loop import AnswerEvent, AnswerLoop, ParserOptions
 from .api_errors import explain_validation
-from .chat_completions import ChoiceState, ParserOptions, logprob_entries
-from .engine_thread import ChoiceUpdate
 from .event_stream import sse
+from .output_parser import FunctionCall
 from .protocol import ChatCompletionRequest, ResponsesRequest
 from .response_store import StoredResponse
-from .service import RunningRequest
+from .service import InferenceService, RunningRequest
+from .token_text import logprob_entry
 
 SHARED_FIELDS = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
@@ -68,7 +69,7 @@ def _messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     for item in items:
         kind = item.get("type", "message")
         if kind == "message" and "role" in item:
-            messages.append({"role": item["role"], "content": item.get("content")})
+            _append_message(messages, item["role"], item.get("content"))
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -83,6 +84,25 @@ def _messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 f"input: item of type {kind!r:.60}: use messages, function calls and their outputs"
             )
     return messages
+
+
+def _append_message(messages: list[dict[str, Any]], role: Any, content: Any) -> None:
+    """Append a message.
+
+    A text of the assistant behind its calls belongs to the same answer.
+    """
+    last = messages[-1] if messages else {}
+    if role == "assistant" and last.get("tool_calls"):
+        parts = [part for text in (last["content"], content) for part in _parts(text)]
+        messages[-1] = last | {"content": parts}
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, list):
+        return content
+    return [] if content is None else [{"type": "output_text", "text": content}]
 
 
 def _tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,23 +127,28 @@ def _format_of(text: Mapping[str, Any] | None) -> Any:
 
 
 class ResponseAnswer:
-    """Answer of one responses request, whole or streamed."""
+    """Answer of one responses request, whole or streamed.
+
+    Output items are in the order in which the model wrote them: reasoning, texts and calls.
+    """
 
     def __init__(
         self,
+        service: InferenceService,
         body: ResponsesRequest,
         running: RunningRequest,
         parser_options: ParserOptions,
         messages: list[dict[str, Any]],
-        tokenizer: Any,
     ) -> None:
-        self._body, self._running, self._messages, self._tokenizer = body, running, messages, tokenizer
-        self._logprobs: list[dict[str, Any]] = []  # of the content
-        self._pending_logprobs: list[dict[str, Any]] = []  # of tokens that no delta has yet
-        self._choice = ChoiceState(parser_options.create())
+        self._body, self._messages = body, messages
+        has_logprobs = running.spec.sampling.logprobs is not None
+        self._loop = AnswerLoop(service, running, parser_options, has_logprobs=has_logprobs)
+        self._answer = self._loop.answers[0]
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         running.name_response(self._id, body.model)
-        self._message_id, self._reasoning_id = f"msg_{uuid.uuid4().hex}", f"rs_{uuid.uuid4().hex}"
+        self._output: list[dict[str, Any]] = []  # items; the last one may be open
+        self._is_open = False
+        self._num_events = 0
 
     def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         body = self._body
@@ -161,58 +186,19 @@ class ResponseAnswer:
         Args:
             num_bytes: of the request.
         """
-        answer: dict[str, Any] = {"role": "assistant", "content": self._choice.content}
-        if self._choice.tool_calls:
-            answer["tool_calls"] = self._choice.tool_calls
-        num_chars = len(self._choice.content) + len(self._choice.reasoning)
-        return StoredResponse(response, [*self._messages, answer], num_bytes + 4 * num_chars)
+        answer = self._answer
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.calls:
+            message["tool_calls"] = answer.tool_calls
+        num_chars = len(answer.content) + len(answer.reasoning) + sum(len(call.arguments) for call in answer.calls)
+        return StoredResponse(response, [*self._messages, message], num_bytes + 4 * num_chars)
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete response."""
-        async for updates in self._running.updates():
-            for update in updates:
-                self._feed(update)
+        async for events in self._loop.steps():
+            for _, event in events:
+                self._write(event)
         return self._complete()
-
-    def _feed(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        """Parse an update; return deltas, those of content with their log-probabilities."""
-        deltas = self._choice.feed(update)
-        self._running.finish_reasons[update.index] = self._choice.finish_reason
-        self._pending_logprobs += logprob_entries(self._tokenizer, update.logprobs, self._body.top_logprobs or 0)
-        contents = [delta for delta in deltas if "content" in delta]
-        for delta in contents:
-            delta["logprobs"] = self._pending_logprobs if delta is contents[-1] else []
-            self._logprobs += delta["logprobs"]
-        if deltas:
-            self._pending_logprobs = []
-        return deltas
-
-    def _complete(self) -> dict[str, Any]:
-        output = self._output("completed")
-        usage = self._running.usage()
-        counts = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-            "choreography": usage["choreography"],
-        }
-        return self._response("incomplete" if self._choice.finish_reason == "length" else "completed", output, counts)
-
-    def _output(self, status: str) -> list[dict[str, Any]]:
-        choice, output = self._choice, list[dict[str, Any]]()
-        if choice.reasoning:
-            text = {"type": "reasoning_text", "text": choice.reasoning}
-            output.append({"id": self._reasoning_id, "type": "reasoning", "summary": [], "content": [text]})
-        if choice.content or not choice.tool_calls:
-            output.append(self._message_item(status, choice.content))
-        output += [_call_item(call, status) for call in choice.tool_calls]
-        return output
-
-    def _message_item(self, status: str, text: str | None) -> dict[str, Any]:
-        content = [] if text is None else [_text_part(text, self._logprobs)]
-        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     async def events(self, on_complete: Any) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed response.
@@ -220,62 +206,121 @@ class ResponseAnswer:
         Args:
             on_complete: called with the complete response before its last event.
         """
-        number = 0
-
-        def event(kind: str, **data: Any) -> str:
-            nonlocal number
-            number += 1
-            return sse({"type": kind, "sequence_number": number - 1, **data}, kind)
-
         created = self._response("in_progress", [], None)
-        is_open, index = False, 0  # of the message
-        place: dict[str, Any] = {}
         is_first = True
-        async for updates in self._running.updates():
+        async for events in self._loop.steps():
+            chunks = []
             if is_first:
-                yield event("response.created", response=created)
-                yield event("response.in_progress", response=created)
+                chunks = [self._event(f"response.{kind}", response=created) for kind in ("created", "in_progress")]
                 is_first = False
-            for update in updates:
-                for delta in self._feed(update):
-                    if "content" in delta:
-                        if not is_open:
-                            is_open = True
-                            index = int(bool(self._choice.reasoning))
-                            place = {"item_id": self._message_id, "output_index": index, "content_index": 0}
-                            item = self._message_item("in_progress", None)
-                            yield event("response.output_item.added", output_index=index, item=item)
-                            yield event("response.content_part.added", **place, part=_text_part("", []))
-                        fields = {"delta": delta["content"], "logprobs": delta["logprobs"]}
-                        yield event("response.output_text.delta", **place, **fields)
+            for _, event in events:
+                chunks += self._write(event)
+            if chunks:
+                yield "".join(chunks)
         response = self._complete()
-        if is_open:
-            text = self._choice.content
-            yield event("response.output_text.done", **place, text=text, logprobs=self._logprobs)
-            yield event("response.content_part.done", **place, part=_text_part(text, self._logprobs))
-        for index, item in enumerate(response["output"]):
-            if item["type"] != "message" or not is_open:
-                yield event("response.output_item.added", output_index=index, item=item)
-            if item["type"] == "function_call":
-                ids = {"item_id": item["id"], "output_index": index}
-                yield event("response.function_call_arguments.delta", **ids, delta=item["arguments"])
-                done = {"arguments": item["arguments"], "name": item["name"]}
-                yield event("response.function_call_arguments.done", **ids, **done)
-            yield event("response.output_item.done", output_index=index, item=item)
         on_complete(response)
-        yield event(f"response.{response['status']}", response=response)
+        yield self._event(f"response.{response['status']}", response=response)
 
+    def _complete(self) -> dict[str, Any]:
+        usage = self._loop.usage()
+        counts = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+            "choreography": usage["choreography"],
+        }
+        return self._response("incomplete" if self._is_cut else "completed", self._output, counts)
 
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    @property
+    def _is_cut(self) -> bool:
+        return self._answer.finish_reason == "length"
 
+    def _event(self, kind: str, **data: Any) -> str:
+        self._num_events += 1
+        return sse({"type": kind, "sequence_number": self._num_events - 1, **data}, kind)
 
-def _call_item(call: Mapping[str, Any], status: str) -> dict[str, Any]:
-    return {
-        "id": f"fc_{call['id'].removeprefix('call_')}",
-        "type": "function_call",
-        "status": status,
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": call["function"]["arguments"],
-    }
+    # -- the output, and its events -------------------------------------------------------------------------
+
+    def _write(self, event: AnswerEvent) -> list[str]:
+        """Append an event of the answer to the output; return its events."""
+        if event.call is not None:
+            return [*self._close(), *self._write_call(event.call)]
+        if event.kind == "end":
+            # an answer without text has an empty one, unless it is a call
+            opened = [] if self._answer.calls or self._answer.content else [*self._close(), *self._open("message")]
+            return [*opened, *self._close()]
+        kind = "reasoning" if event.kind == "reasoning" else "message"
+        events = []
+        if not (self._is_open and self._output[-1]["type"] == kind):
+            events = [*self._close(), *self._open(kind)]
+        part = self._output[-1]["content"][0]
+        part["text"] += event.text
+        fields: dict[str, Any] = {"delta": event.text}
+        if kind == "message":
+            entries = [logprob_entry(token, self._loop.token_bytes, self._num_top) for token in event.tokens]
+            part["logprobs"] += entries
+            fields["logprobs"] = entries
+        return [*events, self._event(f"response.{part['type']}.delta", **self._place, **fields)]
+
+    @property
+    def _num_top(self) -> int:
+        return self._body.top_logprobs or 0
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Fields that say where an event of the last item's text belongs."""
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
+
+    def _open(self, kind: str) -> list[str]:
+        """Start an item with an empty text."""
+        item: dict[str, Any] = {"id": f"rs_{uuid.uuid4().hex}", "type": kind, "summary": [], "status": "in_progress"}
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        if kind == "message":
+            item = {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "role": "assistant", "status": "in_progress"}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output.append(item | {"content": []})
+        self._is_open = True
+        events = [
+            self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1]),
+            self._event("response.content_part.added", **self._place, part=part),
+        ]
+        self._output[-1]["content"].append(part)
+        return events
+
+    def _close(self) -> list[str]:
+        """End the text of the last item, if it is open."""
+        if not self._is_open:
+            return []
+        self._is_open, item = False, self._output[-1]
+        item["status"] = "incomplete" if self._is_cut else "completed"
+        part = item["content"][0]
+        text = {name: part[name] for name in ("text", "logprobs") if name in part}
+        return [
+            self._event(f"response.{part['type']}.done", **self._place, **text),
+            self._event("response.content_part.done", **self._place, part=part),
+            self._event("response.output_item.done", output_index=len(self._output) - 1, item=item),
+        ]
+
+    def _write_call(self, call: FunctionCall) -> list[str]:
+        """Append a call, which is announced without its arguments."""
+        item = {
+            "id": f"fc_{call.id.removeprefix('call_')}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+        }
+        index = len(self._output)
+        place = {"item_id": item["id"], "output_index": index}
+        done = item | {"status": "completed", "arguments": call.arguments}
+        self._output.append(done)
+        kind = "response.function_call_arguments"
+        return [
+            self._event("response.output_item.added", output_index=index, item=item),
+            self._event(f"{kind}.delta", **place, delta=call.arguments),
+            self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments),
+            self._event("response.output_item.done", output_index=index, item=done),
+        ]

@@ -10,10 +10,9 @@ from ..outputs import TokenLogprob
 from .chat_prompt import ChatPrompt
 from .protocol import ChatCompletionRequest, CompletionRequest
 from .service import InferenceService, RunningRequest
+from .token_text import MIN_LOGPROB, PlacedToken, TokenBytes, TokenPlacer
 
 T = TypeVar("T")
-
-MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 MAX_SCORES = 1 << 16  # log-probabilities of prompts in one response; a prompt with one alternative always fits
 
@@ -97,19 +96,26 @@ def _by_token(item: TokenLogprob, text_of: Callable[[int], str]) -> dict[str, An
     }
 
 
-def echoed_logprobs(body: CompletionRequest, running: RunningRequest, index: int) -> list[TokenLogprob]:
-    """Return the scores of an answer's echoed prompt, if requested.
+def echoed_tokens(
+    body: CompletionRequest, running: RunningRequest, index: int, token_bytes: TokenBytes
+) -> list[PlacedToken]:
+    """Return the tokens of an answer's echoed prompt, with their scores.
 
     The first token has no log-probability: what its entry contains means nothing.
     """
-    if not body.echo or body.logprobs is None:
-        return []
-    prompt = running.spec.prompts[index // running.spec.num_answers]
+    number = index // running.spec.num_answers
+    tokens = running.spec.prompts[number].tokens
     scores = running.prompt_scores(index)[1:]
-    return [TokenLogprob(prompt.tokens[0], 0.0, {}), *(_with_top(item, body.logprobs) for item in scores if item)]
+    items = [TokenLogprob(tokens[0], 0.0, {}), *(_with_top(item, body.logprobs or 0) for item in scores if item)]
+    placer = TokenPlacer(token_bytes, (), skip_special=False)
+    placed = [token for item in items for token in placer.add(item.token, item)] + placer.finish()
+    num_added = _num_added_characters(token_bytes.tokenizer, body.prompts[number], tokens[0])
+    for token in placed:
+        token.start, token.end = max(0, token.start - num_added), max(0, token.end - num_added)
+    return placed
 
 
-def num_added_characters(tokenizer: Any, prompt: str | Sequence[int], first_token: int) -> int:
+def _num_added_characters(tokenizer: Any, prompt: str | Sequence[int], first_token: int) -> int:
     """Return the length of a first token outside of the text.
 
     Some tokenizers open each text with a token of their own.

@@ -29,15 +29,16 @@ from .chat_prompt import ChatPrompt, ChatRenderer
 from .engine_thread import ChoiceUpdate, EngineThread, Generation
 from .limits import TenantShare
 from .message_store import MessageStore, WorkflowKey
-from .output_parser import CALL_START, THINK_END, THINK_START
+from .output_parser import CALL_START, THINK_START
 from .prometheus import ServerMetrics
-from .protocol import ChoreographyOptions, StreamOptions
+from .protocol import ChoreographyOptions
 from .request_log import RequestLog, RequestRecord
 from .resumption import ForcedPrefix, SentAnswer
 from .reuse import ReusePlanner
 from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
 from .structured import Constraint, GrammarCompiler
+from .token_text import TokenBytes
 from .tracing import RequestSpan, Tracing, otlp_provider
 from .work_pool import WorkPool
 
@@ -68,7 +69,6 @@ class GenerationSpec:
     num_answers: int = 1  # of each prompt
     agent: str | None = None
     constraint: Constraint | None = None
-    constraint_starts_after: int | None = None  # token that ends the reasoning
     keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of an answer
     priority: int = 0  # requests with a lower number are admitted first
     repair: float | None = None  # share of reused tokens to compute again, 0 to 1
@@ -261,11 +261,10 @@ class InferenceService:
             return self._compiler
 
     @cached_property
-    def end_of_thinking(self) -> int | None:
-        """Token that ends the reasoning, if it is one token."""
-        # for each look-up, a tokenizer builds its whole vocabulary
-        token: int | None = self.engine.tokenizer.get_vocab().get(THINK_END)
-        return token
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of single tokens."""
+        assert self.engine.chat is not None
+        return TokenBytes(self.engine.chat)
 
     def start_span(self, request: Request, operation: str, body: Any) -> None:
         """Start the span of a request, if spans are exported."""
@@ -349,7 +348,7 @@ class RunningRequest:
             self._resolved = service.schemas.get(tenant, name).resolve(pml)
         if spec.constraint is not None:
             compiler = service.compiler()
-            self._masks = compiler.masks(spec.constraint, self.num_choices, spec.constraint_starts_after)
+            self._masks = compiler.masks(spec.constraint, self.num_choices)
 
     def _cancel(self) -> None:
         if self._preparation is not None:
@@ -438,14 +437,6 @@ class RunningRequest:
                 counts = None if num_open else self.counts  # complete with the last answer
                 self.span.end(error, counts, sum(self.num_generated), self.finish_reasons)
 
-    async def complete(self) -> list[list[ChoiceUpdate]]:
-        """Return all updates of every answer."""
-        result: list[list[ChoiceUpdate]] = [[] for _ in range(self.num_choices)]
-        async for updates in self.updates():
-            for update in updates:
-                result[update.index].append(update)
-        return result
-
     async def _watch_connection(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
@@ -495,28 +486,3 @@ class RunningRequest:
             self._service.log.finish(self._record, vars(self.counts), is_complete)
         if errors:
             raise errors[0]
-
-
-class StreamUsage:
-    """Token counts in the events of a streamed request.
-
-    Args:
-        options: `stream_options` of the request.
-    """
-
-    def __init__(self, running: RunningRequest, options: StreamOptions | None) -> None:
-        self.is_included = options is not None and bool(options.include_usage)
-        self.is_continuous = options is not None and self.is_included and bool(options.continuous_usage_stats)
-        self._spec, self._num_generated = running.spec, [0] * running.num_choices
-
-    def add(self, update: ChoiceUpdate) -> None:
-        """Count new tokens."""
-        self._num_generated[update.index] += len(update.token_ids)
-
-    def fields(self, index: int) -> dict[str, Any]:
-        """Return the usage field of an event of one answer."""
-        if not self.is_continuous:
-            return {"usage": None} if self.is_included else {}
-        num_prompt = len(self._spec.prompts[index // self._spec.num_answers].tokens)
-        counts = {"prompt_tokens": num_prompt, "completion_tokens": self._num_generated[index]}
-        return {"usage": {**counts, "total_tokens": sum(counts.values())}}

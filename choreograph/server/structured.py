@@ -14,6 +14,8 @@ from ..engine.request import TokenMask
 from ..errors import InvalidRequestError
 from ..utils import require
 from .grammar_check import CHECKER, large_stacks
+from .output_parser import CALL_END, CALL_START, THINK_END
+from .schema_numbers import check_inline_schemas, check_numbers
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
 
@@ -23,10 +25,27 @@ MAX_VISITS = 100_000  # of parts of a schema, to find out whether a value of it 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+class CallForm(NamedTuple):
+    """How a model writes a call."""
+
+    key: str  # of the arguments
+    start: str = ""  # before its JSON
+    end: str = ""
+    separator: str = ""  # between calls
+
+
+# forms by the name of their parser; calls that are required have no tags
+CALL_FORMS = {
+    "hermes": CallForm("arguments", f"{CALL_START}\n", f"\n{CALL_END}", "\n"),
+    "llama3_json": CallForm("parameters", separator="; "),
+    "required": CallForm("arguments"),
+}
+
+
 class Constraint(NamedTuple):
     """Grammar of an answer, in the form that llguidance compiles."""
 
-    kind: str  # json_object, json, regex, choice or grammar, for error messages
+    kind: str  # json_object, json, regex, choice, grammar or tools, for error messages
     grammar: str
 
 
@@ -43,7 +62,8 @@ def json_constraint(schema: Mapping[str, Any] | bool | str | None) -> Constraint
     try:
         value = json.loads(schema) if isinstance(schema, str) else {"type": "object"} if schema is None else schema
         value = _close_objects(value)
-        text = json.dumps(value)
+        check_numbers(value)
+        text = json.dumps(value, allow_nan=False)
         if not isinstance(value, (dict, bool)) or len(text) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"use a JSON Schema of at most {MAX_GRAMMAR_CHARS} characters")
         constraint = _checked(Constraint(kind, llguidance.LLMatcher.grammar_from_json_schema(text, JSON_STYLE)))
@@ -152,9 +172,8 @@ def choice_constraint(choices: Sequence[str]) -> Constraint:
     """Allow one of several texts."""
     if not choices or not all(choices):
         raise InvalidRequestError(f"choice={list(choices)!r:.60}: use one or more texts that are not empty")
-    llguidance = require("llguidance", "serve")
     alternatives = " | ".join(json.dumps(choice) for choice in choices)
-    return _checked(Constraint("choice", llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")))
+    return _joined("choice", f"start: {alternatives}")
 
 
 def grammar_constraint(grammar: str) -> Constraint:
@@ -162,9 +181,68 @@ def grammar_constraint(grammar: str) -> Constraint:
     llguidance = require("llguidance", "serve")
     try:
         lark = llguidance.gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar
+        check_inline_schemas(lark)
     except Exception as exc:  # the converter raises what its parser meets
         raise InvalidRequestError(f"grammar: {_one_line(str(exc))}") from None
-    return _checked(Constraint("grammar", llguidance.LLMatcher.grammar_from_lark(lark)))
+    return _joined("grammar", lark)
+
+
+def call_constraint(
+    functions: Sequence[Mapping[str, Any]], form: CallForm, *, is_single: bool, answer: Constraint | None = None
+) -> Constraint:
+    """Allow calls of functions, or instead an answer of another grammar.
+
+    Each function's arguments are a grammar of their own: `$ref` starts at the root of its parameters.
+
+    Args:
+        is_single: one call at most.
+
+    Raises:
+        InvalidRequestError: if the parameters of a function are no schema that can be enforced.
+    """
+    calls, parts = list[str](), list[dict[str, Any]]()
+    for number, function in enumerate(functions):
+        try:
+            arguments = json_constraint(_arguments_schema(function.get("parameters")))
+        except InvalidRequestError as exc:
+            reason = str(exc).removeprefix("json: ")
+            raise InvalidRequestError(f"tools: parameters of {function['name']:.80}: {reason}") from None
+        parts += _named(arguments, f"arguments{number}")
+        name = json.dumps(function["name"], ensure_ascii=False)
+        # lexemes as those of JSON: longer ones would win over an answer that starts with the same characters
+        lexemes = [form.start, "{", '"name"', ": ", name, ", ", f'"{form.key}"', ": "]
+        start = " ".join(json.dumps(lexeme) for lexeme in lexemes if lexeme)
+        calls.append(f"{start} @arguments{number} {json.dumps('}')} {json.dumps(form.end)}")
+    call, alternative = f"({' | '.join(calls)})", ""
+    if not is_single:
+        call += f" ({json.dumps(form.separator)} {call})*"
+    if answer is not None:
+        parts += _named(answer, "answer")
+        alternative = " | @answer"
+    return _joined("tools", f"start: {call}{alternative}", parts)
+
+
+def after_reasoning(constraint: Constraint) -> Constraint:
+    """Allow any reasoning, and then an answer of a grammar."""
+    lark = f"start: reasoning /\\n*/ @answer\nreasoning[suffix={json.dumps(THINK_END)}]: /(?s:.*)/"
+    return _joined(constraint.kind, lark, _named(constraint, "answer"))
+
+
+def _arguments_schema(parameters: Any) -> Any:
+    """Return the schema of a call's arguments: without properties, there are none."""
+    is_open = isinstance(parameters, dict) and parameters.keys() - {"type", "title", "description", "$schema", "strict"}
+    return parameters if is_open else {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _named(constraint: Constraint, name: str) -> list[dict[str, Any]]:
+    """Return the grammars of a constraint under a name."""
+    first, *others = json.loads(constraint.grammar)["grammars"]
+    return [{**first, "name": name}, *others]
+
+
+def _joined(kind: str, lark: str, parts: Sequence[dict[str, Any]] = ()) -> Constraint:
+    """Return the constraint of a Lark grammar with references by @name."""
+    return _checked(Constraint(kind, json.dumps({"grammars": [{"lark_grammar": lark}, *parts]})))
 
 
 def _checked(constraint: Constraint) -> Constraint:
@@ -197,14 +275,10 @@ class GrammarCompiler:
             for executor in (self._executor, self._compiler):
                 executor.submit(int).result()  # starts its thread
 
-    def masks(self, constraint: Constraint, count: int, starts_after: int | None = None) -> "list[TokenMask]":
-        """Return a mask for each answer, whose first values are being computed.
-
-        Args:
-            starts_after: token that ends the reasoning, before which any token is allowed.
-        """
+    def masks(self, constraint: Constraint, count: int) -> "list[TokenMask]":
+        """Return a mask for each answer, whose first values are being computed."""
         matchers = self._compiler.submit(self._matchers, constraint, count).result()
-        return [GrammarMask(constraint.kind, m, self._vocab_size, self._executor, starts_after) for m in matchers]
+        return [GrammarMask(constraint.kind, matcher, self._vocab_size, self._executor) for matcher in matchers]
 
     def _matchers(self, constraint: Constraint, count: int) -> list[Any]:
         matcher = self._llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0, limits=self._limits)
@@ -224,25 +298,16 @@ class GrammarMask:
     runs. When the grammar is complete and cannot continue, only the end of the sequence is allowed.
     """
 
-    def __init__(
-        self, kind: str, matcher: Any, vocab_size: int, executor: ThreadPoolExecutor, starts_after: int | None
-    ) -> None:
+    def __init__(self, kind: str, matcher: Any, vocab_size: int, executor: ThreadPoolExecutor) -> None:
         self._kind, self._matcher, self._vocab_size, self._executor = kind, matcher, vocab_size, executor
-        self._starts_after = starts_after
         self._next: Future[Tensor] = executor.submit(self._compute)
 
     def allowed(self) -> Bool[Tensor, " V"]:
         """Return the allowed tokens; see `TokenMask`."""
-        if self._starts_after is not None:
-            return torch.ones(self._vocab_size, dtype=torch.bool)
         return self._next.result()
 
     def advance(self, token: int) -> None:
         """Append a token; see `TokenMask`."""
-        if self._starts_after is not None:
-            if token == self._starts_after:
-                self._starts_after = None
-            return
         if self._matcher.is_stopped():
             return  # the token that ends the answer
         if not self._matcher.consume_token(token):

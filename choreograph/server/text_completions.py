@@ -2,29 +2,22 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import Request
 
 from ..errors import InvalidRequestError
-from ..outputs import TokenLogprob
 from .agent_tracking import agent_step
-from .chat_completions import constraint_of, token_logprob
+from .answer_loop import AnswerLoop, ParsedAnswer, ParserOptions, StreamUsage
+from .chat_completions import constraint_of, end_with_grammar
 from .chat_prompt import ChatPrompt
-from .engine_thread import ChoiceUpdate
 from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest, check_stream_options
-from .scored_prompts import (
-    check_prompt_scoring,
-    check_scored_size,
-    echoed_logprobs,
-    encode,
-    num_added_characters,
-    prompt_logprobs_of,
-)
-from .service import GenerationSpec, InferenceService, RunningRequest, StreamUsage
+from .scored_prompts import check_prompt_scoring, check_scored_size, echoed_tokens, encode, prompt_logprobs_of
+from .service import GenerationSpec, InferenceService, RunningRequest
+from .token_text import PlacedToken, completion_logprobs, label
 
 MAX_PROMPTS = 128
 
@@ -39,6 +32,7 @@ def prepare_completion(
     """
     check_stream_options(body)
     check_prompt_scoring(body)
+    service.token_bytes.load()
     key, reuse, agent = service.workflow_key(http_request, tenant, body, body.choreography)
     if body.suffix:
         raise InvalidRequestError("suffix: the model does not insert text; leave it out")
@@ -72,6 +66,8 @@ def prepare_completion(
     seed = service.random_seed() if body.seed is None else body.seed
     sampling = body.sampling(max_tokens, body.logprobs, seed)
     constraint = constraint_of(body.response_format, body.structured_outputs)
+    if constraint is not None:
+        sampling = end_with_grammar(service, sampling)
     if reuse == "messages":
         reuse = "auto"  # a prompt has no messages
     return GenerationSpec(
@@ -96,101 +92,97 @@ class CompletionAnswer:
     """Answer of one completion request, whole or streamed."""
 
     def __init__(self, service: InferenceService, body: CompletionRequest, running: RunningRequest) -> None:
-        self._service, self._tokenizer, self._body, self._running = service, service.engine.tokenizer, body, running
+        self._service, self._tokenizer, self._body = service, service.engine.tokenizer, body
+        self._loop = AnswerLoop(
+            service,
+            running,
+            ParserOptions(),
+            has_logprobs=body.logprobs is not None,
+            returns_ids=bool(body.return_token_ids),
+        )
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = body.model
         running.name_response(self._head["id"], body.model)
-        # characters sent of every answer; less than none for a token that the echoed text does not contain
-        self._offsets = [-self._num_added_characters(index) for index in range(running.num_choices)]
-        self._has_scores = set[int]()  # answers whose prompt's log-probabilities were sent
 
-    def _echoed(self, index: int) -> str:
+    def _echoed(self, answer: ParsedAnswer) -> str:
         if not self._body.echo:
             return ""
-        prompt = self._body.prompts[index // self._running.spec.num_answers]
+        prompt = self._body.prompts[answer.index // self._loop.running.spec.num_answers]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _text_of(self, token: int) -> str:
-        text: str = token_logprob(self._tokenizer, token, 0.0)["token"]
-        return text
+        return label(self._loop.token_bytes.of(token))
 
-    def _num_added_characters(self, index: int) -> int:
-        number = index // self._running.spec.num_answers
-        if not self._body.echo or self._body.logprobs is None:
-            return 0
-        first_token = self._running.spec.prompts[number].tokens[0]
-        return num_added_characters(self._tokenizer, self._body.prompts[number], first_token)
-
-    def _prompt_ids(self, index: int) -> dict[str, Any]:
-        if not self._body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self._running.spec.prompts[index // self._running.spec.num_answers].tokens}
+    def _prompt_ids(self, answer: ParsedAnswer) -> dict[str, Any]:
+        return {"prompt_token_ids": self._loop.prompt_of(answer).tokens} if self._body.return_token_ids else {}
 
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request that does not stream."""
+        await self._loop.complete()
+        running = self._loop.running
         choices = []
-        for index, updates in enumerate(await self._running.complete()):
-            text = self._echoed(index) + "".join(update.text for update in updates)
-            logprobs = [item for update in updates for item in update.logprobs]
-            choice = {"index": index, "text": text, "finish_reason": updates[-1].finish_reason}
-            choice["logprobs"] = await encode(self._service, self._running, partial(self._logprobs, index, logprobs))
-            if self._body.return_token_ids:
-                choice["token_ids"] = [token for update in updates for token in update.token_ids]
-            scores = partial(prompt_logprobs_of, self._body, self._running, self._text_of, index)
-            choice |= await encode(self._service, self._running, scores)
-            choices.append(choice | self._prompt_ids(index))
-        return {**self._head, "choices": choices, "usage": self._running.usage()}
+        for answer in self._loop.answers:
+            text = self._echoed(answer) + answer.content
+            write = partial(self._choice, answer, text, answer.tokens, answer.finish_reason, is_first=True)
+            scores = partial(prompt_logprobs_of, self._body, running, self._text_of, answer.index)
+            choices.append(await encode(self._service, running, write) | await encode(self._service, running, scores))
+        return {**self._head, "choices": choices, "usage": self._loop.usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the server-sent events of a streamed request."""
-        body, echoed = self._body, set[int]()
-        usage = StreamUsage(self._running, body.stream_options)
-
-        def event(update: ChoiceUpdate, text: str, is_first: bool = False) -> str:
-            choice = self._choice(update, text) | (self._prompt_ids(update.index) if is_first else {})
-            return sse({**self._head, "choices": [choice], **usage.fields(update.index)})
-
+        body, loop, started = self._body, self._loop, set[int]()
+        usage = StreamUsage(loop, body.stream_options)
         is_plain = body.logprobs is None and not body.return_token_ids and not usage.is_continuous
-        text_events = TextEvents(lambda index, text: event(ChoiceUpdate(index, text, [], []), text))
-        async for updates in self._running.updates():
-            events = []
-            for update in updates:
-                is_first = update.index not in echoed
-                text = self._echoed(update.index) + update.text if is_first else update.text
-                echoed.add(update.index)
-                usage.add(update)
-                if is_plain and text and update.finish_reason is None:
-                    events.append(text_events.event(update.index, text))
-                elif text or not is_plain or update.finish_reason is not None:
-                    write = partial(event, update, text, is_first)
-                    events.append(await encode(self._service, self._running, write) if is_first else write())
-            if events:
-                yield "".join(events)
+
+        def chunk(
+            answer: ParsedAnswer, text: str, tokens: Sequence[PlacedToken] = (), reason: str | None = None
+        ) -> str:
+            choice = self._choice(answer, text, tokens, reason, is_first=answer.index not in started)
+            return sse({**self._head, "choices": [choice], **usage.fields(answer)})
+
+        text_events = TextEvents(lambda index, text: chunk(loop.answers[index], text))
+        async for events in loop.steps():
+            chunks = []
+            for answer, event in events:
+                is_first = answer.index not in started
+                text = self._echoed(answer) + event.text if is_first else event.text
+                reason = answer.finish_reason if event.kind == "end" else None
+                if is_plain and event.kind != "end":
+                    chunks.append(text_events.event(answer.index, text))
+                else:
+                    write = partial(chunk, answer, text, event.tokens, reason)
+                    chunks.append(await encode(self._service, loop.running, write) if is_first else write())
+                started.add(answer.index)
+            if chunks:
+                yield "".join(chunks)
         if usage.is_included:
-            yield sse({**self._head, "choices": [], "usage": self._running.usage()})
+            yield sse({**self._head, "choices": [], "usage": loop.usage()})
         yield SSE_END
 
-    def _choice(self, update: ChoiceUpdate, text: str) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": update.index, "text": text, "finish_reason": update.finish_reason}
-        choice["logprobs"] = self._logprobs(update.index, update.logprobs)
-        if self._body.return_token_ids:
-            choice["token_ids"] = update.token_ids
-        return choice
+    def _choice(
+        self,
+        answer: ParsedAnswer,
+        text: str,
+        tokens: Sequence[PlacedToken],
+        finish_reason: str | None,
+        *,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        """Return a part of an answer.
 
-    def _logprobs(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if self._body.logprobs is None:
-            return None
-        result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        echoed = [] if index in self._has_scores else echoed_logprobs(self._body, self._running, index)
-        self._has_scores.add(index)
-        for item in [*echoed, *logprobs]:
-            text = self._tokenizer.decode([item.token])
-            result["tokens"].append(text)
-            result["token_logprobs"].append(max(item.logprob, -9999.0))
-            top = {self._tokenizer.decode([token]): max(value, -9999.0) for token, value in item.top.items()}
-            result["top_logprobs"].append(top | {text: max(item.logprob, -9999.0)})
-            result["text_offset"].append(max(0, self._offsets[index]))
-            self._offsets[index] += len(text)
-        if echoed:
-            result["token_logprobs"][0] = result["top_logprobs"][0] = None
-        return result
+        Args:
+            is_first: the part has what belongs to the prompt.
+        """
+        body, token_bytes = self._body, self._loop.token_bytes
+        choice: dict[str, Any] = {"index": answer.index, "text": text, "finish_reason": finish_reason, "logprobs": None}
+        if body.logprobs is not None:
+            start = len(self._echoed(answer))
+            choice["logprobs"] = completion_logprobs(tokens, token_bytes, body.logprobs, start)
+            if is_first and body.echo:
+                echoed = echoed_tokens(body, self._loop.running, answer.index, token_bytes)
+                fields = completion_logprobs(echoed, token_bytes, body.logprobs)
+                fields["token_logprobs"][0] = fields["top_logprobs"][0] = None  # nothing predicts it
+                choice["logprobs"] = {name: fields[name] + values for name, values in choice["logprobs"].items()}
+        if body.return_token_ids:
+            choice["token_ids"] = answer.take_token_ids()
+        return choice | self._prompt_ids(answer) if is_first else choice

@@ -46,6 +46,7 @@ async def test_lengths_of_queues_follow_what_ray_counts():
     router = router_of(a, b)
     assert router.policy.queues == {"a": 0, "b": 0}
     router.on_new_queue_len_info(a.replica_id, 5)
+    router.on_new_queue_len_info(b.replica_id, 0)
     router.on_send_request(a.replica_id)
     assert router.policy.queues == {"a": 6, "b": 0}
     router.decrement_queue_len_cache(a.replica_id)

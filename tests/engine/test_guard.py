@@ -17,9 +17,8 @@ from choreograph.engine.budget import MIN_SAMPLES
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SECRETS = ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5])  # of one length
 OTHER_LENGTHS = ([11, 12], [30] * 17)
-ROUNDING = (
-    100 * torch.finfo(torch.float32).eps
-)  # of log-probabilities: products of other numbers of rows round otherwise
+# of log-probabilities: a product may round otherwise with another number of rows
+ROUNDING = 100 * torch.finfo(torch.float32).eps
 
 
 class Reading(NamedTuple):

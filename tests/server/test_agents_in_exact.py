@@ -166,6 +166,28 @@ def test_answers_do_not_depend_on_agents_and_requests_without_one_are_not_tracke
     assert answer[0] == expected[0] and answer[1] == expected[1] + expected[2] - 5 - 1 and len(sessions) == 1
 
 
+def test_agents_of_several_models_and_labels_share_a_workflow_and_no_prefix(talker_folder, math_folder):
+    engine = make_engine(talker_folder, math=math_folder, eviction="workflow")
+    body = {"messages": [role_of("coder"), {"role": "user", "content": "Begin."}], "max_tokens": 6, "temperature": 0}
+    kinds = [("tiny", []), ("math", []), ("tiny", ["secret"]), ("math", ["secret"])]
+    with serving(engine) as live:
+
+        def ask(model, labels, **choreography):
+            choreography |= {"labels": labels, "workflow": "team"}
+            request = body | {"model": model, "choreography": choreography}
+            answer = httpx.post(f"{live.url}/v1/chat/completions", json=request, timeout=60).json()
+            live.wait_until_idle()
+            engine.check()
+            live.app.state.service.planner.store.check()
+            return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        first = [ask(*kind, agent="coder", fixed_messages=1) for kind in kinds]
+        assert [cached for _, cached in first] == [0] * 4  # nothing of another model, or with other labels
+        assert len(live.app.state.service.planner.store.agent_sessions) == 1
+        again = [ask(*kind) for kind in kinds]
+        assert [text for text, _ in again] == [text for text, _ in first] and min(cached for _, cached in again) > 200
+
+
 @pytest.mark.parametrize(
     ("choreography", "param"),
     [

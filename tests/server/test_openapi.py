@@ -67,8 +67,9 @@ def test_a_valid_chat_with_odd_options_is_no_server_error(live, data):
     reuse = data.draw(st.sampled_from(["exact", "messages", "auto"]))
     contents = data.draw(st.lists(st.text(max_size=6), min_size=1, max_size=3))
     choreography = data.draw(st.dictionaries(st.sampled_from(("labels", "clearance")), st.lists(st.text(max_size=3))))
-    fields = st.sampled_from(("labels", "clearance", "on_leak", "offsets", "repair", "max_kl", "workflow", "agent"))
-    choreography |= data.draw(st.dictionaries(fields, value, max_size=1)) | {"reuse": reuse}
+    fields = ("labels", "clearance", "on_leak", "offsets", "repair", "max_kl", "workflow", "agent", "steps")
+    fields = st.sampled_from((*fields, "fixed_messages", "fixed_tokens"))
+    choreography |= data.draw(st.dictionaries(fields, value, max_size=2)) | {"reuse": reuse}
     roles = st.sampled_from(["system", "user", "assistant", "tool", "developer"])
     messages = [{"role": data.draw(roles), "content": content} for content in contents]
     body = {"model": "tiny", "max_tokens": 2, "messages": messages, "choreography": choreography} | options

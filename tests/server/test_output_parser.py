@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph.server.chat_prompt import answer_key
+from choreograph.server.json_scanner import JsonScanner
 from choreograph.server.output_parser import OutputDelta, OutputParser
 
 NAMES = frozenset({"add", "find"})
@@ -56,6 +57,20 @@ LLAMA = '{"name": "add", "parameters": {"a": 1}}'
         ("cut off", None, {"thinks": True, "starts_thinking": True}, ("cut off", "", [])),
         (f"<think>hm</think>{CALL}", "hermes", {"thinks": True}, ("hm", "", [("add", {"a": 1})])),
         ("<th", None, {"thinks": True}, ("", "<th", [])),
+        (f"{CALL} and {CALL}", "hermes", {}, ("", " and ", [("add", {"a": 1})] * 2)),
+        (f"<tool_call>{LLAMA} more", "hermes", {}, ("", " more", [("add", {"a": 1})])),
+        (f"<tool_call>{LLAMA}</tool_", "hermes", {}, ("", "", [("add", {"a": 1})])),
+        (f"<tool_call>\n<tool_call>{LLAMA}", "hermes", {}, ("", "<tool_call>\n", [("add", {"a": 1})])),
+        (f"{LLAMA}; {LLAMA[:9]}", "llama3_json", {}, ("", f"; {LLAMA[:9]}", [("add", {"a": 1})])),
+        (f"{LLAMA} is it", "llama3_json", {}, ("", " is it", [("add", {"a": 1})])),
+        (f"<think>{LLAMA}</think>{LLAMA}", "llama3_json", {"thinks": True}, (LLAMA, "", [("add", {"a": 1})])),
+        ('<tool_call>{"name": "add", "name": "find"}', "hermes", {}, ("", "", [("find", {})])),
+        (
+            '<tool_call>{"a": {"name": "add"}, "name": 1}',
+            "hermes",
+            {},
+            ("", '<tool_call>{"a": {"name": "add"}, "name": 1}', []),
+        ),
     ],
 )
 def test_the_parts_of_an_answer(text, form, options, expected):
@@ -66,7 +81,9 @@ def test_the_parts_of_an_answer(text, form, options, expected):
 @settings(max_examples=many(80), deadline=None)
 @given(
     parts=st.lists(
-        st.sampled_from(["<think>", "</think>", CALL, LLAMA, "<tool_call>", "\n", "a", "<", "</tool_call>"])
+        st.sampled_from(
+            ["<think>", "</think>", CALL, LLAMA, "<tool_call>", "\n", "a", "<", "</tool_call>", "{", '"', "; "]
+        )
     ),
     form=st.sampled_from([None, "hermes", "llama3_json"]),
     thinks=st.booleans(),
@@ -79,6 +96,38 @@ def test_pieces_do_not_change_the_parts(parts, form, thinks, cuts):
         pieces.append(rest[:cut])
         rest = rest[cut:]
     assert parse([*pieces, rest], form, thinks=thinks) == parse([text], form, thinks=thinks)
+
+
+@settings(max_examples=many(200), deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from([*'{}[]",:\\ \n-+.eE01u', '"a"', '"a":', "true", "null", "NaN", "1e400", "\x01", "é"])
+    ),
+    cut=st.integers(0, 30),
+)
+def test_json_ends_where_a_decoder_says(text, cut):
+    text = "{" + "".join(text)
+    scanner = JsonScanner()
+    for piece in (text[:cut], text[cut:]):
+        scanner.feed(piece)
+    try:
+        value, end = json.JSONDecoder(parse_constant=refuse).raw_decode(text)
+    except ValueError:
+        assert scanner.status != "complete"
+    else:
+        assert (scanner.status, scanner.num_chars) == ("complete", end)
+        members = scanner.members(text[:end])
+        assert {key: json.loads(source) for key, source in members.items()} == value
+
+
+def refuse(constant):
+    raise ValueError(constant)
+
+
+def test_deep_nesting_needs_no_stack():
+    arguments = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    (delta,) = OutputParser("hermes", NAMES).feed(f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>')
+    assert delta.call.arguments == arguments
 
 
 def test_an_answer_is_known_again_however_its_arguments_are_written():

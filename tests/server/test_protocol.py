@@ -193,17 +193,38 @@ def test_definitions_of_tools_are_found_by_a_required_call(live):
     body = BODY | {"tools": tools, "tool_choice": "required", "max_tokens": 60}
     (call,) = post(live, CHAT, body).json()["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["place"] in ("Oslo", "Rome")
-    tools[1]["function"]["parameters"]["$defs"] = {"City": {"type": "null"}, "Flat": {"type": "null"}}
-    error = post(live, CHAT, body).json()["error"]
-    assert error["param"] == "tools" and "$defs/City" in error["message"]
+
+
+def test_each_tool_has_definitions_of_its_own(live):
+    tools = []
+    for name in ("aa", "bb"):
+        node = nested("value", **{"$ref": "#/$defs/Leaf"}) | {"definitions": {"Item": {"enum": [name]}}}
+        item = nested("next", anyOf=[{"$ref": "#/definitions/Item"}, {"$ref": "#/$defs/Item"}])
+        definitions = {"Item": node, "Leaf": {"enum": [name]}}
+        parameters = nested("item", **{"$ref": "#/$defs/Item"}) | {"$defs": definitions, "definitions": {"Item": item}}
+        tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    for choice in ("required", *({"type": "function", "function": {"name": name}} for name in ("aa", "bb"))):
+        body = BODY | {"tools": tools, "tool_choice": choice, "max_tokens": 60}
+        (call,) = post(live, CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+        name = call["function"]["name"] if choice == "required" else choice["function"]["name"]
+        assert call["function"]["name"] == name
+        assert json.loads(call["function"]["arguments"]) == {"item": {"value": name}}
+
+
+def test_a_reference_to_its_own_root_describes_a_tool(live):
+    parameters = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = post(live, CHAT, BODY | {"tools": tools, "tool_choice": "required", "max_tokens": 200})
+    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("own", [{"$ref": "#"}, {"$ref": "#/$defs/a"}, {"$ref": "#/properties/b"}])
-def test_references_of_tools_to_no_definition_are_refused(live, own):
+def test_tools_without_finite_arguments_or_with_unknown_references_are_refused(live, own):
     parameters = nested("a", **own) | {"$defs": {"a": {"$ref": "#"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     answer = post(live, CHAT, BODY | {"tools": tools, "tool_choice": "required"})
-    assert answer.status_code == 400 and "move the schema to $defs" in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "tools" and "parameters of f:" in error["message"]
 
 
 def test_salts_of_different_fields_differ():
