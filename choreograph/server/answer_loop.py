@@ -69,6 +69,7 @@ class ParsedAnswer:
     Args:
         placer: finds which tokens the text keeps; None: not needed.
         has_logprobs: events have the tokens of the content.
+        keeps_end: of the answer's end too.
         returns_ids: token ids are kept for `take_token_ids`.
     """
 
@@ -81,6 +82,7 @@ class ParsedAnswer:
         placer: TokenPlacer | None,
         *,
         has_logprobs: bool,
+        keeps_end: bool,
         returns_ids: bool,
     ) -> None:
         self.index = index
@@ -89,7 +91,7 @@ class ParsedAnswer:
         self.num_generated = 0  # tokens
         self.num_reasoning = 0  # tokens between the tags of reasoning
         self.finish_reason: str | None = None
-        self._parser, self._placer, self._has_logprobs = parser, placer, has_logprobs
+        self._parser, self._placer, self._has_logprobs, self._keeps_end = parser, placer, has_logprobs, keeps_end
         # a stop string, which the text loses, is known only when it is complete
         self._ids = ("with text" if spec.sampling.stop else "at once") if returns_ids else "never"
         self._token_bytes, self._stop_token_ids = token_bytes, spec.sampling.stop_token_ids
@@ -137,7 +139,7 @@ class ParsedAnswer:
             # an answer that was cut says so, whatever it has called
             is_called = bool(self.calls) and update.finish_reason == "stop"
             self.finish_reason = "tool_calls" if is_called else update.finish_reason
-            events.append(AnswerEvent("end"))
+            events.append(AnswerEvent("end", tokens=self._end_tokens()))
         if not (self._has_logprobs or self._ids == "with text" or self._parser.may_reason):
             self._placer = None
         return events
@@ -175,6 +177,15 @@ class ParsedAnswer:
         self.tokens += tokens
         return AnswerEvent(kind, delta.text, tokens=tokens)
 
+    def _end_tokens(self) -> list[PlacedToken]:
+        """Return the special tokens that ended the answer, if they are kept."""
+        if not self._keeps_end:
+            return []
+        special_ids = self._token_bytes.special_ids
+        tokens = [token for token in self._placed if not token.data and token.id in special_ids]
+        self.tokens += tokens
+        return tokens
+
     def _tokens_of(self, delta: OutputDelta) -> list[PlacedToken]:
         """Return the tokens that wrote a part of the text.
 
@@ -195,6 +206,7 @@ class AnswerLoop:
 
     Args:
         has_logprobs: the request has log-probabilities.
+        keeps_end: the token that ends an answer has one too.
         returns_ids: the answers' token ids are returned.
     """
 
@@ -205,6 +217,7 @@ class AnswerLoop:
         parser_options: ParserOptions,
         *,
         has_logprobs: bool = False,
+        keeps_end: bool = False,
         returns_ids: bool = False,
     ) -> None:
         self.token_bytes, self.running = service.token_bytes, running
@@ -217,6 +230,7 @@ class AnswerLoop:
                 parser_options.create(),
                 self._placer(index) if needs_places else None,
                 has_logprobs=has_logprobs,
+                keeps_end=keeps_end,
                 returns_ids=returns_ids,
             )
             for index in range(running.num_choices)

@@ -98,6 +98,7 @@ class CompletionAnswer:
             running,
             ParserOptions(),
             has_logprobs=body.logprobs is not None,
+            keeps_end=bool(body.echo) and body.logprobs is not None,  # scored texts count their last token
             returns_ids=bool(body.return_token_ids),
         )
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
