@@ -14,7 +14,8 @@ from .chat_prompt import ChatPrompt, answer_key
 from .engine_thread import ChoiceUpdate
 from .output_parser import FunctionCall, OutputDelta, OutputParser
 from .protocol import StreamOptions
-from .service import GenerationSpec, InferenceService, RunningRequest
+from .running_request import GenerationSpec, RunningRequest
+from .service import InferenceService
 from .token_text import PlacedToken, TokenBytes, TokenPlacer
 
 MAX_HEADER_TOKENS = 256  # before an answer, more than its text depends on

@@ -9,7 +9,8 @@ from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
 from .chat_prompt import ChatPrompt
 from .protocol import ChatCompletionRequest, CompletionRequest
-from .service import InferenceService, RunningRequest
+from .running_request import RunningRequest
+from .service import InferenceService
 from .token_text import MIN_LOGPROB, PlacedToken, TokenBytes, TokenPlacer
 
 T = TypeVar("T")

@@ -15,8 +15,9 @@ from .chat_completions import constraint_of, end_with_grammar
 from .chat_prompt import ChatPrompt
 from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest, check_stream_options
+from .running_request import GenerationSpec, RunningRequest
 from .scored_prompts import check_prompt_scoring, check_scored_size, echoed_tokens, encode, prompt_logprobs_of
-from .service import GenerationSpec, InferenceService, RunningRequest
+from .service import InferenceService
 from .token_text import PlacedToken, completion_logprobs, label
 
 MAX_PROMPTS = 128
