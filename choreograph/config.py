@@ -196,6 +196,8 @@ class SchedulerConfig:
     """Limits of one scheduler step."""
 
     max_num_batched_tokens: PositiveInt = 1024  # tokens of one forward pass; longer prefills are chunked
+    # tokens of prompts in a step that also decodes, so that decodes do not wait long; None: no other limit
+    max_num_prefill_tokens: PositiveInt | None = None
     max_num_seqs: PositiveInt = 256  # requests that may run at the same time
     # run ready requests before requests whose context is still being loaded (KVFlow §3.2)
     skip_loading: StrictBool = True

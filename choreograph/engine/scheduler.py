@@ -40,6 +40,7 @@ class Scheduler:
         self.current_request: Request | None = None  # being admitted or packed: the cause of an exception
         self.is_probing = False  # only a part of the requests is queued: none ends for lack of memory
         self._core, self._cache_manager, self._config = core, core.cache_manager, core.config.scheduler
+        self.max_num_prefill_tokens = self._config.max_num_prefill_tokens
         self._last_scheduled_step: dict[BatchKey, int] = {}  # per batch group
         self._step_count = 0
         self.preemptor = Preemptor(core, self)
@@ -354,6 +355,9 @@ class Scheduler:
         Returns None if no request is ready.
         """
         batch, token_budget, num_chunks = Batch(), self._config.max_num_batched_tokens, -1
+        prefill_budget = token_budget
+        if self.max_num_prefill_tokens is not None and any(map(_is_decoding, requests)):
+            prefill_budget = self.max_num_prefill_tokens
         speculator = self._core.speculator
         drafts = {} if speculator is None else speculator.propose(requests)
         while num_chunks < len(batch.chunks) < len(requests):  # repeat while new chunks make others ready
@@ -361,19 +365,23 @@ class Scheduler:
             for request in requests:
                 entry, self.current_request = request.entry, request
                 num_pending = len(entry.tokens) - entry.num_scheduled_tokens
-                if not num_pending or token_budget <= 0 or entry.num_scheduled_tokens > entry.num_computed_tokens:
+                is_decoding = _is_decoding(request)
+                limit = token_budget if is_decoding else min(token_budget, prefill_budget)
+                if not num_pending or limit <= 0 or entry.num_scheduled_tokens > entry.num_computed_tokens:
                     continue
                 if _is_ready(request, allow_loading) and (not batch.chunks or has_inputs(request)):
-                    num_tokens, num_queries = min(num_pending, token_budget), None
+                    num_tokens, num_queries = min(num_pending, limit), None
                     if request.decode_state is not None and request.decode_state.prompt_scorer is not None:
                         scorer = request.decode_state.prompt_scorer
-                        num_queries, num_tokens = scorer.plan_rows(request, batch, token_budget)
+                        num_queries, num_tokens = scorer.plan_rows(request, batch, limit)
                         if not num_queries and not num_tokens:
                             continue
                     draft = drafts.get(request.id, ())
                     batch.add_chunk(request, num_tokens, draft, num_queries)
                     request.last_scheduled_step = self._step_count
-                    token_budget -= num_tokens + len(draft) + (num_queries or 0)
+                    num_rows = num_tokens + len(draft) + (num_queries or 0)
+                    token_budget -= num_rows
+                    prefill_budget -= 0 if is_decoding else num_rows
         self.current_request = None
         if not batch.chunks:
             return None
@@ -403,6 +411,11 @@ class Scheduler:
             assert request.entry.num_scheduled_tokens == request.entry.num_computed_tokens
             assert request.num_pending_tokens, "a running request has nothing to compute"
             assert all(kv_slice.entry.owners for kv_slice in request.context), "a context entry has no owner"
+
+
+def _is_decoding(request: Request) -> bool:
+    """True if the request has started to generate and goes on by one token."""
+    return request.state is RequestState.RUNNING and request.num_generated > 0 and request.num_pending_tokens == 1
 
 
 def _is_ready(request: Request, allow_loading: bool) -> bool:

@@ -171,7 +171,7 @@ def create_service_app(service: InferenceService) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    app.router.route_class = checked_route(service.authenticate, service.pool.run)
+    app.router.route_class = checked_route(service.authenticate, service.pool.run, service.max_model_len)
     app.add_middleware(RequestGuard, service=service)
     if config.cors_origins:
         app.add_middleware(

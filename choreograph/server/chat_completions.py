@@ -13,6 +13,7 @@ from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
 from .agent_tracking import agent_step
 from .answer_loop import AnswerEvent, AnswerLoop, ParsedAnswer, ParserOptions, StreamUsage, tool_call_dict
+from .chat_prompt import MAX_SEGMENTS
 from .event_stream import SSE_END, TextEvents, sse
 from .output_parser import THINK_END, THINK_START
 from .protocol import (
@@ -129,8 +130,10 @@ def prepare(
     check_scored_size(service, body, [prompt])
     step = agent_step(agent, body.choreography, [prompt])
     max_tokens = service.max_tokens(requested, [prompt], param)
+    if len(prompt.offsets) > MAX_SEGMENTS:
+        raise InvalidRequestError(f"offsets: {len(prompt.offsets)} messages: give positions to at most {MAX_SEGMENTS}")
     if reuse == "messages" and not prompt.offsets:
-        prompt = service.fit_pages(prompt, max_tokens or 1)
+        prompt = service.fit_pages(prompt.limit_segments(), max_tokens or 1)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
     seed = service.random_seed() if body.seed is None else body.seed

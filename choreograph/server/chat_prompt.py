@@ -32,6 +32,9 @@ RESERVED_VARIABLES = frozenset(
 )
 
 
+MAX_SEGMENTS = 64  # of a chat: each is read by all after it, so their cost grows with the square
+
+
 @dataclass(frozen=True)
 class Segment:
     """Tokens of one message, or of several that are not separable."""
@@ -51,6 +54,22 @@ class ChatPrompt:
     header_text: str = ""  # generation prompt
     offsets: tuple[int | None, ...] = ()  # position of every segment; empty: one after the other
 
+    def limit_segments(self) -> "ChatPrompt":
+        """Return the prompt with at most MAX_SEGMENTS segments, in groups of equal size.
+
+        The groups stay the same while a chat grows, until their size doubles.
+        """
+        size = 1
+        while -(-len(self.segments) // size) > MAX_SEGMENTS:
+            size *= 2
+        if size == 1:
+            return self
+        segments = list[Segment]()
+        for start in range(0, len(self.segments), size):
+            group = self.segments[start : start + size]
+            segments += [_join(group)] if len(group) == size else group
+        return replace(self, segments=segments)
+
     def fit_pages(self, num_pages: int, page_size: int) -> "ChatPrompt":
         """Return the prompt with as many segments as fit, the first ones joined.
 
@@ -67,8 +86,11 @@ class ChatPrompt:
             num_joined += 1
         if num_joined < 2:
             return self
-        joined = tuple(itertools.chain.from_iterable(segment.tokens for segment in self.segments[:num_joined]))
-        return replace(self, segments=[Segment(joined), *self.segments[num_joined:]])
+        return replace(self, segments=[_join(self.segments[:num_joined]), *self.segments[num_joined:]])
+
+
+def _join(segments: Sequence[Segment]) -> Segment:
+    return Segment(tuple(itertools.chain.from_iterable(segment.tokens for segment in segments)))
 
 
 def answer_key(content: str | None, tool_calls: Sequence[Mapping[str, Any]]) -> str:

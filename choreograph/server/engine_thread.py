@@ -28,6 +28,8 @@ T = TypeVar("T")
 QUIET_TURNS = 8  # of the event loop without a request, more than it needs to read and submit one
 GATHER_SECONDS = 0.05  # limit of these turns
 
+CPU_PREFILL_TOKENS = 128  # of a step that also decodes, which then takes about twice as long
+
 LINGER_SECONDS = 0.05  # that the KV of the last tokens of answers may wait for a next request
 
 
@@ -118,10 +120,14 @@ def load_engine(open_engine: Callable[[], Engine]) -> Engine:
 
 
 class EngineThread:
-    """Owner of an engine: the only thread that steps it."""
+    """Owner of an engine: the only thread that steps it.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    Args:
+        max_prefill_tokens: of a step that also decodes; None: as the engine's configuration says, on a CPU few.
+    """
+
+    def __init__(self, engine: Engine, max_prefill_tokens: int | None = None) -> None:
+        self.engine, self._max_prefill_tokens = engine, max_prefill_tokens
         self.num_generations = 0  # submitted and not ended, as the event loop knows
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._active: dict[Generation, None] = {}  # in order of submission
@@ -137,7 +143,16 @@ class EngineThread:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start stepping; updates are delivered in `loop`."""
         self._loop = loop
+        self._limit_prefills()
         self._thread.start()
+
+    def _limit_prefills(self) -> None:
+        """Bound the time for which the prompt of one client delays the streams of others."""
+        scheduler, limit = self.engine.core.scheduler, self._max_prefill_tokens
+        if limit is None and scheduler.max_num_prefill_tokens is None and self.engine.model_info.device.type == "cpu":
+            limit = CPU_PREFILL_TOKENS
+        if limit is not None:
+            scheduler.max_num_prefill_tokens = limit
 
     async def stop(self) -> None:
         """End all generations and the thread."""

@@ -4,21 +4,24 @@ llguidance is native code: a chain of a few thousand rules or references overflo
 A grammar that ends the checking process, or takes too long in it, is refused. The process imports nothing else, so it
 starts in tens of milliseconds.
 
-Run as a module, this is that process: it reads a grammar a line as JSON, and answers each with its error or "".
+Run as a module, this is that process. It reads a line of JSON with the tokenizer, or null, and answers "ready"; then a
+grammar a line, and answers each with its error or "".
 """
 
 import json
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from ..utils import require
 
 SECONDS = 1.0  # of one check
 
-PARSER_LIMITS = {"verbose_errors": False, "step_max_items": 10_000}  # a mask takes at most a tenth of a second
+PARSER_LIMITS = {"verbose_errors": False, "step_max_items": 5000}  # a mask takes a tenth of a second at most
 
 STACK_BYTES = 64 << 20  # of threads that compile grammars; pages that are not used take no memory
 
@@ -39,11 +42,16 @@ class GrammarChecker:
     """Process that checks grammars.
 
     It is started on first use, and again after it ended.
+
+    Args:
+        tokenizer: keyword arguments of `llguidance.LLTokenizer`: the first mask is computed too. None: grammars are
+            compiled alone.
     """
 
-    def __init__(self, seconds: float = SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float = SECONDS, tokenizer: Mapping[str, Any] | None = None) -> None:
+        self._seconds, self._tokenizer = seconds, tokenizer
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False  # it has read the tokenizer
         self._lock = threading.Lock()  # one grammar at a time
 
     def validate(self, grammar: str) -> str:
@@ -54,22 +62,11 @@ class GrammarChecker:
         """
         with self._lock:
             process = self._running_process()
-            assert process.stdin is not None and process.stdout is not None
-            timer = threading.Timer(self._seconds, process.kill)
-            timer.start()
-            try:
-                process.stdin.write(json.dumps(grammar).encode() + b"\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            except OSError:
-                answer = b""
-            finally:
-                timer.cancel()
-            if answer.endswith(b"\n"):
-                error: str = json.loads(answer)
-                return error
-            is_late = process.wait() == -9
-            self._close_process()
+            answer = self._ask(process, grammar, self._seconds)
+            if answer is not None:
+                return answer
+            is_late = process.wait() == -signal.SIGKILL
+            self._running_process()  # the next grammar does not wait for its start
         if is_late:
             return f"takes longer than {self._seconds:g} s to compile: use a smaller one"
         return "nests too deeply to compile: use fewer rules or references that lead from one to the next"
@@ -80,7 +77,32 @@ class GrammarChecker:
             self._process = subprocess.Popen(
                 _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
+            self._is_ready = False
         return self._process
+
+    def _ask(self, process: "subprocess.Popen[bytes]", grammar: str, seconds: float) -> str | None:
+        """Return the answer of the process, or None if it ended."""
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            if not self._is_ready:
+                self._write(process, self._tokenizer)
+                self._is_ready = process.stdout.readline() != b""
+            timer = threading.Timer(seconds, process.kill)
+            timer.start()
+            try:
+                self._write(process, grammar)
+                line = process.stdout.readline()
+            finally:
+                timer.cancel()
+        except OSError:
+            return None
+        return str(json.loads(line)) if line.endswith(b"\n") else None
+
+    @staticmethod
+    def _write(process: "subprocess.Popen[bytes]", value: object) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(value).encode() + b"\n")
+        process.stdin.flush()
 
     def _close_process(self) -> None:
         process, self._process = self._process, None
@@ -105,10 +127,22 @@ CHECKER = GrammarChecker()  # of this process; its own process ends with this on
 def _check_lines() -> None:
     llguidance = require("llguidance", "serve")
     limits = llguidance.LLParserLimits(**PARSER_LIMITS)
-    for line in sys.stdin.buffer:
-        error = llguidance.LLMatcher.validate_grammar(json.loads(line), limits=limits)
-        sys.stdout.buffer.write(json.dumps(error).encode() + b"\n")
+    options = json.loads(sys.stdin.buffer.readline() or "null")
+    tokenizer = None if options is None else llguidance.LLTokenizer(**options)
+
+    def answer(text: str) -> None:
+        sys.stdout.buffer.write(json.dumps(text).encode() + b"\n")
         sys.stdout.buffer.flush()
+
+    answer("ready")
+    for line in sys.stdin.buffer:
+        grammar = json.loads(line)
+        error = llguidance.LLMatcher.validate_grammar(grammar, limits=limits)
+        if not error and tokenizer is not None:
+            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+            matcher.compute_bitmask()
+            error = matcher.get_error() if matcher.is_error() else ""
+        answer(error)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from .api_errors import ApiError, to_api_error
+from .api_errors import ApiError, prompt_too_long, to_api_error
 
 MAX_CONTAINERS = 1 << 16  # objects and lists of one body
 MAX_VALUES = 1 << 20  # members and elements of one body, such as token ids
@@ -180,13 +180,17 @@ class CheckedRequest(Request):
         return self._value
 
 
-def _read_body(body: bytes, field: Any) -> Any:
+def _read_body(body: bytes, field: Any, max_items: int) -> Any:
     """Parse and validate a body.
 
     Args:
         field: of FastAPI, whose type the body has.
+        max_items: of a list of objects, such as messages.
     """
     parsed = parse_body(body)
+    for name, items in parsed.items() if isinstance(parsed, dict) else ():
+        if isinstance(items, list) and len(items) > max_items and isinstance(items[0], dict):
+            raise prompt_too_long(max_items, name, f"{len(items):,} {name}")
     value, errors = field.validate(parsed, {}, loc=("body",))
     if errors:
         raise to_api_error(RequestValidationError(errors, body=parsed))
@@ -199,10 +203,13 @@ Authenticate = Callable[[Request], str]
 RunWork = Callable[[str, int, Callable[[], Any]], Awaitable[Any]]
 
 
-def checked_route(authenticate: Authenticate, run: RunWork) -> type[APIRoute]:
+def checked_route(authenticate: Authenticate, run: RunWork, max_items: int) -> type[APIRoute]:
     """Return the class of routes that check what enters.
 
     Clients without a key are refused before their body is read.
+
+    Args:
+        max_items: tokens of the context, and so messages of a chat.
     """
 
     class CheckedRoute(APIRoute):
@@ -217,7 +224,7 @@ def checked_route(authenticate: Authenticate, run: RunWork) -> type[APIRoute]:
                 check_headers(request)
                 body = await request.body()
                 if body and "json" in request.headers.get("content-type", "").lower():
-                    request._value = await run(tenant, len(body), lambda: _read_body(body, field))
+                    request._value = await run(tenant, len(body), lambda: _read_body(body, field, max_items))
                 response: Response = await handler(request)
                 return response
 

@@ -14,6 +14,8 @@ from .answer_plan import Answer, Plan, SourceCounts, decode_all
 from .api_errors import ApiError
 from .chat_prompt import ChatPrompt
 
+MAX_PML_CHARS = 64  # of a schema, for each position of the model: members of a union have the same ones
+
 
 class SchemaStore:
     """Schemas by tenant and name; changed in the engine's thread only.
@@ -33,6 +35,9 @@ class SchemaStore:
         Raises:
             PMLError: if the text is not a valid schema, or has another name.
         """
+        limit = MAX_PML_CHARS * self._engine.model_info.max_positions
+        if len(pml) > limit:
+            raise SchemaError(f"pml: {len(pml):,} characters: the model reads schemas of at most {limit:,}")
         schema = load_schema(pml)
         if schema.name != name:
             raise SchemaError(f"the schema has the name {schema.name!r}: use it in the path, not {name!r}")

@@ -57,7 +57,7 @@ class InferenceService:
         if engine.chat is None:
             raise ConfigError(f"{engine.model_info.name} has no tokenizer: a server needs one")
         self.engine, self.config = engine, config
-        self.thread = EngineThread(engine)
+        self.thread = EngineThread(engine, config.max_prefill_tokens)
         self.pool = WorkPool()
         share = self.share = TenantShare.of(config)
         store = MessageStore(engine, share.workflow_tokens, config.shadow_calls, share.workflows)

@@ -4,23 +4,27 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from ..engine.request import TokenMask
 from ..errors import InvalidRequestError
 from ..utils import require
-from .grammar_check import CHECKER, PARSER_LIMITS, large_stacks
+from .grammar_check import CHECKER, PARSER_LIMITS, GrammarChecker, large_stacks
 from .output_parser import CALL_END, CALL_START, THINK_END
 from .schema_numbers import check_inline_schemas, check_numbers
 
 NUM_MASK_THREADS = 2  # a mask that takes long delays no other one
 
 MASK_SECONDS = 1.0  # that the engine waits for a mask
+
+MAX_CHOICES = 1024  # as many as the parser follows at once
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
 
@@ -175,6 +179,8 @@ def regex_constraint(pattern: str) -> Constraint:
 
 def choice_constraint(choices: Sequence[str]) -> Constraint:
     """Allow one of several texts."""
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequestError(f"choice: {len(choices):,} texts: use at most {MAX_CHOICES:,}")
     if not choices or not all(choices):
         raise InvalidRequestError(f"choice={list(choices)!r:.60}: use one or more texts that are not empty")
     alternatives = " | ".join(json.dumps(choice) for choice in choices)
@@ -205,6 +211,8 @@ def call_constraint(
     Raises:
         InvalidRequestError: if the parameters of a function are no schema that can be enforced.
     """
+    if sum(len(json.dumps(function.get("parameters"))) for function in functions) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"tools: use parameters of at most {MAX_GRAMMAR_CHARS} characters together")
     calls, parts = list[str](), list[dict[str, Any]]()
     for number, function in enumerate(functions):
         try:
@@ -265,15 +273,29 @@ def _one_line(error: str) -> str:
     return " ".join([first, *causes])[:300]
 
 
+def _tokenizer_options(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """Return llguidance's description of a fast tokenizer, which is JSON."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise InvalidRequestError("structured_outputs: the model's tokenizer is not a fast one: leave it out")
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return {
+        "tokenizer": backend.to_str(),
+        "n_vocab": max(vocab_size, len(tokenizer)),
+        "eos_token": tokenizer.eos_token_id,
+    }
+
+
 class GrammarCompiler:
     """Matchers of grammars over one tokenizer, with a thread that computes masks."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._llguidance = require("llguidance", "serve")
         self._limits = self._llguidance.LLParserLimits(**PARSER_LIMITS)
-        from llguidance.hf import from_tokenizer
-
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
+        options = _tokenizer_options(tokenizer, vocab_size)
+        self._tokenizer = self._llguidance.LLTokenizer(**options)
+        self._checker = GrammarChecker(tokenizer=options)
         self._vocab_size = vocab_size
         self._executor, self._compiler = (
             ThreadPoolExecutor(NUM_MASK_THREADS, "grammar-mask"),
@@ -287,6 +309,8 @@ class GrammarCompiler:
 
     def masks(self, constraint: Constraint, count: int) -> "list[TokenMask]":
         """Return a mask for each answer, whose first values are being computed."""
+        if error := self._checker.validate(constraint.grammar):
+            raise InvalidRequestError(f"{constraint.kind}: {_one_line(error)}")
         matchers = self._compiler.submit(self._matchers, constraint, count).result()
         return [GrammarMask(constraint.kind, matcher, self._vocab_size, self._executor) for matcher in matchers]
 
@@ -297,6 +321,7 @@ class GrammarCompiler:
         return [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
 
     def close(self) -> None:
+        self._checker.close()
         for executor in (self._executor, self._compiler):
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -11,6 +11,7 @@ from fastapi import Request
 from ..errors import InvalidRequestError
 from .agent_tracking import agent_step
 from .answer_loop import AnswerLoop, ParsedAnswer, ParserOptions, StreamUsage
+from .api_errors import context_exceeded
 from .chat_completions import constraint_of, end_with_grammar
 from .chat_prompt import ChatPrompt
 from .event_stream import SSE_END, TextEvents, sse
@@ -58,6 +59,8 @@ def prepare_completion(
         )
         if not tokens:
             raise InvalidRequestError("prompt: is empty: give at least one token")
+        if len(tokens) > service.max_model_len:  # before the next one is tokenized
+            raise context_exceeded(len(tokens), body.max_tokens or 1, service.max_model_len, "prompt")
         prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
     check_scored_size(service, body, prompts, body.n or 1)
     step = agent_step(agent, body.choreography, prompts)
