@@ -7,7 +7,7 @@ true of every answer is decided here: reasoning, calls, where an answer was cut,
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from .chat_prompt import ChatPrompt, answer_key
@@ -70,6 +70,7 @@ class ParsedAnswer:
         placer: finds which tokens the text keeps; None: not needed.
         has_logprobs: events have the tokens of the content.
         returns_ids: token ids are kept for `take_token_ids`.
+        keeps_special: tokens that the text leaves out are among those of the content, also the one that ends it.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ParsedAnswer:
         *,
         has_logprobs: bool,
         returns_ids: bool,
+        keeps_special: bool,
     ) -> None:
         self.index = index
         self.calls: list[FunctionCall] = []
@@ -89,7 +91,8 @@ class ParsedAnswer:
         self.num_generated = 0  # tokens
         self.num_reasoning = 0  # tokens between the tags of reasoning
         self.finish_reason: str | None = None
-        self._parser, self._placer, self._has_logprobs = parser, placer, has_logprobs
+        self._parser, self._placer = parser, placer
+        self._has_logprobs, self._keeps_special = has_logprobs, keeps_special
         # a stop string, which the text loses, is known only when it is complete
         self._ids = ("with text" if spec.sampling.stop else "at once") if returns_ids else "never"
         self._token_bytes, self._stop_token_ids = token_bytes, spec.sampling.stop_token_ids
@@ -137,7 +140,11 @@ class ParsedAnswer:
             # an answer that was cut says so, whatever it has called
             is_called = bool(self.calls) and update.finish_reason == "stop"
             self.finish_reason = "tool_calls" if is_called else update.finish_reason
-            events.append(AnswerEvent("end"))
+            rest = self._rest(self._placed, update) if self._has_logprobs and self._keeps_special else []
+            # those behind the text have none: what ends an answer is no part of it
+            rest = [replace(token, data=b"", end=token.start) for token in rest]
+            self.tokens += rest
+            events.append(AnswerEvent("end", tokens=rest))
         if not (self._has_logprobs or self._ids == "with text" or self._parser.may_reason):
             self._placer = None
         return events
@@ -155,11 +162,14 @@ class ParsedAnswer:
         self._unsent_ids += placed
         while self._unsent_ids and self._unsent_ids[0].start < self._num_chars:
             self._token_ids.append(self._unsent_ids.popleft().id)
-        if is_last and self._unsent_ids:
-            last = self._unsent_ids[-1].id
-            is_end = last in self._stop_token_ids or last in self._token_bytes.special_ids
-            if is_end or update.finish_reason != "stop":  # else a stop string ends the answer
-                self._token_ids += [token.id for token in self._unsent_ids]
+        if is_last:
+            self._token_ids += [token.id for token in self._rest(self._unsent_ids, update)]
+
+    def _rest(self, tokens: Sequence[PlacedToken], update: ChoiceUpdate) -> list[PlacedToken]:
+        """Return the tokens behind the text of a complete answer, unless a stop string ends it."""
+        last = tokens[-1].id if tokens else None
+        is_end = last in self._stop_token_ids or last in self._token_bytes.special_ids
+        return list(tokens) if is_end or update.finish_reason != "stop" else []
 
     def _event(self, delta: OutputDelta) -> AnswerEvent:
         if delta.call is not None:
@@ -185,7 +195,7 @@ class ParsedAnswer:
             token = self._placed.popleft()
             is_inside = token.end > delta.start or token.start == delta.start
             is_left_out = not token.data and token.id in self._token_bytes.special_ids
-            if is_inside and not is_left_out:
+            if is_inside and (self._keeps_special or not is_left_out):
                 result.append(token)
         return result
 
@@ -196,6 +206,7 @@ class AnswerLoop:
     Args:
         has_logprobs: the request has log-probabilities.
         returns_ids: the answers' token ids are returned.
+        keeps_special: log-probabilities are those of all generated tokens, but for a removed stop string.
     """
 
     def __init__(
@@ -206,6 +217,7 @@ class AnswerLoop:
         *,
         has_logprobs: bool = False,
         returns_ids: bool = False,
+        keeps_special: bool = False,
     ) -> None:
         self.token_bytes, self.running = service.token_bytes, running
         needs_places = has_logprobs or (returns_ids and bool(running.spec.sampling.stop)) or parser_options.thinks
@@ -218,6 +230,7 @@ class AnswerLoop:
                 self._placer(index) if needs_places else None,
                 has_logprobs=has_logprobs,
                 returns_ids=returns_ids,
+                keeps_special=keeps_special,
             )
             for index in range(running.num_choices)
         ]

@@ -99,6 +99,7 @@ class CompletionAnswer:
             ParserOptions(),
             has_logprobs=body.logprobs is not None,
             returns_ids=bool(body.return_token_ids),
+            keeps_special=True,  # clients count the tokens, as lm-evaluation-harness does
         )
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = body.model
