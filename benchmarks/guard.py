@@ -21,7 +21,7 @@ from rich.console import Console
 
 from choreograph import Engine, Message, SamplingParams
 from choreograph.console import print_table
-from choreograph.engine.request import RequestTag, tag_requests
+from choreograph.engine.request_tag import RequestTag, tag_requests
 from choreograph.evaluation.statistics import ratio
 from choreograph.outputs import Mode
 from choreograph.workflows import prisoners_dilemma

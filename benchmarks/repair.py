@@ -24,7 +24,7 @@ from rich.console import Console
 from choreograph import Budget, Engine, Message, Repair, SamplingParams
 from choreograph.console import print_table
 from choreograph.engine.repair import REPAIR_STRATEGIES
-from choreograph.engine.request import RequestTag, tag_requests
+from choreograph.engine.request_tag import RequestTag, tag_requests
 from choreograph.evaluation.runner import example_seed
 from choreograph.evaluation.statistics import Estimate, bootstrap, ratio
 from choreograph.outputs import Mode

@@ -99,6 +99,18 @@ def lower_tiers(device: str) -> list[list[int]]:
     return said
 
 
+def scored_prompts(device: str) -> list[list[object]]:
+    one = engine(device)
+    with one.session(seed=0) as session:
+        root = session.prefill(list(range(5, 25)))
+        others = [session.decode([3 + i], [root], sampling=SHORT) for i in range(2)]
+        scored = [session.decode([7, 2], [root], max_tokens=n, prompt_logprobs=2) for n in (0, 3)]
+        values = [[(p.token, p.rank, list(p.top)) for p in m.prompt_logprobs[1:]] for m in scored]
+        one.run_until_idle()
+    one.check()
+    return [*values, *([message.tokens for message in others])]
+
+
 def another_model(device: str) -> list[list[int]]:
     one = engine(device)
     one.add_model("twin", tiny_models.build(seed=2))
@@ -115,6 +127,7 @@ PARTS = {
     "options of sampling": options_of_sampling,
     "lower tiers": lower_tiers,
     "another model": another_model,
+    "scored prompts": scored_prompts,
     "gathered": lambda device: branches(engine(device, backend="sdpa")),
 }
 

@@ -11,7 +11,8 @@ from functools import partial
 
 from ..config import check_count
 from ..engine.message import Message, MessageSlice, unwrap_slice
-from ..engine.request import Request, RequestTag, tag_requests
+from ..engine.request import Request
+from ..engine.request_tag import RequestTag, tag_requests
 from ..engine.session import PromptInput, Session
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event

@@ -12,7 +12,7 @@ from ..server.chat_prompt import ChatPrompt, Segment
 from ..server.server_config import ReuseMode
 
 if TYPE_CHECKING:
-    from ..server.service import GenerationSpec
+    from ..server.running_request import GenerationSpec
 
 BLOCK = 64  # tokens of a part of a prompt that is not cut into messages
 

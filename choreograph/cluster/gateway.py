@@ -22,8 +22,9 @@ from ..server.app import create_service_app
 from ..server.engine_thread import ChoiceUpdate, Generation
 from ..server.message_store import may_reuse_layers
 from ..server.resumption import SentAnswer
+from ..server.running_request import GenerationSpec, RunningRequest
 from ..server.server_config import ServerConfig
-from ..server.service import SESSION_HEADERS, GenerationSpec, InferenceService, RunningRequest
+from ..server.service import SESSION_HEADERS, InferenceService
 from .content_keys import alternative_keys, answer_keys, prompt_keys, scope_of
 from .replica import ReplicaCall, ReplicaError, ReplicaInfo, ReplicaUpdate
 from .replica_monitor import ReplicaMonitor

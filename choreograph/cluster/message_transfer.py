@@ -22,7 +22,8 @@ from ..kv_cache.tiers import as_bytes
 from ..server.chat_prompt import Segment
 from ..server.engine_thread import ChoiceUpdate
 from ..server.message_store import StoredMessage, WorkflowKey
-from ..server.service import GenerationSpec, InferenceService, RunningRequest
+from ..server.running_request import GenerationSpec, RunningRequest
+from ..server.service import InferenceService
 from .content_keys import segment_key
 from .routing import RouteRequest, TransferMode
 from .sent_messages import TIMEOUT, ArrivingMessage, SentGroup, SentInputs, SentLayer, SentMessage

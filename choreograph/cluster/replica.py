@@ -19,8 +19,9 @@ from ..server.answer_plan import SourceCounts
 from ..server.api_errors import ApiError, to_api_error
 from ..server.app import create_app
 from ..server.engine_thread import ChoiceUpdate, load_engine
+from ..server.running_request import GenerationSpec
 from ..server.server_config import ServerConfig
-from ..server.service import GenerationSpec, InferenceService
+from ..server.service import InferenceService
 from .message_transfer import MessageFetcher, MessageQuery, export_messages, load_stored, run_request
 from .routing import RouteRequest, TransferMode
 from .sent_messages import SentGroup

@@ -62,6 +62,8 @@ class PolicyRequestRouter(RequestRouter):
         """
         known, num_running = self.replica_queue_len_cache.get(replica_id), self._running[replica_id]
         if known is None and not num_running and replica_id in self._unheard:
+            if replica_id.unique_id in self.policy.queues:
+                return self.policy.queues[replica_id.unique_id]  # as it was estimated first
             others = [self.policy.queues[name] for name in self._heard_names() if name in self.policy.queues]
             return math.ceil(sum(others) / len(others)) if others else 0
         self._unheard.discard(replica_id)

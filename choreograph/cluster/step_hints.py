@@ -14,7 +14,7 @@ from ..agents import StepGraph
 from ..agents.step_graph import Progress
 from ..namespace import Client
 from ..server.chat_prompt import ChatPrompt, Segment
-from ..server.service import GenerationSpec
+from ..server.running_request import GenerationSpec
 
 MAX_RUNS_OF_TENANT = 256  # workflows that are followed; the least recently used are forgotten
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..attention.backend import to_device
 from ..attention.metadata import KVRead
 from ..errors import RequestFailedError
 from ..kv_cache.entry import KVSlice, prefix_reads
@@ -108,10 +109,7 @@ class PromptScorer:
 
     def record(self, targets: list[int], logits: Float[Tensor, "R V"]) -> None:
         """Append the scores of the next tokens."""
-        scores = list[TokenLogprob]()
-        for start in range(0, len(targets), BLOCK_ROWS):
-            block = targets[start : start + BLOCK_ROWS]
-            scores += score_tokens(block, logits[start : start + BLOCK_ROWS], self.num_top)
+        scores = score_tokens(targets, logits, self.num_top)
         self.scores += scores  # all or none: a step that raises is computed again
         self.num_scored += len(scores)
 
@@ -119,21 +117,29 @@ class PromptScorer:
 def score_tokens(tokens: list[int], logits: Float[Tensor, "R V"], num_top: int) -> list[TokenLogprob]:
     """Return one token's score for each row, and the likeliest tokens.
 
+    Everything is copied to the host at once.
+
     Raises:
         RequestFailedError: if there are NaN logits.
     """
-    scores = logits.float().log_softmax(-1)
-    own = scores.gather(-1, torch.tensor(tokens, device=scores.device)[:, None])
-    ranks = (scores > own).sum(-1) + 1
-    values, ids = scores.topk(min(num_top, scores.shape[-1]))
-    result = []
-    for token, value, rank, *top in zip(
-        tokens, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True
-    ):
-        if value != value:
+    targets = to_device(tokens, torch.long, logits.device)
+    blocks = zip(targets.split(BLOCK_ROWS), logits.split(BLOCK_ROWS), strict=True)
+    rows, result = torch.cat([_score_block(*block, num_top) for block in blocks]).tolist(), []
+    for token, (logprob, rank, *top) in zip(tokens, rows, strict=True):
+        if logprob != logprob:
             raise RequestFailedError("the model gave NaN instead of logits")
-        result.append(TokenLogprob(token, value, dict(zip(*top, strict=True)), rank))
+        ids, values = map(int, top[len(top) // 2 :]), top[: len(top) // 2]
+        result.append(TokenLogprob(token, logprob, dict(zip(ids, values, strict=True)), int(rank)))
     return result
+
+
+def _score_block(tokens: Int[Tensor, " R"], logits: Float[Tensor, "R V"], num_top: int) -> Float[Tensor, "R N"]:
+    """Concatenate log-probability and rank of each token, the top ones and their ids."""
+    scores = logits.float().log_softmax(-1)
+    own = scores.gather(-1, tokens[:, None])
+    ranks = (scores > own).sum(-1, keepdim=True) + 1
+    values, ids = scores.topk(min(num_top, scores.shape[-1]))
+    return torch.cat([own.double(), ranks.double(), values.double(), ids.double()], dim=-1)
 
 
 def record_scores(batch: "Batch", logits: Float[Tensor, "R V"]) -> Float[Tensor, "B V"]:

@@ -18,7 +18,8 @@ from .message import Message, MessageSlice
 from .message_variants import MessageVariants
 from .placement import check_positions
 from .repair.strategy import Repair
-from .request import DecodeState, Request, current_tag
+from .request import DecodeState, Request
+from .request_tag import current_tag
 from .text import ChatTemplate, ChatTurns, Turn
 from .validation import (
     Offsets,

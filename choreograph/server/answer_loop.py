@@ -14,7 +14,8 @@ from .chat_prompt import ChatPrompt, answer_key
 from .engine_thread import ChoiceUpdate
 from .output_parser import FunctionCall, OutputDelta, OutputParser
 from .protocol import StreamOptions
-from .service import GenerationSpec, InferenceService, RunningRequest
+from .running_request import GenerationSpec, RunningRequest
+from .service import InferenceService
 from .token_text import PlacedToken, TokenBytes, TokenPlacer
 
 MAX_HEADER_TOKENS = 256  # before an answer, more than its text depends on
@@ -69,8 +70,8 @@ class ParsedAnswer:
     Args:
         placer: finds which tokens the text keeps; None: not needed.
         has_logprobs: events have the tokens of the content.
+        keeps_end: also those that the text leaves out, and the one that ends the answer.
         returns_ids: token ids are kept for `take_token_ids`.
-        keeps_special: tokens that the text leaves out are among those of the content, also the one that ends it.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class ParsedAnswer:
         placer: TokenPlacer | None,
         *,
         has_logprobs: bool,
+        keeps_end: bool,
         returns_ids: bool,
-        keeps_special: bool,
     ) -> None:
         self.index = index
         self.calls: list[FunctionCall] = []
@@ -91,8 +92,7 @@ class ParsedAnswer:
         self.num_generated = 0  # tokens
         self.num_reasoning = 0  # tokens between the tags of reasoning
         self.finish_reason: str | None = None
-        self._parser, self._placer = parser, placer
-        self._has_logprobs, self._keeps_special = has_logprobs, keeps_special
+        self._parser, self._placer, self._has_logprobs, self._keeps_end = parser, placer, has_logprobs, keeps_end
         # a stop string, which the text loses, is known only when it is complete
         self._ids = ("with text" if spec.sampling.stop else "at once") if returns_ids else "never"
         self._token_bytes, self._stop_token_ids = token_bytes, spec.sampling.stop_token_ids
@@ -140,11 +140,7 @@ class ParsedAnswer:
             # an answer that was cut says so, whatever it has called
             is_called = bool(self.calls) and update.finish_reason == "stop"
             self.finish_reason = "tool_calls" if is_called else update.finish_reason
-            rest = self._rest(self._placed, update) if self._has_logprobs and self._keeps_special else []
-            # those behind the text have none: what ends an answer is no part of it
-            rest = [replace(token, data=b"", end=token.start) for token in rest]
-            self.tokens += rest
-            events.append(AnswerEvent("end", tokens=rest))
+            events.append(AnswerEvent("end", tokens=self._end_tokens(update)))
         if not (self._has_logprobs or self._ids == "with text" or self._parser.may_reason):
             self._placer = None
         return events
@@ -165,12 +161,6 @@ class ParsedAnswer:
         if is_last:
             self._token_ids += [token.id for token in self._rest(self._unsent_ids, update)]
 
-    def _rest(self, tokens: Sequence[PlacedToken], update: ChoiceUpdate) -> list[PlacedToken]:
-        """Return the tokens behind the text of a complete answer, unless a stop string ends it."""
-        last = tokens[-1].id if tokens else None
-        is_end = last in self._stop_token_ids or last in self._token_bytes.special_ids
-        return list(tokens) if is_end or update.finish_reason != "stop" else []
-
     def _event(self, delta: OutputDelta) -> AnswerEvent:
         if delta.call is not None:
             self.calls.append(delta.call)
@@ -185,6 +175,19 @@ class ParsedAnswer:
         self.tokens += tokens
         return AnswerEvent(kind, delta.text, tokens=tokens)
 
+    def _end_tokens(self, update: ChoiceUpdate) -> list[PlacedToken]:
+        """Return the tokens behind the text, without text, if they are kept."""
+        rest = self._rest(self._placed, update) if self._keeps_end else []
+        tokens = [replace(token, data=b"", end=token.start) for token in rest]
+        self.tokens += tokens
+        return tokens
+
+    def _rest(self, tokens: Sequence[PlacedToken], update: ChoiceUpdate) -> list[PlacedToken]:
+        """Return the tokens behind the text of a complete answer, unless a stop string ends it."""
+        last = tokens[-1].id if tokens else None
+        is_end = last in self._stop_token_ids or last in self._token_bytes.special_ids
+        return list(tokens) if is_end or update.finish_reason != "stop" else []
+
     def _tokens_of(self, delta: OutputDelta) -> list[PlacedToken]:
         """Return the tokens that wrote a part of the text.
 
@@ -195,7 +198,7 @@ class ParsedAnswer:
             token = self._placed.popleft()
             is_inside = token.end > delta.start or token.start == delta.start
             is_left_out = not token.data and token.id in self._token_bytes.special_ids
-            if is_inside and (self._keeps_special or not is_left_out):
+            if is_inside and (self._keeps_end or not is_left_out):
                 result.append(token)
         return result
 
@@ -205,8 +208,8 @@ class AnswerLoop:
 
     Args:
         has_logprobs: the request has log-probabilities.
+        keeps_end: the token that ends an answer has one too.
         returns_ids: the answers' token ids are returned.
-        keeps_special: log-probabilities are those of all generated tokens, but for a removed stop string.
     """
 
     def __init__(
@@ -216,8 +219,8 @@ class AnswerLoop:
         parser_options: ParserOptions,
         *,
         has_logprobs: bool = False,
+        keeps_end: bool = False,
         returns_ids: bool = False,
-        keeps_special: bool = False,
     ) -> None:
         self.token_bytes, self.running = service.token_bytes, running
         needs_places = has_logprobs or (returns_ids and bool(running.spec.sampling.stop)) or parser_options.thinks
@@ -229,8 +232,8 @@ class AnswerLoop:
                 parser_options.create(),
                 self._placer(index) if needs_places else None,
                 has_logprobs=has_logprobs,
+                keeps_end=keeps_end,
                 returns_ids=returns_ids,
-                keeps_special=keeps_special,
             )
             for index in range(running.num_choices)
         ]

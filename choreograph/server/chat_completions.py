@@ -24,8 +24,9 @@ from .protocol import (
     continues_last,
     tool_dicts,
 )
+from .running_request import GenerationSpec, RunningRequest
 from .scored_prompts import check_prompt_scoring, check_scored_size, encode, prompt_logprobs_of
-from .service import GenerationSpec, InferenceService, RunningRequest
+from .service import InferenceService
 from .structured import (
     CALL_FORMS,
     Constraint,

@@ -14,7 +14,8 @@ from .event_stream import sse
 from .output_parser import FunctionCall
 from .protocol import ChatCompletionRequest, ResponsesRequest
 from .response_store import StoredResponse
-from .service import InferenceService, RunningRequest
+from .running_request import RunningRequest
+from .service import InferenceService
 from .token_text import logprob_entry
 
 SHARED_FIELDS = (

@@ -9,7 +9,8 @@ from ..errors import InvalidRequestError
 from ..outputs import TokenLogprob
 from .chat_prompt import ChatPrompt
 from .protocol import ChatCompletionRequest, CompletionRequest
-from .service import InferenceService, RunningRequest
+from .running_request import RunningRequest
+from .service import InferenceService
 from .token_text import MIN_LOGPROB, PlacedToken, TokenBytes, TokenPlacer
 
 T = TypeVar("T")
@@ -109,13 +110,13 @@ def echoed_tokens(
     items = [TokenLogprob(tokens[0], 0.0, {}), *(_with_top(item, body.logprobs or 0) for item in scores if item)]
     placer = TokenPlacer(token_bytes, (), skip_special=False)
     placed = [token for item in items for token in placer.add(item.token, item)] + placer.finish()
-    num_added = _num_added_characters(token_bytes.tokenizer, body.prompts[number], tokens[0])
+    num_added = num_added_characters(token_bytes.tokenizer, body.prompts[number], tokens[0])
     for token in placed:
         token.start, token.end = max(0, token.start - num_added), max(0, token.end - num_added)
     return placed
 
 
-def _num_added_characters(tokenizer: Any, prompt: str | Sequence[int], first_token: int) -> int:
+def num_added_characters(tokenizer: Any, prompt: str | Sequence[int], first_token: int) -> int:
     """Return the length of a first token outside of the text.
 
     Some tokenizers open each text with a token of their own.

@@ -5,41 +5,33 @@ import hashlib
 import hmac
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 from fastapi import Request
 
 from ..engine.engine import Engine
-from ..engine.message import Message
-from ..engine.request import TokenMask
 from ..engine.validation import check_tokens
-from ..errors import ConfigError, InvalidRequestError, RequestFailedError
+from ..errors import ConfigError, InvalidRequestError
 from ..namespace import Client
-from ..outputs import BASE_MODEL, EngineStats, TokenLogprob
-from ..prompt_cache.resolve import ResolvedPrompt
-from ..sampling_params import SamplingParams
-from ..utils import call_all
-from .agent_tracking import AgentStep
-from .answer_plan import Answer, Plan, SourceCounts
+from ..outputs import BASE_MODEL, EngineStats
 from .api_errors import ApiError, context_exceeded
 from .chat_prompt import ChatPrompt, ChatRenderer
-from .engine_thread import ChoiceUpdate, EngineThread, Generation
+from .engine_thread import EngineThread
 from .limits import TenantShare
 from .message_store import MessageStore, WorkflowKey
 from .output_parser import CALL_START, THINK_START
 from .prometheus import ServerMetrics
 from .protocol import ChoreographyOptions
-from .request_log import RequestLog, RequestRecord
-from .resumption import ForcedPrefix, SentAnswer
+from .request_log import RequestLog
 from .reuse import ReusePlanner
+from .running_request import GenerationSpec, RunningRequest
 from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
-from .structured import Constraint, GrammarCompiler
+from .structured import GrammarCompiler
 from .token_text import TokenBytes
-from .tracing import RequestSpan, Tracing, otlp_provider
+from .tracing import Tracing, otlp_provider
 from .work_pool import WorkPool
 
 T = TypeVar("T")
@@ -56,28 +48,6 @@ SESSION_HEADERS = (
     "x-session-id",
     "x-dynamo-session-id",
 )
-
-
-@dataclass(frozen=True)
-class GenerationSpec:
-    """Everything that a request asks of the engine."""
-
-    key: WorkflowKey
-    reuse: ReuseMode
-    prompts: Sequence[ChatPrompt]
-    sampling: SamplingParams  # of the first answer; later ones count up its seed
-    num_answers: int = 1  # of each prompt
-    agent: str | None = None
-    constraint: Constraint | None = None
-    keys_of: Callable[[str], list[str]] = lambda text: []  # what a client sends back of an answer
-    priority: int = 0  # requests with a lower number are admitted first
-    repair: float | None = None  # share of reused tokens to compute again, 0 to 1
-    max_kl: float | None = None  # divergence to stay within, nats a token; None: the server's
-    schema_prompt: tuple[str, str, str] | None = None  # tenant, schema name and PML of the only prompt
-    scores_every_answer: bool = False  # `prompt_logprobs` in all answers, not only in the first one of each prompt
-    steps: Mapping[str, float | None] | None = None  # to the next execution of every agent, as its client knows them
-    fixed_tokens: int | None = None  # of the prompts' start that every turn of the agent has; None: inferred
-    sent: Sequence[SentAnswer] = ()  # what an earlier engine generated of every answer; empty: nothing
 
 
 class InferenceService:
@@ -274,7 +244,7 @@ class InferenceService:
     def random_seed(self) -> int:
         return random.getrandbits(62)
 
-    def submit(self, request: Request, spec: GenerationSpec) -> "RunningRequest":
+    def submit(self, request: Request, spec: GenerationSpec) -> RunningRequest:
         """Start a request.
 
         Raises:
@@ -294,195 +264,3 @@ class InferenceService:
             raise InvalidRequestError(f"n: {num_choices} answers in one request: use at most {self.config.max_choices}")
         if spec.constraint is not None and spec.sampling.min_tokens:
             raise InvalidRequestError("min_tokens: a grammar decides where an answer ends; leave it out")
-
-
-class RunningRequest:
-    """One request in the engine."""
-
-    def __init__(self, service: InferenceService, request: Request, spec: GenerationSpec) -> None:
-        self._service, self._request, self.spec = service, request, spec
-        self._plans: list[Plan] = []
-        self.num_choices = spec.num_answers * len(spec.prompts)
-        self.num_generated = [0] * self.num_choices  # tokens of every answer
-        self._record: RequestRecord | None = None  # in the log of the dashboard
-        self.finish_reasons: list[str | None] = [None] * self.num_choices
-        self.span: RequestSpan | None = getattr(request.state, "span", None)
-        if self.span is not None:
-            self.span.set(
-                {
-                    "gen_ai.workflow.name": spec.key.workflow,
-                    "gen_ai.agent.name": spec.agent,
-                    "choreograph.reuse": spec.reuse,
-                }
-            )
-        self._has_disconnected = False
-        self._prompt_scores: dict[int, list[TokenLogprob | None]] = {}  # by answer
-        num_sent = [(answer.num_chars, len(answer.token_ids)) for answer in spec.sent]
-        self._generation = Generation(self._submit, self._close, num_sent=num_sent)
-        self._masks: list[TokenMask] = []  # of every answer, if the request has a grammar
-        self._resolved: ResolvedPrompt | None = None  # prompt of a schema
-        self._preparation: asyncio.Task[None] | None = None
-        self._start()
-
-    def _start(self) -> None:
-        if self.spec.constraint is None and self.spec.schema_prompt is None:
-            self._service.thread.submit(self._generation)
-        else:
-            self._preparation = asyncio.create_task(self._prepare_and_submit())
-
-    async def _prepare_and_submit(self) -> None:
-        try:
-            await self._service.pool.run(self.spec.key.tenant, 0, self._prepare)
-            self._service.thread.submit(self._generation)
-        except Exception as exc:
-            self._generation.updates.put_nowait(exc)
-
-    def _prepare(self) -> None:
-        """Compile the grammar and resolve the prompt of a schema.
-
-        Runs in a worker thread.
-        """
-        spec, service = self.spec, self._service
-        if spec.schema_prompt is not None:
-            tenant, name, pml = spec.schema_prompt
-            self._resolved = service.schemas.get(tenant, name).resolve(pml)
-        if spec.constraint is not None:
-            compiler = service.compiler()
-            self._masks = compiler.masks(spec.constraint, self.num_choices)
-
-    def _cancel(self) -> None:
-        if self._preparation is not None:
-            self._preparation.cancel()
-        self._service.thread.cancel(self._generation)
-
-    @property
-    def counts(self) -> SourceCounts:
-        """Prompt tokens by source, once the request is complete."""
-        plans = [plan.counts for plan in self._plans]
-        return SourceCounts(*(sum(getattr(counts, item.name) for counts in plans) for item in fields(SourceCounts)))
-
-    def name_response(self, response_id: object, model: str) -> None:
-        """Set the id and model of the answer in the request's span."""
-        if self.span is not None:
-            self.span.set({"gen_ai.response.id": response_id, "gen_ai.response.model": model})
-
-    def usage(self) -> dict[str, Any]:
-        """Return OpenAI's token counts, and ours."""
-        counts, spec = self.counts, self.spec
-        num_prompt, num_generated = counts.cached + counts.computed, sum(self.num_generated)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_generated,
-            "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {"cached_tokens": counts.cached},
-            "choreography": {
-                "reuse": spec.reuse,
-                "workflow": spec.key.workflow,
-                "agent": spec.agent,
-                "prefix_tokens": counts.prefix,
-                "message_tokens": counts.message,
-                "quoted_tokens": counts.quoted,
-                "remote_tokens": counts.remote,
-                "other_model_tokens": counts.other_model,
-                "computed_tokens": counts.computed,
-                "repaired_tokens": counts.repaired,
-            },
-        }
-
-    def prompt_scores(self, index: int) -> list[TokenLogprob | None]:
-        """Return the scores of an answer's prompt, after its first update."""
-        first_of_prompt = index - index % self.spec.num_answers
-        return self._prompt_scores[index if self.spec.scores_every_answer else first_of_prompt]
-
-    async def updates(self) -> AsyncGenerator[list[ChoiceUpdate]]:
-        """Yield updates until every answer is complete.
-
-        A caller that stops, a client that disconnects and the time limit cancel the request.
-        """
-        num_open, limit = self.num_choices, self._service.config.request_timeout
-        too_long = ApiError(408, f"the request took longer than {limit:g} s", type="timeout", code="timeout")
-        timer = asyncio.get_running_loop().call_later(limit, self._generation.updates.put_nowait, too_long)
-        watcher = asyncio.create_task(self._watch_connection())
-        error: BaseException | None = None
-        try:
-            while num_open:
-                updates = await self._generation.updates.get()
-                if isinstance(updates, Exception):
-                    raise updates
-                for update in updates:
-                    self.num_generated[update.index] += len(update.token_ids)
-                    if update.prompt_logprobs is not None:
-                        self._prompt_scores[update.index] = update.prompt_logprobs
-                    if self.span is not None and update.token_ids:
-                        self.span.first_token()
-                    if update.finish_reason is not None and update.timing is not None:
-                        num_open -= 1
-                        self.finish_reasons[update.index] = update.finish_reason
-                        if self.span is not None:
-                            self.span.timing = self.span.timing or update.timing
-                        num_tokens = self.num_generated[update.index]
-                        self._service.metrics.observe_answer(update.finish_reason, num_tokens, update.timing)
-                yield updates
-            for plan in self._plans:
-                self._service.metrics.observe_prompt(plan.counts)
-        except BaseException as exc:
-            error = asyncio.CancelledError() if self._has_disconnected else exc
-            raise
-        finally:
-            timer.cancel()
-            watcher.cancel()
-            if num_open:
-                self._cancel()
-            if self.span is not None:
-                counts = None if num_open else self.counts  # complete with the last answer
-                self.span.end(error, counts, sum(self.num_generated), self.finish_reasons)
-
-    async def _watch_connection(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self._has_disconnected = True
-        if self._preparation is not None and not self._preparation.done():
-            self._generation.updates.put_nowait(RequestFailedError("the request was cancelled"))
-        self._cancel()
-
-    # -- in the engine's thread -----------------------------------------------------------------------------
-
-    def _submit(self) -> list[Message]:
-        spec, service, seed = self.spec, self._service, self.spec.sampling.seed or 0
-        max_kl = service.max_kl_of(spec)
-        messages: list[Message] = []
-        for prompt in spec.prompts:
-            answers = []
-            for number in range(spec.num_answers):
-                sampling = spec.sampling.with_seed(seed + number)
-                if number and not spec.scores_every_answer:
-                    sampling = sampling.without_prompt_logprobs()
-                index = len(messages) + number
-                mask = self._masks[index] if self._masks else None
-                if spec.sent:
-                    sent = spec.sent[index].token_ids
-                    mask = ForcedPrefix(sent, service.engine.model_info.vocab_size, mask)
-                answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair, max_kl))
-            if spec.schema_prompt is not None and self._resolved is not None:
-                plan = service.schemas.plan(*spec.schema_prompt[:2], self._resolved, prompt, answers)
-            else:
-                step = AgentStep(spec.agent, spec.steps, spec.fixed_tokens)
-                plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, step)
-            self._plans.append(plan)
-            messages += plan.messages
-        if service.log is not None:
-            label = spec.agent or "request"
-            self._record = service.log.start(spec.key.tenant, spec.key.workflow, label, spec.reuse, messages)
-        return messages
-
-    def _close(self, is_complete: bool) -> None:
-        errors = call_all(partial(plan.close, is_complete) for plan in self._plans)
-        for message in self._generation.messages:
-            message.drop_prompt_logprobs()  # some messages are stored
-        for plan in self._plans:
-            if is_complete and plan.measure is not None:
-                self._service.thread.defer(plan.measure)
-        if self._record is not None and self._service.log is not None:
-            self._service.log.finish(self._record, vars(self.counts), is_complete)
-        if errors:
-            raise errors[0]

@@ -15,8 +15,9 @@ from .chat_completions import constraint_of, end_with_grammar
 from .chat_prompt import ChatPrompt
 from .event_stream import SSE_END, TextEvents, sse
 from .protocol import CompletionRequest, check_stream_options
+from .running_request import GenerationSpec, RunningRequest
 from .scored_prompts import check_prompt_scoring, check_scored_size, echoed_tokens, encode, prompt_logprobs_of
-from .service import GenerationSpec, InferenceService, RunningRequest
+from .service import InferenceService
 from .token_text import PlacedToken, completion_logprobs, label
 
 MAX_PROMPTS = 128
@@ -98,8 +99,8 @@ class CompletionAnswer:
             running,
             ParserOptions(),
             has_logprobs=body.logprobs is not None,
+            keeps_end=bool(body.echo) and body.logprobs is not None,  # scored texts count their last token
             returns_ids=bool(body.return_token_ids),
-            keeps_special=True,  # clients count the tokens, as lm-evaluation-harness does
         )
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = body.model

@@ -174,3 +174,18 @@ def test_without_a_living_replica_the_server_is_not_ready_and_counters_never_fal
     chat = [{"role": "user", "content": "Count the boats at pier 9."}]
     ray_client.chat.completions.create(model="tiny", messages=chat, max_tokens=8, temperature=0)
     assert counters_of(ray_cluster.url)[name] > after[name]
+
+
+def test_a_replica_that_hangs_hides_no_other(ray_cluster):
+    states = wait_for_replicas()
+    before = counters_of(ray_cluster.url)
+    os.kill(states[0].process_id, signal.SIGSTOP)
+    try:
+        assert httpx.get(f"{ray_cluster.url}/ready", timeout=60).status_code == 200
+        during = counters_of(ray_cluster.url)
+        assert all(during[name] >= value for name, value in before.items())
+    finally:
+        os.kill(states[0].process_id, signal.SIGCONT)
+    wait_for_replicas()
+    after = counters_of(ray_cluster.url)
+    assert all(after[name] >= value for name, value in during.items())

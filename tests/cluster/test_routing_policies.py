@@ -13,7 +13,7 @@ from choreograph.errors import ConfigError
 from choreograph.namespace import Client, Namespace
 from choreograph.server.chat_prompt import ChatPrompt, Segment
 from choreograph.server.message_store import WorkflowKey
-from choreograph.server.service import GenerationSpec
+from choreograph.server.running_request import GenerationSpec
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 BUSY = dict.fromkeys(IDLE, 1)

@@ -10,7 +10,7 @@ from choreograph.namespace import Client
 from choreograph.outputs import BASE_MODEL
 from choreograph.server.chat_prompt import ChatPrompt, Segment
 from choreograph.server.message_store import WorkflowKey
-from choreograph.server.service import GenerationSpec
+from choreograph.server.running_request import GenerationSpec
 
 HEADER = [901, 902]
 

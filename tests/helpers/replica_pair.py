@@ -14,8 +14,8 @@ from choreograph.outputs import BASE_MODEL
 from choreograph.server.app import create_app
 from choreograph.server.chat_prompt import ChatPrompt, Segment
 from choreograph.server.message_store import WorkflowKey
+from choreograph.server.running_request import GenerationSpec
 from choreograph.server.server_config import ServerConfig
-from choreograph.server.service import GenerationSpec
 from helpers.live_server import make_engine
 
 

@@ -62,7 +62,7 @@ def test_tokens_of_a_completion_join_to_its_text(client, text, stream, count):
     assert b"".join(map(unlabel, tokens)) == text.encode()
     data = b""
     for token, offset, top in zip(tokens, offsets, tops, strict=True):
-        assert offset == len(data.decode(errors="ignore")) <= len(text)  # of the character that the token begins in
+        assert offset == len(data.decode(errors="ignore")) < len(text)  # of the character that the token begins in
         data += unlabel(token)
         assert token in top and max(count, 1) <= len(top) <= count + 1
 
@@ -123,8 +123,6 @@ def test_tokens_end_where_a_stop_string_ends_the_text(request, server, path, str
     tokenizer = live.engine.tokenizer
     if stop in text:
         assert len(ids) == len(tokens) and tokenizer.eos_token_id not in ids
-    elif path == "completions":  # the token that ends the answer has no text
-        assert ids[-1] == tokenizer.eos_token_id and len(ids) == len(tokens) and tokens[-1] == ""
     else:
         assert ids[-1] == tokenizer.eos_token_id and len(ids) == len(tokens) + 1
 
@@ -165,6 +163,15 @@ def test_a_stop_token_is_in_no_text_and_no_log_probability(live, stream):
             skip_special_tokens=False, **options,
         )  # fmt: skip
         assert content == "alpha" == "".join(tokens) and ids[-1] == token
+
+
+@BOTH
+@pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}, {"ignore_eos": True, "max_tokens": 2}])
+def test_an_echoed_text_lists_every_generated_token(live, options, stream):
+    end = live.engine.tokenizer.eos_token_id
+    options = {"echo": True, "logit_bias": {str(end): 100}, "structured_outputs": None} | options
+    text, tokens, ids = stopped(live, "completions", stream, "", **options)
+    assert text == "x" and tokens == ["x"] + [""] * len(ids) and set(ids) == {end}
 
 
 def byte_fallback_tokenizer():
