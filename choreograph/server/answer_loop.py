@@ -183,7 +183,7 @@ class ParsedAnswer:
         return tokens
 
     def _rest(self, tokens: Sequence[PlacedToken], update: ChoiceUpdate) -> list[PlacedToken]:
-        """Return the tokens behind the text of a complete answer, unless a stop string ends it."""
+        """Return the tokens behind a text that no stop string ends."""
         last = tokens[-1].id if tokens else None
         is_end = last in self._stop_token_ids or last in self._token_bytes.special_ids
         return list(tokens) if is_end or update.finish_reason != "stop" else []
