@@ -129,6 +129,8 @@ def prepare(
     check_scored_size(service, body, [prompt])
     step = agent_step(agent, body.choreography, [prompt])
     max_tokens = service.max_tokens(requested, [prompt], param)
+    if reuse == "messages" and not prompt.offsets:
+        prompt = service.fit_pages(prompt, max_tokens or 1)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs=true")
     seed = service.random_seed() if body.seed is None else body.seed

@@ -4,9 +4,10 @@ A chat is rendered once: the template reports where its messages begin. Cost is 
 cannot fit is refused before it is rendered, or before all of it is tokenized.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -49,6 +50,25 @@ class ChatPrompt:
     footer: list[int] = field(default_factory=list)  # what the template writes after an answer
     header_text: str = ""  # generation prompt
     offsets: tuple[int | None, ...] = ()  # position of every segment; empty: one after the other
+
+    def fit_pages(self, num_pages: int, page_size: int) -> "ChatPrompt":
+        """Return the prompt with as many segments as fit, the first ones joined.
+
+        Every segment takes whole pages, so many short messages may need more than their tokens do.
+
+        Args:
+            num_pages: for the segments.
+        """
+        sizes = [len(segment.tokens) for segment in self.segments]
+        num_joined, num_joined_tokens, left = 0, 0, sum(-(-size // page_size) for size in sizes)
+        while left - (-num_joined_tokens // page_size) > num_pages and num_joined < len(sizes):
+            num_joined_tokens += sizes[num_joined]
+            left -= -(-sizes[num_joined] // page_size)
+            num_joined += 1
+        if num_joined < 2:
+            return self
+        joined = tuple(itertools.chain.from_iterable(segment.tokens for segment in self.segments[:num_joined]))
+        return replace(self, segments=[Segment(joined), *self.segments[num_joined:]])
 
 
 def answer_key(content: str | None, tool_calls: Sequence[Mapping[str, Any]]) -> str:

@@ -18,6 +18,8 @@ from ..utils import require
 
 SECONDS = 1.0  # of one check
 
+PARSER_LIMITS = {"verbose_errors": False, "step_max_items": 10_000}  # a mask takes at most a tenth of a second
+
 STACK_BYTES = 64 << 20  # of threads that compile grammars; pages that are not used take no memory
 
 _COMMAND = (sys.executable, "-m", "choreograph.server.grammar_check")
@@ -102,7 +104,7 @@ CHECKER = GrammarChecker()  # of this process; its own process ends with this on
 
 def _check_lines() -> None:
     llguidance = require("llguidance", "serve")
-    limits = llguidance.LLParserLimits(verbose_errors=False)
+    limits = llguidance.LLParserLimits(**PARSER_LIMITS)
     for line in sys.stdin.buffer:
         error = llguidance.LLMatcher.validate_grammar(json.loads(line), limits=limits)
         sys.stdout.buffer.write(json.dumps(error).encode() + b"\n")

@@ -89,7 +89,8 @@ class RunningRequest:
 
     async def _prepare_and_submit(self) -> None:
         try:
-            await self._service.pool.run(self.spec.key.tenant, 0, self._prepare)
+            num_bytes = 0 if self.spec.constraint is None else len(self.spec.constraint.grammar)
+            await self._service.pool.run(self.spec.key.tenant, num_bytes, self._prepare)
             self._service.thread.submit(self._generation)
         except Exception as exc:
             self._generation.updates.put_nowait(exc)

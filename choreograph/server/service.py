@@ -223,6 +223,16 @@ class InferenceService:
         available = max(1, min(available, self._capacity - length - num_parts * self._page_size))
         return min(self.config.max_tokens, available)
 
+    def fit_pages(self, prompt: ChatPrompt, num_generated: int) -> ChatPrompt:
+        """Return a chat that the cache has pages for, with fewer messages if it must.
+
+        Args:
+            num_generated: tokens of the answer.
+        """
+        own = len(prompt.header) + len(prompt.footer) + num_generated
+        num_pages = self._capacity // self._page_size - -(-own // self._page_size)
+        return prompt.fit_pages(max(1, num_pages), self._page_size)
+
     def compiler(self) -> GrammarCompiler:
         """Return the compiler of grammars, created on first use."""
         with self._compiler_lock:

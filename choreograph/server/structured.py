@@ -1,6 +1,7 @@
 """Structured outputs: grammars compiled by llguidance to masks of the next token."""
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -13,13 +14,17 @@ from torch import Tensor
 from ..engine.request import TokenMask
 from ..errors import InvalidRequestError
 from ..utils import require
-from .grammar_check import CHECKER, large_stacks
+from .grammar_check import CHECKER, PARSER_LIMITS, large_stacks
 from .output_parser import CALL_END, CALL_START, THINK_END
 from .schema_numbers import check_inline_schemas, check_numbers
 
+NUM_MASK_THREADS = 2  # a mask that takes long delays no other one
+
+MASK_SECONDS = 1.0  # that the engine waits for a mask
+
 MAX_GRAMMAR_CHARS = 1 << 18  # of one grammar or schema
 
-MAX_VISITS = 100_000  # of parts of a schema, to find out whether a value of it ends
+MAX_VISITS = 20_000  # of parts of a schema, to find out whether a value of it ends
 
 # separators as most models write them; free whitespace lets small models fill an answer with it
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -265,15 +270,20 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._llguidance = require("llguidance", "serve")
-        self._limits = self._llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = self._llguidance.LLParserLimits(**PARSER_LIMITS)
         from llguidance.hf import from_tokenizer
 
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
         self._vocab_size = vocab_size
-        self._executor, self._compiler = ThreadPoolExecutor(1, "grammar-mask"), ThreadPoolExecutor(1, "grammar")
+        self._executor, self._compiler = (
+            ThreadPoolExecutor(NUM_MASK_THREADS, "grammar-mask"),
+            ThreadPoolExecutor(1, "grammar"),
+        )
         with large_stacks():
-            for executor in (self._executor, self._compiler):
-                executor.submit(int).result()  # starts its thread
+            barrier = threading.Barrier(NUM_MASK_THREADS)
+            starts = [self._executor.submit(barrier.wait) for _ in range(NUM_MASK_THREADS)]
+            for start in (*starts, self._compiler.submit(int)):  # each starts a thread
+                start.result()
 
     def masks(self, constraint: Constraint, count: int) -> "list[TokenMask]":
         """Return a mask for each answer, whose first values are being computed."""
@@ -303,8 +313,17 @@ class GrammarMask:
         self._next: Future[Tensor] = executor.submit(self._compute)
 
     def allowed(self) -> Bool[Tensor, " V"]:
-        """Return the allowed tokens; see `TokenMask`."""
-        return self._next.result()
+        """Return the allowed tokens; see `TokenMask`.
+
+        Raises:
+            InvalidRequestError: if they take so long to compute that other requests would wait.
+        """
+        try:
+            return self._next.result(MASK_SECONDS)
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"{self._kind}: the next tokens take longer than {MASK_SECONDS:g} s to compute: use a simpler one"
+            ) from None
 
     def advance(self, token: int) -> None:
         """Append a token; see `TokenMask`."""

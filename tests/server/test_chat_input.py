@@ -246,3 +246,13 @@ def test_a_chat_that_a_strict_template_refuses_names_the_message(strict):
     assert error["param"] == "messages[0]" and "rejects message 0 of the chat, of role 'assistant'" in error["message"]
     error = error_of(post(strict, RESPONSES, {"input": [ANSWER, ASK]}))
     assert error["param"] == "input" and "rejects message 0 of the chat" in error["message"]
+
+
+@pytest.mark.parametrize("reuse", ["exact", "messages", "auto"])
+def test_more_messages_than_pages_are_answered(live, reuse):
+    messages = [{"role": "user" if number % 2 == 0 else "assistant", "content": "a"} for number in range(601)]
+    body = {"messages": messages, "max_tokens": 2, "choreography": {"reuse": reuse, "workflow": "many"}}
+    answer = post(live, CHAT, body)
+    assert answer.status_code == 200, answer.text
+    again = post(live, CHAT, body).json()["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > again["prompt_tokens"] // 2
