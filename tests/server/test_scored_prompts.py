@@ -296,3 +296,19 @@ def test_a_token_that_a_tokenizer_adds_has_no_place_in_the_text():
     assert num_added_characters(tokenizer, "<s>One two", 1) == 0
     assert num_added_characters(tokenizer, "One two", 7) == 0
     assert num_added_characters(tokenizer, [1, 7], 1) == 0
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_parts_of_characters_in_an_echoed_prompt_join_to_it(live, client, as_ids):
+    text = "😀é 日本 👨‍👩 ok"
+    prompt = tokens_of(live, prompt=text) if as_ids else text
+    (choice,) = client.completions.create(**GREEDY, prompt=prompt, echo=True, logprobs=2, max_tokens=0).choices
+    parts = choice.logprobs.tokens
+    data = [
+        bytes.fromhex(part.removeprefix("bytes:").replace("\\x", "")) if part.startswith("bytes:") else part.encode()
+        for part in parts
+    ]
+    assert choice.text == text and b"".join(data).decode() == text
+    offsets = choice.logprobs.text_offset
+    assert offsets == sorted(offsets) and 0 == offsets[0] <= offsets[-1] < len(text)
+    assert {len(top) for top in choice.logprobs.top_logprobs[1:]} <= {2, 3}
