@@ -7,7 +7,7 @@ true of every answer is decided here: reasoning, calls, where an answer was cut,
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from .chat_prompt import ChatPrompt, answer_key
@@ -70,7 +70,7 @@ class ParsedAnswer:
     Args:
         placer: finds which tokens the text keeps; None: not needed.
         has_logprobs: events have the tokens of the content.
-        keeps_end: of the answer's end too.
+        keeps_end: also those that the text leaves out, and the one that ends the answer.
         returns_ids: token ids are kept for `take_token_ids`.
     """
 
@@ -140,7 +140,7 @@ class ParsedAnswer:
             # an answer that was cut says so, whatever it has called
             is_called = bool(self.calls) and update.finish_reason == "stop"
             self.finish_reason = "tool_calls" if is_called else update.finish_reason
-            events.append(AnswerEvent("end", tokens=self._end_tokens()))
+            events.append(AnswerEvent("end", tokens=self._end_tokens(update)))
         if not (self._has_logprobs or self._ids == "with text" or self._parser.may_reason):
             self._placer = None
         return events
@@ -158,11 +158,8 @@ class ParsedAnswer:
         self._unsent_ids += placed
         while self._unsent_ids and self._unsent_ids[0].start < self._num_chars:
             self._token_ids.append(self._unsent_ids.popleft().id)
-        if is_last and self._unsent_ids:
-            last = self._unsent_ids[-1].id
-            is_end = last in self._stop_token_ids or last in self._token_bytes.special_ids
-            if is_end or update.finish_reason != "stop":  # else a stop string ends the answer
-                self._token_ids += [token.id for token in self._unsent_ids]
+        if is_last:
+            self._token_ids += [token.id for token in self._rest(self._unsent_ids, update)]
 
     def _event(self, delta: OutputDelta) -> AnswerEvent:
         if delta.call is not None:
@@ -178,14 +175,18 @@ class ParsedAnswer:
         self.tokens += tokens
         return AnswerEvent(kind, delta.text, tokens=tokens)
 
-    def _end_tokens(self) -> list[PlacedToken]:
-        """Return the special tokens that ended the answer, if they are kept."""
-        if not self._keeps_end:
-            return []
-        special_ids = self._token_bytes.special_ids
-        tokens = [token for token in self._placed if not token.data and token.id in special_ids]
+    def _end_tokens(self, update: ChoiceUpdate) -> list[PlacedToken]:
+        """Return the tokens behind the text, without text, if they are kept."""
+        rest = self._rest(self._placed, update) if self._keeps_end else []
+        tokens = [replace(token, data=b"", end=token.start) for token in rest]
         self.tokens += tokens
         return tokens
+
+    def _rest(self, tokens: Sequence[PlacedToken], update: ChoiceUpdate) -> list[PlacedToken]:
+        """Return the tokens behind a text that no stop string ends."""
+        last = tokens[-1].id if tokens else None
+        is_end = last in self._stop_token_ids or last in self._token_bytes.special_ids
+        return list(tokens) if is_end or update.finish_reason != "stop" else []
 
     def _tokens_of(self, delta: OutputDelta) -> list[PlacedToken]:
         """Return the tokens that wrote a part of the text.
@@ -197,7 +198,7 @@ class ParsedAnswer:
             token = self._placed.popleft()
             is_inside = token.end > delta.start or token.start == delta.start
             is_left_out = not token.data and token.id in self._token_bytes.special_ids
-            if is_inside and not is_left_out:
+            if is_inside and (self._keeps_end or not is_left_out):
                 result.append(token)
         return result
 

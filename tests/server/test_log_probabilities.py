@@ -118,7 +118,8 @@ def test_tokens_end_where_a_stop_string_ends_the_text(request, server, path, str
     assert content == text.partition(stop)[0]
     joined = b"".join(map(unlabel, tokens))
     assert joined.startswith(content.encode())
-    assert not tokens or len(joined) - len(unlabel(tokens[-1])) < len(content.encode())  # the last one is in the text
+    if stop in text and tokens:  # the last one is in the text
+        assert len(joined) - len(unlabel(tokens[-1])) < len(content.encode())
     tokenizer = live.engine.tokenizer
     if stop in text:
         assert len(ids) == len(tokens) and tokenizer.eos_token_id not in ids
@@ -162,6 +163,15 @@ def test_a_stop_token_is_in_no_text_and_no_log_probability(live, stream):
             skip_special_tokens=False, **options,
         )  # fmt: skip
         assert content == "alpha" == "".join(tokens) and ids[-1] == token
+
+
+@BOTH
+@pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}, {"ignore_eos": True, "max_tokens": 2}])
+def test_an_echoed_text_lists_every_generated_token(live, options, stream):
+    end = live.engine.tokenizer.eos_token_id
+    options = {"echo": True, "logit_bias": {str(end): 100}, "structured_outputs": None} | options
+    text, tokens, ids = stopped(live, "completions", stream, "", **options)
+    assert text == "x" and tokens == ["x"] + [""] * len(ids) and set(ids) == {end}
 
 
 def byte_fallback_tokenizer():
