@@ -134,7 +134,7 @@ def score_tokens(tokens: list[int], logits: Float[Tensor, "R V"], num_top: int) 
 
 
 def _score_block(tokens: Int[Tensor, " R"], logits: Float[Tensor, "R V"], num_top: int) -> Float[Tensor, "R N"]:
-    """Concatenate log-probability and rank of each token, the top ones and their ids."""
+    """Concatenate log-probability and rank of tokens, and the top ones."""
     scores = logits.float().log_softmax(-1)
     own = scores.gather(-1, tokens[:, None])
     ranks = (scores > own).sum(-1, keepdim=True) + 1

@@ -414,7 +414,7 @@ class Scheduler:
 
 
 def _is_decoding(request: Request) -> bool:
-    """True if the request has started to generate and goes on by one token."""
+    """True if the request generates, and goes on by one token."""
     return request.state is RequestState.RUNNING and request.num_generated > 0 and request.num_pending_tokens == 1
 
 

@@ -381,8 +381,7 @@ class Session(ChatTurns):
         guard: CallGuard | None = None,
     ) -> Message:
         """Build a validated request and its handle, without submitting it."""
-        core = self._core
-        max_positions = core.hf_model.model_info.max_positions
+        core, max_positions = self._core, self._core.hf_model.model_info.max_positions
         if kv_reuse not in KV_REUSE:
             raise ConfigError(f"kv_reuse={kv_reuse!r}: use one of {KV_REUSE}")
         if type(priority) is not int:

@@ -55,7 +55,7 @@ class ChatPrompt:
     offsets: tuple[int | None, ...] = ()  # position of every segment; empty: one after the other
 
     def limit_segments(self) -> "ChatPrompt":
-        """Return the prompt with at most MAX_SEGMENTS segments, in groups of equal size.
+        """Return the prompt with at most MAX_SEGMENTS segments or groups.
 
         The groups stay the same while a chat grows, until their size doubles.
         """
@@ -71,7 +71,7 @@ class ChatPrompt:
         return replace(self, segments=segments)
 
     def fit_pages(self, num_pages: int, page_size: int) -> "ChatPrompt":
-        """Return the prompt with as many segments as fit, the first ones joined.
+        """Return the prompt with the first segments joined, if it must be.
 
         Every segment takes whole pages, so many short messages may need more than their tokens do.
 

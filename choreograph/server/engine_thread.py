@@ -147,7 +147,7 @@ class EngineThread:
         self._thread.start()
 
     def _limit_prefills(self) -> None:
-        """Bound the time for which the prompt of one client delays the streams of others."""
+        """Bound the delay of streams by the prompts of others."""
         scheduler, limit = self.engine.core.scheduler, self._max_prefill_tokens
         if limit is None and scheduler.max_num_prefill_tokens is None and self.engine.model_info.device.type == "cpu":
             limit = CPU_PREFILL_TOKENS

@@ -1,4 +1,4 @@
-"""One request in the engine: what it asks for, its updates and its end."""
+"""One request in the engine: its specification, updates and end."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence

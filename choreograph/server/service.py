@@ -224,7 +224,7 @@ class InferenceService:
         return min(self.config.max_tokens, available)
 
     def fit_pages(self, prompt: ChatPrompt, num_generated: int) -> ChatPrompt:
-        """Return a chat that the cache has pages for, with fewer messages if it must.
+        """Return a chat whose messages fit into the cache's pages.
 
         Args:
             num_generated: tokens of the answer.
