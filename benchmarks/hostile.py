@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from .common import Row, eager_dtype, save
-from .load import KEYS, server
+from .load import CAPACITY, KEYS, server
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 NUM_STREAMS = 8
@@ -188,8 +188,12 @@ def _memory(process: psutil.Process) -> float:
 
 
 async def _warm_up(client: httpx.AsyncClient) -> None:
-    """Use what is created on first use: the compiler of grammars, buffers of large steps."""
+    """Use what is created on first use: the compiler of grammars, buffers of large steps, and all pages of the cache."""
     headers = {"authorization": f"Bearer {KEYS[1]}"}
+    for number in range(CAPACITY // 2500):
+        prompt = f"{number} " * 1250  # two tokens each
+        body = {"model": "model", "prompt": prompt, "max_tokens": 1}
+        (await client.post(COMPLETIONS, json=body, headers=headers)).raise_for_status()
     for reuse in ("exact", "messages", "auto"):
         body = _chat("word " * 3000, structured_outputs={"regex": "[a-z]+"}, choreography={"reuse": reuse})
         (await client.post(CHAT, json=body, headers=headers)).raise_for_status()
@@ -201,9 +205,9 @@ async def measure(url: str, process: psutil.Process, chosen: Sequence[Attack]) -
     wrong: list[str] = []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        await _warm_up(client)
         watch = Watch(client)
         async with watch.running():
+            await _warm_up(client)
             await asyncio.sleep(5)
             start = time.monotonic()
             await asyncio.sleep(QUIET_SECONDS)

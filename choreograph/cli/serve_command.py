@@ -88,7 +88,7 @@ def serve(
     max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Largest body of a request.")] = None,
     max_workflow_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of stored messages to keep.")] = None,
     max_prefill_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompts in a step that also decodes.  [default: 128 on a CPU]")
+        int | None, typer.Option(min=1, help="Tokens of prompts in a step that also decodes.  [default: 192 on a CPU]")
     ] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds until a request is cancelled.")] = None,
     drain_timeout: Annotated[int | None, typer.Option(help="Seconds for running requests after SIGTERM.")] = None,

@@ -5,6 +5,7 @@ event loop in one call, so the loop wakes up once a step however many requests r
 """
 
 import asyncio
+import gc
 import queue
 import threading
 import time
@@ -28,7 +29,7 @@ T = TypeVar("T")
 QUIET_TURNS = 8  # of the event loop without a request, more than it needs to read and submit one
 GATHER_SECONDS = 0.05  # limit of these turns
 
-CPU_PREFILL_TOKENS = 128  # of a step that also decodes, which then takes about twice as long
+CPU_PREFILL_TOKENS = 192  # of a step that also decodes, which then takes two to three times as long
 
 LINGER_SECONDS = 0.05  # that the KV of the last tokens of answers may wait for a next request
 
@@ -111,11 +112,14 @@ def load_engine(open_engine: Callable[[], Engine]) -> Engine:
     """Load an engine and compile its steps, in a thread that ends.
 
     The OpenMP threads of the loading thread end with it. Otherwise there would be more of them than cores, and
-    libgomp would let those of the engine's thread sleep after every kernel.
+    libgomp would let those of the engine's thread sleep after every kernel. What was loaded stays: garbage collections
+    that scanned it would stop all threads for a quarter of a second.
     """
     with ThreadPoolExecutor(1) as loader:
         engine = loader.submit(open_engine).result()
         loader.submit(engine.warm_up).result()
+    gc.collect()
+    gc.freeze()
     return engine
 
 

@@ -37,7 +37,7 @@ class ServerConfig:
     # Limits of one request.
     max_choices: PositiveInt = 128  # most answers of one request (`n` times prompts)
     max_body_bytes: PositiveInt = 16 << 20  # of a request; larger ones are answered with 413
-    # tokens of prompts in a step that also decodes, so that streams go on; None: 128 on a CPU, else no other limit
+    # tokens of prompts in a step that also decodes, so that streams go on; None: 192 on a CPU, else no other limit
     max_prefill_tokens: PositiveInt | None = None
     request_timeout: Seconds = 600.0  # seconds until a request is cancelled
     replica_timeout: Seconds = 30.0  # seconds without an answer of any replica after which requests get 503
