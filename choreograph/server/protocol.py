@@ -198,7 +198,7 @@ class _GenerationBody(_Body):
     prompt_cache_options: JsonValue = None
     request_id: str | None = None
     rid: str | list[str] | None = None
-    session_id: str | None = None
+    session_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # workflow of requests that name none
     session_params: JsonValue = None
     nvext: JsonValue = None
     vllm_xargs: JsonValue = None
