@@ -27,7 +27,7 @@ OPTION_HEADERS = re.compile("x-choreography-.*|x-claude-code-session-id|thread-i
 
 _CHUNK = 1 << 20  # bytes that are counted at once
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_INVALID = re.compile("[\0\ud800-\udfff]")
 
 _ESCAPES = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")  # of surrogates and of NUL
 
@@ -115,21 +115,15 @@ def check_text(text: str, param: str | None) -> None:
     Args:
         param: name of the field, for the error.
     """
+    match = _INVALID.search(text)
+    if match is None:
+        return
     where = f"Invalid value for '{param}'" if param else "Invalid text"
-    if (match := _SURROGATE.search(text)) is not None:
-        raise ApiError(
-            400,
-            f"{where}: an unpaired surrogate U+{ord(match[0]):04X} at character {match.start()}: send whole characters",
-            param=param,
-            code="invalid_value",
-        )
-    if "\0" in text:
-        raise ApiError(
-            400,
-            f"{where}: the character U+0000 at character {text.index(chr(0))}: leave it out",
-            param=param,
-            code="invalid_value",
-        )
+    character = f"U+{ord(match[0]):04X} at character {match.start()}"
+    problem = f"the character {character}: leave it out"
+    if match[0] != "\0":
+        problem = f"an unpaired surrogate {character}: send whole characters"
+    raise ApiError(400, f"{where}: {problem}", param=param, code="invalid_value")
 
 
 def check_path(raw_path: bytes) -> None:
