@@ -163,7 +163,7 @@ def graph_file(model: nn.Module, name: str) -> GraphFile | None:
     except AttributeError:  # of private modules
         return None
     parts = [
-        *(sys.version, torch.__version__, str(torch.version.git_version), transformers.__version__),
+        *(sys.version, str(torch.__version__), str(torch.version.git_version), transformers.__version__),
         *(cpu_flags(), cpu_limits(), str(torch.get_num_threads()), str(torch.are_deterministic_algorithms_enabled())),
         *(str(torch.get_default_dtype()), torch.get_float32_matmul_precision()),
         *private,

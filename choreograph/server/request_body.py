@@ -184,7 +184,7 @@ def _read_body(body: bytes, field: Any, max_items: int) -> Any:
     parsed = parse_body(body)
     for name, items in parsed.items() if isinstance(parsed, dict) else ():
         if isinstance(items, list) and len(items) > max_items and isinstance(items[0], dict):
-            raise prompt_too_long(max_items, name, f"{len(items):,} {name}")
+            raise prompt_too_long(max_items, name, f"{len(items):,} items")
     value, errors = field.validate(parsed, {}, loc=("body",))
     if errors:
         raise to_api_error(RequestValidationError(errors, body=parsed))

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray")
 
 from helpers.live_server import make_engine
-from helpers.replica_pair import message, spec_of
+from helpers.replica_pair import message, spec_of, updates_of
 
 from choreograph.agents import StepGraph
 from choreograph.cluster import step_hints
@@ -174,7 +174,7 @@ class LocalCluster:
     async def run(self, spec):
         """Return the answer as a message that a client sends back, its counts and its replica."""
         running = self.gateway.submit(_Connection(), spec)
-        updates = (await running.complete())[0]
+        updates = await updates_of(running)
         tokens = tuple(token for update in updates for token in update.token_ids)
         name = next(name for kind, _, name in reversed(self.sent) if kind == "request")
         while self.num_open or self.gateway.thread._hints:
@@ -245,7 +245,7 @@ async def test_in_exact_hints_load_the_fixed_part_of_the_next_agent_where_it_is(
                 other = replace(request(None, client=f"other-{number}-{name}"), reuse="exact")
                 tokens = list(range(5000 + 400 * number, 5400 + 400 * number))
                 other = replace(other, prompts=[ChatPrompt(tokens, header=tokens)])
-                await replica._service.submit(_Connection(), other).complete()
+                await updates_of(replica._service.submit(_Connection(), other))
             agent = ("writer", "reviewer")[number % 2 == 0]
             cluster.sent.clear()
             assert await turn(agent, number) == (8, {"writer": writer, "reviewer": reviewer}[agent])
@@ -257,7 +257,7 @@ async def test_a_session_header_names_one_of_several_sessions_of_a_workflow(talk
         for headers in ({}, {"x-session-id": "reader-1"}, {"x-choreography-workflow": "other"}):
             connection = _Connection()
             connection.headers = headers
-            await cluster.gateway.submit(connection, request(None, message(1))).complete()
+            await updates_of(cluster.gateway.submit(connection, request(None, message(1))))
         key = spec_of().key
         workflow, session = (
             Namespace(client=key.client, workflow=key.workflow),
@@ -274,7 +274,7 @@ async def test_hints_belong_to_the_session_of_the_step_before(talker_folder):
             connection = _Connection()
             connection.headers = {"x-session-id": session}
             for agent in ("writer", "reviewer"):
-                await cluster.gateway.submit(connection, request(agent, message(ord(agent[0])))).complete()
+                await updates_of(cluster.gateway.submit(connection, request(agent, message(ord(agent[0])))))
         while cluster.num_open or cluster.gateway.thread._hints:
             await asyncio.sleep(0.01)
         sent = [(kind, place.session) for (kind, *_), place in zip(cluster.sent, cluster.sessions, strict=True)]
@@ -289,8 +289,8 @@ async def test_stored_messages_of_an_expected_request_are_loaded_from_host_memor
     service.start()
     try:
         spec = request("writer", message(1))
-        await service.submit(_Connection(), spec).complete()
-        await service.submit(_Connection(), request("writer", message(9))).complete()  # its step ends the first answer
+        await updates_of(service.submit(_Connection(), spec))
+        await updates_of(service.submit(_Connection(), request("writer", message(9))))  # its step ends the first answer
         stored = service.planner.store.find(spec.key, (message(1).tokens, 0))
         manager = engine.core.cache_manager
         await service.thread.call(lambda: manager.evict_entry(stored.message._request.entry))

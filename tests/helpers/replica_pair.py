@@ -23,6 +23,11 @@ def message(seed, length=48):
     return Segment(tuple(np.random.default_rng(seed).integers(100, 5000, length).tolist()))
 
 
+async def updates_of(running):
+    """Return all updates of a request with one answer."""
+    return [update async for updates in running.updates() for update in updates]
+
+
 def spec_of(*segments, client="team", workflow="debate", model=BASE_MODEL, labels=frozenset()):
     header = [901, 902]
     tokens = [token for segment in segments for token in segment.tokens] + header
