@@ -30,7 +30,13 @@ NUM_STREAMS = 8
 QUIET_SECONDS = 20.0
 SETTLE_SECONDS = 6.0  # for memory to be returned
 
-MAX_ANSWER, MAX_HEALTH, MAX_GAP_RATIO, MAX_MEMORY = 2.0, 100.0, 2.0, 50.0  # s, ms, ratio, MB
+MAX_MEMORY = 50.0  # MB
+FIGURES = (  # what is measured of every attack, its unit and limit
+    ("answered after", "s", 2.0),
+    ("longest /health", "ms", 100.0),
+    ("longest gap over quiet", "x", 2.0),
+    ("memory kept", "MB", MAX_MEMORY),
+)
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,12 @@ def _references(count: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": {"type": "string"}}}
 
 
-def attacks() -> Iterator[Attack]:
-    """Yield all hostile requests."""
+def attacks(number: int = 0) -> Iterator[Attack]:
+    """Yield all hostile requests. number: of the round, so that no cache has the prompt of a valid one."""
     ok = (200, 400)
     for count in (400, 1600, 2000, 100_000):
         for reuse in ("exact", "messages"):
-            messages = [{"role": "user", "content": "a"}] * count
+            messages = [{"role": "user", "content": "abcdefghij"[number % 10]}] * count
             body = _chat() | {"messages": messages, "choreography": {"reuse": reuse}}
             yield _attack(
                 f"chat of {count} one-letter messages, {reuse}", body, statuses=ok if count < 3000 else (400,)
@@ -199,8 +205,29 @@ async def _warm_up(client: httpx.AsyncClient) -> None:
         (await client.post(CHAT, json=body, headers=headers)).raise_for_status()
 
 
-async def measure(url: str, process: psutil.Process, chosen: Sequence[Attack]) -> tuple[list[Row], list[str]]:
-    """Send the attacks one after the other; return rows and what was wrong."""
+async def _send(
+    attack: Attack, client: httpx.AsyncClient, watch: Watch, process: psutil.Process
+) -> tuple[int, tuple[float, ...]]:
+    """Send an attack; return its status and `FIGURES`, of the gap its seconds."""
+    before, start = _memory(process), time.monotonic()
+    headers = {"authorization": f"Bearer {KEYS[1]}", "content-type": "application/json"}
+    reply = await client.request(attack.method, attack.path, content=attack.body, headers=headers)
+    answered = time.monotonic()
+    await asyncio.sleep(1)
+    end = time.monotonic()
+    kept = _memory(process) - before
+    while kept > MAX_MEMORY and time.monotonic() < end + SETTLE_SECONDS:
+        await asyncio.sleep(0.2)
+        kept = min(kept, _memory(process) - before)
+    health, gap = 1e3 * watch.longest_health(start, end), watch.longest_gap(start, end)
+    return reply.status_code, (answered - start, health, gap, kept)
+
+
+async def measure(url: str, process: psutil.Process, chosen: Sequence[Sequence[Attack]]) -> tuple[list[Row], list[str]]:
+    """Send the attacks one after the other; return rows and what was wrong.
+
+    chosen: each attack, once for every round.
+    """
     rows: list[Row] = []
     wrong: list[str] = []
     limits = httpx.Limits(max_connections=None)
@@ -219,39 +246,20 @@ async def measure(url: str, process: psutil.Process, chosen: Sequence[Attack]) -
             rows.append(
                 Row("gap between tokens, quiet: longest", 1e3 * quiet, "ms", 1e3 * quiet, 1e3 * quiet, better="lower")
             )
-            for attack in chosen:
-                before = _memory(process)
-                start = time.monotonic()
-                headers = {"authorization": f"Bearer {KEYS[1]}", "content-type": "application/json"}
-                reply = await client.request(attack.method, attack.path, content=attack.body, headers=headers)
-                answered = time.monotonic()
-                await asyncio.sleep(1)
-                end = time.monotonic()
-                kept = _memory(process) - before
-                while kept > MAX_MEMORY and time.monotonic() < end + SETTLE_SECONDS:
-                    await asyncio.sleep(0.2)
-                    kept = min(kept, _memory(process) - before)
-                figures = (
-                    ("answered after", answered - start, "s", MAX_ANSWER),
-                    ("longest /health", 1e3 * watch.longest_health(start, end), "ms", MAX_HEALTH),
-                    ("longest gap over quiet", watch.longest_gap(start, end) / quiet, "x", MAX_GAP_RATIO),
-                    ("memory kept", kept, "MB", MAX_MEMORY),
-                )
-                text = f"{reply.status_code} {reply.text[:110]!r}" if reply.status_code >= 400 else "200"
-                print(
-                    f"{attack.name}: {text}",
-                    *(f"{value:.3g} {unit}" for _, value, unit, _ in figures),
-                    sep="; ",
-                    flush=True,
-                )
-                if reply.status_code not in attack.statuses:
-                    wrong.append(f"{attack.name}: status {reply.status_code}")
-                for what, value, unit, limit in figures:
-                    rows.append(
-                        Row(f"{attack.name}: {what}", value, unit, value, value, better="lower", required=limit)
-                    )
+            for attack, *others in chosen:
+                results = [await _send(item, client, watch, process) for item in (attack, *others)]
+                for status, _ in results:
+                    if status not in attack.statuses:
+                        wrong.append(f"{attack.name}: status {status}")
+                for place, (what, unit, limit) in enumerate(FIGURES):
+                    values = sorted(figures[place] for _, figures in results)
+                    values = [value / quiet for value in values] if unit == "x" else values
+                    value, measure = float(np.median(values)), f"{attack.name}: {what}"
+                    rows.append(Row(measure, value, unit, values[0], values[-1], better="lower", required=limit))
                     if value > limit:
-                        wrong.append(f"{attack.name}: {what} {value:.3g} {unit}, must be at most {limit:g}")
+                        wrong.append(f"{measure} {value:.3g} {unit}, must be at most {limit:g}")
+                figures = (f"{row.value:.3g} {row.unit}" for row in rows[-len(FIGURES) :])
+                print(f"{attack.name}: {sorted({status for status, _ in results})}", *figures, sep="; ", flush=True)
     return rows, wrong
 
 
@@ -260,9 +268,11 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--only", help="requests whose name contains this text")
     parser.add_argument("--compile", action="store_true", help="compile steps first, which takes minutes")
+    parser.add_argument("--rounds", type=int, default=3, help="of each request; rows have medians, least and most")
     parser.add_argument("--dtype", default=eager_dtype())
     arguments = parser.parse_args()
-    chosen = [attack for attack in attacks() if not arguments.only or arguments.only in attack.name]
+    repeated = zip(*(attacks(number) for number in range(arguments.rounds)), strict=True)
+    chosen = [rounds for rounds in repeated if not arguments.only or arguments.only in rounds[0].name]
     with server(arguments.model, compile=arguments.compile, dtype=arguments.dtype) as (url, process):
         rows, wrong = asyncio.run(measure(url, psutil.Process(process.pid), chosen))
         process.communicate(timeout=120)
