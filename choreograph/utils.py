@@ -44,9 +44,14 @@ def importing_torch() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # extension modules report objects that are left when the process ends
+        freeze_objects()
         gc.enable()
+
+
+def freeze_objects() -> None:
+    """Exclude all present objects from garbage collections."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # extension modules report objects that are left when the process ends
 
 
 def connect_to_ray(address: str | None, **options: Any) -> bool:

@@ -22,7 +22,7 @@ from ..engine.request import RequestState
 from ..errors import RequestFailedError, SessionClosedError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import FinishReason, Timing, TokenLogprob
-from ..utils import as_exception, call_all
+from ..utils import as_exception, call_all, freeze_objects
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ def load_engine(open_engine: Callable[[], Engine]) -> Engine:
         engine = loader.submit(open_engine).result()
         loader.submit(engine.warm_up).result()
     gc.collect()
-    gc.freeze()
+    freeze_objects()
     return engine
 
 
