@@ -17,8 +17,9 @@ from ..engine.engine import Engine
 from ..engine.labels import parse_labels
 from ..engine.session import Session
 from ..errors import InvalidRequestError
+from .body_types import MAX_NAME_CHARS
 from .chat_prompt import ChatPrompt
-from .protocol import MAX_NAME_CHARS, ChoreographyOptions
+from .protocol import ChoreographyOptions
 
 if TYPE_CHECKING:
     from .message_store import WorkflowKey

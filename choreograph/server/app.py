@@ -48,6 +48,8 @@ MAX_REQUEST_ID_CHARS = 128
 
 CHECKED_PATHS = ("/v1/", "/tokenize", "/detokenize")  # the dashboard has its own
 
+SESSION_PATHS = "/v1/choreograph/sessions/"
+
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
@@ -132,10 +134,11 @@ class RequestGuard:
 
         Generations have slots of their own: other requests are answered while they run.
         """
-        if scope["method"] not in ("POST", "PUT") or not scope["path"].startswith(CHECKED_PATHS):
+        has_body = scope["method"] in ("POST", "PUT") and scope["path"].startswith(CHECKED_PATHS)
+        if not has_body and not scope["path"].startswith(SESSION_PATHS):  # whose GETs wait for messages
             return nullcontext()
         tenant = self._service.tenant(headers.get(b"authorization", b"").decode("latin-1"))
-        return self._slots.hold((tenant, scope["path"] in GENERATION_PATHS))
+        return self._slots.hold((tenant, has_body, scope["path"] in GENERATION_PATHS))
 
     def _too_large(self) -> str:
         return f"the body has more than {self._max_body_bytes} bytes: send a shorter one"

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationInfo
 
+from .body_types import Items
 from .chat_turns import parse_arguments
 
 MAX_MESSAGES = 32_768  # of a chat, whatever the context holds; refused before any of them is read
@@ -56,7 +57,7 @@ def _check_parts(parts: list[TextPart]) -> list[TextPart]:
     return parts
 
 
-TextParts = Annotated[list[TextPart], BeforeValidator(_drop_reasoning), AfterValidator(_check_parts)]
+TextParts = Annotated[Items[TextPart], BeforeValidator(_drop_reasoning), AfterValidator(_check_parts)]
 
 
 class ChatMessage(BodyPart):
@@ -65,7 +66,7 @@ class ChatMessage(BodyPart):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | TextParts | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -83,7 +84,7 @@ def _check_number(messages: Any) -> Any:
     return messages
 
 
-ChatMessages = Annotated[list[ChatMessage], BeforeValidator(_check_number)]
+ChatMessages = Annotated[Items[ChatMessage], BeforeValidator(_check_number)]
 
 
 def as_turn(message: ChatMessage) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..agents import StepGraph
 from ..engine.budget import Budget
@@ -22,6 +22,9 @@ from ..namespace import Client
 from .agent_tracking import AgentSessions, AgentTracker
 from .api_errors import ApiError
 from .span_index import SpanIndex
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 MAX_EQUAL = 8  # stored messages of equal content
 
@@ -174,6 +177,14 @@ class StoredWorkflow:
         return [self.indexes[other] for other in sorted(self.indexes, key=sorted) if other <= labels]
 
 
+def _assign(table: dict[K, V], key: K, value: V | None) -> None:
+    """Set a value, or remove its key for None."""
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
+
+
 class _TenantMessages:
     """Stored messages and budgets of one tenant, the least recently used first."""
 
@@ -306,15 +317,14 @@ class MessageStore:
         Args:
             labels: of the requests that name an agent.
         """
-        self.graphs.pop((tenant, name), None)
-        self.agent_labels.pop((tenant, name), None)
-        if labels:
-            self.agent_labels[tenant, name] = labels
+        # replaced at once: other threads read both, and a request must not miss its labels
+        _assign(self.agent_labels, (tenant, name), labels or None)
+        _assign(self.graphs, (tenant, name), graph)
         if graph is not None:
-            self.graphs[tenant, name] = graph
             own = [place for place in self.graphs if place[0] == tenant]
             for place in own[: max(0, len(own) - self._max_graphs)]:  # of a replica, which is sent those that it lacks
                 del self.graphs[place]
+                self.agent_labels.pop(place, None)
         for key, workflow in self._workflows.items():
             if (key.tenant, key.workflow) == (tenant, name) and workflow.tracker is not None:
                 workflow.tracker.close()

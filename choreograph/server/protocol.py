@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from ..engine.labels import OnLeak
 from ..errors import InvalidRequestError
 from ..sampling_params import SamplingParams
+from .body_types import MAX_NAME_CHARS, MAX_TOP_LOGPROBS, Items, LabelNames
 from .chat_messages import BodyPart, ChatMessages, as_turn
 from .server_config import ReuseMode
 
@@ -28,19 +29,12 @@ SAMPLING_FIELDS = (
     "skip_special_tokens",
 )
 
-MAX_TOP_LOGPROBS = 20
-
 
 class _Body(BaseModel):
     """Body in which unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-
-LabelNames = list[Annotated[str, Field(min_length=1, max_length=256)]]
-
-
-MAX_NAME_CHARS = 256  # of workflows and agents
 
 AgentName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
@@ -62,11 +56,11 @@ class ChoreographyOptions(_Body):
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
     # divergence from prefix mode to stay within, nats a token; None: the server's default
     max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    labels: LabelNames = Field(default_factory=list, max_length=64)
-    clearance: Annotated[LabelNames, Field(max_length=64)] | None = None  # other labels whose messages may be reused
+    labels: LabelNames = Field(default_factory=list)
+    clearance: LabelNames | None = None  # other labels whose messages may be reused
     on_leak: OnLeak | None = None  # of messages with other labels; None: encode their text again
     # of every message, its first position; None: after the message before it
-    offsets: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None] | None = None
+    offsets: Items[Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None] | None = None
     # of /v1/completions: the prompt is PML and imports modules of this schema
     prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
 
@@ -138,7 +132,7 @@ class StructuredOutputs(BodyPart):
     json_: dict[str, JsonValue] | bool | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -159,8 +153,8 @@ class _GenerationBody(_Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
@@ -197,7 +191,7 @@ class _GenerationBody(_Body):
     prompt_cache_retention: str | None = None
     prompt_cache_options: JsonValue = None
     request_id: str | None = None
-    rid: str | list[str] | None = None
+    rid: str | Items[str] | None = None
     session_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # workflow of requests that name none
     session_params: JsonValue = None
     nvext: JsonValue = None
@@ -260,7 +254,7 @@ class ChatCompletionRequest(_GenerationBody):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
@@ -277,7 +271,7 @@ class ChatCompletionRequest(_GenerationBody):
     store: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
     prediction: JsonValue = None
 
     @property
@@ -317,7 +311,7 @@ class SchemaRequest(_Body):
 class CompletionRequest(_GenerationBody):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     n: Annotated[int, Field(ge=1)] | None = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = 16  # 0: the prompt is scored or echoed, and nothing generated
@@ -345,16 +339,16 @@ class CompletionRequest(_GenerationBody):
 class ResponsesRequest(_GenerationBody):
     """Body of /v1/responses."""
 
-    input: str | list[dict[str, JsonValue]]
+    input: str | Items[dict[str, JsonValue]]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[dict[str, JsonValue]] | None = None
+    tools: Items[dict[str, JsonValue]] | None = None
     tool_choice: JsonValue = None
     text: dict[str, JsonValue] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     # accepted with their default alone
     prompt_logprobs: None = None
@@ -377,7 +371,7 @@ class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
     messages: ChatMessages | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -395,7 +389,7 @@ class DetokenizeRequest(_Body):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 def tool_dicts(tools: list[Tool] | None) -> list[Mapping[str, Any]]:

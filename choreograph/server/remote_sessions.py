@@ -7,119 +7,42 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from ..engine.labels import OnLeak
 from ..engine.message import Message, MessageSlice
 from ..engine.request import RequestState
 from ..engine.session import Session
 from ..engine.text import EncodedTurn, Turn
 from ..engine.validation import follows_system_turn, require_chat_template
-from ..errors import ChoreographError
+from ..errors import ChoreographError, InvalidRequestError
 from ..kv_cache.manager import POLL_SECONDS
 from ..namespace import UNSALTED, Client
-from ..outputs import BASE_MODEL, KVReuse, Mode, TokenLogprob
-from ..prompt_cache.resolve import ResolvedPrompt
+from ..outputs import BASE_MODEL, TokenLogprob
 from ..sampling_params import SamplingParams
 from .agent_tracking import AgentTracker
 from .api_errors import ApiError, prompt_too_long, to_api_error
+from .body_types import MAX_TOP_LOGPROBS
 from .engine_thread import Generation
+from .remote_bodies import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    SCHEMA_FIELDS,
+    CallBody,
+    CallsBody,
+    DeclassifyBody,
+    Prompt,
+    SessionBody,
+)
 from .request_log import SESSION
+from .schema_store import SchemaPrompt
+from .scored_prompts import MAX_SCORES, SCORE_BYTES
 from .service import InferenceService
 
-MAX_CALLS, MAX_MESSAGES = 256, 4096  # of one request, of one session
+CALLS_PER_REQUEST = 4  # unfinished calls that a tenant may have for each request of its share
 IDLE_SECONDS = 3600.0  # after which a session may be closed
-
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class _StrictBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class GuardBody(_StrictBody):
-    """Labels and clearance of a session or call; None: the default."""
-
-    labels: list[str] | None = None
-    clearance: list[str] | None = None
-    on_leak: OnLeak | None = None
-
-    @property
-    def guard(self) -> dict[str, Any]:
-        return {"labels": self.labels, "clearance": self.clearance, "on_leak": self.on_leak}
-
-
-class SessionBody(GuardBody):
-    """Options of `Engine.session`."""
-
-    mode: Mode = "choreographed"
-    seed: int | None = None
-    model: str = BASE_MODEL
-    repair: Share | None = None
-    max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    workflow: Annotated[str, Field(max_length=256)] | None = None  # whose step graph the session's agents follow
-
-
-class TurnBody(_StrictBody):
-    """Chat turn."""
-
-    role: str
-    text: str
-    opening: bool = True
-
-
-class ParentBody(_StrictBody):
-    """Message, or a part of it."""
-
-    id: Annotated[str, Field(max_length=64)]
-    start: int | None = None
-    stop: int | None = None
-
-
-Prompt = str | list[int] | TurnBody
-
-SCHEMA_FIELDS = {
-    "kind",
-    "tokens",
-    "prompt_schema",
-    "agent",
-    "sampling",
-    "forced_tokens",
-}  # a call with a schema has no other
-
-
-class CallBody(GuardBody):
-    """One `prefill` or `decode`."""
-
-    kind: Literal["prefill", "decode"]
-    tokens: Prompt
-    parents: list[ParentBody] = Field(default_factory=list, max_length=MAX_MESSAGES)
-    offsets: list[int | None] | None = None
-    new_offset: int | None = None
-    model: str | None = None
-    kv_reuse: KVReuse = "recompute"
-    repair: Share | None = None
-    agent: Annotated[str, Field(max_length=256)] | None = None  # whose turn the calls of one request are
-    prompt_schema: str | None = Field(None, alias="schema")  # `tokens` are PML and import modules of this schema
-    sampling: dict[str, JsonValue] | None = None
-    footer: Prompt | None = None
-    forced_tokens: list[int] | None = None
-
-
-class DeclassifyBody(_StrictBody):
-    """Labels to remove from a message."""
-
-    labels: list[str]
-
-
-class CallsBody(_StrictBody):
-    """Calls that are submitted together, all or none."""
-
-    calls: list[CallBody] = Field(min_length=1, max_length=MAX_CALLS)
 
 
 class EncodedCall(NamedTuple):
@@ -128,7 +51,7 @@ class EncodedCall(NamedTuple):
     The prompt of a schema is resolved.
     """
 
-    prompt: list[int] | EncodedTurn | ResolvedPrompt
+    prompt: list[int] | EncodedTurn | SchemaPrompt
     footer: list[int] | EncodedTurn | None = None
 
 
@@ -144,6 +67,7 @@ class RemoteSessions:
         self._sessions: dict[tuple[str, str], Session] = {}
         self._used: dict[tuple[str, str], float] = {}  # time.monotonic() of the last call
         self._messages: dict[tuple[str, str], dict[str, Message]] = {}  # unreleased ones by id
+        self._unfinished: dict[str, list[Message]] = {}  # calls of each tenant
         self._trackers: dict[tuple[str, str], AgentTracker | None] = {}  # of the agents
 
     def open(self, tenant: str, body: SessionBody) -> str:
@@ -198,10 +122,9 @@ class RemoteSessions:
         result = []
         for call in body.calls:
             if call.prompt_schema is not None and isinstance(call.tokens, str):
-                cache = self._service.schemas.get(tenant, call.prompt_schema)
-                result.append(EncodedCall(cache.resolve(call.tokens)))
+                result.append(EncodedCall(self._service.schemas.resolve(tenant, call.prompt_schema, call.tokens)))
                 continue
-            parents = [messages[parent.id] for parent in call.parents if parent.id in messages]
+            parents = [message for parent in call.parents if (message := messages.get(parent.id)) is not None]
             prompt = self._encode(call.tokens, call.kind, is_first=not call.parents, parents=parents)
             footer = None if call.footer is None else self._encode(call.footer, "prefill")
             result.append(EncodedCall(prompt, footer))
@@ -241,6 +164,7 @@ class RemoteSessions:
         session, messages = self.get(tenant, session_id), self._messages[tenant, session_id]
         if len(messages) + len(body.calls) > MAX_MESSAGES:
             raise ApiError(400, f"a session holds at most {MAX_MESSAGES} messages: release some", code="ConfigError")
+        self._check_queue(tenant, len(body.calls))
         kind = body.calls[0].kind
         if any(call.kind != kind for call in body.calls):
             raise ApiError(400, "calls: use calls of one kind", code="InvalidRequestError")
@@ -255,6 +179,7 @@ class RemoteSessions:
             calls = [self._arguments(tenant, session_id, *pair) for pair in zip(body.calls, encoded, strict=True)]
             with turn:
                 submitted = session.prefill(calls) if kind == "prefill" else session.decode(calls)
+        self._unfinished[tenant] += submitted
         ids = [uuid.uuid4().hex for _ in submitted]
         for message_id, message in zip(ids, submitted, strict=True):
             messages[message_id] = message
@@ -276,8 +201,8 @@ class RemoteSessions:
             )
         if call.prompt_schema is None or not isinstance(call.tokens, str):
             raise ApiError(400, "schema: the prompt is one PML text", code="InvalidRequestError")
-        cache = self._service.schemas.get(tenant, call.prompt_schema)
-        return cache.generate(session, prompt, sampling=_sampling(call), forced_tokens=call.forced_tokens)
+        cache, sampling = self._service.schemas.cache_of(prompt), self._sampling(call)
+        return cache.generate(session, prompt.resolved, sampling=sampling, forced_tokens=call.forced_tokens)
 
     def _arguments(self, tenant: str, session_id: str, call: CallBody, encoded: EncodedCall) -> dict[str, Any]:
         parents: list[Message | MessageSlice] = []
@@ -289,7 +214,7 @@ class RemoteSessions:
         arguments |= {"model": call.model, "kv_reuse": call.kv_reuse, "repair": call.repair, **call.guard}
         if call.kind == "prefill":
             return {"tokens": encoded.prompt, **arguments}
-        arguments |= {"sampling": _sampling(call), "forced_tokens": call.forced_tokens}
+        arguments |= {"sampling": self._sampling(call), "forced_tokens": call.forced_tokens}
         return {"header": encoded.prompt, "footer": encoded.footer, **arguments}
 
     def release(self, tenant: str, session_id: str, message_id: str) -> None:
@@ -309,29 +234,61 @@ class RemoteSessions:
         generation = Generation(lambda: [message], lambda is_complete: None)
         self._service.thread.submit(generation)
         is_final = False
-        while not is_final:
-            updates = await generation.updates.get()
-            if isinstance(updates, Exception):
-                raise updates
-            is_final = updates[-1].finish_reason is not None
-            yield "".join(update.text for update in updates)
+        try:
+            while not is_final:
+                updates = await generation.updates.get()
+                if isinstance(updates, Exception):
+                    is_final = True
+                    raise updates
+                is_final = updates[-1].finish_reason is not None
+                yield "".join(update.text for update in updates)
+        finally:
+            if not is_final:
+                self._service.thread.cancel(generation)  # ends the reading alone
 
-    async def wait(self, message: Message) -> dict[str, Any]:
-        """Wait until a message is complete; return its values."""
-        thread = self._service.thread
+    async def wait(self, tenant: str, message: Message) -> bytes:
+        """Wait until a message is complete; return its values as JSON."""
         if message.kind == "decode":
             async for _ in self.pieces(message):
                 pass
-        while not message._is_finished() and message.error is None:
-            await asyncio.sleep(POLL_SECONDS)
-        return await thread.call(lambda: _values(message))
+        await _finish([message])
+        num_scores = len(message.prompt_logprobs or ()) + len(message.logprobs or ())
+        num_bytes = SCORE_BYTES * num_scores * MAX_TOP_LOGPROBS
+        return await self._service.pool.run(tenant, num_bytes, lambda: json.dumps(_values(message)).encode())
+
+    async def finish(self, tenant: str, session_id: str) -> None:
+        """Wait until all messages of a session are complete."""
+        await _finish(list(self._messages.get((tenant, session_id), {}).values()))
+
+    def _sampling(self, call: CallBody) -> SamplingParams:
+        """Return the sampling of a call, with the limits of other requests."""
+        options: dict[str, Any] = dict(call.sampling or {})
+        most = {"logprobs": MAX_TOP_LOGPROBS, "prompt_logprobs": max(1, MAX_SCORES // self._service.max_model_len - 1)}
+        for name, limit in most.items():
+            if isinstance(value := options.get(name), int) and value > limit:
+                raise InvalidRequestError(f"sampling.{name}={value}: use at most {limit}")
+        if isinstance(bias := options.get("logit_bias"), dict):
+            options["logit_bias"] = {int(token) if token.isdecimal() else token: bias[token] for token in bias}
+        return SamplingParams(**options)
+
+    def _check_queue(self, tenant: str, num_calls: int) -> None:
+        """Raise an error if a tenant has too many unfinished calls."""
+        unfinished = self._unfinished.setdefault(tenant, [])
+        unfinished[:] = [message for message in unfinished if not message._is_finished()]
+        limit = max(MAX_CALLS, CALLS_PER_REQUEST * self._service.share.requests)
+        if len(unfinished) + num_calls > limit:
+            raise ApiError(
+                429,
+                f"{len(unfinished)} calls of this key are running or waiting, its share is {limit}: read some first",
+                type="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
 
 
-def _sampling(call: CallBody) -> SamplingParams:
-    options: dict[str, Any] = dict(call.sampling or {})
-    if isinstance(bias := options.get("logit_bias"), dict):
-        options["logit_bias"] = {int(token) if token.isdecimal() else token: bias[token] for token in bias}
-    return SamplingParams(**options)
+async def _finish(messages: Sequence[Message]) -> None:
+    while any(not message._is_finished() and message.error is None for message in messages):
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def _logprob_rows(items: Sequence[TokenLogprob | None] | None) -> list[list[Any] | None] | None:
@@ -395,11 +352,11 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         return {"messages": await run(lambda: sessions.submit(tenant, session_id, body, encoded), tenant, session_id)}
 
     @router.get("/{session_id}/messages/{message_id}")
-    async def read_message(session_id: str, message_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:
+    async def read_message(session_id: str, message_id: str, tenant: str = tenant_dependency) -> Response:
         """Wait until a message is complete and return its values."""
         message = await run(lambda: sessions.message(tenant, session_id, message_id), tenant, session_id)
-        result: dict[str, Any] = await named_errors(sessions.wait(message), tenant, session_id)
-        return result
+        values = await named_errors(sessions.wait(tenant, message), tenant, session_id)
+        return Response(values, media_type="application/json")
 
     @router.get("/{session_id}/messages/{message_id}/text", response_class=StreamingResponse)
     async def stream_text(session_id: str, message_id: str, tenant: str = tenant_dependency) -> StreamingResponse:
@@ -445,6 +402,8 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
     @router.get("/{session_id}/usage")
     async def read_usage(session_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Return the summed token counts of a session, whose messages it completes."""
+        await run(lambda: sessions.get(tenant, session_id), tenant, session_id)
+        await sessions.finish(tenant, session_id)  # reading the usage would run the engine until then
         usage = await run(lambda: sessions.get(tenant, session_id).usage, tenant, session_id)
         return asdict(usage)
 

@@ -12,7 +12,6 @@ from ..engine.message import Message
 from ..engine.request import TokenMask
 from ..errors import RequestFailedError
 from ..outputs import TokenLogprob
-from ..prompt_cache.resolve import ResolvedPrompt
 from ..sampling_params import SamplingParams
 from ..utils import call_all
 from .agent_tracking import AgentStep
@@ -23,6 +22,7 @@ from .engine_thread import ChoiceUpdate, Generation
 from .message_store import WorkflowKey
 from .request_log import RequestRecord
 from .resumption import ForcedPrefix, SentAnswer
+from .schema_store import SchemaPrompt
 from .server_config import ReuseMode
 from .structured import Constraint
 from .tracing import RequestSpan
@@ -77,7 +77,7 @@ class RunningRequest:
         num_sent = [(answer.num_chars, len(answer.token_ids)) for answer in spec.sent]
         self._generation = Generation(self._submit, self._close, num_sent=num_sent)
         self._masks: list[TokenMask] = []  # of every answer, if the request has a grammar
-        self._resolved: ResolvedPrompt | None = None  # prompt of a schema
+        self._schema_prompt: SchemaPrompt | None = None
         self._preparation: asyncio.Task[None] | None = None
         self._start()
 
@@ -102,8 +102,7 @@ class RunningRequest:
         """
         spec, service = self.spec, self._service
         if spec.schema_prompt is not None:
-            tenant, name, pml = spec.schema_prompt
-            self._resolved = service.schemas.get(tenant, name).resolve(pml)
+            self._schema_prompt = service.schemas.resolve(*spec.schema_prompt)
         if spec.constraint is not None:
             compiler = service.compiler()
             self._masks = compiler.masks(spec.constraint, self.num_choices)
@@ -221,8 +220,8 @@ class RunningRequest:
                     sent = spec.sent[index].token_ids
                     mask = ForcedPrefix(sent, service.engine.model_info.vocab_size, mask)
                 answers.append(Answer(sampling, mask, spec.keys_of, spec.priority, spec.repair, max_kl))
-            if spec.schema_prompt is not None and self._resolved is not None:
-                plan = service.schemas.plan(*spec.schema_prompt[:2], self._resolved, prompt, answers)
+            if self._schema_prompt is not None:
+                plan = service.schemas.plan(self._schema_prompt, prompt, answers)
             else:
                 step = AgentStep(spec.agent, spec.steps, spec.fixed_tokens)
                 plan = service.planner.plan(spec.reuse, spec.key, prompt, answers, step)

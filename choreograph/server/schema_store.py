@@ -1,6 +1,7 @@
 """Prompt Cache schemas as resources of the server."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..engine.engine import Engine
 from ..engine.message import Message
@@ -15,6 +16,14 @@ from .api_errors import ApiError
 from .chat_prompt import ChatPrompt
 
 MAX_PML_CHARS = 64  # of a schema, for each position of the model: members of a union have the same ones
+
+
+class SchemaPrompt(NamedTuple):
+    """Prompt that was resolved with a schema."""
+
+    key: tuple[str, str]  # tenant and name
+    cache: PromptCache
+    resolved: ResolvedPrompt
 
 
 class SchemaStore:
@@ -91,24 +100,38 @@ class SchemaStore:
         cache = self.get(tenant, name)
         return ChatPrompt(cache.resolve(pml).flatten(cache.layout))
 
-    def plan(
-        self, tenant: str, name: str, resolved: ResolvedPrompt, prompt: ChatPrompt, answers: Sequence[Answer]
-    ) -> Plan:
-        """Submit a prompt whose modules come from the cache.
+    def resolve(self, tenant: str, name: str, pml: str) -> SchemaPrompt:
+        """Resolve a prompt; runs in a worker thread."""
+        cache = self.get(tenant, name)
+        return SchemaPrompt((tenant, name), cache, cache.resolve(pml))
 
-        Args:
-            resolved: of this schema.
+    def cache_of(self, prompt: SchemaPrompt) -> PromptCache:
+        """Return the cache of a resolved prompt.
+
+        Raises:
+            ApiError: of status 409, if the schema was replaced or deleted meanwhile.
+        """
+        if self._caches.get(prompt.key) is not prompt.cache:
+            raise ApiError(
+                409,
+                f"the schema {prompt.key[1]!r} was replaced meanwhile: send the request again",
+                code="schema_replaced",
+            )
+        return prompt.cache
+
+    def plan(self, schema_prompt: SchemaPrompt, prompt: ChatPrompt, answers: Sequence[Answer]) -> Plan:
+        """Submit a prompt whose modules come from the cache.
 
         Raises:
             InvalidRequestError: if the answers have a repair, which moves modules.
         """
         if any(answer.repair for answer in answers):
             raise InvalidRequestError("repair: modules have fixed positions; leave it out with a schema")
-        cache, counts = self.get(tenant, name), SourceCounts()
+        cache, counts = self.cache_of(schema_prompt), SourceCounts()
         session = self._engine.session(seed=0, client_id=cache.client_id)
 
         def decode(answer: Answer) -> Message:
-            return cache.generate(session, resolved, sampling=answer.sampling)
+            return cache.generate(session, schema_prompt.resolved, sampling=answer.sampling)
 
         try:
             messages = decode_all(decode, answers)

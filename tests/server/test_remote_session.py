@@ -219,7 +219,7 @@ def test_errors_name_messages_by_the_ids_that_the_client_has(live):
             assert not re.search(r"(message|parent|request|session) \d+\b", str(error.value)), str(error.value)
             assert f"message {message.id}" in str(error.value)
         with pytest.raises(ChoreographError, match="message 7"):  # of the client's own text
-            session.prefill([1], labels=["message 7", ""])
+            session.prefill([1], model="message 7")
         message.release()
         with pytest.raises(MessageReleasedError, match=message.id):
             session.prefill([1], [message])
