@@ -356,7 +356,9 @@ class Scheduler:
         """
         batch, token_budget, num_chunks = Batch(), self._config.max_num_batched_tokens, -1
         prefill_budget = token_budget
-        if self.max_num_prefill_tokens is not None and any(map(_is_decoding, requests)):
+        if self.max_num_prefill_tokens is not None and any(
+            _is_decoding(request) and _is_ready(request, allow_loading) for request in requests
+        ):
             prefill_budget = self.max_num_prefill_tokens
         speculator = self._core.speculator
         drafts = {} if speculator is None else speculator.propose(requests)

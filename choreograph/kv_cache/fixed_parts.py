@@ -99,24 +99,27 @@ def split_path(cache_manager: "KVCacheManager", path: Iterable[KVSlice], num_tok
     if pool.num_pages_for(num_tokens) <= pool.free_pages:
         return
     for entry, start, count, *_ in path:
-        _split_at(cache_manager, entry, start + count)
+        tree = entry.prefix_tree
+        if tree is not None and (used_end := tree.used_end(entry)) is not None:
+            _split_at(cache_manager, entry, start + count, used_end)
 
 
 def split_used(cache_manager: "KVCacheManager") -> None:
     """Cut prefix-mode entries of which running requests use only the start."""
     for entry in list(cache_manager.resident.values()):
-        if entry.prefix_tree is not None and entry.in_use:
-            for end in sorted({*entry.prefix_tree.branch_points(entry), *entry.fixed_ends}, reverse=True):
-                _split_at(cache_manager, entry, end)
+        tree = entry.prefix_tree
+        if tree is None or not entry.in_use or (used_end := tree.used_end(entry)) is None:
+            continue
+        for end in sorted({*tree.branch_points(entry), *entry.fixed_ends}, reverse=True):
+            _split_at(cache_manager, entry, end, used_end)
 
 
-def _split_at(cache_manager: "KVCacheManager", entry: KVEntry, end: int) -> None:
+def _split_at(cache_manager: "KVCacheManager", entry: KVEntry, end: int, used_end: int) -> None:
     """Cut an entry at the page after token `end`, if unused there."""
     tree, cut = entry.prefix_tree, -(-end // entry.page_size) * entry.page_size
-    if tree is None or not entry.is_complete or entry.transfer is not None or not tree.can_split(entry, cut):
+    if tree is None or used_end > cut or not entry.is_complete or entry.transfer is not None:
         return
-    used_end = tree.used_end(entry)
-    if used_end is not None and used_end <= cut:
+    if tree.can_split(entry, cut):
         _split(cache_manager, tree, entry, cut)
 
 

@@ -62,15 +62,25 @@ def agent_step(agent: str | None, options: ChoreographyOptions | None, prompts: 
     if num_messages is not None:
         if fixed_tokens is not None:
             raise InvalidRequestError("fixed_messages: give it or fixed_tokens, not both")
-        segments = prompts[0].segments
-        if not segments:
-            raise InvalidRequestError("fixed_messages: a prompt without messages: use fixed_tokens")
-        if num_messages > len(segments):
-            raise InvalidRequestError(f"fixed_messages={num_messages}: the chat has {len(segments)} messages")
-        fixed_tokens = sum(len(segment.tokens) for segment in segments[:num_messages])
+        fixed_tokens = _tokens_of(num_messages, prompts[0])
     elif fixed_tokens is not None and fixed_tokens > (shortest := min(len(prompt.tokens) for prompt in prompts)):
         raise InvalidRequestError(f"fixed_tokens={fixed_tokens}: the prompt has {shortest} tokens")
     return AgentStep(agent, options.steps, fixed_tokens)
+
+
+def _tokens_of(num_messages: int, prompt: ChatPrompt) -> int:
+    """Return the tokens of the first messages of a chat."""
+    ends = prompt.message_ends
+    if not ends:
+        raise InvalidRequestError("fixed_messages: a prompt without messages: use fixed_tokens")
+    if num_messages and num_messages not in ends:
+        choices = sorted(set(ends))
+        raise InvalidRequestError(
+            f"fixed_messages={num_messages}: the prompt can be cut after {choices} messages: use one of these, "
+            "or fixed_tokens"
+        )
+    num_segments = sum(end <= num_messages for end in ends)
+    return sum(len(segment.tokens) for segment in prompt.segments[:num_segments])
 
 
 def read_declaration(body: Mapping[str, Any]) -> tuple[StepGraph, dict[str, frozenset[str]]]:
@@ -201,6 +211,7 @@ class AgentSessions:
         place, tenant = (key.client, key.workflow), key.tenant
         workflow = self._workflows[place]
         workflow.num_active -= 1
+        self._workflows.move_to_end(place)
         workflow.used = self._clock()
         self._count_tokens()
         self._uncounted.add(place)  # its turn ends after this call

@@ -53,6 +53,7 @@ class ChatPrompt:
     footer: list[int] = field(default_factory=list)  # what the template writes after an answer
     header_text: str = ""  # generation prompt
     offsets: tuple[int | None, ...] = ()  # position of every segment; empty: one after the other
+    message_ends: tuple[int, ...] = ()  # messages of the request up to the end of every segment
 
     def limit_segments(self) -> "ChatPrompt":
         """Return the prompt with at most MAX_SEGMENTS segments or groups.
@@ -68,7 +69,7 @@ class ChatPrompt:
         for start in range(0, len(self.segments), size):
             group = self.segments[start : start + size]
             segments += [_join(group)] if len(group) == size else group
-        return replace(self, segments=segments)
+        return replace(self, segments=segments, message_ends=())
 
     def fit_pages(self, num_pages: int, page_size: int) -> "ChatPrompt":
         """Return the prompt with the first segments joined, if it must be.
@@ -86,7 +87,8 @@ class ChatPrompt:
             num_joined += 1
         if num_joined < 2:
             return self
-        return replace(self, segments=[_join(self.segments[:num_joined]), *self.segments[num_joined:]])
+        segments = [_join(self.segments[:num_joined]), *self.segments[num_joined:]]
+        return replace(self, segments=segments, message_ends=())
 
 
 def _join(segments: Sequence[Segment]) -> Segment:
@@ -216,7 +218,8 @@ class ChatRenderer:
         tokens = self.tokenize(rendered.text, max_tokens=max_tokens, param=param)
         if not with_segments:
             return ChatPrompt(tokens)
-        texts, keys = _cut(rendered, chat)
+        texts, keys, ends = _cut(rendered, chat)
+        starts = [turn.index for turn in chat] + [len(turns)]
         *segments, header = self._template.encode_texts(texts)
         return ChatPrompt(
             tokens,
@@ -224,6 +227,7 @@ class ChatRenderer:
             header,
             self._footer,
             texts[-1],
+            message_ends=tuple(starts[end] for end in ends),
         )
 
     def _render_open(
@@ -308,14 +312,18 @@ def _chat_turn(turn: ChatTurnDict, index: int) -> ChatTurn:
     return ChatTurn(turn, index, answer_key(turn["content"], turn.get("tool_calls") or ()) if is_answer else None)
 
 
-def _cut(rendered: RenderedChat, turns: Sequence[ChatTurn]) -> tuple[list[str], list[str | None]]:
-    """Return the texts of segments and header, and the segments' answer keys."""
-    texts, keys, start, first = list[str](), list[str | None](), 0, 0
+def _cut(rendered: RenderedChat, turns: Sequence[ChatTurn]) -> tuple[list[str], list[str | None], list[int]]:
+    """Return texts of segments and header; answer keys and turns of segments.
+
+    The last are the numbers of turns up to the end of each segment.
+    """
+    texts, keys, ends, start, first = list[str](), list[str | None](), list[int](), 0, 0
     for num_turns, end in rendered.ends:
         if start < end < len(rendered.text) and num_turns > first:
             texts.append(rendered.text[start:end])
             keys.append(turns[first].answer_key if num_turns == first + 1 else None)
+            ends.append(num_turns)
             start = end
         if start == end:  # turns without text of their own precede the next segment
             first = num_turns
-    return [*texts, rendered.text[start:]], keys
+    return [*texts, rendered.text[start:]], keys, ends

@@ -21,6 +21,8 @@ from ..utils import require
 
 SECONDS = 1.0  # of one check
 
+START_SECONDS = 60.0  # of the process, which may wait for a busy machine
+
 PARSER_LIMITS = {"verbose_errors": False, "step_max_items": 5000}  # a mask takes a tenth of a second at most
 
 STACK_BYTES = 64 << 20  # of threads that compile grammars; pages that are not used take no memory
@@ -52,6 +54,7 @@ class GrammarChecker:
         self._seconds, self._tokenizer = seconds, tokenizer
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False  # it has read the tokenizer
+        self._was_asked = False  # it ran when the last grammar was written
         self._lock = threading.Lock()  # one grammar at a time
 
     def validate(self, grammar: str) -> str:
@@ -63,6 +66,9 @@ class GrammarChecker:
         with self._lock:
             process = self._running_process()
             answer = self._ask(process, grammar, self._seconds)
+            if answer is None and not self._was_asked:  # it ended before: a timer may have been late
+                process = self._running_process()
+                answer = self._ask(process, grammar, self._seconds)
             if answer is not None:
                 return answer
             is_late = process.wait() == -signal.SIGKILL
@@ -82,21 +88,26 @@ class GrammarChecker:
 
     def _ask(self, process: "subprocess.Popen[bytes]", grammar: str, seconds: float) -> str | None:
         """Return the answer of the process, or None if it ended."""
-        assert process.stdin is not None and process.stdout is not None
+        self._was_asked = False
         try:
             if not self._is_ready:
-                self._write(process, self._tokenizer)
-                self._is_ready = process.stdout.readline() != b""
-            timer = threading.Timer(seconds, process.kill)
-            timer.start()
-            try:
-                self._write(process, grammar)
-                line = process.stdout.readline()
-            finally:
-                timer.cancel()
+                self._is_ready = self._exchange(process, self._tokenizer, START_SECONDS) != b""
+            self._was_asked = process.poll() is None
+            line = self._exchange(process, grammar, seconds)
         except OSError:
             return None
         return str(json.loads(line)) if line.endswith(b"\n") else None
+
+    def _exchange(self, process: "subprocess.Popen[bytes]", value: object, seconds: float) -> bytes:
+        """Write a value and read a line; the process ends if it takes too long."""
+        assert process.stdout is not None
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        try:
+            self._write(process, value)
+            return process.stdout.readline()
+        finally:
+            timer.cancel()
 
     @staticmethod
     def _write(process: "subprocess.Popen[bytes]", value: object) -> None:

@@ -61,7 +61,8 @@ def prepare_completion(
             raise InvalidRequestError("prompt: is empty: give at least one token")
         if len(tokens) > service.max_model_len:  # before the next one is tokenized
             raise context_exceeded(len(tokens), body.max_tokens or 1, service.max_model_len, "prompt")
-        prompts.append(ChatPrompt(list(tokens), header=list(tokens)))
+        text = prompt if isinstance(prompt, str) else service.engine.tokenizer.decode(prompt) if body.echo else ""
+        prompts.append(ChatPrompt(list(tokens), header=list(tokens), header_text=text if body.echo else ""))
     check_scored_size(service, body, prompts, body.n or 1)
     step = agent_step(agent, body.choreography, prompts)
     if schema_prompt is not None and step.fixed_tokens is not None:
@@ -96,7 +97,7 @@ class CompletionAnswer:
     """Answer of one completion request, whole or streamed."""
 
     def __init__(self, service: InferenceService, body: CompletionRequest, running: RunningRequest) -> None:
-        self._service, self._tokenizer, self._body = service, service.engine.tokenizer, body
+        self._service, self._body = service, body
         self._loop = AnswerLoop(
             service,
             running,
@@ -110,10 +111,7 @@ class CompletionAnswer:
         running.name_response(self._head["id"], body.model)
 
     def _echoed(self, answer: ParsedAnswer) -> str:
-        if not self._body.echo:
-            return ""
-        prompt = self._body.prompts[answer.index // self._loop.running.spec.num_answers]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        return self._loop.prompt_of(answer).header_text
 
     def _text_of(self, token: int) -> str:
         return label(self._loop.token_bytes.of(token))

@@ -96,6 +96,10 @@ class _ThreadGroup:
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+        for turns in self._waiting.values():
+            for turn in turns:
+                turn.cancel()
+        self._waiting.clear()
 
 
 def _call(function: Callable[[], T]) -> T:
