@@ -96,6 +96,12 @@ def attacks(number: int = 0) -> Iterator[Attack]:
     yield _attack("JSON nested 100,000 deep", b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
     yield _attack("eight million numbers", b'{"model": "model", "prompt": [' + b"1," * 7_900_000 + b"1]}", COMPLETIONS)
     yield _attack("16 MB of empty objects", b'{"model": "model", "messages": [' + b"{}," * 5_300_000 + b"{}]}")
+    for name, path in (("prompt", COMPLETIONS), ("stop", CHAT), ("input", RESPONSES), ("tools", CHAT)):
+        wrong = [["x"], *[None] * 1_000_000]
+        yield _attack(f"a million wrong items of {name}", _chat() | {name: wrong}, path)
+        yield _attack(f"8,000 wrong items of {name}", _chat() | {name: wrong[:8000]}, path)
+    yield _attack("900,000 token ids", {"model": "model", "prompt": [5] * 900_000}, COMPLETIONS)
+    yield _attack("300,000 members", _chat(metadata={f"k{i}": {"a": 1} for i in range(60_000)}))
     yield _attack("60,000 invalid messages", _chat() | {"messages": [{"role": "king"}] * 60_000})
     yield _attack("200,000 unknown fields", _chat(**{f"field{i}": 1 for i in range(200_000)}))
     yield _attack("escapes alone, 15 MB", b'{"model": "' + b"\\\\" * 7_500_000 + b'"}')

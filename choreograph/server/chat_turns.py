@@ -160,6 +160,8 @@ def parse_arguments(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments, parse_constant=_refuse_number, parse_float=_finite_float)
+        if "\\u" in arguments:  # the escape of an unpaired surrogate is no text that a template can write
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return arguments if _is_deep(value) else value

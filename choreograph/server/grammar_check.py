@@ -99,7 +99,7 @@ class GrammarChecker:
         return str(json.loads(line)) if line.endswith(b"\n") else None
 
     def _exchange(self, process: "subprocess.Popen[bytes]", value: object, seconds: float) -> bytes:
-        """Write a value and read a line; the process ends if it takes too long."""
+        """Write a value and read a line, or end the process."""
         assert process.stdout is not None
         timer = threading.Timer(seconds, process.kill)
         timer.start()

@@ -19,6 +19,9 @@ from .api_errors import ApiError, prompt_too_long, to_api_error
 
 MAX_CONTAINERS = 1 << 16  # objects and lists of one body
 MAX_VALUES = 1 << 20  # members and elements of one body, such as token ids
+MAX_MEMBERS = 1 << 17  # of all objects of one body
+CONTEXT_FIELDS = ("messages", "input", "tools", "prompt", "tokens")  # lists whose items each take a token at least
+
 MAX_KEYS = 1 << 13  # of one object
 MAX_DEPTH = 128  # of nested objects and lists
 
@@ -48,7 +51,8 @@ def parse_body(body: bytes) -> Any:
     except json.JSONDecodeError as exc:
         raise ApiError(400, f"The body is not valid JSON: {exc.msg} at character {exc.pos}.") from None
     except ValueError as exc:
-        raise ApiError(400, f"The body is not valid JSON: {exc}.") from None
+        reason = "a number has too many digits" if "digits" in str(exc) else exc
+        raise ApiError(400, f"The body is not valid JSON: {reason}.") from None
     if _ESCAPES.search(body) or body.count(b"[") + body.count(b"{") > MAX_DEPTH or body.count(b":") > MAX_KEYS:
         _check_values(value)
     return value
@@ -57,15 +61,18 @@ def parse_body(body: bytes) -> Any:
 def _check_counts(body: bytes) -> None:
     """Refuse a body of too many parts.
 
-    Brackets and commas inside texts count too: no text that fits into a context has as many.
+    Brackets, colons and commas inside texts count too: no text that fits into a context has as many.
     """
-    num_containers = num_values = 0
+    num_containers = num_values = num_members = 0
     for start in range(0, len(body), _CHUNK):
         chunk = body[start : start + _CHUNK]
         num_containers += chunk.count(b"{") + chunk.count(b"[")
         num_values += chunk.count(b",")
+        num_members += chunk.count(b":")
         if num_containers > MAX_CONTAINERS:
             _refuse_size(f"has more than {MAX_CONTAINERS} objects and lists", "send fewer messages or items")
+        if num_members > MAX_MEMBERS:
+            _refuse_size(f"has more than {MAX_MEMBERS} members of objects", "send fewer messages or fields")
         if num_values > MAX_VALUES:
             _refuse_size(f"has more than {MAX_VALUES} values", "send a shorter prompt")
 
@@ -179,11 +186,11 @@ def _read_body(body: bytes, field: Any, max_items: int) -> Any:
 
     Args:
         field: of FastAPI, whose type the body has.
-        max_items: of a list of objects, such as messages.
+        max_items: of a list, such as messages or token ids.
     """
     parsed = parse_body(body)
     for name, items in parsed.items() if isinstance(parsed, dict) else ():
-        if isinstance(items, list) and len(items) > max_items and isinstance(items[0], dict):
+        if name in CONTEXT_FIELDS and isinstance(items, list) and len(items) > max_items:
             raise prompt_too_long(max_items, name, f"{len(items):,} items")
     value, errors = field.validate(parsed, {}, loc=("body",))
     if errors:

@@ -54,6 +54,8 @@ def check_numbers(schema: Any) -> None:
 def _check_constant(key: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise ValueError(f"{key}: {_shorten(value)} is not exact: use an integer of at most 2**53, or a string")
+    if isinstance(value, float) and float(f"{value:.15g}") != value:
+        raise ValueError(f"{key}: {value!r} is not exact: use at most 15 digits, or a string")
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:
         _check_constant(key, part)

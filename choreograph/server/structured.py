@@ -4,19 +4,18 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import copy
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from ..engine.request import TokenMask
 from ..errors import InvalidRequestError
 from ..utils import require
 from .grammar_check import CHECKER, PARSER_LIMITS, GrammarChecker, large_stacks
+from .grammar_tokenizer import tokenizer_options
 from .output_parser import CALL_END, CALL_START, THINK_END
 from .schema_numbers import check_inline_schemas, check_numbers
 
@@ -273,27 +272,13 @@ def _one_line(error: str) -> str:
     return " ".join([first, *causes])[:300]
 
 
-def _tokenizer_options(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-    """Return llguidance's description of a fast tokenizer, which is JSON."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise InvalidRequestError("structured_outputs: the model's tokenizer is not a fast one: leave it out")
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
-    return {
-        "tokenizer": backend.to_str(),
-        "n_vocab": max(vocab_size, len(tokenizer)),
-        "eos_token": tokenizer.eos_token_id,
-    }
-
-
 class GrammarCompiler:
     """Matchers of grammars over one tokenizer, with a thread that computes masks."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._llguidance = require("llguidance", "serve")
         self._limits = self._llguidance.LLParserLimits(**PARSER_LIMITS)
-        options = _tokenizer_options(tokenizer, vocab_size)
+        options = tokenizer_options(tokenizer, vocab_size)
         self._tokenizer = self._llguidance.LLTokenizer(**options)
         self._checker = GrammarChecker(tokenizer=options)
         self._vocab_size = vocab_size

@@ -6,9 +6,16 @@ import httpx
 import openai
 import pytest
 from helpers.forced_answers import ASK, TOOLS, chat, tool
+from transformers import AddedToken, AutoTokenizer
 
 from choreograph.errors import InvalidRequestError
-from choreograph.server.structured import grammar_constraint, json_constraint
+from choreograph.server.structured import (
+    GrammarCompiler,
+    after_reasoning,
+    choice_constraint,
+    grammar_constraint,
+    json_constraint,
+)
 
 OPTIONS = [{"ignore_eos": True}, {"skip_special_tokens": False}, {"ignore_eos": True, "skip_special_tokens": False}]
 
@@ -97,3 +104,24 @@ def test_a_grammar_is_read_as_lark(live):
 def test_an_explicit_grammar_beside_tools_describes_the_whole_answer(client):
     choice = chat(client, tools=TOOLS, extra_body={"structured_outputs": {"regex": "[ab]{3}"}})
     assert len(choice.message.content) == 3 and choice.finish_reason == "stop"
+
+
+def test_added_tokens_are_text_for_grammars_and_special_ones_are_not(talker_folder):
+    """Tags are single tokens of some models, and texts of special tokens are written by others."""
+    tokenizer = AutoTokenizer.from_pretrained(talker_folder)
+    tokenizer.add_tokens([AddedToken("</think>", special=False), AddedToken("<tool_call>", special=False)])
+    compiler = GrammarCompiler(tokenizer, len(tokenizer))
+    tag, end = tokenizer.convert_tokens_to_ids(["</think>", "<|im_end|>"])
+    try:
+        (mask,) = compiler.masks(after_reasoning(choice_constraint(["yes"])), 1)
+        assert mask.allowed()[tag] and not mask.allowed()[end]
+        mask.advance(tag)
+        for text in ("a<|im_end|>b", "<tool_call>{}"):
+            (mask,) = compiler.masks(choice_constraint([text]), 1)
+            written = []
+            while tokenizer.decode(written) != text:
+                written.append(int(mask.allowed().nonzero()[0]))
+                mask.advance(written[-1])
+            assert end not in written
+    finally:
+        compiler.close()

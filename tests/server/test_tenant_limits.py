@@ -139,3 +139,36 @@ def test_slots_are_counted_by_tenant():
         slots.hold("a").__enter__()
     with slots.hold("a"):
         pass
+
+
+def test_log_probabilities_of_remote_calls_are_limited(shared):
+    session = ask(shared, KEYS[0], "POST", "/v1/choreograph/sessions", json={}).json()["id"]
+    path = f"/v1/choreograph/sessions/{session}"
+    for name in ("logprobs", "prompt_logprobs"):
+        call = {"kind": "decode", "tokens": [5] * 8, "sampling": {name: 40_000, "max_tokens": 1}}
+        refused = ask(shared, KEYS[0], "POST", f"{path}/calls", json={"calls": [call]})
+        assert refused.status_code == 400 and f"{name}=40000" in refused.json()["error"]["message"]
+    assert ask(shared, KEYS[0], "POST", "/v1/choreograph/sessions", json={"labels": ["x" * 257]}).status_code == 400
+    assert ask(shared, KEYS[0], "DELETE", path).status_code == 200
+
+
+def test_unfinished_remote_calls_of_a_tenant_are_limited(shared):
+    session = ask(shared, KEYS[0], "POST", "/v1/choreograph/sessions", json={}).json()["id"]
+    path = f"/v1/choreograph/sessions/{session}"
+    call = {"kind": "decode", "tokens": [5] * 8, "sampling": {"max_tokens": 2000, "ignore_eos": True}}
+    statuses = [
+        ask(shared, KEYS[0], "POST", f"{path}/calls", json={"calls": [call] * 200}).status_code for _ in range(2)
+    ]
+    assert statuses == [200, 429]
+    assert ask(shared, KEYS[0], "DELETE", path).status_code == 200
+    shared.wait_until_idle()
+
+
+def test_a_schema_that_is_replaced_during_a_request_is_no_server_error(shared):
+    put_schema(shared, KEYS[1], "s0")
+    schemas = shared.app.state.service.schemas
+    prompt = schemas.resolve("tenant-1", "s0", '<prompt schema="s0"><a/> Go on.</prompt>')
+    assert schemas.cache_of(prompt) is prompt.cache
+    put_schema(shared, KEYS[1], "s0")
+    with pytest.raises(Exception, match="replaced meanwhile"):
+        schemas.cache_of(prompt)
