@@ -134,7 +134,7 @@ class Load:
             raise ValueError(f"{usage['completion_tokens']} tokens instead of {expected}")
         self.counts["completed"] += 1
         self.num_tokens += expected
-        self._quotes.setdefault(place, []).extend(texts)
+        self._quotes.setdefault(place, []).extend(text.replace("\0", "") for text in texts)  # which servers refuse
         del self._quotes[place][:-8]
 
     async def _whole(
