@@ -42,11 +42,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def overloaded(max_requests: int) -> ApiError:
-    """Return the error of a request that exceeds the queue."""
+def overloaded(limit: int, what: str = "requests") -> ApiError:
+    """Return the error of a request that exceeds a tenant's share."""
     return ApiError(
         429,
-        f"{max_requests} requests of this key are running or waiting, its share: retry later",
+        f"{limit} {what} of this key are running or waiting, its share: retry later",
         type="rate_limit_error",
         code="queue_full",
         headers={"Retry-After": "1"},

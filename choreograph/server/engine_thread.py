@@ -29,7 +29,7 @@ T = TypeVar("T")
 QUIET_TURNS = 8  # of the event loop without a request, more than it needs to read and submit one
 GATHER_SECONDS = 0.05  # limit of these turns
 
-CPU_PREFILL_TOKENS = 192  # of a step that also decodes, which then takes two to three times as long
+CPU_PREFILL_TOKENS = 192  # of a step that also decodes, which delays streams by a quarter of a second
 
 LINGER_SECONDS = 0.05  # that the KV of the last tokens of answers may wait for a next request
 

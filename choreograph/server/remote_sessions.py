@@ -23,7 +23,7 @@ from ..namespace import UNSALTED, Client
 from ..outputs import BASE_MODEL, TokenLogprob
 from ..sampling_params import SamplingParams
 from .agent_tracking import AgentTracker
-from .api_errors import ApiError, prompt_too_long, to_api_error
+from .api_errors import ApiError, overloaded, prompt_too_long, to_api_error
 from .body_types import MAX_TOP_LOGPROBS
 from .engine_thread import Generation
 from .remote_bodies import (
@@ -277,13 +277,7 @@ class RemoteSessions:
         unfinished[:] = [message for message in unfinished if not message._is_finished()]
         limit = max(MAX_CALLS, CALLS_PER_REQUEST * self._service.share.requests)
         if len(unfinished) + num_calls > limit:
-            raise ApiError(
-                429,
-                f"{len(unfinished)} calls of this key are running or waiting, its share is {limit}: read some first",
-                type="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+            raise overloaded(limit, "calls")
 
 
 async def _finish(messages: Sequence[Message]) -> None:

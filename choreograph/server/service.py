@@ -258,7 +258,7 @@ class InferenceService:
         """Start a request.
 
         Raises:
-            ApiError: if the queue is full.
+            InvalidRequestError: if it asks for too many answers, or its options contradict each other.
         """
         self.check_limits(spec)
         return RunningRequest(self, request, spec)
