@@ -235,11 +235,13 @@ class VllmCore:
             return
         stored = self._stored[request]
         if not request.is_finished:
-            # a prefill on the server runs to its end: it could store its entry after the release of the name
-            if stored.task is not None and (request.is_decode or request.state is RequestState.WAITING):
-                self._client.loop.call_soon_threadsafe(stored.task.cancel)
+            is_sent = request.state is RequestState.RUNNING and not request.is_decode
             request.state, request.finish_reason = RequestState.CANCELLED, "cancelled"
             self._notify()
+            if is_sent:  # it runs to its end: it could store its entry after the release of the name
+                return
+            if stored.task is not None:
+                self._client.loop.call_soon_threadsafe(stored.task.cancel)
         self._discard(request, stored.names())
         self._release_parents(request)
 
@@ -477,7 +479,10 @@ class VllmCore:
                 with self.lock:
                     for stored in self._stored.values():
                         stored.forget(missing)
-        raise RequestFailedError(
+        raise self._lost(request)
+
+    def _lost(self, request: Request) -> RequestFailedError:
+        return RequestFailedError(
             f"message {request.id}: the connector lost its parents {MAX_TRIES} times before they were read: raise the "
             "capacity of its store, or release messages earlier"
         )
@@ -528,8 +533,12 @@ class VllmCore:
             return Plan(tokens, [])
         share = 0.0 if request.repair is None else request.repair.share
         if share < 1:  # all of the context is computed
-            while any(self._entry(parent, start + length) is None for parent, start, length in sources):
+            for _ in range(MAX_TRIES):
+                if all(self._entry(parent, start + length) is not None for parent, start, length in sources):
+                    break
                 await asyncio.gather(*(self._ensure(parent, start + length) for parent, start, length in sources))
+            else:
+                raise self._lost(request)
         runs, at, shift = list[Run](), 0, len(tokens) - position
         for (parent, start, length), offset in zip(sources, positions, strict=True):
             num_computed = 0 if not share or self._is_exact(parent, start, runs, at) else math.ceil(share * length)
