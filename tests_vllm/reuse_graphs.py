@@ -1,0 +1,215 @@
+"""Random graphs of requests that read parts of earlier ones, in the coordinates of the wire protocol.
+
+A call's prompt is its parts and then its own tokens. A part is a view of an earlier call's message, placed anywhere, or
+tokens between two views, which are computed. All computed tokens have the position of their slot in the prompt.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from helpers.oracle_families import Graph, row_logprobs
+from hypothesis import strategies as st
+from offline_engine import OfflineEngine, Request, logprobs_of, report_of, tokens_of
+from tiny_models import VOCABULARY
+
+
+@dataclass(frozen=True)
+class View:
+    """Tokens [start, stop) of the message of an earlier call; position None: that of the slot."""
+
+    call: int
+    start: int
+    stop: int
+    position: int | None = None
+
+
+@dataclass
+class Call:
+    """A message with what its prompt reads; the driver appends what vLLM generated to `answer`."""
+
+    parts: list[View | tuple[int, ...]]
+    tokens: list[int]
+    num_generated: int = 0
+    footer: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def message(self) -> list[int]:
+        return self.tokens + self.answer + (self.footer if self.answer else [])
+
+    @property
+    def length(self) -> int:
+        """Tokens of the message when it is complete."""
+        return len(self.tokens) + self.num_generated + (len(self.footer) if self.num_generated else 0)
+
+    @property
+    def header_slot(self) -> int:
+        """Slot of the first own token."""
+        return sum(part_length(part) for part in self.parts)
+
+
+def part_length(part: View | tuple[int, ...]) -> int:
+    return part.stop - part.start if isinstance(part, View) else len(part)
+
+
+tokens = st.integers(0, VOCABULARY - 1)
+texts = st.one_of(
+    st.lists(tokens, min_size=1, max_size=9),
+    st.builds(  # longer than a block; not shrunk token by token
+        lambda seed, length: np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist(),
+        st.integers(0, 99),
+        st.integers(10, 45),
+    ),
+)
+
+
+@st.composite
+def graphs(draw, *, max_calls: int = 6, holes: bool = False) -> list[Call]:
+    """Calls whose views are slices, equal, reordered, overlapping, with gaps, or placed behind the reader."""
+    calls: list[Call] = []
+    for index in range(draw(st.integers(2, max_calls))):
+        parts: list[View | tuple[int, ...]] = []
+        for _ in range(draw(st.integers(0, 4)) if index else 0):
+            viewed = draw(st.integers(0, index - 1))
+            length = calls[viewed].length
+            start, stop = 0, length
+            if draw(st.booleans()):
+                start = draw(st.integers(0, length - 1))
+                stop = draw(st.integers(start + 1, length))
+            parts.append(View(viewed, start, stop, draw(st.one_of(st.none(), st.integers(-80, 160)))))
+            if holes and draw(st.booleans()):
+                parts.append(tuple(draw(st.lists(tokens, min_size=1, max_size=9))))
+        generates = draw(st.booleans())
+        calls.append(
+            Call(
+                parts,
+                draw(texts),
+                num_generated=draw(st.integers(1, 9)) if generates else 0,
+                footer=draw(st.lists(tokens, max_size=2)) if generates else [],
+            )
+        )
+    return calls
+
+
+@dataclass
+class Prompt:
+    """What a call sends: its prompt with all parts, and the spans."""
+
+    tokens: list[int]
+    spans: list[dict]
+
+    def cut(self, slots: int) -> "Prompt":
+        """Return the first slots of the prompt, with the spans that end before the last of them."""
+        return Prompt(self.tokens[:slots], [s for s in self.spans if s["at"] + s["stop"] - s["start"] < slots])
+
+
+def prompt_of(calls: Sequence[Call], call: Call, names: Sequence[str]) -> Prompt:
+    """Return the prompt of a call up to its own tokens.
+
+    Args:
+        names: entries of the earlier calls.
+    """
+    prompt = Prompt([], [])
+    for part in call.parts:
+        at = len(prompt.tokens)
+        if isinstance(part, View):
+            span = {"entry": names[part.call], "start": part.start, "stop": part.stop, "at": at}
+            prompt.spans.append(span if part.position is None else span | {"position": part.position})
+            prompt.tokens += calls[part.call].message[part.start : part.stop]
+        else:
+            prompt.tokens += part
+    return Prompt(prompt.tokens + call.message, prompt.spans)
+
+
+def is_computed(prompt: Prompt, slot: int) -> bool:
+    return not any(s["at"] <= slot < s["at"] + s["stop"] - s["start"] for s in prompt.spans)
+
+
+def expected_rows(model, calls: Sequence[Call]) -> list[dict[int, np.ndarray]]:
+    """Return the oracle's log-probabilities behind each computed slot of each call's prompt."""
+    graph, rows_of_slots, first_rows = Graph(), [], []
+    for call in calls:
+        seen: list[tuple[int, int]] = []  # (row, position) of the slots so far
+        slots: dict[int, int] = {}
+
+        def compute(text, seen=seen, slots=slots):
+            for token in text:
+                slots[len(seen)] = len(graph.tokens)
+                seen.append((len(graph.tokens), len(seen)))
+                graph.tokens.append(token)
+                graph.positions.append(seen[-1][1])
+                graph.visible.append(list(seen))
+
+        for part in call.parts:
+            if isinstance(part, View):
+                position = len(seen) if part.position is None else part.position
+                seen.extend((first_rows[part.call] + part.start + j, position + j) for j in range(part_length(part)))
+            else:
+                compute(part)
+        first_rows.append(len(graph.tokens))
+        compute(call.message)
+        rows_of_slots.append(slots)
+    rows = row_logprobs(model, graph)
+    return [{slot: rows[row] for slot, row in slots.items()} for slots in rows_of_slots]
+
+
+_numbers = itertools.count()
+
+
+def run_graph(engine: OfflineEngine, calls: Sequence[Call], **options) -> list[dict[int, np.ndarray]]:
+    """Run the calls, and return the log-probabilities behind the computed slots of each.
+
+    Every computed slot is sampled by a request whose prompt ends there. Answers are generated, stored and completed by
+    a request with the rest of the message, which replaces the entry that it reads.
+
+    Args:
+        options: fields of all requests.
+    """
+    prefix = f"graph-{next(_numbers)}"
+    names = [f"{prefix}-{index}" for index in range(len(calls))]
+    result: list[dict[int, np.ndarray]] = []
+    for name, call in zip(names, calls, strict=True):
+        prompt, rows, header = prompt_of(calls, call, names), {}, call.header_slot
+        store = [{"entry": name, "start": header, "stop": None if call.num_generated else len(prompt.tokens)}]
+        cuts = [prompt.cut(slot + 1) for slot in range(len(prompt.tokens) - 1) if is_computed(prompt, slot)]
+        outputs = engine.run(
+            Request(prompt.tokens, {"spans": prompt.spans, "store": store}, max(1, call.num_generated), **options),
+            *(Request(cut.tokens, {"spans": cut.spans} if cut.spans else None, **options) for cut in cuts),
+        )
+        check_report(report_of(outputs[0]), prompt, [name])
+        for cut, output in zip([prompt, *cuts], outputs, strict=True):
+            for offset, row in enumerate(logprobs_of(output)):
+                rows[len(cut.tokens) - 1 + offset] = row
+        if call.num_generated:
+            call.answer = tokens_of(outputs[0])
+            spans = prompt.spans
+            prompt, stored = prompt_of(calls, call, names), len(call.tokens) + call.num_generated - 1
+            own = {"entry": name, "start": 0, "stop": stored, "at": header, "position": header}
+            store = [{"entry": name, "start": header, "stop": len(prompt.tokens)}]
+            prompt = Prompt(prompt.tokens, [*spans, own])
+            (output,) = engine.run(Request(prompt.tokens, {"spans": prompt.spans, "store": store}, **options))
+            check_report(report_of(output), prompt, [name])
+            rows[len(prompt.tokens) - 1] = logprobs_of(output)[0]
+        result.append(rows)
+    engine.run(Request([0], {"release": names, "mode": "exact"}, **options))
+    return result
+
+
+def check_report(report: dict, prompt: Prompt, stored: list[str]) -> None:
+    """The report counts what the spans name."""
+    reused: dict[str, int] = {}
+    for span in prompt.spans:
+        reused[span["entry"]] = reused.get(span["entry"], 0) + span["stop"] - span["start"]
+    assert report["reused"] == reused
+    assert report["reused_tokens"] == sum(reused.values())
+    assert report["computed_tokens"] == len(prompt.tokens) - sum(reused.values())
+    assert report["stored"] == stored
+    assert not report.get("missing") and not report.get("refused")
+
+
+def largest_difference(found: Sequence[dict[int, np.ndarray]], expected: Sequence[dict[int, np.ndarray]]) -> float:
+    """Return the largest difference over all rows that were found, in nats."""
+    pairs = [(rows[slot], truth[slot]) for rows, truth in zip(found, expected, strict=True) for slot in rows]
+    return max(float(np.abs(row - truth).max()) for row, truth in pairs)
