@@ -40,16 +40,21 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def engines(tiny_model):
-    """The factory of engines; equal arguments give the same engine."""
-    started: dict[tuple, OfflineEngine] = {}
+def start_engine(tiny_model):
+    """The factory of engines. One is alive at a time, because a worker's connector is global in its process.
 
-    def get(name: str = "llama", **options) -> OfflineEngine:
-        key = (name, *sorted((option, repr(value)) for option, value in options.items()))
-        if key not in started:
-            started[key] = OfflineEngine(tiny_model(name).folder, **options)
-        return started[key]
+    The engine that is alive is returned again if its arguments are equal, unless `fresh`.
+    """
+    alive: dict[str, OfflineEngine] = {}
 
-    yield get
-    for engine in started.values():
-        engine.close()
+    def start(name: str = "llama", *, fresh: bool = False, **options) -> OfflineEngine:
+        key = repr((name, sorted(options.items())))
+        if fresh or key not in alive:
+            while alive:
+                alive.popitem()[1].close()
+            alive[key] = OfflineEngine(tiny_model(name).folder, **options)
+        return alive[key]
+
+    yield start
+    while alive:
+        alive.popitem()[1].close()

@@ -9,6 +9,8 @@ import numpy as np
 from tiny_models import VOCABULARY
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.model_executor.layers import rotary_embedding
 
 BLOCK = 32  # tokens; vLLM's CPU backend takes multiples of it
 
@@ -62,6 +64,7 @@ class OfflineEngine:
                 kv_role="kv_both",
                 kv_connector_extra_config=connector_options or {},
             )
+        rotary_embedding._ROPE_DICT.clear()  # of other models in this process, which a server does not have
         self.llm = LLM(str(folder), **defaults | options)
 
     def run(self, *requests: Request) -> list[Any]:
@@ -73,10 +76,30 @@ class OfflineEngine:
             use_tqdm=False,
         )
 
+    def add(self, request: Request, request_id: str) -> str:
+        """Add a request without running it; returns the id that aborts it."""
+        engine = self.llm.llm_engine
+        engine.add_request(request_id, request.prompt, request.sampling, lora_request=request.lora)
+        return request_id
+
     @property
-    def connector(self) -> Any:
-        """The scheduler's connector."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def check(self) -> None:
+        """Raise AssertionError if the connector's index contradicts itself or the live requests."""
+        self.scheduler.connector.scheduler.check()
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if without requests a page is held, or index and worker hold other entries."""
+        self.run(Request([0]))  # a step, which carries out what is ordered
+        self.check()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert not self.scheduler.requests
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
+        index, worker = self.scheduler.connector.scheduler.index, get_kv_transfer_group().worker
+        assert index.stored_uids() == worker.stored_uids
+        assert index.num_tokens == worker.num_tokens
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -96,3 +119,15 @@ def logprobs_of(output: Any, choice: int = 0) -> np.ndarray:
 def report_of(output: Any) -> dict[str, Any]:
     """Return what the connector says about a request."""
     return output.kv_transfer_params["choreograph"]
+
+
+def missing_of(outputs: Sequence[Any]) -> list[str]:
+    """Return the entries that the answer to a query lists as not stored."""
+    (output,) = outputs
+    return report_of(output).get("missing", [])
+
+
+def is_refused(outputs: Sequence[Any]) -> bool:
+    """Return whether a request ended with an error, and no token."""
+    (output,) = outputs
+    return output.outputs[0].finish_reason == "error" and not output.outputs[0].token_ids

@@ -15,8 +15,8 @@ few = settings(max_examples=many(16), deadline=None, suppress_health_check=list(
 @pytest.mark.parametrize("name", CONFIGS)
 @few
 @given(text=texts, num_tokens=st.integers(1, 9))
-def test_plain_vllm_equals_brute_force(name, text, num_tokens, engines, tiny_model):
-    (output,) = engines(name, connector=False).run(Request(text, max_tokens=num_tokens))
+def test_plain_vllm_equals_brute_force(name, text, num_tokens, start_engine, tiny_model):
+    (output,) = start_engine(name, connector=False).run(Request(text, max_tokens=num_tokens))
     call = Call([], text, num_tokens, answer=list(output.outputs[0].token_ids))
     (expected,) = expected_rows(tiny_model(name).model, [call])
     found = {len(text) - 1 + i: row for i, row in enumerate(logprobs_of(output))}
@@ -26,6 +26,6 @@ def test_plain_vllm_equals_brute_force(name, text, num_tokens, engines, tiny_mod
 @pytest.mark.parametrize("name", CONFIGS)
 @few
 @given(calls=graphs())
-def test_random_graphs_equal_brute_force(name, calls, engines, tiny_model):
-    found = run_graph(engines(name), calls)
+def test_random_graphs_equal_brute_force(name, calls, start_engine, tiny_model):
+    found = run_graph(start_engine(name), calls)
     assert largest_difference(found, expected_rows(tiny_model(name).model, calls)) < TOLERANCE

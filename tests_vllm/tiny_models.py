@@ -1,10 +1,13 @@
 """Tiny random models of the families that the connector serves, as folders that vLLM loads."""
 
+import copy
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig, Qwen3Config
 
 VOCABULARY, POSITIONS = 128, 2048
@@ -23,6 +26,7 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+TOKEN_BYTES = 2 * 2 * 2 * 32 * 4  # of keys and values in float32: layers, heads, dimensions
 ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": POSITIONS // 4}
 LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = ROPE | {"rope_type": "yarn"}
@@ -53,3 +57,29 @@ def save(config: PreTrainedConfig, folder: Path, seed: int = 0) -> TinyModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
     return TinyModel(model, folder)
+
+
+def random_tokens(seed: int, length: int) -> list[int]:
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def save_adapter(tiny: TinyModel, folder: Path, seed: int, rank: int = 4) -> Any:
+    """Make a random LoRA adapter on queries and values, save it as PEFT does, and return the merged model."""
+    merged, generator, weights = copy.deepcopy(tiny.model), torch.Generator().manual_seed(seed), {}
+    for name, module in merged.named_modules():
+        if name.endswith(("q_proj", "v_proj")):
+            lora_a = torch.randn(rank, module.in_features, generator=generator) * 0.25
+            lora_b = torch.randn(module.out_features, rank, generator=generator) * 0.25
+            weights[f"base_model.model.{name}.lora_A.weight"] = lora_a
+            weights[f"base_model.model.{name}.lora_B.weight"] = lora_b
+            module.weight.data += lora_b @ lora_a  # alpha is the rank
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return merged
