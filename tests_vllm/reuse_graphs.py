@@ -5,8 +5,9 @@ tokens between two views, which are computed. All computed tokens have the posit
 """
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from helpers.oracle_families import Graph, row_logprobs
@@ -158,15 +159,24 @@ def expected_rows(model, calls: Sequence[Call]) -> list[dict[int, np.ndarray]]:
 _numbers = itertools.count()
 
 
-def run_graph(engine: OfflineEngine, calls: Sequence[Call], **options) -> list[dict[int, np.ndarray]]:
+def run_graph(
+    engine: OfflineEngine, calls: Sequence[Call], *, repair: float = 0, **options
+) -> list[dict[int, np.ndarray]]:
     """Run the calls, and return the log-probabilities behind the computed slots of each.
 
     Every computed slot is sampled by a request whose prompt ends there. Answers are generated, stored and completed by
     a request with the rest of the message, which replaces the entry that it reads.
 
     Args:
+        repair: share of the tokens of each view that is computed again.
         options: fields of all requests.
     """
+
+    def request(prompt: Prompt, store: list[dict] | None = None, max_tokens: int = 1) -> Request:
+        reuse = {"spans": prompt.spans} | ({} if store is None else {"store": store})
+        reuse |= {"repair": repair} if repair else {}
+        return Request(prompt.tokens, reuse if prompt.spans or store else None, max_tokens, **options)
+
     prefix = f"graph-{next(_numbers)}"
     names = [f"{prefix}-{index}" for index in range(len(calls))]
     result: list[dict[int, np.ndarray]] = []
@@ -174,11 +184,8 @@ def run_graph(engine: OfflineEngine, calls: Sequence[Call], **options) -> list[d
         prompt, rows, header = prompt_of(calls, call, names), {}, call.header_slot
         store = [{"entry": name, "start": header, "stop": None if call.num_generated else len(prompt.tokens)}]
         cuts = [prompt.cut(slot + 1) for slot in range(len(prompt.tokens) - 1) if is_computed(prompt, slot)]
-        outputs = engine.run(
-            Request(prompt.tokens, {"spans": prompt.spans, "store": store}, max(1, call.num_generated), **options),
-            *(Request(cut.tokens, {"spans": cut.spans} if cut.spans else None, **options) for cut in cuts),
-        )
-        check_report(report_of(outputs[0]), prompt, [name])
+        outputs = engine.run(request(prompt, store, max(1, call.num_generated)), *(request(cut) for cut in cuts))
+        check_report(report_of(outputs[0]), prompt, [name], is_repaired=repair > 0)
         for cut, output in zip([prompt, *cuts], outputs, strict=True):
             for offset, row in enumerate(logprobs_of(output)):
                 rows[len(cut.tokens) - 1 + offset] = row
@@ -189,24 +196,45 @@ def run_graph(engine: OfflineEngine, calls: Sequence[Call], **options) -> list[d
             own = {"entry": name, "start": 0, "stop": stored, "at": header, "position": header}
             store = [{"entry": name, "start": header, "stop": len(prompt.tokens)}]
             prompt = Prompt(prompt.tokens, [*spans, own])
-            (output,) = engine.run(Request(prompt.tokens, {"spans": prompt.spans, "store": store}, **options))
-            check_report(report_of(output), prompt, [name])
+            (output,) = engine.run(request(prompt, store))
+            check_report(report_of(output), prompt, [name], is_repaired=repair > 0)
             rows[len(prompt.tokens) - 1] = logprobs_of(output)[0]
         result.append(rows)
     engine.run(Request([0], {"release": names, "mode": "exact"}, **options))
     return result
 
 
-def check_report(report: dict, prompt: Prompt, stored: list[str]) -> None:
-    """The report counts what the spans name."""
+def check_report(report: dict, prompt: Prompt, stored: list[str], *, is_repaired: bool) -> None:
+    """The report counts what the spans name; what is computed again is not counted as reused."""
     reused: dict[str, int] = {}
     for span in prompt.spans:
         reused[span["entry"]] = reused.get(span["entry"], 0) + span["stop"] - span["start"]
-    assert report["reused"] == reused
-    assert report["reused_tokens"] == sum(reused.values())
-    assert report["computed_tokens"] == len(prompt.tokens) - sum(reused.values())
+    if is_repaired:
+        assert report["reused_tokens"] <= sum(reused.values())
+    else:
+        assert report["reused"] == reused
+        assert report["reused_tokens"] == sum(reused.values())
+    assert report["computed_tokens"] == len(prompt.tokens) - report["reused_tokens"]
     assert report["stored"] == stored
     assert not report.get("missing") and not report.get("refused")
+
+
+def repaired(calls: Sequence[Call], share: float) -> list[Call]:
+    """Return the calls that compute the first tokens of each view again, in the context of the reader."""
+    result = []
+    for call in calls:
+        parts: list[View | tuple[int, ...]] = []
+        for part in call.parts:
+            if isinstance(part, View):
+                middle = part.start + math.ceil(share * part_length(part))
+                parts.append(tuple(calls[part.call].message[part.start : middle]))
+                position = None if part.position is None else part.position + middle - part.start
+                if middle < part.stop:
+                    parts.append(View(part.call, middle, part.stop, position))
+            else:
+                parts.append(part)
+        result.append(replace(call, parts=parts))
+    return result
 
 
 def largest_difference(found: Sequence[dict[int, np.ndarray]], expected: Sequence[dict[int, np.ndarray]]) -> float:

@@ -30,8 +30,9 @@ TOKEN_BYTES = 2 * 2 * 2 * 32 * 4  # of keys and values in float32: layers, heads
 ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": POSITIONS // 4}
 LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = ROPE | {"rope_type": "yarn"}
-PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 NO_HEAD_DIM = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+FEW_HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -39,7 +40,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama, llama3": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
     "llama, yarn": LlamaConfig(**SHAPE, rope_parameters=YARN),
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 64}),
-    "phi3": Phi3Config(**NO_HEAD_DIM | {"hidden_size": 128}, rope_parameters=PARTIAL, sliding_window=None),
+    "phi3": Phi3Config(**NO_HEAD_DIM | FEW_HEADS, rope_parameters=PARTIAL, sliding_window=None),
 }
 
 
