@@ -21,19 +21,20 @@ os.environ |= {
 
 import pytest
 from offline_engine import OfflineEngine
-from tiny_models import CONFIGS, TinyModel, save
+from tiny_models import CHAT_TEMPLATES, CONFIGS, TinyModel, save, save_chat_model
 
 gc.freeze()  # engines collect garbage when they start and stop: what was imported need not be searched
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """The factory of tiny models by the name of a configuration."""
+    """The factory of tiny models by the name of a configuration, or of a chat template."""
     made: dict[str, TinyModel] = {}
 
     def get(name: str = "llama") -> TinyModel:
         if name not in made:
-            made[name] = save(CONFIGS[name], tmp_path_factory.mktemp("model"))
+            folder = tmp_path_factory.mktemp("model")
+            made[name] = save_chat_model(folder, name) if name in CHAT_TEMPLATES else save(CONFIGS[name], folder)
         return made[name]
 
     return get

@@ -86,6 +86,10 @@ class OfflineEngine:
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
+    @property
+    def num_stored_tokens(self) -> int:
+        return self.scheduler.connector.scheduler.index.num_tokens
+
     def check(self) -> None:
         """Raise AssertionError if the connector's index contradicts itself or the live requests."""
         self.scheduler.connector.scheduler.check()

@@ -6,7 +6,7 @@ tokens between two views, which are computed. All computed tokens have the posit
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -128,32 +128,53 @@ def is_computed(prompt: Prompt, slot: int) -> bool:
     return not any(s["at"] <= slot < s["at"] + s["stop"] - s["start"] for s in prompt.spans)
 
 
+class OraclePrompt:
+    """Rows of the oracle behind the slots of one prompt.
+
+    Args:
+        graph: rows of all prompts.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._seen: list[tuple[int, int]] = []  # (row, position) of each slot
+        self.computed: dict[int, int] = {}  # row of each slot that is computed
+
+    def compute(self, text: Iterable[int]) -> None:
+        """Add tokens that have the positions of their slots and see all slots before them."""
+        for token in text:
+            slot, row = len(self._seen), len(self._graph.tokens)
+            self.computed[slot] = row
+            self._seen.append((row, slot))
+            self._graph.tokens.append(token)
+            self._graph.positions.append(slot)
+            self._graph.visible.append(list(self._seen))
+
+    def view(self, rows: Iterable[int], position: int | None = None) -> None:
+        """Add rows of earlier prompts; position None: that of the slot."""
+        position = len(self._seen) if position is None else position
+        self._seen.extend((row, position + j) for j, row in enumerate(rows))
+
+    def rows(self, start: int, stop: int) -> list[int]:
+        """Return the rows of slots [start, stop)."""
+        return [row for row, _ in self._seen[start:stop]]
+
+
 def expected_rows(model, calls: Sequence[Call]) -> list[dict[int, np.ndarray]]:
     """Return the oracle's log-probabilities behind each computed slot of each call's prompt."""
-    graph, rows_of_slots, first_rows = Graph(), [], []
+    graph, prompts, messages = Graph(), [], []
     for call in calls:
-        seen: list[tuple[int, int]] = []  # (row, position) of the slots so far
-        slots: dict[int, int] = {}
-
-        def compute(text, seen=seen, slots=slots):
-            for token in text:
-                slots[len(seen)] = len(graph.tokens)
-                seen.append((len(graph.tokens), len(seen)))
-                graph.tokens.append(token)
-                graph.positions.append(seen[-1][1])
-                graph.visible.append(list(seen))
-
+        prompt = OraclePrompt(graph)
         for part in call.parts:
             if isinstance(part, View):
-                position = len(seen) if part.position is None else part.position
-                seen.extend((first_rows[part.call] + part.start + j, position + j) for j in range(part_length(part)))
+                prompt.view(messages[part.call][part.start : part.stop], part.position)
             else:
-                compute(part)
-        first_rows.append(len(graph.tokens))
-        compute(call.message)
-        rows_of_slots.append(slots)
+                prompt.compute(part)
+        prompt.compute(call.message)
+        prompts.append(prompt)
+        messages.append(prompt.rows(call.header_slot, call.header_slot + len(call.message)))
     rows = row_logprobs(model, graph)
-    return [{slot: rows[row] for slot, row in slots.items()} for slots in rows_of_slots]
+    return [{slot: rows[row] for slot, row in prompt.computed.items()} for prompt in prompts]
 
 
 _numbers = itertools.count()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import char_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig, Qwen3Config
 
@@ -58,6 +59,23 @@ def save(config: PreTrainedConfig, folder: Path, seed: int = 0) -> TinyModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
     return TinyModel(model, folder)
+
+
+# Turns that open with a special token, and turns that only end with one. The tokens are single characters.
+CHAT_TEMPLATES = {
+    "starts": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+    "ends": "{% for m in messages %}{{ m.role + ': ' + m.content + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+}
+
+
+def save_chat_model(folder: Path, template: str) -> TinyModel:
+    """Save a Llama with a tokenizer of single characters and one of the chat templates."""
+    chat = copy.deepcopy(char_tokenizer.tokenizer())
+    chat.chat_template = CHAT_TEMPLATES[template]
+    chat.save_pretrained(folder)
+    return save(CONFIGS["llama"], folder)
 
 
 def random_tokens(seed: int, length: int) -> list[int]:
