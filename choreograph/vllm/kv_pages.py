@@ -22,7 +22,9 @@ class Rotary:
     """
 
     def __init__(self, inv_freq: Float[torch.Tensor, " half"], *, is_neox: bool) -> None:
-        self._inv_freq, self._is_neox = inv_freq.double().cpu(), is_neox
+        self._inv_freq, half = inv_freq.double().cpu(), len(inv_freq)
+        neox, interleaved = (slice(half), slice(half, 2 * half)), (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        self._pairs = neox if is_neox else interleaved  # dimensions that are rotated with each other
 
     @classmethod
     def of_vllm(cls) -> "Rotary":
@@ -66,21 +68,29 @@ class Rotary:
             raise UnsupportedCacheError(f"rotary embedding {kind}: its table is not a rotation by its frequencies")
         return cls(inv_freq, is_neox=is_neox)
 
-    def rotate(self, keys: Float[torch.Tensor, "T G D"], shift: int) -> Float[torch.Tensor, "T G D"]:
-        """Return keys rotated by `shift` positions, computed in float32."""
-        if not shift:
+    def tables(
+        self, shifts: Sequence[int], device: torch.device
+    ) -> tuple[Float[torch.Tensor, "T 1 half"], Float[torch.Tensor, "T 1 half"]] | None:
+        """Return cosines and sines that rotate each token by its number of positions; None if all are 0."""
+        if not any(shifts):
+            return None
+        angles = torch.tensor(shifts, dtype=torch.float64)[:, None, None] * self._inv_freq
+        return angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
+
+    def rotate(
+        self, keys: Float[torch.Tensor, "T G D"], tables: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> Float[torch.Tensor, "T G D"]:
+        """Return keys rotated by tables, computed in float32."""
+        if tables is None:
             return keys
+        cos, sin = tables
         half = len(self._inv_freq)
-        angles = self._inv_freq * shift
-        cos, sin = (table.to(keys.device, torch.float32) for table in (angles.cos(), angles.sin()))
-        result = keys.float()
-        rotated = result[..., : 2 * half]
-        first, second = rotated.split(half, -1) if self._is_neox else (rotated[..., ::2], rotated[..., 1::2])
-        pair = first * cos - second * sin, second * cos + first * sin
-        joined = torch.cat(pair, -1) if self._is_neox else torch.stack(pair, -1).flatten(-2)
-        if 2 * half < keys.shape[-1]:
-            joined = torch.cat([joined, result[..., 2 * half :]], -1)
-        return joined.to(keys.dtype)
+        source = keys.float()
+        result = source.clone() if 2 * half < keys.shape[-1] else torch.empty_like(source)
+        first, second = (source[..., place] for place in self._pairs)
+        torch.mul(first, cos, out=result[..., self._pairs[0]]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=result[..., self._pairs[1]]).addcmul_(first, sin)
+        return result.to(keys.dtype)
 
 
 class PageReader:
