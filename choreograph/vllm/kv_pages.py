@@ -1,7 +1,7 @@
 """Pages of vLLM's KV cache: reading and writing keys and values, and rotating keys."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -93,6 +93,14 @@ class Rotary:
         return result.to(keys.dtype)
 
 
+class PageRange(NamedTuple):
+    """Consecutive tokens of a request in the pages of every layer."""
+
+    ids: torch.Tensor  # pages
+    skip: int  # tokens in the first page before the first one
+    length: int
+
+
 class PageReader:
     """Reads keys and values out of pages, whose layout is measured.
 
@@ -143,19 +151,21 @@ class PageReader:
         strided = offset + steps[0] * token[:, None, None] + steps[1] * head[:, None] + steps[2] * dim
         return (offset, steps) if torch.equal(grid, strided) else None
 
-    def read(
-        self, cache: torch.Tensor, block_ids: Sequence[int], start: int, stop: int
-    ) -> tuple[Float[torch.Tensor, "T G D"], Float[torch.Tensor, "T G D"]]:
-        """Return keys and values of tokens [start, stop) of a request.
+    def locate(self, block_ids: Sequence[int], start: int, stop: int, device: torch.device) -> "PageRange":
+        """Return where tokens [start, stop) of a request are.
 
         Args:
-            cache: pages of one layer.
             block_ids: pages of all tokens of the request.
         """
         first = start // self._block_size
-        ids = torch.tensor(block_ids[first : -(-stop // self._block_size)], device=cache.device)
-        skip = start - first * self._block_size
-        keys, values = (self._gather(cache, ids, kind)[skip : skip + stop - start] for kind in (0, 1))
+        ids = torch.tensor(block_ids[first : -(-stop // self._block_size)]).to(device, non_blocking=True)
+        return PageRange(ids, start - first * self._block_size, stop - start)
+
+    def read(
+        self, cache: torch.Tensor, pages: "PageRange"
+    ) -> tuple[Float[torch.Tensor, "T G D"], Float[torch.Tensor, "T G D"]]:
+        """Return keys and values of the tokens in some pages of one layer."""
+        keys, values = (self._gather(cache, pages.ids, kind)[pages.skip : pages.skip + pages.length] for kind in (0, 1))
         return keys, values
 
     def _gather(self, cache: torch.Tensor, ids: torch.Tensor, kind: int) -> torch.Tensor:

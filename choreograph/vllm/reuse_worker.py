@@ -79,8 +79,9 @@ class ReuseWorker:
         keys, values = (
             torch.empty(shape, dtype=cache.dtype, device=self._device, pin_memory=self._is_pinned) for _ in range(2)
         )
+        place = self._reader.locate(order.block_ids, order.start, order.stop, cache.device)
         for i, (_, pages) in enumerate(self._layers):
-            k, v = self._reader.read(pages, order.block_ids, order.start, order.stop)
+            k, v = self._reader.read(pages, place)
             keys[i].copy_(k, non_blocking=True)
             values[i].copy_(v, non_blocking=True)
         if not self._is_verified:
