@@ -110,6 +110,19 @@ class OfflineEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
+def count_preemptions(engine: OfflineEngine, monkeypatch) -> list[str]:
+    """Return a list to which the ids of preempted requests are added."""
+    scheduler, preempted = engine.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def note(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", note)
+    return preempted
+
+
 def _stored_entries(worker: Any) -> tuple[set[int], int]:
     """Return what a worker stores; runs in its process."""
     reuse_worker = get_kv_transfer_group().worker
