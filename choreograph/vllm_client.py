@@ -186,6 +186,11 @@ class VllmClient:
         return RequestFailedError(f"{self.url}: {exc or type(exc).__name__}")
 
 
+def identity(salt: str | None, model: str) -> dict[str, Any]:
+    """Return the fields of a body that name the namespace of its entries."""
+    return {"model": model} if salt is None else {"model": model, "cache_salt": salt}
+
+
 def control_body(body: Mapping[str, Any], **params: Any) -> dict[str, Any]:
     """Return a request that generates one token, for what its parameters do."""
     return {**body, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"choreograph": params}}
