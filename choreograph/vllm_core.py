@@ -1,4 +1,4 @@
-"""`VllmCore`: computes the requests of sessions on a vLLM server, as tasks of the client's thread."""
+"""`VllmCore`: requests of sessions on vLLM, as tasks of a thread."""
 
 import asyncio
 import itertools
@@ -17,8 +17,17 @@ from .errors import ChoreographError, ConfigError, MessageReleasedError, Request
 from .events import EventBus
 from .namespace import Client
 from .outputs import BASE_MODEL, FinishReason, Usage
-from .vllm_client import Completion, RefusedError, VllmClient, control_body, identity
-from .vllm_entries import Plan, Stored, filled, new_name, plan_context, sampling_body, store_param, usage_of
+from .vllm_client import Completion, ServerRefusedError, VllmClient, control_body, identity
+from .vllm_entries import (
+    ContextPlan,
+    MessageEntries,
+    filled,
+    new_name,
+    plan_context,
+    sampling_body,
+    store_param,
+    usage_of,
+)
 
 MAX_TRIES = 4  # of a request whose entries the server lost in the meantime
 
@@ -46,7 +55,7 @@ class VllmCore:
         self.events, self.closed = EventBus(), False
         self.yield_hook: Callable[[], bool] | None = None  # set by `run_concurrently`
         self._ids = itertools.count(1)
-        self._stored: WeakKeyDictionary[Request, Stored] = WeakKeyDictionary()
+        self._stored: WeakKeyDictionary[Request, MessageEntries] = WeakKeyDictionary()
         self._active: set[Request] = set()  # submitted and unfinished
         self._released: defaultdict[tuple[str | None, str], list[str]] = defaultdict(list)  # entries, by namespace
         self._computes_holes: bool | None = None  # None: the server was not asked yet
@@ -84,7 +93,7 @@ class VllmCore:
                 if state is not None:
                     seed = seeds.getrandbits(63) if state.sampling.seed is None else int(state.sampling.seed)
                     state.sampling = state.sampling.with_seed(seed % (1 << 63))
-                self._stored[request] = Stored()
+                self._stored[request] = MessageEntries()
                 self._hold_parents(request)
                 if request.is_text_only:
                     self._finish(request, "encoded", Usage())
@@ -136,10 +145,7 @@ class VllmCore:
                 self._free_unread(request)
 
     def end_session(self, session_id: int) -> None:
-        """Release the entries of a session on the server, if it answers.
-
-        Its messages were released.
-        """
+        """Release the entries of a session's released messages on the server."""
         self.wait_until_idle(session_id)
         with self.lock:
             released = {key: names for key, names in self._released.items() if names}
@@ -255,12 +261,15 @@ class VllmCore:
         self._finish(request, "encoded", usage_of(request, plan, reply.cached_tokens))
 
     async def _decode(self, request: Request) -> None:
-        """Generate a message; its last token, which has no keys and values yet, is stored when it is read."""
+        """Generate a message.
+
+        Its last token and the footer have no keys and values yet: they are computed when another message reads it.
+        """
         state, stored, name = request.decode_state, self._stored[request], new_name()
         assert state is not None
         reason: FinishReason | None = None
 
-        def build(plan: Plan) -> Fields:
+        def build(plan: ContextPlan) -> Fields:
             start, limit = len(plan.tokens), self.hf_model.model_info.max_positions
             # one slot less: a completion generates a token, too
             request.start_generation(limit - len(request.prompt) - max(start + 1, request.position or 0))
@@ -328,16 +337,12 @@ class VllmCore:
         with self.lock:
             self._complete(request)
 
-    async def _store_all(self, request: Request, *, is_last: bool = True) -> tuple[Plan, Completion]:
-        """Store all tokens of a message as one entry, reusing what is stored of it.
-
-        Args:
-            is_last: no other request of the message follows.
-        """
+    async def _store_all(self, request: Request, *, is_last: bool = True) -> tuple[ContextPlan, Completion]:
+        """Store all tokens of a message; drop its other entries if `is_last`."""
         stored, name = self._stored[request], new_name()
         tokens = request.tokens if request.tokens_final else [*request.tokens, *request.footer]
 
-        def build(plan: Plan) -> Fields:
+        def build(plan: ContextPlan) -> Fields:
             start = len(plan.tokens)
             return {"store": [store_param(name, start, start + len(tokens))], "max_tokens": 1}
 
@@ -382,11 +387,11 @@ class VllmCore:
         self,
         request: Request,
         tokens: list[int],
-        build: Callable[[Plan], Fields],
+        build: Callable[[ContextPlan], Fields],
         *,
         num_own: int = 0,
         on_part: Callable[[Completion], bool] | None = None,
-    ) -> tuple[Plan, Completion]:
+    ) -> tuple[ContextPlan, Completion]:
         """Send tokens of a message behind its context; compute lost entries again.
 
         Args:
@@ -407,7 +412,7 @@ class VllmCore:
                 if request.mode != "choreographed":
                     params = {"mode": "exact"}
                 return plan, await self._post(request, [*plan.tokens, *tokens], params, fields, on_part)
-            except RefusedError as exc:
+            except ServerRefusedError as exc:
                 if not exc.may_lack_entries or not names:
                     raise
                 missing, _ = await self._client.query(identity(*self._namespace(request)), names)
@@ -424,8 +429,8 @@ class VllmCore:
             "capacity of its store, or release messages earlier"
         )
 
-    async def _plan(self, request: Request) -> Plan:
-        """Place the context of a request, after everything that it reads is stored."""
+    async def _plan(self, request: Request) -> ContextPlan:
+        """Place the context of a request; wait until it is stored."""
         for _ in range(MAX_TRIES):
             plan = plan_context(request, self._stored, self.hf_model.model_info.max_positions)
             if not plan.lacking:
@@ -433,21 +438,17 @@ class VllmCore:
             await asyncio.gather(*(self._ensure(parent, num_tokens) for parent, num_tokens in plan.lacking))
         raise self._lost(request)
 
-    async def _compute_holes(self, request: Request, plan: Plan, names: list[str]) -> Plan:
-        """Compute each hole by a request, for a server that does not do so.
-
-        Args:
-            names: receives the entries that the requests name.
-        """
+    async def _compute_holes(self, request: Request, plan: ContextPlan, names: list[str]) -> ContextPlan:
+        """Compute holes by requests if the server cannot; append entries to `names`."""
         runs = list(plan.runs)
         for index in [] if self._computes_holes else plan.inner_holes:
-            run, spans, name = runs[index], Plan(plan.tokens, runs[:index]).spans, new_name()
+            run, spans, name = runs[index], ContextPlan(plan.tokens, runs[:index]).spans, new_name()
             names += [span["entry"] for span in spans]
             params = {"mode": "spans", "spans": spans, "store": [store_param(name, run.at, run.end)]}
             await self._post(request, plan.tokens[: run.end], params, {"max_tokens": 1})
             self._stored[request].holes[run.at] = name
             runs[index] = filled(run, name)
-        return Plan(plan.tokens, runs)
+        return ContextPlan(plan.tokens, runs)
 
     async def _post(
         self,

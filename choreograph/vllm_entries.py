@@ -1,4 +1,4 @@
-"""Where the context of a request on vLLM is: spans of stored entries, and computed holes."""
+"""Contexts of requests on vLLM: spans of stored entries, and holes."""
 
 import asyncio
 import math
@@ -13,8 +13,8 @@ from .errors import RequestTooLargeError
 from .outputs import Usage
 
 
-class Run(NamedTuple):
-    """Consecutive context tokens of a prompt: part of a parent, reused or computed."""
+class ContextRun(NamedTuple):
+    """Consecutive context tokens: part of a parent, reused or computed."""
 
     source: Request
     start: int  # of the parent's tokens
@@ -34,8 +34,8 @@ class Run(NamedTuple):
 
 
 @dataclass(eq=False)
-class Stored:
-    """What the connector stores of one message, and the tasks that compute it."""
+class MessageEntries:
+    """Entries of one message, and the tasks that compute them."""
 
     task: asyncio.Task[None] | None = None  # computes the message
     completion: asyncio.Task[None] | None = None  # stores all of its tokens
@@ -61,11 +61,11 @@ class Stored:
         self.holes = {at: name for at, name in self.holes.items() if name not in names}
 
 
-class Plan(NamedTuple):
+class ContextPlan(NamedTuple):
     """Context of one request."""
 
     tokens: list[int]  # of all parents, in order
-    runs: list[Run]  # the same tokens; empty in prefix mode
+    runs: list[ContextRun]  # the same tokens; empty in prefix mode
 
     @property
     def lacking(self) -> list[tuple[Request, int]]:
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
         return [(run.source, run.stop) for run in self.runs if run.entry is None and not run.is_computed]
 
     @property
-    def holes(self) -> list[Run]:
+    def holes(self) -> list[ContextRun]:
         """Runs that are computed and not stored."""
         return [run for run in self.runs if run.entry is None and run.is_computed]
 
@@ -98,16 +98,16 @@ def new_name() -> str:
 
 
 def store_param(entry: str, start: int, stop: int | None) -> dict[str, Any]:
-    """Return tokens [start, stop) of prompt and answer to store; None for all that have keys and values."""
+    """Return a range of tokens to store; None for all computed ones."""
     return {"entry": entry, "start": start, "stop": stop}
 
 
-def filled(run: Run, entry: str | None) -> Run:
-    """Return a computed run as an entry of its own, if it is stored."""
+def filled(run: ContextRun, entry: str | None) -> ContextRun:
+    """Return a computed run with its entry, if it has one."""
     return run if entry is None else run._replace(start=0, stop=run.stop - run.start, entry=entry)
 
 
-def plan_context(request: Request, entries: Mapping[Request, Stored], max_positions: int) -> Plan:
+def plan_context(request: Request, entries: Mapping[Request, MessageEntries], max_positions: int) -> ContextPlan:
     """Place the parents of a request, whose tokens are final.
 
     A prompt is the tokens of all parents and of the message. vLLM places its token `i` at position `i`, so positions
@@ -134,8 +134,8 @@ def plan_context(request: Request, entries: Mapping[Request, Stored], max_positi
     offsets, new_offset = (request.offsets, request.new_offset) if is_free else ((None,) * len(lengths), None)
     request.parent_positions, request.position = resolve_offsets(lengths, offsets, new_offset)
     if not is_choreographed:
-        return Plan(tokens, [])
-    runs, at, shift = list[Run](), 0, len(tokens) - request.position
+        return ContextPlan(tokens, [])
+    runs, at, shift = list[ContextRun](), 0, len(tokens) - request.position
     own = entries[request]
     for parent, part, length, position in zip(
         request.parents, request.parent_slices, lengths, request.parent_positions, strict=True
@@ -147,18 +147,18 @@ def plan_context(request: Request, entries: Mapping[Request, Stored], max_positi
             if first < last:
                 entry = None if is_computed else stored.entry_of(start + length)
                 place = at + first, position + shift + first
-                runs.append(Run(parent, start + first, start + last, *place, entry, is_computed))
+                runs.append(ContextRun(parent, start + first, start + last, *place, entry, is_computed))
         at += length
     own.context = [_relative(run, at) for run in runs]
-    return Plan(tokens, [filled(run, own.holes.get(run.at)) if run.is_computed else run for run in runs])
+    return ContextPlan(tokens, [filled(run, own.holes.get(run.at)) if run.is_computed else run for run in runs])
 
 
-def _relative(run: Run, at: int) -> tuple[int, int, int, int, bool]:
-    """Return what a run is to a message at prompt index `at`: equal if they encode it equally."""
+def _relative(run: ContextRun, at: int) -> tuple[int, int, int, int, bool]:
+    """Return a run relative to prompt index `at`, for comparisons."""
     return run.source.id, run.start, run.stop, run.position - at, run.is_computed
 
 
-def usage_of(request: Request, plan: Plan, num_cached: int) -> Usage:
+def usage_of(request: Request, plan: ContextPlan, num_cached: int) -> Usage:
     """Return the usage of a message.
 
     Args:

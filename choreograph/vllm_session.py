@@ -116,11 +116,11 @@ class VllmEngine:
         return session
 
     def describe(self) -> dict[str, Any]:
-        """Return what of the engine determines a result, for settings of an evaluation."""
+        """Return what of the engine determines a result."""
         return {"model": self.model_info.name, "engine": {"backend": "vllm"}}
 
     def clear_cache(self) -> None:
-        """Do nothing: vLLM keeps its prefix cache, and closed sessions have released their entries."""
+        """Do nothing: closed sessions have released their entries."""
 
     def run_until_idle(self) -> None:
         """Wait until every submitted request is finished."""
@@ -163,7 +163,7 @@ class VllmMessage(Message):
     constrain, on_logprobs = map(_needs_engine, ("constrain", "on_logprobs"))
 
     def wait_encoded(self) -> "Message":
-        """Wait until the message is complete; its last tokens are computed when it is read."""
+        """Wait for the message; its last tokens are computed for readers."""
         return self.result()
 
     async def _await_result(self) -> "Message":
@@ -171,7 +171,7 @@ class VllmMessage(Message):
 
 
 class VllmSession(Session):
-    """Messages of one workflow on a vLLM server, with the calls of `Session`."""
+    """Messages of one workflow on vLLM, with the calls of `Session`."""
 
     message_type = VllmMessage
     import_message, import_kv, partial_prefill = map(_needs_engine, ("import_message", "import_kv", "partial_prefill"))
