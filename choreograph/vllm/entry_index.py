@@ -91,7 +91,7 @@ class EntryIndex:
     def reserve(self, record: KVRecord) -> bool:
         """Add an entry that a step is about to write; evict others for it.
 
-        Returns False if it does not fit beside what is in use.
+        Returns False if it does not fit with what is in use.
         """
         if record.name is not None and (known := self._names.get((record.scope, record.name))) is not None:
             self.remove(known)
