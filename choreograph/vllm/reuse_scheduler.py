@@ -25,7 +25,7 @@ class _TrackedRequest:
     mode: ReuseKind
     salt: str | None  # `cache_salt` that the client sent
     plan: ReusePlan = field(default_factory=ReusePlan)
-    version: int = 0  # of the index at planning
+    version: int = 0  # of the index at planning; -1: it is not planned again
     refusal: str | None = None
     num_local: int = 0  # tokens found in the prefix cache at admission
     num_external: int = 0  # tokens that its admission loads
@@ -145,9 +145,10 @@ class ReuseScheduler:
         tracked.num_local = num_local
         if tracked.refusal is not None or tracked.plan.missing:
             return 1, True  # a load that fails ends the request with an error
-        if tracked.mode == "messages" and tracked.version != self.index.version and not request.num_preemptions:
+        if tracked.mode == "messages" and tracked.version not in (self.index.version, -1):
             before = request.cache_salt
             self._plan(tracked)  # messages have been stored since it arrived
+            tracked.version = -1
             if request.cache_salt != before:
                 return None, False  # the prefix cache was asked for blocks of another identity
         return max(0, tracked.plan.covered(num_local) - num_local), False
@@ -163,7 +164,7 @@ class ReuseScheduler:
                 self._orders.refused.append(request.request_id)
                 self._orders.refused_blocks.append(block_ids[tracked.num_local // self._block_size])
             return
-        tracked.is_admitted, tracked.reload = True, None
+        tracked.is_admitted, tracked.reload, tracked.version = True, None, -1
         tracked.num_external, tracked.num_reused = num_external, tracked.plan.num_reused
         if not tracked.plan.has_holes:
             end = tracked.num_local + num_external
