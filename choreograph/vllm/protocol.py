@@ -1,0 +1,74 @@
+"""What a request and its answer say about reuse: `kv_transfer_params["choreograph"]`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+VERSION = 1
+FIELD = "choreograph"  # of `kv_transfer_params`
+
+ReuseKind = Literal["spans", "messages", "exact"]
+EntryName = Annotated[str, Field(min_length=1, max_length=256)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class RefusedRequestError(ValueError):
+    """A request asks for reuse that cannot be done."""
+
+
+class _Params(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SpanParams(_Params):
+    """Prompt tokens whose keys and values are those of an entry."""
+
+    entry: EntryName
+    start: Count = 0  # first token of the entry
+    stop: Count  # token of the entry that follows the last one
+    at: Count  # index of the first token in the prompt
+    position: int | None = None  # of the first key, where token i of the prompt has position i; None: `at`
+
+
+class StoreParams(_Params):
+    """Tokens of the prompt and the answer that become an entry."""
+
+    entry: EntryName
+    start: Count
+    stop: Count | None = None  # None: up to the last token that has keys and values
+
+
+class ReuseParams(_Params):
+    """Reuse that a request asks for."""
+
+    mode: ReuseKind | None = None  # None: "spans" if there are spans or stores, else the server's
+    spans: list[SpanParams] = []
+    store: list[StoreParams] = []
+    release: list[EntryName] = []
+    query: list[EntryName] = []  # the answer lists those that are not stored
+    workflow: str | None = None
+    steps: dict[EntryName, Count] | Count | None = None  # to the next use of entries; one number: of all of the request
+    labels: list[str] = []
+    repair: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0  # share of every reused run, its first tokens
+
+    @property
+    def is_explicit(self) -> bool:
+        return bool(self.spans or self.store)
+
+
+def parse_params(params: Mapping[str, Any] | None) -> ReuseParams:
+    """Return the reuse that `kv_transfer_params` ask for.
+
+    Raises:
+        RefusedRequestError: if a field is unknown or has a wrong value.
+    """
+    given = (params or {}).get(FIELD)
+    if given is None:
+        return ReuseParams()
+    try:
+        return ReuseParams.model_validate(given)
+    except ValidationError as exc:
+        error = exc.errors()[0]
+        place = ".".join(map(str, (FIELD, *error["loc"])))
+        raise RefusedRequestError(f"kv_transfer_params.{place}: {error['msg']}") from None
