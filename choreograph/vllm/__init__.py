@@ -6,14 +6,15 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "ChoreographConnector",
 Runs in vLLM's processes and environment and imports nothing of the engine.
 """
 
+from importlib import import_module
 from typing import Any
 
-__all__ = ["ChoreographConnector"]
+_MODULES = {"ChoreographConnector": "connector", "RequestChecks": "request_checks"}
+
+__all__ = ["ChoreographConnector", "RequestChecks"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "ChoreographConnector":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .connector import ChoreographConnector
-
-    return ChoreographConnector
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

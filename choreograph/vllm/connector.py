@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .reuse_worker import ReuseWorker
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own
 
 TESTED_VERSIONS = ("0.32",)
 ARCHITECTURES = (  # whose layers all share one rotary embedding

@@ -91,7 +91,7 @@ class EntryIndex:
     def reserve(self, record: KVRecord) -> bool:
         """Add an entry that a step is about to write; evict others for it.
 
-        Returns False if it does not fit beside what is in use.
+        Returns False if it does not fit with what is in use.
         """
         if record.name is not None and (known := self._names.get((record.scope, record.name))) is not None:
             self.remove(known)
@@ -114,13 +114,11 @@ class EntryIndex:
     def _victims(self, excess: int) -> list[KVRecord] | None:
         """Return entries to evict: least recently used, then those that are needed last."""
         now, victims = time.monotonic(), list[KVRecord]()
-
-        def order(record: KVRecord) -> int:
-            is_hinted = record.steps is not None and now - record.hinted < HINT_SECONDS
-            return -(record.steps or 0) if is_hinted else -(1 << 62)
-
-        free = (record for record in self._records.values() if not record.pins and record.is_stored)
-        for record in sorted(free, key=order):
+        free = [record for record in self._records.values() if record.is_stored and not record.pins]
+        hinted = [record for record in free if record.steps is not None and now - record.hinted < HINT_SECONDS]
+        hinted.sort(key=lambda record: -(record.steps or 0))
+        keep = {record.uid for record in hinted}
+        for record in itertools.chain((record for record in free if record.uid not in keep), hinted):
             if excess <= 0:
                 break
             victims.append(record)

@@ -57,7 +57,8 @@ class Rotary:
         else:
             raise UnsupportedCacheError(f"rotary embedding {kind}: not among those whose rotation is known")
         half = inv_freq.shape[-1]
-        inv_freq, cos, sin = inv_freq.double().cpu(), *table[:64].double().cpu().split(half, dim=-1)
+        inv_freq = inv_freq.double().cpu()
+        cos, sin = table[:64].double().cpu().tensor_split([half], dim=-1)
         angles = torch.arange(len(cos), dtype=torch.float64)[:, None] * inv_freq
         scale = torch.hypot(cos, sin)  # of attention, the same for queries and keys at all positions
         error = torch.hypot(cos - scale * angles.cos(), sin - scale * angles.sin()).max()
@@ -122,11 +123,12 @@ class PageReader:
     def _as_strides(self, places: torch.Tensor) -> tuple[int, tuple[int, int, int]] | None:
         """Return offset and strides of a layout that is strided; None for others."""
         grid = places.view(self._block_size, self._num_heads, self._head_size).cpu()
-        steps = tuple(
-            int(grid.select(axis, 1).flatten()[0] - grid.flatten()[0]) if grid.shape[axis] > 1 else 0
-            for axis in range(3)
-        )
         offset = int(grid.flatten()[0])
+
+        def step(axis: int) -> int:
+            return int(grid.select(axis, 1).flatten()[0]) - offset if grid.shape[axis] > 1 else 0
+
+        steps = step(0), step(1), step(2)
         token, head, dim = (torch.arange(n) for n in grid.shape)
         strided = offset + steps[0] * token[:, None, None] + steps[1] * head[:, None] + steps[2] * dim
         return (offset, steps) if torch.equal(grid, strided) else None

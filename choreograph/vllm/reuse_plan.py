@@ -55,7 +55,7 @@ class ReusePlan:
     runs: list[ReusedRun] = field(default_factory=list)
     saves: list[PlannedSave] = field(default_factory=list)
     places: str | None = None  # digest of the jumps; None: all blocks are exact, and belong into the prefix cache
-    has_holes: bool = False  # tokens before a reused run are computed
+    has_holes: bool = False  # tokens before a reused run are computed, those of the run are not
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -160,6 +160,7 @@ class PlanBuilder:
             stop = len(self._tokens) if save.stop is None else save.stop
             if any(save.start < jump.stop and jump.at < stop for jump in self._jumps):
                 save.context = hashlib.sha256(secrets.token_bytes(16))  # computing would give other values
+        self.plan.has_holes &= bool(self._jumps)  # without jumps vLLM computes the holes and all behind them
         if self._jumps:
             self.plan.places = hashlib.sha256(b"".join(map(_place, self._jumps))).hexdigest()
         return self.plan

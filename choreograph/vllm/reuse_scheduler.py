@@ -12,7 +12,7 @@ from .reuse_plan import PlanBuilder, PlannedSave, ReusePlan, plan_messages, plan
 from .step_metadata import LoadOrder, LoadPiece, SaveOrder, StepOrders
 from .turn_boundaries import TurnBoundaries
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own
 
 
 @dataclass
@@ -25,10 +25,11 @@ class _TrackedRequest:
     mode: ReuseKind
     salt: str | None  # `cache_salt` that the client sent
     plan: ReusePlan = field(default_factory=ReusePlan)
-    version: int = 0  # of the index at planning
+    version: int = 0  # of the index at planning; -1: it is not planned again
     refusal: str | None = None
     num_local: int = 0  # tokens found in the prefix cache at admission
     num_external: int = 0  # tokens that its admission loads
+    num_reused: int = 0  # tokens of entries that it reads
     is_admitted: bool = False
     reload: int | None = None  # token that was computed in place of a reused one, to load again
     block_ids: list[int] = field(default_factory=list)
@@ -144,9 +145,10 @@ class ReuseScheduler:
         tracked.num_local = num_local
         if tracked.refusal is not None or tracked.plan.missing:
             return 1, True  # a load that fails ends the request with an error
-        if tracked.mode == "messages" and tracked.version != self.index.version and not request.num_preemptions:
+        if tracked.mode == "messages" and tracked.version not in (self.index.version, -1):
             before = request.cache_salt
             self._plan(tracked)  # messages have been stored since it arrived
+            tracked.version = -1
             if request.cache_salt != before:
                 return None, False  # the prefix cache was asked for blocks of another identity
         return max(0, tracked.plan.covered(num_local) - num_local), False
@@ -162,8 +164,11 @@ class ReuseScheduler:
                 self._orders.refused.append(request.request_id)
                 self._orders.refused_blocks.append(block_ids[tracked.num_local // self._block_size])
             return
-        tracked.is_admitted, tracked.reload = True, None
-        tracked.num_external = num_external
+        tracked.is_admitted, tracked.reload, tracked.version = True, None, -1
+        tracked.num_external, tracked.num_reused = num_external, tracked.plan.num_reused
+        if not tracked.plan.has_holes:
+            end = tracked.num_local + num_external
+            tracked.num_reused = sum(max(0, min(run.stop, end) - run.at) for run in tracked.plan.runs)
         if num_external:
             self._admitted.append(tracked)
 
@@ -176,23 +181,22 @@ class ReuseScheduler:
             output: the `SchedulerOutput`. A request with a hole before a reused run computes the hole alone, and
                 continues behind the run.
         """
-        for tracked in self._admitted:
-            start = tracked.num_local
-            self._load(tracked, start, start + tracked.num_external)
+        for admitted in self._admitted:
+            self._load(admitted, admitted.num_local, admitted.num_local + admitted.num_external)
         self._admitted = []
         for request_id in output.preempted_req_ids or ():
-            if (tracked := self._tracked.get(request_id)) is not None and tracked.plan.has_holes:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.plan.has_holes:
                 _set_salt(tracked.request, tracked.plan.salt(tracked.salt))  # its old blocks may not be filled
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
-            if (tracked := self._tracked.get(request_id)) is None:
-                continue
-            new_blocks = cached.new_block_ids[i]
-            if request_id in cached.resumed_req_ids:
-                tracked.block_ids = list(new_blocks[0])
-            elif new_blocks is not None:
-                tracked.block_ids += new_blocks[0]
-            cached.num_computed_tokens[i] = self._advance(tracked, output, cached.num_computed_tokens[i])
+            if (tracked := self._tracked.get(request_id)) is not None:
+                new_blocks = cached.new_block_ids[i]
+                if request_id in cached.resumed_req_ids:
+                    tracked.block_ids = list(new_blocks[0])
+                elif new_blocks is not None:
+                    tracked.block_ids += new_blocks[0]
+                cached.num_computed_tokens[i] = self._advance(tracked, output, cached.num_computed_tokens[i])
         for new in output.scheduled_new_reqs:
             if (tracked := self._tracked.get(new.req_id)) is not None:
                 tracked.block_ids = list(new.block_ids[0])
@@ -209,7 +213,7 @@ class ReuseScheduler:
         request_id, plan = tracked.request.request_id, tracked.plan
         scheduled = output.num_scheduled_tokens[request_id]
         limit, first = start + scheduled, start
-        if plan.has_holes and plan.places is not None and start < tracked.request.num_prompt_tokens:
+        if plan.has_holes and start < tracked.request.num_prompt_tokens:
             reload, tracked.reload = tracked.reload, None
             first = plan.covered(start)
             if (
@@ -240,10 +244,11 @@ class ReuseScheduler:
 
     def _save_until(self, tracked: _TrackedRequest, stop: int) -> None:
         """Order entries whose tokens the step completes."""
-        for save in [save for save in tracked.pending if save.stop is not None and save.stop <= stop]:
-            tracked.pending.remove(save)
-            if (order := self._save(tracked, save, save.stop)) is not None:
-                self._orders.saves.append(order)
+        for save in list(tracked.pending):
+            if save.stop is not None and save.stop <= stop:
+                tracked.pending.remove(save)
+                if (order := self._save(tracked, save, save.stop)) is not None:
+                    self._orders.saves.append(order)
 
     def _save(self, tracked: _TrackedRequest, save: PlannedSave, stop: int) -> SaveOrder | None:
         tokens = tuple(tracked.request.all_token_ids[save.start : stop])
@@ -296,10 +301,16 @@ class ReuseScheduler:
         for run in tracked.plan.runs:
             if run.record.name is not None:
                 reused[run.record.name] = reused.get(run.record.name, 0) + run.length
-        num_reused = tracked.plan.num_reused if tracked.is_admitted else 0
-        report = {"version": VERSION, "mode": tracked.mode, "holes": self._can_compute_holes}
-        report |= {"reused_tokens": num_reused, "computed_tokens": tracked.request.num_prompt_tokens - num_reused}
-        report |= {"reused": reused, "stored": tracked.stored}
+        num_reused = tracked.num_reused
+        report: dict[str, Any] = {
+            "version": VERSION,
+            "mode": tracked.mode,
+            "holes": self._can_compute_holes,
+            "reused_tokens": num_reused,
+            "computed_tokens": tracked.request.num_prompt_tokens - num_reused,
+            "reused": reused,
+            "stored": tracked.stored,
+        }
         queried = [name for name in tracked.params.query if self.index.find_name(tracked.scope, name) is None]
         if missing := [*tracked.plan.missing, *queried]:
             report["missing"] = missing
