@@ -1,4 +1,5 @@
-# make setup | demo | serve | test | test-isa | check | docs | bench NAME=... [ARGS=...]   Everything runs inside .venv.
+# make setup | demo | serve | test | test-isa | test-vllm | check | docs | bench NAME=... [ARGS=...]
+# Everything runs inside .venv, test-vllm inside .venv-vllm.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup demo serve test test-isa test-all check format docs bench wheel clean
+.PHONY: setup demo serve test test-isa test-vllm test-all check format docs bench wheel clean
 
 setup: $(READY)
 
@@ -32,6 +33,11 @@ test: $(READY)
 # Tests of numbers, once for each instruction set that the processor can be limited to.
 test-isa: $(READY)
 	$(BIN)/python .ci/test_isa.py
+
+# Tests of choreograph.vllm against vLLM, in an environment of its own.
+test-vllm:
+	.ci/vllm_environment.sh --python $(PYTHON)
+	.venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(ARGS)
 
 test-all: $(READY)
 	CHOREOGRAPH_THOROUGH=1 $(BIN)/python -m pytest -m ''

@@ -10,25 +10,52 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import errors
 from .engine.text import ChatTurns, Turn
-from .errors import ChoreographError, InvalidRequestError, MessageReleasedError, SessionClosedError
+from .errors import ChoreographError, ConfigError, InvalidRequestError, MessageReleasedError, SessionClosedError
 from .outputs import BASE_MODEL, FinishReason, KVReuse, Mode, Timing, TokenLogprob, Usage
 from .sampling_params import SamplingParams
 from .utils import require
 
+if TYPE_CHECKING:
+    from .vllm_session import VllmEngine
+
 RemotePrompt = str | Sequence[int] | Turn
 
 
-def connect(url: str, *, api_key: str | None = None, timeout: float = 600.0) -> "RemoteEngine":
-    """Connect to a server that `choreograph serve` started.
+@overload
+def connect(
+    url: str, *, api_key: str | None = None, timeout: float = 600.0, engine: Literal["choreograph"] = "choreograph"
+) -> "RemoteEngine": ...
+@overload
+def connect(
+    url: str,
+    *,
+    api_key: str | None = None,
+    timeout: float = 600.0,
+    engine: Literal["vllm"],
+    tokenizer: Any = None,
+) -> "VllmEngine": ...
+def connect(url, *, api_key=None, timeout=600.0, engine="choreograph", tokenizer=None):
+    """Connect to a server.
 
     Args:
         url: address of the server, without a path.
         timeout: seconds to wait for one value.
+        engine: what serves there: "choreograph" (`choreograph serve`), or "vllm" (vLLM with the connector of
+            `choreograph.vllm`).
+        tokenizer: of a model that vLLM serves: a tokenizer, a folder or a Hub id; None for the model's own.
     """
+    if engine == "vllm":
+        from .vllm_session import VllmEngine
+
+        return VllmEngine(url, api_key, timeout, tokenizer)
+    if engine != "choreograph":
+        raise ConfigError(f"engine={engine!r}: use 'choreograph' or 'vllm'")
+    if tokenizer is not None:
+        raise ConfigError(f"tokenizer={tokenizer!r}: a choreograph server has its own: leave it out")
     return RemoteEngine(url, api_key, timeout)
 
 

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..errors import ConfigError
 from ..outputs import BASE_MODEL, Mode
+from ..remote_session import connect
 from ..utils import check_on_hub, importing_torch, require
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -28,6 +30,15 @@ AdapterStagesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--adapter-stage", help="A stage whose decodes alone use the adapter, over the base model's KV cache."
+    ),
+]
+
+VllmOption = Annotated[
+    str | None,
+    typer.Option(
+        "--vllm",
+        metavar="URL",
+        help="Compute on a vLLM server with the connector of choreograph.vllm; --model names its tokenizer.",
     ),
 ]
 
@@ -88,12 +99,18 @@ def open_engine(
     device: str | None = None,
     adapter_stages: list[str] | None = None,
     direct: str | None = None,
+    vllm: str | None = None,
 ) -> Any:
-    """Return an engine over a model, with its adapters.
+    """Return an engine over a model, with its adapters, or on a vLLM server.
 
     `adapter` is served as `FT`, `direct`, of a single call, as `direct FT`.
     Raises ConfigError if an adapter was trained for other stages, another workflow or other weights.
     """
+    if vllm is not None:
+        if adapter is not None or direct is not None:
+            raise ConfigError("--adapter with --vllm: the server computes: load adapters there, or leave out --vllm")
+        with importing_torch():
+            return connect(vllm, engine="vllm", tokenizer=None if model == DEFAULT_MODEL else model)
     if model.lower() != DEFAULT_MODEL:
         check_on_hub(model)
     from ..config import EngineConfig

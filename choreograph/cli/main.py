@@ -162,6 +162,7 @@ def run(
     option: common.WorkflowOptions = None,
     adapter: common.AdapterOption = None,
     adapter_stage: common.AdapterStagesOption = None,
+    vllm: common.VllmOption = None,
     max_tokens: common.MaxTokensOption = 160,
     temperature: common.TemperatureOption = 0.7,
     seed: common.SeedOption = 0,
@@ -179,7 +180,7 @@ def run(
         raise typer.BadParameter("the task is empty: give one with --task or on standard input")
     console = make_console(quiet=as_json or quiet)
     result = run_workflow(
-        open_engine(model, dtype, compile, adapter, device, adapter_stage),
+        open_engine(model, dtype, compile, adapter, device, adapter_stage, vllm=vllm),
         function,
         text,
         mode=mode,
@@ -257,6 +258,7 @@ def evaluate(
         str | None, typer.Option(help="Score a single call too, plain and with this adapter of `train --direct`.")
     ] = None,
     judge: Annotated[str | None, typer.Option(help="A model that compares answers in both orders.")] = None,
+    vllm: common.VllmOption = None,
     ray: common.RayOption = None,
     ray_workers: common.RayWorkersOption = None,
     as_json: common.JsonOption = False,
@@ -270,6 +272,8 @@ def evaluate(
 
     adapter_name(adapter, adapter_stage)
     common.check_ray_options(ray, ray_workers)
+    if vllm and fidelity:
+        raise typer.BadParameter("--fidelity reads the model's own distributions: leave out --vllm")
     function = find(workflow)
     examples = examples_for(function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed)
     for path in filter(None, (adapter, direct)):
@@ -278,7 +282,14 @@ def evaluate(
     if adapter:
         conditions = report.add_adapter_conditions(conditions, common.ADAPTER_NAME, adapter_stage or ())
     load_engine = partial(
-        open_engine, model, dtype, adapter=adapter, device=device, adapter_stages=adapter_stage, direct=direct
+        open_engine,
+        model,
+        dtype,
+        adapter=adapter,
+        device=device,
+        adapter_stages=adapter_stage,
+        direct=direct,
+        vllm=vllm,
     )
     engine = load_engine()
     with common.open_ray_workers(ray, ray_workers, load_engine, engine) as workers:

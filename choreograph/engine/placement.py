@@ -77,7 +77,7 @@ def _position_error(description: str, end: int, max_positions: int) -> InvalidPo
 
 def choreographed(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:
     """Place every parent at its offset and attend to its KV."""
-    lengths = _parent_lengths(request)
+    lengths = parent_lengths(request)
     check_positions(request, lengths, model_info.max_positions)
     positions, request.position = resolve_offsets(lengths, request.offsets, request.new_offset)
     request.parent_positions = request.repaired_positions or positions
@@ -141,7 +141,7 @@ def parent_slices(
     yield KVSlice(parent.entry, token_start, num_tokens, position, layers)
 
 
-def _parent_lengths(request: Request) -> list[int]:
+def parent_lengths(request: Request) -> list[int]:
     """Return the number of visible tokens of each parent, after checking slices."""
     for parent, token_range in zip(request.parents, request.parent_slices, strict=True):
         if token_range is not None and token_range[1] > len(parent.tokens):
@@ -153,7 +153,7 @@ def _parent_lengths(request: Request) -> list[int]:
 
 def _flatten_prompt(request: Request, max_positions: int) -> list[int]:
     """Concatenate parents, prompt and generated tokens at default positions."""
-    lengths = _parent_lengths(request)
+    lengths = parent_lengths(request)
     tokens = [token for parent in request.parent_tokens() for token in parent]
     request.parent_positions, request.position = resolve_offsets(lengths, (None,) * len(lengths), None)
     check_positions(request, lengths, max_positions)

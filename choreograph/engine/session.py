@@ -47,10 +47,9 @@ DEFAULT_SAMPLING = SamplingParams()
 
 
 class Session(ChatTurns):
-    """Messages of one workflow in one mode.
+    """Messages of one workflow in one mode; use as context manager."""
 
-    Use as a context manager, or call `close`.
-    """
+    message_type = Message
 
     def __init__(
         self,
@@ -413,7 +412,7 @@ class Session(ChatTurns):
                 request.repair = self.budget.choose(request)
         if ids:  # else the tokens of its source, which may not be known yet
             check_positions(request, lengths, max_positions)
-        message = Message(request, core, self._tokenizer)
+        message = self.message_type(request, core, self._tokenizer)
         message.parents, message.kv_reuse = parents, kv_reuse
         if guard is not None and (guard != UNGUARDED or self._guard.is_active):
             self._guard.set_options(message, guard)

@@ -67,6 +67,9 @@ def make_run_config(
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
     """Return what of an engine determines a result."""
+    describe = getattr(engine, "describe", None)  # of a server, whose model is not in this process
+    if describe is not None:
+        return dict(describe())
     return {
         "model": engine.model_info.name,
         "fingerprint": engine.model_info.fingerprint,

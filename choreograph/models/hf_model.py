@@ -102,6 +102,15 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     return None
 
 
+def find_eos_token_ids(tokenizer: Any, *configs: Any) -> list[int]:
+    """Return the tokens that end a message by configurations, tokenizer and chat template."""
+    named: list[int] = []
+    for place in (*configs, tokenizer):
+        ids = getattr(place, "eos_token_id", None)
+        named += ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else []
+    return named + [token for token in [_end_of_turn(tokenizer)] if token is not None]
+
+
 class HFModel:
     """Hugging Face model and its tokenizer, with a batched `forward`.
 
@@ -379,12 +388,8 @@ class HFModel:
         Sources: the generation configuration, the model's configuration, the tokenizer, and the end-of-turn
         token of the chat template.
         """
-        places = (self.model.generation_config, self.model.config, self.model.config.get_text_config(), self.tokenizer)
-        named: list[int] = []
-        for place in places:
-            ids = getattr(place, "eos_token_id", None)
-            named += ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else []
-        named += [token for token in [_end_of_turn(self.tokenizer)] if token is not None]
+        configs = self.model.generation_config, self.model.config, self.model.config.get_text_config()
+        named = find_eos_token_ids(self.tokenizer, *configs)
         vocab_size = self.model_info.vocab_size
         invalid = sorted({token for token in named if not 0 <= token < vocab_size})
         if invalid:

@@ -13,10 +13,17 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
@@ -24,7 +31,7 @@ from ..attention.cpp_backend import has_avx2
 from ..errors import ChoreographError, ConfigError, ModelError
 from ..utils import check_on_hub, hub_or_cache
 from .gguf_file import convert_gguf
-from .hf_model import HFModel
+from .hf_model import HFModel, find_eos_token_ids
 from .info import check_rope, ignored_fields, resolve_max_positions
 from .tensor_parallel import tp_kwargs
 from .tokenizer_fields import apply_tokenizer_fields
@@ -109,6 +116,36 @@ def load_tokenizer(model: str | os.PathLike[str]) -> tuple[Any, int]:
     with _loading(name, source):
         config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE)
         return _load_tokenizer(source, name), resolve_max_positions(config, None, name)
+
+
+class Vocabulary(NamedTuple):
+    """Tokenizer of a model that another process computes."""
+
+    tokenizer: Any  # None: token ids alone
+    size: int  # rows of the model's embedding
+    eos_token_ids: tuple[int, ...]
+
+
+def load_vocabulary(model: str | None, tokenizer: Any = None) -> Vocabulary:
+    """Load what is needed of a model to send it tokens, without its weights.
+
+    Args:
+        model: a name, folder or Hub id; None: `tokenizer` is all that is known.
+        tokenizer: in place of the model's own.
+    """
+    if model is None:
+        size = 1 << 31 if tokenizer is None else len(tokenizer)
+        return Vocabulary(tokenizer, size, tuple(dict.fromkeys(find_eos_token_ids(tokenizer))))
+    source, name = _resolve_source(model)
+    with _loading(name, source):
+        config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE)
+        configs = [config, config.get_text_config()]
+        with contextlib.suppress(OSError):  # many models have none
+            configs.insert(0, GenerationConfig.from_pretrained(source))
+        tokenizer = _load_tokenizer(source, name) if tokenizer is None else tokenizer
+    size = config.get_text_config().vocab_size
+    eos_token_ids = dict.fromkeys(t for t in find_eos_token_ids(tokenizer, *configs) if 0 <= t < size)
+    return Vocabulary(tokenizer, size, tuple(eos_token_ids))
 
 
 def _load_tokenizer(source: str, name: str) -> Any:

@@ -143,7 +143,7 @@ class Completion:
         self._origin = -position  # positions of the engine are not negative
         at = 0
         for span in spans:
-            if at and not server.holes and span["at"] > at:
+            if not server.holes and span["at"] > at:
                 break
             if span["at"] > at:
                 self._prefill(at, span["at"], messages)
