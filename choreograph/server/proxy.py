@@ -215,7 +215,7 @@ class UpstreamProxy:
                     await self._answer_planned(call, plan, reply)
                     return
                 except PlanRefused as exc:
-                    missing = await self._find_missing(call, plan)
+                    missing = await self._find_missing(call, plan) if plan.reused else []
                     _logger.info("spans were refused, %d entries are missing: %s", len(missing), exc)
                     self.store.drop(call.tenant, missing)
                     if not missing:
@@ -267,14 +267,13 @@ class UpstreamProxy:
                     record.observe(value)
                     if record.error is not None:
                         raise PlanRefused(record.error)
-                    await reply.start(answer, keeps_length=False)
-                    await reply.write(json.dumps(record.cleaned(value)).encode())
+                    self.store.add(call.tenant, record.take_entries())
+                    content = json.dumps(record.cleaned(value)).encode()
+                    await reply.start(answer, num_bytes=len(content))
+                    await reply.write(content)
                     await reply.end()
         finally:
-            kept = record.entries(is_complete=True)
-            self.store.add(call.tenant, kept)
-            others = {part.entry.name for part in plan.computed} - {entry.name for entry in kept}
-            self.store.drop(call.tenant, others)
+            self.store.drop(call.tenant, record.unknown_names())
 
     async def _stream(self, call: ProxiedCall, record: AnswerRecord, answer: httpx.Response, reply: Reply) -> None:
         """Relay events.
@@ -288,13 +287,13 @@ class UpstreamProxy:
                 raise PlanRefused(record.error)
             waiting.append(record.cleaned_event(event, value))
             if record.is_generating:
+                self.store.add(call.tenant, record.take_entries())  # a client that reads this may ask at once
                 if not reply.has_started:
-                    await reply.start(answer, keeps_length=False)
-                    self.store.add(call.tenant, record.entries(is_complete=False))
+                    await reply.start(answer)
                 await reply.write(b"".join(waiting))
                 waiting.clear()
         if not reply.has_started:
-            await reply.start(answer, keeps_length=False)
+            await reply.start(answer)
         await reply.write(b"".join(waiting))
         await reply.end()
 
@@ -315,14 +314,14 @@ class UpstreamProxy:
         return filled
 
     async def _find_missing(self, call: ProxiedCall, plan: PromptPlan) -> list[str]:
-        """Return the entries of a plan that the server does not have."""
-        names = [part.entry.name for part in plan.reused]
-        if not names:
-            return []
-        body = call.internal_body(plan.tokens[:1], {"query": names})
+        """Return the entries of the tenant that the server does not have.
+
+        All are asked for: after a restart of the server, the next plan would find others that are gone.
+        """
+        body = call.internal_body(plan.tokens[:1], {"query": self.store.names(call.tenant)})
         answer = await self.client.post("/v1/completions", json=body, headers=call.internal_headers)
         state = _state_of(answer.json()) if answer.status_code == 200 else {}
-        return [name for name in state.get("missing") or () if name in names]
+        return list(state.get("missing") or ())
 
 
 def _placement(spans: Iterable[PromptPart], stored: Iterable[PromptPart]) -> dict[str, Any]:

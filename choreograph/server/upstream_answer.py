@@ -31,22 +31,23 @@ class Reply:
     def __init__(self, send: Send) -> None:
         self._send, self.has_started = send, False
 
-    async def start(self, answer: httpx.Response, *, keeps_length: bool = True) -> None:
+    async def start(self, answer: httpx.Response, *, is_raw: bool = False, num_bytes: int | str | None = None) -> None:
         """Send status and headers of a server's answer.
 
         Args:
-            keeps_length: the body is sent as it came.
+            is_raw: the body is sent as it came.
+            num_bytes: of the body, if known.
         """
         self.has_started = True
-        excluded = HOP_HEADERS if keeps_length else HOP_HEADERS | {b"content-encoding"}
+        excluded = HOP_HEADERS if is_raw else HOP_HEADERS | {b"content-encoding"}
         headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in excluded]
-        if keeps_length and "content-length" in answer.headers:
-            headers.append((b"content-length", answer.headers["content-length"].encode()))
+        if num_bytes is not None:
+            headers.append((b"content-length", str(num_bytes).encode()))
         await self._send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
 
     async def relay(self, answer: httpx.Response) -> None:
         """Send a server's answer as it is."""
-        await self.start(answer)
+        await self.start(answer, is_raw=True, num_bytes=answer.headers.get("content-length"))
         async for chunk in answer.aiter_raw():
             await self.write(chunk)
         await self.end()
@@ -91,7 +92,7 @@ class AnswerRecord:
     def __init__(self, plan: PromptPlan, num_answers: int, workflow: str, *, hides_ids: bool) -> None:
         self._plan, self._num_answers, self._workflow, self._hides_ids = plan, num_answers, workflow, hides_ids
         self._ids: dict[int, list[int]] = defaultdict(list)  # of every answer
-        self._is_finished = False
+        self._is_finished, self._num_taken = False, 0
         self._has_other_prompt = False  # the server rendered the chat otherwise than /tokenize
         self.is_generating = False  # something was generated, so that no error of the plan can follow
         self.error: str | None = None
@@ -114,19 +115,22 @@ class AnswerRecord:
             self.is_generating |= bool(reason or is_part)
             self._is_finished |= reason is not None
 
-    def entries(self, *, is_complete: bool) -> list[UpstreamEntry]:
-        """Return the entries that the server has stored.
-
-        Args:
-            is_complete: nothing follows; the last entry has the answer too, if it was finished.
-        """
+    def take_entries(self) -> list[UpstreamEntry]:
+        """Return the entries that the server has stored since the last call."""
         if self._has_other_prompt or not self.is_generating or self.error is not None:
             return []
-        *parts, last = [part.entry for part in self._plan.computed]
-        if not (is_complete and self._is_finished):
-            return parts
-        answer = self._ids[0][:-1] if self._num_answers == 1 else []  # the last token has no keys and values
-        return [*parts, UpstreamEntry(last.tokens + answer, last.lineage, last.name)]
+        stored = [part.entry for part in self._plan.computed]
+        last = stored.pop()
+        if self._is_finished:
+            answer = self._ids[0][:-1] if self._num_answers == 1 else []  # the last token has no keys and values
+            stored.append(UpstreamEntry(last.tokens + answer, last.lineage, last.name))
+        new, self._num_taken = stored[self._num_taken :], len(stored)
+        return new
+
+    def unknown_names(self) -> list[str]:
+        """Return the names of entries that may be stored, but not as planned."""
+        is_as_planned = self.error is None and not self._has_other_prompt
+        return [part.entry.name for part in self._plan.computed[self._num_taken if is_as_planned else 0 :]]
 
     def cleaned(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return a whole answer as the client expects it."""

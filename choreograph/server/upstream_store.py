@@ -239,8 +239,10 @@ class EntryStore:
             tenant.entries.move_to_end(part.entry.name)
         return plan
 
-    def add(self, key: UpstreamTenant, entries: Iterable[UpstreamEntry]) -> None:
+    def add(self, key: UpstreamTenant, entries: Sequence[UpstreamEntry]) -> None:
         """Keep entries that the server stored; drop others beyond the limit."""
+        if not entries:
+            return
         tenant = self._tenants.setdefault(key, _TenantEntries())
         self.drop(key, [entry.name for entry in entries if not tenant.add(entry)])
         while self.num_tokens > self._max_tokens:
@@ -258,6 +260,10 @@ class EntryStore:
             del self._tenants[key]
         while len(self._releases) > MAX_RELEASES:  # the server evicts the others when it needs their place
             self._releases.popitem(last=False)
+
+    def names(self, key: UpstreamTenant) -> list[str]:
+        """Return the names of all entries of a tenant."""
+        return list(self._tenants[key].entries) if key in self._tenants else []
 
     def take_releases(self, key: UpstreamTenant) -> list[str]:
         """Return the names to release, once."""

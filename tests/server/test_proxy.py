@@ -177,7 +177,9 @@ def test_entries_that_are_gone_are_computed_again(pair, stream):
         assert pair.ask(*chat)[1]["message"] > 25
     assert name not in json.dumps(pair.spans())
     pair.upstream.evict()  # the server was restarted
+    num_before = len(pair.upstream.bodies)
     assert pair.ask(*chat)[1]["computed"] > 60
+    assert len(pair.upstream.bodies) == num_before + 3  # refused, asked for all entries, answered
     assert pair.ask(*chat)[1]["computed"] < 5
 
 
